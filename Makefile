@@ -1,0 +1,47 @@
+# Every target sets up .venv by itself; nothing happens again until pyproject.toml or constraints.txt change.
+# Without a GPU the pinned small torch is installed first, so that no other package drags in a CUDA build; with one, the
+# newest torch. Override: make test TORCH="torch==2.11.0", or TORCH="torch==2.13.0 --index-url <an index with CPU builds>".
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo 1)
+TORCH ?= $(if $(GPU),torch,torch==2.13.0)
+# The pins of constraints.txt hold for everything but torch, which is chosen above.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt Makefile | cksum | cut -d' ' -f1)
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: test test-slow train lint bench docs setup clean
+
+test: setup lint
+	$(PYTEST) -m "not slow and not gpu"
+
+test-slow: setup lint
+	$(PYTEST) -m "slow and not gpu"
+
+train: setup
+	$(BIN)/python examples/worker_group_demo.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+docs: setup
+	$(BIN)/python -m verl.config.docs --write
+
+setup: $(STAMP)
+
+$(STAMP):
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt -e ".[test]"
+	rm -f $(VENV)/.installed-*
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
