@@ -1,0 +1,589 @@
+"""DataProto: the one thing that travels between controller and workers.
+
+Rows are samples. `batch` holds tensors (a TensorDict, equal first dimension), `non_tensor_batch` object arrays of the
+same length, `meta_info` free metadata about the whole. Row operations keep all columns aligned and are views wherever
+torch allows. Everything is written on two primitives, `_take` (rows by slice or index) and `_concat`, so that a batch
+whose columns live elsewhere (see `single_controller.ray.batch_ref`) needs to replace only those.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from tensordict import TensorDict, is_non_tensor
+
+from verl.utils.columns import (
+    as_list,
+    check_columns,
+    common_batch_size,
+    concat_columns,
+    describe_columns,
+    known_keys,
+    mini_batch_rows,
+    object_array,
+    repeat_counts,
+    row_index,
+    union_meta,
+    union_numpy_dict,
+    union_tensor_dict,
+)
+from verl.utils.plain_store import load_plain, save_plain
+from verl.utils.tensor_wire import tensor_from_wire, tensor_to_wire
+
+__all__ = [
+    "DataProto",
+    "DataProtoConfig",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "collate_fn",
+    "fold_batch_dim",
+    "object_array",
+    "pad_dataproto_to_divisor",
+    "unfold_batch_dim",
+    "union_numpy_dict",
+    "union_tensor_dict",
+    "unpad_dataproto",
+]
+
+Rows: TypeAlias = "slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor"
+Keys: TypeAlias = "str | Sequence[str] | None"
+_Proto = TypeVar("_Proto", bound="DataProto")
+
+_AUTO_PADDING = "_verl_auto_padding"
+_FILE_FORMAT = "verl.DataProto/1"
+_MASKED_IN_FILLERS = ("response_mask", "loss_mask")
+
+
+class DataProtoConfig:
+    """Process-wide switches."""
+
+    auto_padding: ClassVar[bool] = os.environ.get("VERL_AUTO_PADDING", "1").lower() not in ("0", "false")
+    """Whether a group call may fill a batch that does not divide over its ranks (fillers never come back)."""
+
+
+@dataclass
+class DataProtoItem:
+    """One row of a DataProto."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+class DataProto:
+    """A batch of samples: tensors, object arrays and metadata, aligned by row."""
+
+    def __init__(
+        self,
+        batch: TensorDict | None = None,
+        non_tensor_batch: dict[str, np.ndarray] | None = None,
+        meta_info: dict[str, Any] | None = None,
+    ) -> None:
+        self._td: Any = batch
+        # True while the tensors alias memory that is not ours to write (a shared store). `batch` copies first.
+        self._borrowed = False
+        self.non_tensor_batch: dict[str, np.ndarray] = {} if non_tensor_batch is None else non_tensor_batch
+        self.meta_info: dict[str, Any] = {} if meta_info is None else meta_info
+        self.check_consistency()
+
+    # ---------------------------------------------------------------- making one
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
+    ) -> DataProto:
+        """Tensors become `batch`, numpy arrays `non_tensor_batch`."""
+        tensors = {k: v for k, v in data.items() if isinstance(v, torch.Tensor)}
+        arrays = {k: v for k, v in data.items() if isinstance(v, np.ndarray)}
+        for key in data.keys() - tensors.keys() - arrays.keys():
+            raise ValueError(
+                f"DataProto.from_single_dict: {key!r} is a {type(data[key]).__name__}; give a torch.Tensor or a numpy"
+                " array (verl.protocol.object_array makes one from a list)."
+            )
+        return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> DataProto:
+        """Tensors share their first `num_batch_dims` dimensions; non-tensors are arrays or lists of that length."""
+        if num_batch_dims < 1:
+            raise ValueError(f"DataProto.from_dict: num_batch_dims is {num_batch_dims}; it must be at least 1.")
+        if num_batch_dims > 1 and non_tensors:
+            raise ValueError(
+                "DataProto.from_dict: non_tensors need num_batch_dims=1 (object arrays have one row dimension)."
+            )
+        batch = None
+        if tensors:
+            batch = TensorDict(dict(tensors), batch_size=common_batch_size(tensors, num_batch_dims))
+        arrays = {k: v if isinstance(v, np.ndarray) else object_array(v) for k, v in (non_tensors or {}).items()}
+        meta_info = dict(meta_info or {})
+        if auto_padding:
+            meta_info[_AUTO_PADDING] = True
+        return cls(batch, arrays, meta_info)
+
+    @classmethod
+    def from_tensordict(cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None) -> DataProto:
+        """Tensor entries become `batch`; non-tensor entries (`NonTensorStack`, `NonTensorData`) object arrays."""
+        tensors: dict[str, torch.Tensor] = {}
+        arrays: dict[str, np.ndarray] = {}
+        for key in tensor_dict.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not keys
+            value = tensor_dict.get(key)
+            if isinstance(value, torch.Tensor):
+                tensors[key] = value
+            elif is_non_tensor(value):
+                arrays[key] = object_array(value.tolist())
+            else:
+                raise ValueError(f"DataProto.from_tensordict: {key!r} is a {type(value).__name__}. Flatten it first.")
+        batch = TensorDict(tensors, batch_size=tensor_dict.batch_size, device=tensor_dict.device) if tensors else None
+        return cls(batch, arrays, dict(meta_info or {}))
+
+    # ---------------------------------------------------------------- looking at it
+
+    @property
+    def batch(self) -> TensorDict:
+        """The tensors. What is handed out may be written to: memory borrowed from a shared store is copied first."""
+        if self._borrowed:
+            self._td = self._td.clone()
+            self._borrowed = False
+        return self._td
+
+    @batch.setter
+    def batch(self, value: TensorDict | None) -> None:
+        self._td = value
+        self._borrowed = False
+
+    def __len__(self) -> int:
+        if self._td is not None:
+            return self._td.batch_size[0]
+        return next((len(array) for array in self.non_tensor_batch.values()), 0)
+
+    def __getitem__(self, rows: int | Rows) -> Any:
+        """An int gives a `DataProtoItem`; a slice, mask or index array gives a DataProto of those rows."""
+        if isinstance(rows, int | np.integer) or (isinstance(rows, torch.Tensor) and rows.ndim == 0):
+            return self._item(int(rows))
+        return self._take(rows if isinstance(rows, slice) else row_index(rows, len(self)))
+
+    def check_consistency(self) -> None:
+        """Raise ValueError unless every column is of its kind and all have the same number of rows."""
+        check_columns(self._td, self.non_tensor_batch)
+
+    def get_data_info(self) -> str:
+        """One line per column: name, type, shape."""
+        title = f"{type(self).__name__} of {len(self)} rows"
+        lines = describe_columns(dict(self._tensors()), self.non_tensor_batch)
+        return "\n  ".join([title, *lines, f"meta_info: {sorted(self.meta_info)}"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors (of the rows seen here, not of the storage behind them)."""
+        return sum(value.nbytes for _, value in self._tensors())
+
+    def is_padding_enabled(self) -> bool:
+        """Whether a group call may fill this batch when it does not divide over the ranks."""
+        return bool(self.meta_info.get(_AUTO_PADDING)) or DataProtoConfig.auto_padding
+
+    # ---------------------------------------------------------------- columns
+
+    def select(
+        self,
+        batch_keys: Keys = None,
+        non_tensor_batch_keys: Keys = None,
+        meta_info_keys: Keys = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """A DataProto of the named columns (None: all of that kind), sharing their memory unless `deepcopy`."""
+        names = self._known(self._tensor_keys() if batch_keys is None else batch_keys, self._tensor_keys(), "batch")
+        td = self._td.select(*names) if self._td is not None else None
+        arrays = _pick(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch", self)
+        meta = _pick(self.meta_info, meta_info_keys, "meta_info", self)
+        selected = self._like(td, arrays, meta)
+        return copy.deepcopy(selected) if deepcopy else selected
+
+    def pop(
+        self, batch_keys: Keys = None, non_tensor_batch_keys: Keys = None, meta_info_keys: Keys = None
+    ) -> DataProto:
+        """Move the named columns out of this batch into a new one. An unknown key changes nothing."""
+        names = self._known(batch_keys, self._tensor_keys(), "batch")
+        array_names = self._known(non_tensor_batch_keys, self.non_tensor_batch, "non_tensor_batch")
+        meta_names = self._known(meta_info_keys, self.meta_info, "meta_info")
+        td = self._td.select(*names) if names else None
+        if names:
+            self._td = self._td.exclude(*names)
+        arrays = {key: self.non_tensor_batch.pop(key) for key in array_names}
+        return self._like(td, arrays, {key: self.meta_info.pop(key) for key in meta_names})
+
+    def rename(self, old_keys: Keys = None, new_keys: Keys = None) -> DataProto:
+        """Rename columns (tensors or object arrays) in place; returns self."""
+        mapping = self._renaming(old_keys, new_keys)
+        if self._td is not None:
+            renamed = {mapping.get(k, k): v for k, v in self._tensors()}
+            self._td = TensorDict(renamed, batch_size=self._td.batch_size, device=self._td.device)
+        self.non_tensor_batch = {mapping.get(k, k): v for k, v in self.non_tensor_batch.items()}
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Add the columns and metadata of `other` in place; a key that both have must agree. Returns self."""
+        self.check_consistency()
+        other.check_consistency()
+        if self._has_columns() and other._has_columns() and len(self) != len(other):
+            raise ValueError(f"DataProto.union: {len(self)} rows here, {len(other)} in the other.")
+        for key in [*self._tensor_keys(), *other._tensor_keys()]:
+            if key in self.non_tensor_batch or key in other.non_tensor_batch:
+                raise ValueError(f"DataProto.union: {key!r} is a tensor in one and an object array in the other.")
+        td = union_tensor_dict(self._td, other._td)
+        arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        meta = union_meta(self.meta_info, other.meta_info)
+        if td is not None:
+            self._borrowed = self._borrowed or other._borrowed
+        self._td, self.non_tensor_batch, self.meta_info = td, arrays, meta
+        return self
+
+    # ---------------------------------------------------------------- rows
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """Rows start:end:step, as views."""
+        return self._take(slice(start, end, step))
+
+    def select_idxs(self, idxs: Rows) -> DataProto:
+        """Rows by index array or boolean mask."""
+        return self._take(row_index(idxs, len(self)))
+
+    def reorder(self, indices: Rows) -> None:
+        """Permute (or pick) rows in place: row i becomes what was row indices[i]."""
+        taken = self._take(row_index(indices, len(self)))
+        self.__dict__.update(taken.__dict__)
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Every row `repeat_times` times: a a b b (interleave) or a b a b."""
+        if repeat_times < 1:
+            raise ValueError(f"DataProto.repeat: repeat_times is {repeat_times}; it must be at least 1.")
+        rows = np.arange(len(self))
+        return self._take(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
+        """Row i `repeat_times[i]` times (0 drops it), in order."""
+        return self._take(np.repeat(np.arange(len(self)), repeat_counts(repeat_times, len(self))))
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Consecutive parts of `split_size` rows (the last may be shorter), as views; of no rows, one empty part."""
+        if split_size < 1:
+            raise ValueError(f"DataProto.split: split_size is {split_size}; it must be at least 1.")
+        return [self._take(slice(i, i + split_size)) for i in range(0, max(len(self), 1), split_size)]
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """`chunks` consecutive parts of equal size, as views; with auto_padding set on the batch, nearly equal."""
+        if chunks < 1:
+            raise ValueError(f"DataProto.chunk: chunks is {chunks}; it must be at least 1.")
+        if len(self) % chunks and not self.meta_info.get(_AUTO_PADDING):
+            raise ValueError(
+                f"DataProto.chunk: {len(self)} rows do not divide into {chunks} chunks."
+                " Pad first (pad_dataproto_to_divisor) or make the batch with auto_padding=True."
+            )
+        bounds = [len(self) * i // chunks for i in range(chunks + 1)]
+        return [self._take(slice(a, b)) for a, b in itertools.pairwise(bounds)]
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """All rows of the parts, in order. Parts have the same columns; metadata that several have must agree."""
+        if len(data) == 0:
+            raise ValueError("DataProto.concat: an empty list has no columns.")
+        # A part whose columns live elsewhere knows how to join them without fetching.
+        lead = next((part for part in data if type(part) is not DataProto), data[0])
+        return type(lead)._concat(data)
+
+    def padding(self, padding_size: int, padding_candidate: str = "") -> DataProto:
+        """Append `padding_size` copies of the last row ("first": of the first) in place; returns self."""
+        if padding_candidate not in ("", "first", "last"):
+            raise ValueError(f"DataProto.padding: candidate {padding_candidate!r}; use 'first' or 'last'.")
+        if padding_size < 0 or (len(self) == 0 and padding_size):
+            raise ValueError(f"DataProto.padding: cannot append {padding_size} copies of a row to {len(self)} rows.")
+        source = 0 if padding_candidate == "first" else len(self) - 1
+        self.reorder(np.concatenate([np.arange(len(self)), np.full(padding_size, source)]))
+        return self
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[DataProto]:
+        """`epochs` passes in mini-batches. `dataloader_kwargs`: shuffle (seeded; views when off), drop_last."""
+        options = {"shuffle": False, "drop_last": None, **(dataloader_kwargs or {})}
+        unknown = options.keys() - {"shuffle", "drop_last"}
+        if unknown:
+            raise ValueError(
+                f"DataProto.make_iterator: unknown dataloader_kwargs {sorted(unknown)}; known: shuffle, drop_last."
+            )
+        if mini_batch_size < 1:
+            raise ValueError(f"DataProto.make_iterator: mini_batch_size is {mini_batch_size}; it must be at least 1.")
+        if len(self) % mini_batch_size and options["drop_last"] is None:
+            raise ValueError(
+                f"DataProto.make_iterator: {len(self)} rows do not divide into mini-batches of {mini_batch_size}."
+                " Choose a divisor, or say drop_last=True or False in dataloader_kwargs."
+            )
+        shuffle, drop_last = bool(options["shuffle"]), bool(options["drop_last"])
+        return map(self._take, mini_batch_rows(len(self), mini_batch_size, epochs, seed, shuffle, drop_last))
+
+    def to(self, device: str | torch.device) -> DataProto:
+        """Move the tensors in place; returns self."""
+        if self._td is not None:
+            self._td = self._td.to(device)
+            self._borrowed = self._borrowed and torch.device(device).type == "cpu"  # else it was copied
+        return self
+
+    # ---------------------------------------------------------------- disk and wire
+
+    def save_to_disk(self, filepath: str | os.PathLike) -> None:
+        """Write to one file (atomically). Objects must be plain data: what could execute on load is refused."""
+        self.check_consistency()
+        content = {
+            "format": _FILE_FORMAT,
+            "batch_size": list(self._td.batch_size) if self._td is not None else None,
+            "tensors": dict(self._tensors()),
+            "non_tensor_batch": dict(self.non_tensor_batch),
+            "meta_info": self.meta_info,
+        }
+        save_plain(content, filepath, what="DataProto")
+
+    @staticmethod
+    def load_from_disk(filepath: str | os.PathLike) -> DataProto:
+        """Read a file written by `save_to_disk`; nothing in the file is executed."""
+        content = load_plain(filepath)
+        if not isinstance(content, dict) or content.get("format") != _FILE_FORMAT:
+            raise ValueError(
+                f"{filepath}: not a DataProto file (no {_FILE_FORMAT!r} mark). Write it with save_to_disk."
+            )
+        size = content["batch_size"]
+        td = TensorDict(content["tensors"], batch_size=size) if size is not None else None
+        return DataProto(td, content["non_tensor_batch"], content["meta_info"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tensors as flat byte arrays, which pickle protocol 5 (Ray, multiprocessing) moves out-of-band."""
+        self.check_consistency()
+        tensors = {key: tensor_to_wire(value) for key, value in self._tensors()}
+        for data, _, _ in tensors.values() if self._borrowed else ():
+            data.flags.writeable = False  # torch does not carry this on
+        return {
+            "batch_size": tuple(self._td.batch_size) if self._td is not None else None,
+            "tensors": tensors,
+            "non_tensor_batch": self.non_tensor_batch,
+            "meta_info": self.meta_info,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.non_tensor_batch, self.meta_info = state["non_tensor_batch"], state["meta_info"]
+        self._td, self._borrowed = None, False
+        if state["batch_size"] is not None:
+            tensors = {key: tensor_from_wire(wire) for key, wire in state["tensors"].items()}
+            self._td = TensorDict(tensors, batch_size=state["batch_size"])
+            self._borrowed = any(not wire[0].flags.writeable for wire in state["tensors"].values())
+        for key, array in self.non_tensor_batch.items():
+            if not array.flags.writeable:
+                self.non_tensor_batch[key] = array.copy()
+
+    def __copy__(self) -> DataProto:
+        return self.select()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+        td = self._td  # on its device, which pickling would leave
+        arrays, meta = copy.deepcopy((dict(self.non_tensor_batch), self.meta_info), memo)
+        return DataProto(td.clone() if td is not None else None, arrays, meta)
+
+    # ---------------------------------------------------------------- primitives
+
+    def _take(self, rows: Any) -> DataProto:
+        """Rows by slice (views) or by a checked int64 index array (a gather)."""
+        self.check_consistency()
+        if isinstance(rows, slice) and rows.step is not None and rows.step < 0:
+            rows = np.arange(*rows.indices(len(self)))  # torch has no negative strides
+        arrays = {key: array[rows] for key, array in self.non_tensor_batch.items()}
+        meta = dict(self.meta_info)
+        if self._td is None:
+            return self._like(None, arrays, meta)
+        if isinstance(rows, slice):
+            views = {key: value[rows] for key, value in self._tensors()}
+            return self._like(self._with_rows(len(range(*rows.indices(len(self)))), views), arrays, meta)
+        index, tensors = torch.from_numpy(rows), {}
+        for key, value in self._tensors():
+            index = index.to(value.device)
+            tensors[key] = value.index_select(0, index)  # several times faster than value[index] on long rows
+        return type(self)(self._with_rows(len(rows), tensors), arrays, meta)
+
+    @classmethod
+    def _concat(cls, parts: Sequence[DataProto]) -> DataProto:
+        for part in parts:
+            part.check_consistency()
+        tensors = concat_columns([dict(part._tensors()) for part in parts], "DataProto.concat", "tensor")
+        arrays = concat_columns([part.non_tensor_batch for part in parts], "DataProto.concat", "non-tensor")
+        meta: dict[str, Any] = {}
+        for part in parts:
+            meta = union_meta(meta, part.meta_info)
+        with_td = next((part for part in parts if part._td is not None), None)
+        td = with_td._with_rows(sum(map(len, parts)), tensors) if with_td is not None else None
+        return cls(td, arrays, meta)
+
+    def _with_rows(self, count: int, tensors: dict[str, torch.Tensor]) -> TensorDict:
+        """A TensorDict like this one's, of `count` rows."""
+        return TensorDict(tensors, batch_size=(count, *self._td.batch_size[1:]), device=self._td.device)
+
+    def _like(self, td: TensorDict | None, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> DataProto:
+        made = object.__new__(type(self))
+        made._td, made.non_tensor_batch, made.meta_info = td, arrays, meta
+        made._borrowed = self._borrowed and td is not None
+        return made
+
+    def _item(self, row: int) -> DataProtoItem:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"DataProto: row {row} of {len(self)}.")
+        td = self._td[row] if self._td is not None else None
+        if td is not None and self._borrowed:
+            td = td.clone()
+        return DataProtoItem(td, {key: array[row] for key, array in self.non_tensor_batch.items()}, self.meta_info)
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [] if self._td is None else list(self._td.items())
+
+    def _tensor_keys(self) -> list[str]:
+        return [] if self._td is None else list(self._td.keys())
+
+    def _has_columns(self) -> bool:
+        return self._td is not None or bool(self.non_tensor_batch)
+
+    def _renaming(self, old_keys: Keys, new_keys: Keys) -> dict[str, str]:
+        """Old to new name, checked."""
+        old, new = as_list(old_keys), as_list(new_keys)
+        if len(old) != len(new) or len(set(old)) != len(old):
+            raise ValueError(f"DataProto.rename: {len(old)} old keys {old} for {len(new)} new keys {new}; pair them.")
+        columns = [*self._tensor_keys(), *self.non_tensor_batch]
+        self._known(old, columns, "columns")
+        for key in new:
+            if key in set(columns) - set(old) or new.count(key) > 1:
+                raise ValueError(f"DataProto.rename: there would be two columns named {key!r}.")
+        return dict(zip(old, new, strict=True))
+
+    def _known(self, keys: Keys, existing: Collection[str], kind: str) -> list[str]:
+        return known_keys(keys, existing, f"{type(self).__name__}.{kind}")
+
+
+class DataProtoFuture:
+    """A DataProto still being computed by a non-blocking group call; `get()` waits for it."""
+
+    def __init__(self, resolve: Callable[[], Any]) -> None:
+        self._resolve: Callable[[], Any] | None = resolve
+        self._value: Any = None
+
+    def get(self) -> Any:
+        """Wait and return the result; raises what the call raised."""
+        if self._resolve is not None:
+            self._value = self._resolve()
+            self._resolve = None
+        return self._value
+
+    @staticmethod
+    def concat(data: Sequence[DataProtoFuture]) -> DataProtoFuture:
+        """The concatenation, once all are there."""
+        return DataProtoFuture(lambda: DataProto.concat([future.get() for future in data]))
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """The chunks, once it is there."""
+        return [DataProtoFuture(lambda i=i: self.get().chunk(chunks)[i]) for i in range(chunks)]  # type: ignore[misc]
+
+
+# -------------------------------------------------------------------- functions on batches
+
+
+def pad_dataproto_to_divisor(data: _Proto, size_divisor: int) -> tuple[_Proto, int]:
+    """Append rows (wrapping around) until the length divides; returns the batch and how many were added."""
+    if size_divisor < 1:
+        raise ValueError(f"pad_dataproto_to_divisor: size_divisor is {size_divisor}; it must be at least 1.")
+    pad_size = -len(data) % size_divisor
+    if pad_size == 0:
+        return data, 0
+    if len(data) == 0:
+        raise ValueError("pad_dataproto_to_divisor: an empty batch has no rows to copy.")
+    return data._take(np.arange(len(data) + pad_size) % len(data)), pad_size  # type: ignore[return-value]
+
+
+def unpad_dataproto(data: _Proto, pad_size: int) -> _Proto:
+    """Drop the `pad_size` rows that `pad_dataproto_to_divisor` added."""
+    if not 0 <= pad_size <= len(data):
+        raise ValueError(f"unpad_dataproto: pad_size {pad_size} of {len(data)} rows.")
+    return data._take(slice(0, len(data) - pad_size)) if pad_size else data  # type: ignore[return-value]
+
+
+def mask_filler_rows(data: DataProto, fillers: int) -> DataProto:
+    """The batch with its last `fillers` rows weighing nothing: their loss masks are 0."""
+    masks = [key for key in _MASKED_IN_FILLERS if key in data._tensor_keys()]
+    if fillers and masks:
+        td = data._td.copy()  # the container, not the tensors
+        for key in masks:
+            td[key] = data._td[key].clone()
+            td[key][len(data) - fillers :] = 0
+        return data._like(td, data.non_tensor_batch, data.meta_info)
+    return data
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """[batch, …] → [new_batch_size, batch // new_batch_size, …] for tensors and object arrays."""
+    if new_batch_size < 1 or len(data) % new_batch_size:
+        raise ValueError(f"fold_batch_dim: {len(data)} rows do not fold into {new_batch_size} rows.")
+    return _reshaped(data, 1, (new_batch_size, len(data) // new_batch_size))
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Flatten the first `batch_dims` dimensions of every column into one: the inverse of `fold_batch_dim`."""
+    columns = [*data._tensors(), *data.non_tensor_batch.items()]
+    for key, column in columns:
+        if column.ndim < batch_dims or column.shape[:batch_dims] != columns[0][1].shape[:batch_dims]:
+            raise ValueError(
+                f"unfold_batch_dim: {key!r} has shape {tuple(column.shape)}, {columns[0][0]!r} has"
+                f" {tuple(columns[0][1].shape)}; they must share their first {batch_dims} dimensions."
+            )
+    return _reshaped(data, batch_dims, (math.prod(columns[0][1].shape[:batch_dims]),)) if columns else data.select()
+
+
+def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
+    """A DataProto of the given rows."""
+    if len(items) == 0:
+        raise ValueError("collate_fn: no items.")
+    one_row = [
+        {key: value[None] for key, value in item.batch.items()} if item.batch is not None else {} for item in items
+    ]
+    tensors = concat_columns(one_row, "collate_fn", "tensor")
+    objects = [{key: object_array([value]) for key, value in item.non_tensor_batch.items()} for item in items]
+    arrays = concat_columns(objects, "collate_fn", "non-tensor")
+    return DataProto.from_dict(tensors, arrays, items[0].meta_info)
+
+
+# -------------------------------------------------------------------- helpers
+
+
+def _reshaped(data: DataProto, dims: int, rows: tuple[int, ...]) -> DataProto:
+    """Every column with its first `dims` dimensions made `rows`."""
+    td = None
+    if data.batch is not None:
+        tensors = {key: value.reshape(*rows, *value.shape[dims:]) for key, value in data.batch.items()}
+        td = TensorDict(tensors, batch_size=rows[:1], device=data.batch.device)
+    arrays = {key: array.reshape(*rows, *array.shape[dims:]) for key, array in data.non_tensor_batch.items()}
+    return DataProto(td, arrays, dict(data.meta_info))
+
+
+def _pick(columns: dict[str, Any], keys: Keys, kind: str, owner: DataProto) -> dict[str, Any]:
+    if keys is None:
+        return dict(columns)
+    return {key: columns[key] for key in owner._known(keys, columns, kind)}

@@ -1,0 +1,157 @@
+"""Write nested plain data (tensors, arrays, containers, scalars) to one file that loads without running pickled code.
+
+The file is what `torch.save` writes; it is read back with `weights_only=True`, so nothing in it can execute. Tensors
+stay tensors. What `weights_only` does not know, or reads slowly, becomes a tagged tuple, and its bytes go into one
+common tensor: ("array", dtype, shape, start, stop), ("dict", keys, values) … A tuple in the file is always tagged.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_FORMAT = "verl.plain/1"
+_ALIGNMENT = 16
+_LONG_LIST = 16
+
+
+def save_plain(value: Any, path: str | os.PathLike, what: str = "value") -> None:
+    """Write `value` beside `path`, then rename it into place, so a half-written file is never seen."""
+    target = Path(path)
+    encoder = _Encoder()
+    content = {"format": _FORMAT, "value": encoder.encode(value, what), "bytes": encoder.joined_bytes()}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        with temporary.open("xb") as stream:
+            torch.save(content, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def load_plain(path: str | os.PathLike) -> Any:
+    """Read what `save_plain` wrote. Tensors are mapped from the file and read when touched; writes stay in memory."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError(f"it has no {_FORMAT!r} mark")
+        return _decode(content["value"], content["bytes"].numpy())
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, LookupError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a cut file makes the reader seek before it
+            raise
+        cause = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: not a file of plain data, or damaged; nothing in it was run. ({cause})") from error
+
+
+class _Encoder:
+    """Plain form of nested values, and the bytes that lie beside it."""
+
+    def __init__(self) -> None:
+        self._pieces: list[np.ndarray] = []
+        self._size = 0
+
+    def encode(self, value: Any, where: str) -> Any:
+        """Plain form of `value`; a TypeError names the place of what cannot be stored."""
+        if value is None or type(value) in (bool, float, str):
+            return value
+        if type(value) is int:
+            # Longer ones need pickle opcodes that the restricted reader does not know.
+            return value if value.bit_length() < 64 else ("int", hex(value))
+        if type(value) is bytes:
+            return ("bytes", *self._place(np.frombuffer(value, dtype=np.uint8)))
+        if isinstance(value, torch.Tensor):
+            # A view must not drag the storage behind it into the file.
+            value = value.detach().cpu()
+            return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+        if isinstance(value, np.ndarray):
+            return self._encode_array(value, where)
+        if isinstance(value, np.generic):
+            return ("scalar", self._encode_array(np.asarray(value), where))
+        if isinstance(value, list):
+            return self._encode_list(value, where)
+        if isinstance(value, tuple):
+            return ("tuple", self._encode_list(list(value), where))
+        if isinstance(value, dict):
+            keys = [self.encode(key, f"{where} key {key!r}") for key in value]
+            return ("dict", keys, [self.encode(item, f"{where}[{key!r}]") for key, item in value.items()])
+        raise TypeError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without"
+            " pickling code. Convert it to tensors, arrays, strings, numbers, lists or dicts first."
+        )
+
+    def joined_bytes(self) -> torch.Tensor:
+        """All bytes placed so far, as one tensor."""
+        joined = np.zeros(self._size, dtype=np.uint8)
+        start = 0
+        for piece in self._pieces:
+            joined[start : start + piece.nbytes] = piece
+            start += _aligned(piece.nbytes)
+        return torch.from_numpy(joined)
+
+    def _encode_list(self, items: list[Any], where: str) -> Any:
+        kinds = set(map(type, items)) if len(items) >= _LONG_LIST else set()
+        if kinds == {int} and max(map(int.bit_length, items)) < 64:
+            return ("numbers", self._encode_array(np.array(items, dtype=np.int64), where))
+        if kinds == {float}:
+            return ("numbers", self._encode_array(np.array(items, dtype=np.float64), where))
+        return [self.encode(item, f"{where}[{i}]") for i, item in enumerate(items)]
+
+    def _encode_array(self, array: np.ndarray, where: str) -> tuple[Any, ...]:
+        shape = list(array.shape)
+        if array.dtype == object:
+            return ("objects", shape, [self.encode(x, f"{where}[{i}]") for i, x in enumerate(array.reshape(-1))])
+        if array.dtype.hasobject or array.dtype.kind == "V":  # records, and dtypes of other packages
+            raise TypeError(f"{where}: an array of dtype {array.dtype} cannot be stored. Use a plain dtype or object.")
+        return ("array", array.dtype.str, shape, *self._place(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
+
+    def _place(self, piece: np.ndarray) -> tuple[int, int]:
+        start = self._size
+        self._pieces.append(piece)
+        self._size += _aligned(piece.nbytes)
+        return start, start + piece.nbytes
+
+
+def _decode(value: Any, data: np.ndarray) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, data) for item in value]
+    if not isinstance(value, tuple):
+        return value
+    tag, *content = value
+    if tag == "dict":
+        keys, values = (_decode(part, data) for part in content)
+        return dict(zip(keys, values, strict=True))
+    if tag == "tuple":
+        return tuple(_decode(content[0], data))
+    if tag == "array":
+        dtype, shape, start, stop = content
+        return data[start:stop].view(np.dtype(dtype)).reshape(shape)
+    if tag == "objects":
+        shape, items = content
+        array = np.empty(len(items), dtype=object)
+        for i, item in enumerate(items):
+            array[i] = _decode(item, data)
+        return array.reshape(shape)
+    if tag == "scalar":
+        return _decode(content[0], data)[()]
+    if tag == "numbers":
+        return _decode(content[0], data).tolist()
+    if tag == "bytes":
+        return data[content[0] : content[1]].tobytes()
+    if tag == "int":
+        return int(content[0], 16)
+    raise ValueError(f"unknown tag {tag!r}")
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
