@@ -1,0 +1,33 @@
+"""Shared by all tests: one Ray cluster per session, started on first use; nothing survives the session."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Worker classes of the tests must be importable in the processes that Ray starts, too.
+_WORKERS = str(Path(__file__).parent / "distributed")
+sys.path.insert(0, _WORKERS)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_WORKERS, os.environ.get("PYTHONPATH")]))
+
+# A 2-CPU node whatever the machine has: everything must schedule there.
+RAY_CPUS = 2
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray node with 2 CPUs."""
+    import ray
+
+    ray.init(num_cpus=RAY_CPUS, include_dashboard=False, log_to_driver=False, object_store_memory=512 * 1024**2)
+    yield
+    ray.shutdown()

@@ -1,0 +1,49 @@
+"""Groups that several tests share: starting processes is the slow part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from workers import Counter
+
+from verl.single_controller.base import ClassWithInitArgs, WorkerGroup
+from verl.single_controller.local import LocalWorkerGroup
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+
+@pytest.fixture(scope="session")
+def cpu_pool(ray_cluster: None) -> Iterator[RayResourcePool]:
+    """Two ranks without GPUs."""
+    pool = RayResourcePool([2], use_gpu=False)
+    yield pool
+    pool.release()
+
+
+@pytest.fixture
+def start(cpu_pool: RayResourcePool) -> Iterator[Callable[..., RayWorkerGroup]]:
+    """Start a group of two ranks; it ends with the test."""
+    started: list[RayWorkerGroup] = []
+
+    def start_group(cls: type, *args: object, **kwargs: object) -> RayWorkerGroup:
+        started.append(RayWorkerGroup(cpu_pool, RayClassWithInitArgs(cls, *args, **kwargs)))
+        return started[-1]
+
+    yield start_group
+    for group in started:
+        group.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ray_counters(cpu_pool: RayResourcePool) -> Iterator[RayWorkerGroup]:
+    """Two `Counter` ranks on Ray, for tests that leave no trace in them."""
+    with RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Counter, 5)) as group:
+        yield group
+
+
+@pytest.fixture(params=["local", "ray"])
+def counters(request: pytest.FixtureRequest) -> WorkerGroup:
+    """`Counter`s in this process (one rank) and on Ray (two)."""
+    if request.param == "local":
+        return LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Counter, 5))
+    return request.getfixturevalue("ray_counters")

@@ -1,0 +1,107 @@
+"""A worker that raises or dies ends in a named error on the controller, soon, and never in a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from workers import Counter, Summer
+
+from verl.protocol import DataProto
+from verl.single_controller.base import ClassWithInitArgs, WorkerCallError, WorkerDiedError
+from verl.single_controller.local import LocalWorkerGroup
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ResourceError
+
+
+def test_a_raising_method_names_role_rank_host_method_and_traceback(counters):
+    with pytest.raises(WorkerCallError) as caught:
+        counters.fail()
+    error = caught.value
+    assert (error.role, error.rank, error.method) == ("Counter", 0, "fail")
+    assert str(os.uname().nodename) in error.host
+    assert "role 'Counter', rank 0" in str(error)
+    assert "method 'fail'" in str(error)
+    assert "no such thing on rank 0" in str(error)
+    assert "workers.py" in error.worker_traceback
+    assert isinstance(error.__cause__, KeyError)
+    assert counters.add(0), "the group goes on"
+
+
+def test_the_rank_that_failed_is_named(ray_counters):
+    with pytest.raises(WorkerCallError, match=r"role 'Counter', rank 1") as caught:
+        ray_counters.fail(only_rank=1)
+    assert caught.value.rank == 1
+
+
+def test_a_failing_constructor_is_named_and_leaves_no_process(cpu_pool):
+    class Broken(Counter):
+        def __init__(self) -> None:
+            raise FileNotFoundError("model.safetensors is missing")
+
+    with pytest.raises(WorkerCallError, match=r"FileNotFoundError: model.safetensors is missing.*method '__init__'"):
+        RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Broken), name_prefix="test-broken")
+    with pytest.raises(WorkerCallError, match="FileNotFoundError"):
+        LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Broken))
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            RayWorkerGroup.from_detached(name_prefix="test-broken")
+        except ValueError:
+            return
+        except Exception:  # noqa: BLE001, S110 - still dying
+            pass
+        time.sleep(0.1)
+    pytest.fail("the broken group's actors are still registered")
+
+
+def test_an_exception_that_does_not_pickle_still_arrives(counters):
+    class Unpicklable(Exception):
+        def __init__(self) -> None:
+            super().__init__("cannot travel")
+            self.lock = threading.Lock()
+
+    def explode():
+        raise Unpicklable
+
+    with pytest.raises(WorkerCallError, match="cannot travel"):
+        counters.execute_all_sync("run_this", explode)
+
+
+def test_killed_during_a_call_the_controller_has_a_named_error_soon(start):
+    group = start(Counter)
+    victim = group.whoami()[1][3]
+    future = group.long_compute(60.0)
+    time.sleep(0.3)
+    start_time = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError) as caught:
+        future.get()
+    assert time.monotonic() - start_time < 10
+    assert (caught.value.role, caught.value.rank, caught.value.method) == ("Counter", 1, "long_compute")
+    assert f"pid {victim}" in caught.value.host
+    with pytest.raises(WorkerDiedError, match="rank 1"):
+        group.add(1)  # at once, not after a time-out
+
+
+@pytest.mark.parametrize(("how", "expected"), [("die", WorkerDiedError), ("raise", WorkerCallError)])
+def test_ranks_left_waiting_in_a_collective_do_not_hang_the_controller(start, how, expected):
+    group = start(Summer)
+    group.setup()
+    assert group.add_total(DataProto.from_dict({"x": torch.arange(4)})).batch["total"].tolist() == [6] * 4
+    start_time = time.monotonic()
+    with pytest.raises(expected, match="rank 1"):
+        group.collective_without(1, how).get()
+    assert time.monotonic() - start_time < 10
+
+
+def test_asking_for_more_than_there_is_is_one_error_at_once(ray_cluster):
+    start_time = time.monotonic()
+    with pytest.raises(ResourceError, match=r"asks for 1 node\(s\) with \[8\] GPU.*has 1 node\(s\).*0 of 0 GPUs free"):
+        RayResourcePool([8], use_gpu=True).get_placement_groups()
+    with pytest.raises(ResourceError, match=r"asks for 2 node\(s\).*Join more nodes with `ray start --address"):
+        RayResourcePool([1, 1], use_gpu=False).get_placement_groups()
+    assert time.monotonic() - start_time < 5

@@ -1,0 +1,87 @@
+"""LocalWorkerGroup: one rank in the controller's own process, so breakpoints and profilers work. No Ray."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from verl.protocol import DataProto
+from verl.single_controller.base.errors import Failure, WorkerCallError
+from verl.single_controller.base.host import RankHost
+from verl.single_controller.base.worker import RankInfo
+from verl.single_controller.base.worker_group import (
+    ClassWithInitArgs,
+    ResourcePool,
+    WorkerGroup,
+    check_prefixes,
+    specs_of,
+)
+
+
+class LocalRankHost(RankHost):
+    """Arguments arrive as they would from another process: what the worker writes stays with the worker."""
+
+    def receive(self, data: DataProto) -> DataProto:
+        received = data.select()
+        received._borrowed = True  # copied when touched
+        received.non_tensor_batch = {key: array.copy() for key, array in data.non_tensor_batch.items()}
+        return received
+
+
+class LocalWorkerGroup(WorkerGroup):
+    """The interface of `RayWorkerGroup` for a single rank. Calls run in the caller's thread."""
+
+    def __init__(
+        self,
+        resource_pool: ResourcePool | None = None,
+        ray_cls_with_init: ClassWithInitArgs | None = None,
+        *,
+        device_name: str = "cpu",
+    ) -> None:
+        if ray_cls_with_init is None:
+            raise ValueError("LocalWorkerGroup: ray_cls_with_init is missing: which class is to be started?")
+        if resource_pool is not None and resource_pool.world_size != 1:
+            raise ValueError(
+                f"LocalWorkerGroup: the pool has {resource_pool.world_size} ranks; in one process there is 1."
+                " Use RayWorkerGroup for several."
+            )
+        self._host = LocalRankHost()
+        # One compute call at a time, as on the compute lane of a worker process.
+        self._compute = threading.RLock()
+        all_specs = specs_of(ray_cls_with_init)
+        role, specs = next(iter(all_specs.items())) if len(all_specs) == 1 else ("colocated", {})
+        super().__init__(role, specs, world_size=1)
+        self._all_specs = all_specs
+        info = RankInfo(0, 1, 0, 1, "127.0.0.1", 0, device_name)
+        self._raise_if_failed(self._host.construct(info, ray_cls_with_init), "__init__")
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, LocalWorkerGroup]:
+        return {prefix: self._view(prefix) for prefix in check_prefixes(prefix_set, self._all_specs)}
+
+    def shutdown(self) -> None:
+        self._host = LocalRankHost()
+
+    def _view(self, role: str) -> LocalWorkerGroup:
+        view = object.__new__(type(self))
+        view._host, view._compute, view._all_specs = self._host, self._compute, self._all_specs
+        WorkerGroup.__init__(view, role, self._all_specs[role], world_size=1)
+        return view
+
+    def _submit(
+        self, ranks: Sequence[int], method: str, args: list[list[Any]], kwargs: dict[str, list[Any]], lane: str
+    ) -> Callable[[], list[Any]]:
+        own_args, own_kwargs = [arg[0] for arg in args], {key: arg[0] for key, arg in kwargs.items()}
+        if lane == "compute":
+            with self._compute:
+                output = self._host.call(self.role, method, own_args, own_kwargs, lane)
+        else:
+            output = self._host.call(self.role, method, own_args, own_kwargs, lane)
+        return lambda: [self._raise_if_failed(output, method)]
+
+    def _raise_if_failed(self, output: Any, method: str) -> Any:
+        if isinstance(output, Failure):
+            raise WorkerCallError(output, self.role, 0, f"{socket.gethostname()} pid {os.getpid()}", method)
+        return output

@@ -1,0 +1,16 @@
+"""Face: the names users import from `verl.single_controller.ray.base`."""
+
+from verl.single_controller.base.worker_group import create_colocated_worker_cls
+from verl.single_controller.ray.batch_ref import BatchRef
+from verl.single_controller.ray.resource_pool import RayResourcePool, ResourceError, merge_resource_pool
+from verl.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
+
+__all__ = [
+    "BatchRef",
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "ResourceError",
+    "create_colocated_worker_cls",
+    "merge_resource_pool",
+]

@@ -1,0 +1,368 @@
+"""BatchRef: a DataProto whose columns stay where they were computed.
+
+It holds references to stored columns and, for each, which stored row every row of the batch is. Row and column
+operations edit only that; a worker gathers the rows it gets, the controller fetches the columns it names. What is
+written into a fetched tensor counts: it replaces the stored column on the next use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from tensordict import TensorDict
+
+from verl.protocol import DataProto, DataProtoItem
+from verl.single_controller.ray import columns
+from verl.single_controller.ray.columns import ColumnType, Lengths
+from verl.single_controller.ray.row_map import Column, RowMap, concat_columns, prune_parts, take_rows
+from verl.utils.columns import same, union_meta
+
+__all__ = ["BatchRef", "StoredRows", "Traffic", "store_rows", "traffic"]
+
+
+@dataclass
+class Traffic:
+    """Bytes of batch columns that this process has read from and written to the object store."""
+
+    fetched: int = 0
+    stored: int = 0
+
+
+traffic = Traffic()
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """What a worker returns in place of a DataProto: a reference per column, and what they are."""
+
+    rows: int
+    refs: dict[str, Any]
+    types: dict[str, ColumnType]
+    lengths: Lengths | None
+    meta_info: dict[str, Any]
+
+
+def store_rows(data: DataProto, known: Lengths | None = None) -> StoredRows:
+    """Put every column into the object store, token columns without padding.
+
+    `known` are the lengths of the rows this was computed from: they serve where the batch carries no mask of its own.
+    """
+    tensors = {name: value.detach().cpu() for name, value in data._tensors()}
+    found = columns.lengths_of(tensors)
+    if found is None and known is not None and len(known) == len(data):
+        found = known, known.widths
+    refs, types = {}, {}
+    for name, value in tensors.items():
+        packed = None
+        if found is not None and (kind := columns.token_kind(name, value, found[1])) != columns.DENSE:
+            packed = columns.pack(name, value, kind, found[0], prompt_width=found[1][0])
+        types[name], content = packed or columns.dense(value)
+        refs[name] = _put(content)
+    for name, array in data.non_tensor_batch.items():
+        types[name], refs[name] = ColumnType(columns.OBJECT), _put(array)
+    return StoredRows(len(data), refs, types, found[0] if found else None, data.meta_info)
+
+
+class BatchRef(DataProto):
+    """A batch by reference. Behaves like a DataProto; `fetch()` makes one."""
+
+    def __init__(self, stored: dict[str, Column], rows: int, meta_info: dict[str, Any]) -> None:
+        self._columns, self._rows, self.meta_info = stored, rows, meta_info
+        self._fetched: dict[str, _Fetched] = {}
+        self._borrowed = False
+
+    @classmethod
+    def from_stored(cls, part: StoredRows) -> BatchRef:
+        """The rows that a worker stored."""
+        row_map = RowMap.whole(part.rows, part.lengths)
+        found = {name: Column(part.types[name], (ref,), row_map) for name, ref in part.refs.items()}
+        return cls(found, part.rows, dict(part.meta_info))
+
+    @classmethod
+    def from_dataproto(cls, data: DataProto, lengths: Lengths | None = None) -> BatchRef:
+        """Store a local batch and refer to it."""
+        return data if isinstance(data, BatchRef) else cls.from_stored(store_rows(data, lengths))
+
+    def fetch(
+        self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None
+    ) -> DataProto:
+        """A plain DataProto of the named columns (None: all), in memory of its own."""
+        tensor_names, object_names = self._chosen(batch_keys, non_tensor_batch_keys)
+        values = self._read([*tensor_names, *object_names])
+        td = None
+        if tensor_names:
+            td = TensorDict({name: values[name] for name in tensor_names}, batch_size=[len(self)])
+        return DataProto(td, {name: values[name] for name in object_names}, dict(self.meta_info))
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """Real prompt and response tokens of every row, known without fetching; None for batches without a mask."""
+        known = [column.rows.lengths for column in self._columns.values() if column.rows.lengths is not None]
+        # A batch of prompts joined with its responses knows both; the one with responses says more.
+        return max(known, key=lambda lengths: lengths.widths[1], default=None)
+
+    # ---------------------------------------------------------------- the DataProto surface
+
+    @property
+    def batch(self) -> Any:
+        """The tensor columns, fetched one by one as they are named."""
+        return _TensorColumns(self)
+
+    @batch.setter
+    def batch(self, value: Any) -> None:
+        self._replace(self._tensor_keys(), value)
+
+    @property
+    def non_tensor_batch(self) -> Any:
+        """The object columns, fetched one by one as they are named."""
+        return _ObjectColumns(self)
+
+    @non_tensor_batch.setter
+    def non_tensor_batch(self, value: Any) -> None:
+        self._replace(self._object_keys(), value)
+
+    @property
+    def _td(self) -> Any:
+        return self.fetch(non_tensor_batch_keys=[])._td
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def check_consistency(self) -> None:
+        """Columns are aligned by construction."""
+
+    def get_data_info(self) -> str:
+        lines = [f"BatchRef of {len(self)} rows"]
+        for name, column in self._columns.items():
+            lines.append(f"  {name}: {column.type.describe()} in {len(column.refs)} part(s)")
+        return "\n".join([*lines, f"  meta_info: {sorted(self.meta_info)}"])
+
+    def to(self, device: str | torch.device) -> DataProto:
+        """Columns live in host memory; on another device it is a fetched DataProto."""
+        return self if torch.device(device).type == "cpu" else self.fetch().to(device)
+
+    def select(
+        self,
+        batch_keys: Any = None,
+        non_tensor_batch_keys: Any = None,
+        meta_info_keys: Any = None,
+        deepcopy: bool = False,
+    ) -> BatchRef:
+        """The named columns (None: all of that kind). Stored columns are never written, so `deepcopy` is moot."""
+        tensor_names, object_names = self._chosen(batch_keys, non_tensor_batch_keys)
+        meta = self.meta_info
+        kept = list(meta) if meta_info_keys is None else self._known(meta_info_keys, meta, "meta_info")
+        current = self._current()
+        chosen = {name: current[name] for name in [*tensor_names, *object_names]}
+        return BatchRef(chosen, len(self), {key: meta[key] for key in kept})
+
+    def pop(self, batch_keys: Any = None, non_tensor_batch_keys: Any = None, meta_info_keys: Any = None) -> BatchRef:
+        popped = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
+        for name in popped._columns:
+            self._drop(name)
+        for key in popped.meta_info:
+            del self.meta_info[key]
+        return popped
+
+    def rename(self, old_keys: Any = None, new_keys: Any = None) -> BatchRef:
+        mapping = self._renaming(old_keys, new_keys)
+        self._columns = {mapping.get(name, name): column for name, column in self._current().items()}
+        self._fetched = {mapping.get(name, name): value for name, value in self._fetched.items()}
+        return self
+
+    def union(self, other: DataProto) -> BatchRef:
+        if self._has_columns() and other._has_columns() and len(other) != len(self):
+            raise ValueError(f"DataProto.union: {len(self)} rows here, {len(other)} in the other.")
+        meta = union_meta(self.meta_info, other.meta_info)
+        if other._has_columns():
+            theirs = BatchRef.from_dataproto(other, self.lengths)
+            new = theirs._current()
+            for name in new.keys() & self._current().keys():
+                if not new[name].same_as(self._columns[name]) and not same(self._value(name), theirs._value(name)):
+                    raise ValueError(f"union: {name!r} differs in the two batches.")
+            self._columns = {**new, **self._columns}
+            self._rows = len(other)
+        self.meta_info = meta
+        return self
+
+    # ---------------------------------------------------------------- primitives
+
+    def _take(self, rows: slice | np.ndarray) -> BatchRef:
+        count = len(range(*rows.indices(len(self)))) if isinstance(rows, slice) else len(rows)
+        return BatchRef(take_rows(self._current(), rows), count, dict(self.meta_info))
+
+    @classmethod
+    def _concat(cls, parts: Sequence[DataProto]) -> BatchRef:
+        batches = [cls.from_dataproto(part) for part in parts]
+        meta: dict[str, Any] = {}
+        for batch in batches:
+            meta = union_meta(meta, batch.meta_info)
+        return cls(concat_columns([batch._current() for batch in batches]), sum(map(len, batches)), meta)
+
+    def _item(self, row: int) -> DataProtoItem:
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"DataProto: row {row} of {len(self)}.")
+        row %= len(self)
+        return self._take(slice(row, row + 1)).fetch()[0]
+
+    def _chosen(self, batch_keys: Any, non_tensor_batch_keys: Any) -> tuple[list[str], list[str]]:
+        tensor_names, object_names = self._tensor_keys(), self._object_keys()
+        if batch_keys is not None:
+            tensor_names = self._known(batch_keys, tensor_names, "batch")
+        if non_tensor_batch_keys is not None:
+            object_names = self._known(non_tensor_batch_keys, object_names, "non_tensor_batch")
+        return tensor_names, object_names
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return list(self._read(self._tensor_keys()).items())
+
+    def _tensor_keys(self) -> list[str]:
+        return [name for name, column in self._columns.items() if column.type.kind != columns.OBJECT]
+
+    def _object_keys(self) -> list[str]:
+        return [name for name, column in self._columns.items() if column.type.kind == columns.OBJECT]
+
+    def _has_columns(self) -> bool:
+        return bool(self._columns)
+
+    def _value(self, name: str) -> Any:
+        return self._read([name])[name]
+
+    def _read(self, names: Sequence[str]) -> dict[str, Any]:
+        """The named columns' values; all references are fetched in one go."""
+        wanted = {name: self._columns[name] for name in names if name not in self._fetched}
+        picks = {id(column.rows): column.rows.picks() for column in wanted.values()}
+        refs = {name: [column.refs[part] for part in picks[id(column.rows)][0]] for name, column in wanted.items()}
+        contents = iter(ray.get([ref for parts in refs.values() for ref in parts]))
+        values: dict[str, Any] = {}
+        for name in names:
+            if name in self._fetched:
+                values[name] = self._fetched[name].value
+                continue
+            column = wanted[name]
+            parts = [next(contents) for _ in refs[name]]
+            values[name] = columns.read(column.type, parts, picks[id(column.rows)][1], len(self), column.rows.lengths)
+            traffic.fetched += values[name].nbytes
+        return values
+
+    def _get_column(self, name: str) -> Any:
+        """A column for the caller to look at and, if it is a tensor, write into."""
+        if name not in self._fetched:
+            value = self._value(name)
+            if isinstance(value, np.ndarray):
+                # A write into an array leaves no trace that we could follow; assigning the whole column does.
+                value.flags.writeable = False
+            self._fetched[name] = _Fetched(value, value._version if isinstance(value, torch.Tensor) else 0)
+        return self._fetched[name].value
+
+    def _set_column(self, name: str, value: torch.Tensor | np.ndarray) -> None:
+        if self._columns and len(value) != len(self):
+            raise ValueError(f"DataProto: {name!r} has {len(value)} rows, the batch has {len(self)}.")
+        stored = BatchRef.from_dataproto(DataProto.from_single_dict({name: value}), self.lengths)
+        self._fetched.pop(name, None)
+        self._rows = len(value)
+        self._columns[name] = stored._columns[name]
+
+    def _replace(self, names: list[str], value: Any) -> None:
+        """Put the columns of a mapping in the place of the named ones."""
+        new = {} if value is None else dict(value.items())
+        for name in names:
+            self._drop(name)
+        for name, column in new.items():
+            self._set_column(name, column)
+
+    def _drop(self, name: str) -> None:
+        self._columns.pop(name, None)
+        self._fetched.pop(name, None)
+
+    def _current(self) -> dict[str, Column]:
+        """The columns, including what was written into fetched ones."""
+        for name, fetched in list(self._fetched.items()):
+            if fetched.written():
+                self._set_column(name, fetched.value)
+        return self._columns
+
+    # ---------------------------------------------------------------- wire
+
+    def __getstate__(self) -> dict[str, Any]:
+        """References only, and only to the parts that the rows use."""
+        return {"columns": prune_parts(self._current()), "rows": self._rows, "meta_info": self.meta_info}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        BatchRef.__init__(self, state["columns"], state["rows"], state["meta_info"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchRef:
+        return BatchRef(dict(self._current()), len(self), dict(self.meta_info))
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """A column handed out; torch counts in-place writes to a tensor and its views, which tells whether it changed."""
+
+    value: Any
+    version: int
+
+    def written(self) -> bool:
+        return isinstance(self.value, torch.Tensor) and self.value._version != self.version
+
+
+class _Columns(MutableMapping[str, Any]):
+    """A BatchRef's columns of one kind as a mapping."""
+
+    def __init__(self, owner: BatchRef) -> None:
+        self._owner = owner
+
+    def _names(self) -> list[str]:
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names():
+            raise KeyError(f"BatchRef: no column {name!r}; there is {sorted(self._names())}.")
+        return self._owner._get_column(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._owner._set_column(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if name not in self._names():
+            raise KeyError(name)
+        self._owner._drop(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names()
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+
+class _ObjectColumns(_Columns):
+    def _names(self) -> list[str]:
+        return self._owner._object_keys()
+
+
+class _TensorColumns(_Columns):
+    """Looks like the TensorDict of a DataProto. What is not a mapping operation works on all columns, fetched."""
+
+    def _names(self) -> list[str]:
+        return self._owner._tensor_keys()
+
+    @property
+    def batch_size(self) -> torch.Size:
+        return torch.Size([len(self._owner)])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._owner.fetch(non_tensor_batch_keys=[]).batch, name)
+
+
+def _put(content: Any) -> Any:
+    arrays = content if isinstance(content, tuple) else (content,)
+    traffic.stored += sum(array.nbytes for array in arrays)
+    return ray.put(content)

@@ -1,0 +1,226 @@
+"""Columns in the object store: how one is written, and how any rows of several are read back.
+
+Token columns are stored without their padding. With P and R the padded prompt and response widths, row i of a batch is
+real on the window [P - prompt_i, P + response_i) of a sequence column ([rows, P + R]: `input_ids`, `attention_mask` …),
+and on the matching parts of a prompt column ([rows, P], left-padded) and a response column ([rows, R], right-padded).
+Only the windows are kept, end to end, with their offsets; reading pads to the longest row present.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+DENSE, OBJECT, PROMPT, RESPONSE, SEQUENCE = "dense", "object", "prompt", "response", "sequence"
+
+# What section 4 of the schema calls them: in these, what lies in the padding is never of interest.
+_SEQUENCE_NAMES = {"input_ids", "attention_mask", "position_ids"}
+_RESPONSE_NAMES = {
+    "responses",
+    "response_mask",
+    "rollout_log_probs",
+    "rollout_versions",
+    "old_log_probs",
+    "ref_log_prob",
+    "values",
+    "token_level_scores",
+    "token_level_rewards",
+    "advantages",
+    "returns",
+    "entropys",
+}
+_KNOWN_NAMES = _SEQUENCE_NAMES | _RESPONSE_NAMES | {"prompts"}
+_TOKEN_ID_NAMES = {"prompts", "responses", "input_ids"}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Real prompt and response tokens of every row: int64 [rows] each."""
+
+    prompt: np.ndarray
+    response: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    def __getitem__(self, rows: slice | np.ndarray) -> Lengths:
+        return Lengths(self.prompt[rows], self.response[rows])
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """(P, R): the longest of each."""
+        return int(self.prompt.max(initial=0)), int(self.response.max(initial=0))
+
+    @staticmethod
+    def concat(parts: Sequence[Lengths]) -> Lengths:
+        """The rows of all parts."""
+        return Lengths(np.concatenate([p.prompt for p in parts]), np.concatenate([p.response for p in parts]))
+
+    def windows(self, kind: str, prompt_width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Start and end of the real part of every row of a column of this kind, padded to `prompt_width`."""
+        if kind == RESPONSE:
+            return np.zeros_like(self.response), self.response
+        end = prompt_width + (self.response if kind == SEQUENCE else np.zeros_like(self.response))
+        return prompt_width - self.prompt, end
+
+
+@dataclass(frozen=True)
+class ColumnType:
+    """What kind of column it is; all its stored parts agree on this (the pad value aside)."""
+
+    kind: str
+    dtype: str = ""
+    inner: tuple[int, ...] = ()
+    """Shape of one row (dense) or of one token (token columns)."""
+    pad: float | None = None
+
+    @staticmethod
+    def merged(name: str, types: Sequence[ColumnType]) -> ColumnType:
+        """The type of all parts of a column; ValueError where they do not fit together."""
+        shapes = {replace(column_type, pad=None) for column_type in types}
+        if len(shapes) > 1:
+            found = " and ".join(sorted(shape.describe() for shape in shapes))
+            raise ValueError(
+                f"DataProto.concat: {name!r} differs between parts: {found}."
+                " (A column per token must be blank outside the responses to be stored without padding.)"
+            )
+        return next((column_type for column_type in types if column_type.pad is not None), types[0])
+
+    def describe(self) -> str:
+        return f"{self.kind} {self.dtype} {list(self.inner)}"
+
+
+def lengths_of(tensors: dict[str, torch.Tensor]) -> tuple[Lengths, tuple[int, int]] | None:
+    """Lengths and padded widths (P, R), from `attention_mask` and `responses`; None for a batch of another form."""
+    mask = tensors.get("attention_mask")
+    if mask is None or mask.ndim != 2 or mask.shape[0] == 0:
+        return None
+    response_width = tensors["responses"].shape[1] if "responses" in tensors else 0
+    prompt_width = mask.shape[1] - response_width
+    if prompt_width < 0:
+        return None
+    real = mask != 0
+    prompt, response = real[:, :prompt_width], real[:, prompt_width:]
+    left_padded = bool((prompt[:, 1:] >= prompt[:, :-1]).all())
+    right_padded = bool((response[:, 1:] <= response[:, :-1]).all())
+    if not (left_padded and right_padded):
+        return None
+    return Lengths(prompt.sum(1).numpy(), response.sum(1).numpy()), (prompt_width, response_width)
+
+
+def token_kind(name: str, value: torch.Tensor, widths: tuple[int, int]) -> str:
+    """Which padding a tensor of the batch has, told by its name or its width; DENSE where it has none."""
+    if value.ndim < 2:
+        return DENSE
+    width, (prompt_width, response_width) = value.shape[1], widths
+    if name == "prompts" and width == prompt_width:
+        return PROMPT
+    if response_width == 0:
+        return PROMPT if width == prompt_width and prompt_width > 0 else DENSE
+    if width == prompt_width + response_width and name not in _RESPONSE_NAMES and prompt_width > 0:
+        return SEQUENCE
+    return RESPONSE if width == response_width else DENSE
+
+
+def pack(
+    name: str, value: torch.Tensor, kind: str, lengths: Lengths, prompt_width: int
+) -> tuple[ColumnType, tuple[np.ndarray, np.ndarray]] | None:
+    """A token column's real tokens end to end, and their offsets: (values, offsets).
+
+    None for a column that is not in the schema and not blank in the padding: it may be no token column at all.
+    """
+    starts, ends = lengths.windows(kind, prompt_width)
+    # Token ids are padded with the tokenizer's pad token, which is seen in the padding; all else of the schema with 0.
+    pad = _first_padding(value, starts, ends) if name in _TOKEN_ID_NAMES or name not in _KNOWN_NAMES else 0
+    if name not in _KNOWN_NAMES and not _is_blank_outside(value, starts, ends, pad):
+        return None
+    array = as_numpy(value)
+    offsets = np.concatenate([[0], np.cumsum(ends - starts)])
+    packed = np.empty((int(offsets[-1]), *array.shape[2:]), dtype=array.dtype)
+    for row, (start, end, at) in enumerate(zip(starts.tolist(), ends.tolist(), offsets.tolist(), strict=False)):
+        packed[at : at + end - start] = array[row, start:end]
+    return ColumnType(kind, _dtype_name(value), tuple(value.shape[2:]), pad), (packed, offsets)
+
+
+def dense(value: torch.Tensor) -> tuple[ColumnType, Any]:
+    """A column stored as it is."""
+    return ColumnType(DENSE, _dtype_name(value), tuple(value.shape[1:])), np.ascontiguousarray(as_numpy(value))
+
+
+def read(
+    column: ColumnType, parts: list[Any], picks: list[tuple[np.ndarray, np.ndarray]], rows: int, lengths: Lengths | None
+) -> torch.Tensor | np.ndarray:
+    """Rows of a column, in memory of our own. `picks` gives for each part (places in the result, rows of the part)."""
+    if column.kind == OBJECT:
+        inner = parts[0].shape[1:] if parts else ()
+        result = np.empty((rows, *inner), dtype=np.result_type(*parts) if parts else object)
+        _copy_rows(result, parts, picks)
+        return result
+    if column.kind == DENSE:
+        tensor = torch.empty((rows, *column.inner), dtype=getattr(torch, column.dtype))
+        _copy_rows(as_numpy(tensor), parts, picks)
+        return tensor
+    assert lengths is not None, "a token column is stored with its lengths"
+    return _read_tokens(column, parts, picks, lengths)
+
+
+def _copy_rows(target: np.ndarray, parts: list[np.ndarray], picks: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    for part, (places, chosen) in zip(parts, picks, strict=True):
+        target[places] = part[chosen]
+
+
+def _read_tokens(
+    column: ColumnType,
+    parts: list[tuple[np.ndarray, np.ndarray]],
+    picks: list[tuple[np.ndarray, np.ndarray]],
+    lengths: Lengths,
+) -> torch.Tensor:
+    """Padded to the longest prompt and response among the rows."""
+    prompt_width, response_width = lengths.widths
+    width = {PROMPT: prompt_width, RESPONSE: response_width, SEQUENCE: prompt_width + response_width}[column.kind]
+    shape = (len(lengths), width, *column.inner)
+    result = torch.full(shape, column.pad or 0, dtype=getattr(torch, column.dtype))
+    target = as_numpy(result)
+    starts, ends = lengths.windows(column.kind, prompt_width)
+    for (values, offsets), (places, chosen) in zip(parts, picks, strict=True):
+        rows = zip(
+            places.tolist(), starts[places].tolist(), ends[places].tolist(), offsets[chosen].tolist(), strict=True
+        )
+        for place, start, end, at in rows:
+            target[place, start:end] = values[at : at + end - start]
+    return result
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's memory as an array; types that numpy lacks (bfloat16, float8) as integers of their size."""
+    tensor = tensor.detach().cpu()
+    try:
+        return tensor.numpy()
+    except TypeError:
+        return tensor.view({1: torch.uint8, 2: torch.int16}[tensor.element_size()]).numpy()
+
+
+def _first_padding(value: torch.Tensor, starts: np.ndarray, ends: np.ndarray) -> float | None:
+    """A value found in the padding; None where no row has any."""
+    left, right = np.flatnonzero(starts > 0), np.flatnonzero(ends < value.shape[1])
+    if len(left):
+        cell = value[int(left[0]), 0]
+    elif len(right):
+        cell = value[int(right[0]), -1]
+    else:
+        return None
+    return cell.reshape(-1)[0].item() if cell.numel() else None
+
+
+def _is_blank_outside(value: torch.Tensor, starts: np.ndarray, ends: np.ndarray, pad: float | None) -> bool:
+    positions = torch.arange(value.shape[1])
+    outside = (positions < torch.from_numpy(starts)[:, None]) | (positions >= torch.from_numpy(ends)[:, None])
+    return pad is None or bool((value[outside] == pad).all())
+
+
+def _dtype_name(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")

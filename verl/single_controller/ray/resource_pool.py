@@ -1,0 +1,159 @@
+"""RayResourcePool: which nodes and devices a worker group occupies. One placement group per node, in a stable order."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from verl.single_controller.base.worker_group import ResourcePool
+
+logger = logging.getLogger(__name__)
+
+# Ray insists on some resource in a bundle. One byte of the node's memory is nothing anyone would miss, and no CPU:
+# the ranks of a pool, the task runner and helpers all fit on a 2-CPU node.
+_NOTHING = {"memory": 1.0}
+_READY_TIMEOUT_S = 120.0
+
+
+class ResourceError(ValueError):
+    """The cluster does not have what was asked for."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """An alive Ray node."""
+
+    node_id: str
+    address: str
+    total_gpus: float
+    free_gpus: float
+
+
+class RayResourcePool(ResourcePool):
+    """Processes on Ray nodes: `process_on_nodes=[2, 2]` is two ranks on each of two nodes, ranks 0 and 1 on the first.
+
+    With `use_gpu` every rank has a GPU (shared by at most `max_colocate_count` groups of this pool); without, it
+    reserves nothing. Nodes are taken in the order of their addresses.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int] | None = None,
+        use_gpu: bool = True,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+        detached: bool = False,
+    ) -> None:
+        super().__init__(process_on_nodes, max_colocate_count)
+        self.use_gpu = use_gpu
+        self.name_prefix = name_prefix or f"pool-{uuid.uuid4().hex[:6]}"
+        self.detached = detached
+        self._placement_groups: list[PlacementGroup] | None = None
+
+    def get_placement_groups(self) -> list[PlacementGroup]:
+        """The pool's placement groups, one per node, made on first use. Raises ResourceError if they cannot be had."""
+        if self._placement_groups is None:
+            nodes = choose_nodes(self.store, self.use_gpu, self.name_prefix)
+            self._placement_groups = [
+                self._place(i, count, node) for i, (count, node) in enumerate(zip(self.store, nodes, strict=True))
+            ]
+            self._wait_until_ready(self._placement_groups)
+        return self._placement_groups
+
+    def release(self) -> None:
+        """Give the placement groups back; actors in them end."""
+        for group in self._placement_groups or []:
+            remove_placement_group(group)
+        self._placement_groups = None
+
+    def _place(self, number: int, count: int, node: Node) -> PlacementGroup:
+        return placement_group(
+            [{"GPU": 1.0} if self.use_gpu else dict(_NOTHING) for _ in range(count)],
+            strategy="STRICT_PACK",
+            name=f"{self.name_prefix}:{number}",
+            lifetime="detached" if self.detached else None,
+            bundle_label_selector=[{"ray.io/node-id": node.node_id}] * count,
+        )
+
+    def _wait_until_ready(self, groups: list[PlacementGroup]) -> None:
+        _, waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=_READY_TIMEOUT_S)
+        if waiting:
+            self.release()
+            raise ResourceError(
+                f"resource pool {self.name_prefix!r}: {len(waiting)} of {len(groups)} node(s) could not be reserved in"
+                f" {_READY_TIMEOUT_S:.0f} s. {describe_cluster()} Another job may hold them: see `ray status`."
+            )
+
+
+def merge_resource_pool(a: RayResourcePool, b: RayResourcePool) -> RayResourcePool:
+    """One pool over the nodes and devices of both, ranks of `a` first."""
+    if (a.use_gpu, a.max_colocate_count, a.detached) != (b.use_gpu, b.max_colocate_count, b.detached):
+        raise ValueError("merge_resource_pool: the pools differ in use_gpu, max_colocate_count or detached.")
+    merged = RayResourcePool(
+        a.store + b.store, a.use_gpu, f"{a.name_prefix}+{b.name_prefix}", a.max_colocate_count, a.detached
+    )
+    merged._placement_groups = a.get_placement_groups() + b.get_placement_groups()
+    return merged
+
+
+def choose_nodes(process_on_nodes: Sequence[int], use_gpu: bool, name: str) -> list[Node]:
+    """A node for each entry, in the order of addresses. One error at once if the cluster cannot serve them."""
+    nodes = alive_nodes()
+    chosen: list[Node] = []
+    for count in process_on_nodes:
+        fitting = [node for node in nodes if node not in chosen and (not use_gpu or node.free_gpus >= count)]
+        if not fitting:
+            raise ResourceError(_too_little(process_on_nodes, use_gpu, name, nodes))
+        chosen.append(fitting[0])
+    return chosen
+
+
+def alive_nodes() -> list[Node]:
+    """The cluster's nodes in a stable order: by address, then id."""
+    free = ray._private.state.available_resources_per_node()
+    nodes = [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["Resources"].get("GPU", 0.0),
+            free.get(node["NodeID"], {}).get("GPU", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (_address_key(node.address), node.node_id))
+
+
+def describe_cluster() -> str:
+    """What is there, in one sentence."""
+    parts = [f"{node.address} ({node.free_gpus:g} of {node.total_gpus:g} GPUs free)" for node in alive_nodes()]
+    return f"The Ray cluster has {len(parts)} node(s): {', '.join(parts)}."
+
+
+def _too_little(process_on_nodes: Sequence[int], use_gpu: bool, name: str, nodes: list[Node]) -> str:
+    unit = "GPU" if use_gpu else "process"
+    asked = f"{len(process_on_nodes)} node(s) with {list(process_on_nodes)} {unit}(es)"
+    by_total = sorted((node.total_gpus for node in nodes), reverse=True)
+    exists = len(process_on_nodes) <= len(nodes) and all(
+        not use_gpu or have >= want
+        for have, want in zip(by_total, sorted(process_on_nodes, reverse=True), strict=False)
+    )
+    if exists:
+        remedy = "Other jobs hold the rest: wait for them, or `ray stop` a stale cluster and `ray start --head` again."
+    elif len(process_on_nodes) > len(nodes):
+        remedy = "Join more nodes with `ray start --address=…`, or set trainer.nnodes."
+    else:
+        remedy = "Set trainer.n_gpus_per_node (or resource_pool_spec) to what is there."
+    return f"resource pool {name!r} asks for {asked}. {describe_cluster()} {remedy}"
+
+
+def _address_key(address: str) -> tuple[Any, ...]:
+    """10.0.0.9 before 10.0.0.10; other addresses by text, after."""
+    parts = address.split(".")
+    return (0, *map(int, parts)) if len(parts) == 4 and all(part.isdigit() for part in parts) else (1, address)

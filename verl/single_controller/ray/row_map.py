@@ -1,0 +1,111 @@
+"""Which stored row every row of a batch is, and how long it is. Columns that were stored together share one map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verl.single_controller.ray.columns import ColumnType, Lengths
+
+Picks = list[tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """Row i of the batch is row `index[i]` of the stored parts laid end to end."""
+
+    part_rows: tuple[int, ...]
+    index: np.ndarray
+    lengths: Lengths | None
+    """Real tokens of every row of the batch, where its token columns are stored without padding."""
+
+    @classmethod
+    def whole(cls, rows: int, lengths: Lengths | None) -> RowMap:
+        """All rows of one part, in order."""
+        return cls((rows,), np.arange(rows), lengths)
+
+    def take(self, rows: slice | np.ndarray) -> RowMap:
+        """The map of some rows of the batch."""
+        return RowMap(self.part_rows, self.index[rows], self.lengths[rows] if self.lengths is not None else None)
+
+    def picks(self) -> tuple[list[int], Picks]:
+        """The parts in use, and for each (places in the batch, rows of the part)."""
+        ends = np.cumsum(self.part_rows)
+        part_of = np.searchsorted(ends, self.index, side="right")
+        order = np.argsort(part_of, kind="stable")
+        used, first = np.unique(part_of[order], return_index=True)
+        places = np.split(order, first[1:]) if len(used) else []
+        starts = ends - np.asarray(self.part_rows)
+        return used.tolist(), [(at, self.index[at] - starts[part]) for part, at in zip(used, places, strict=True)]
+
+    def pruned(self) -> tuple[RowMap, list[int]]:
+        """The same rows over only the parts that they use, and which those are."""
+        used, picks = self.picks()
+        part_rows = tuple(self.part_rows[part] for part in used)
+        index = np.empty_like(self.index)
+        for start, (places, chosen) in zip(np.cumsum((0, *part_rows)), picks, strict=False):
+            index[places] = chosen + start
+        return RowMap(part_rows, index, self.lengths), used
+
+    @staticmethod
+    def concat(maps: Sequence[RowMap]) -> RowMap:
+        """The rows of all maps, over the parts of all."""
+        starts = np.cumsum([0, *(sum(m.part_rows) for m in maps)])
+        index = np.concatenate([m.index + start for m, start in zip(maps, starts, strict=False)])
+        known = [m.lengths for m in maps if m.lengths is not None]
+        lengths = Lengths.concat(known) if len(known) == len(maps) else None
+        return RowMap(tuple(rows for m in maps for rows in m.part_rows), index, lengths)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a batch: its stored parts, and which of their rows it has."""
+
+    type: ColumnType
+    refs: tuple[Any, ...]
+    rows: RowMap
+
+    def same_as(self, other: Column) -> bool:
+        """Whether both are the same stored rows (equal values stored twice are not)."""
+        return self.refs == other.refs and (
+            self.rows is other.rows or np.array_equal(self.rows.index, other.rows.index)
+        )
+
+
+def take_rows(columns: dict[str, Column], rows: slice | np.ndarray) -> dict[str, Column]:
+    """Some rows of every column; columns that shared a map still do."""
+    maps = {id(column.rows): column.rows for column in columns.values()}
+    taken = {key: row_map.take(rows) for key, row_map in maps.items()}
+    return {name: Column(column.type, column.refs, taken[id(column.rows)]) for name, column in columns.items()}
+
+
+def prune_parts(columns: dict[str, Column]) -> dict[str, Column]:
+    """The same columns without the parts that their rows do not use."""
+    maps = {id(column.rows): column.rows for column in columns.values()}
+    pruned = {key: row_map.pruned() for key, row_map in maps.items()}
+    kept = {}
+    for name, column in columns.items():
+        row_map, used = pruned[id(column.rows)]
+        kept[name] = Column(column.type, tuple(column.refs[part] for part in used), row_map)
+    return kept
+
+
+def concat_columns(batches: Sequence[dict[str, Column]]) -> dict[str, Column]:
+    """The columns of batches end to end; they must have the same names and types."""
+    for number, batch in enumerate(batches[1:], start=1):
+        difference = batches[0].keys() ^ batch.keys()
+        if difference:
+            raise ValueError(f"DataProto.concat: parts 0 and {number} differ in columns {sorted(difference)}.")
+    maps: dict[tuple[int, ...], RowMap] = {}
+    joined = {}
+    for name in batches[0]:
+        parts = [batch[name] for batch in batches]
+        key = tuple(id(part.rows) for part in parts)
+        if key not in maps:
+            maps[key] = RowMap.concat([part.rows for part in parts])
+        refs = tuple(ref for part in parts for ref in part.refs)
+        joined[name] = Column(ColumnType.merged(name, [part.type for part in parts]), refs, maps[key])
+    return joined
