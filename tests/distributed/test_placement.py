@@ -18,7 +18,8 @@ from verl.single_controller.ray.resource_pool import _address_key
 PROGRAM = """
 import ray
 from ray.cluster_utils import Cluster
-from verl.single_controller.ray import RayResourcePool, RayWorkerGroup, RayClassWithInitArgs, ResourceError, merge_resource_pool
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray import ResourceError, merge_resource_pool
 from workers import Counter
 
 class Placed(Counter):

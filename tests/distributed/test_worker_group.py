@@ -199,7 +199,9 @@ def test_classes_wrapped_with_ray_remote_are_accepted():
 
 
 def test_colocated_roles_share_a_process_and_keep_their_own_methods(cpu_pool):
-    both = create_colocated_worker_cls({"first": RayClassWithInitArgs(Counter, 1), "second": RayClassWithInitArgs(Counter, 100)})
+    both = create_colocated_worker_cls(
+        {"first": RayClassWithInitArgs(Counter, 1), "second": RayClassWithInitArgs(Counter, 100)}
+    )
     with RayWorkerGroup(cpu_pool, both) as group:
         roles = group.spawn({"first", "second"})
         assert roles["first"].add(1) == [2, 2]

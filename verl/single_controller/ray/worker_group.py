@@ -23,6 +23,7 @@ from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.base.worker_group import ClassWithInitArgs, WorkerGroup, check_prefixes, specs_of
 from verl.single_controller.ray.batch_ref import BatchRef, StoredRows, store_rows
 from verl.single_controller.ray.resource_pool import RayResourcePool
+from verl.utils.import_utils import register_user_modules_by_value
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +175,8 @@ class RayWorkerGroup(WorkerGroup):
     # ---------------------------------------------------------------- starting
 
     def _start_actors(self, pool: RayResourcePool) -> list[Any]:
+        # User files that were loaded before Ray was imported travel by content, too.
+        register_user_modules_by_value()
         host = ray.remote(concurrency_groups={"compute": 1, "control": _CONTROL_THREADS})(RayRankHost)
         places = [
             (group, i)

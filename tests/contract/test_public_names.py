@@ -1,0 +1,171 @@
+"""Names, parameters and fields that users' own code relies on. A change here breaks somebody's script.
+
+Each entry: module, dotted name, and the parameters that must exist, in this order (more keywords may follow).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+CALLABLES: list[tuple[str, str, str]] = [
+    ("verl.protocol", "DataProto", "batch non_tensor_batch meta_info"),
+    ("verl.protocol", "DataProto.from_single_dict", "data meta_info auto_padding"),
+    ("verl.protocol", "DataProto.from_dict", "tensors non_tensors meta_info num_batch_dims auto_padding"),
+    ("verl.protocol", "DataProto.from_tensordict", "tensor_dict"),
+    ("verl.protocol", "DataProto.to", "self device"),
+    ("verl.protocol", "DataProto.select", "self batch_keys non_tensor_batch_keys meta_info_keys deepcopy"),
+    ("verl.protocol", "DataProto.select_idxs", "self idxs"),
+    ("verl.protocol", "DataProto.slice", "self start end step"),
+    ("verl.protocol", "DataProto.pop", "self batch_keys non_tensor_batch_keys meta_info_keys"),
+    ("verl.protocol", "DataProto.rename", "self old_keys new_keys"),
+    ("verl.protocol", "DataProto.union", "self other"),
+    ("verl.protocol", "DataProto.make_iterator", "self mini_batch_size epochs seed dataloader_kwargs"),
+    ("verl.protocol", "DataProto.padding", "self padding_size padding_candidate"),
+    ("verl.protocol", "DataProto.chunk", "self chunks"),
+    ("verl.protocol", "DataProto.split", "self split_size"),
+    ("verl.protocol", "DataProto.concat", "data"),
+    ("verl.protocol", "DataProto.reorder", "self indices"),
+    ("verl.protocol", "DataProto.repeat", "self repeat_times interleave"),
+    ("verl.protocol", "DataProto.sample_level_repeat", "self repeat_times"),
+    ("verl.protocol", "DataProto.check_consistency", "self"),
+    ("verl.protocol", "DataProto.get_data_info", "self"),
+    ("verl.protocol", "DataProto.save_to_disk", "self filepath"),
+    ("verl.protocol", "DataProto.load_from_disk", "filepath"),
+    ("verl.protocol", "DataProtoFuture", ""),
+    ("verl.protocol", "pad_dataproto_to_divisor", "data size_divisor"),
+    ("verl.protocol", "unpad_dataproto", "data pad_size"),
+    ("verl.protocol", "union_tensor_dict", "tensor_dict1 tensor_dict2"),
+    ("verl.protocol", "union_numpy_dict", "tensor_dict1 tensor_dict2"),
+    ("verl.protocol", "fold_batch_dim", "data new_batch_size"),
+    ("verl.protocol", "unfold_batch_dim", "data batch_dims"),
+    ("verl.protocol", "collate_fn", "items"),
+    ("verl.single_controller.base", "Worker.get_master_addr_port", "self"),
+    ("verl.single_controller.base", "WorkerGroup", ""),
+    ("verl.single_controller.base", "ResourcePool", "process_on_nodes max_colocate_count n_gpus_per_node"),
+    ("verl.single_controller.base", "ClassWithInitArgs", "cls args kwargs"),
+    (
+        "verl.single_controller.base.decorator",
+        "register",
+        "dispatch_mode execute_mode blocking materialize_futures lane",
+    ),
+    ("verl.single_controller.base.decorator", "make_nd_compute_dataproto_dispatch_fn", "mesh_name"),
+    ("verl.single_controller.base.decorator", "register_dispatch_mode", "name dispatch_fn collect_fn"),
+    ("verl.single_controller.base.decorator", "update_dispatch_mode", "mode dispatch_fn collect_fn"),
+    *[
+        (module, name, parameters)
+        for module in ("verl.single_controller.ray", "verl.single_controller.ray.base")
+        for name, parameters in [
+            ("RayResourcePool", "process_on_nodes use_gpu name_prefix max_colocate_count detached"),
+            ("RayClassWithInitArgs", "cls args kwargs"),
+            ("RayWorkerGroup", "resource_pool ray_cls_with_init"),
+            ("RayWorkerGroup.spawn", "self prefix_set"),
+            ("RayWorkerGroup.from_detached", ""),
+            ("RayWorkerGroup.execute_all", "self method args"),
+            ("RayWorkerGroup.execute_all_sync", "self method args"),
+            ("RayWorkerGroup.execute_all_async", "self method args"),
+            ("RayWorkerGroup.execute_rank_zero", "self method args"),
+            ("RayWorkerGroup.execute_rank_zero_sync", "self method args"),
+            ("RayWorkerGroup.execute_rank_zero_async", "self method args"),
+            ("create_colocated_worker_cls", "class_dict"),
+            ("merge_resource_pool", "a b"),
+        ]
+    ],
+    ("verl.trainer.main_ppo", "main", ""),
+    ("verl.trainer.main_ppo", "run_ppo", "config task_runner_class"),
+    ("verl.trainer.main_ppo", "TaskRunner", ""),
+    ("verl.trainer.constants_ppo", "get_ppo_ray_runtime_env", ""),
+    ("verl.utils", "hf_tokenizer", "name_or_path kwargs"),
+    ("verl.utils", "hf_processor", "name_or_path kwargs"),
+    ("verl.utils.fs", "copy_to_local", "src cache_dir use_shm"),
+    ("verl.utils.hdfs_io", "copy", ""),
+    ("verl.utils.hdfs_io", "makedirs", ""),
+    ("verl.utils.hdfs_io", "exists", ""),
+    ("verl.utils.tracking", "Tracking", "project_name experiment_name default_backend config"),
+    ("verl.utils.tracking", "Tracking.log", "self data step"),
+    ("verl.utils.tracking", "ValidationGenerationsLogger", ""),
+    ("verl.utils.seqlen_balancing", "karmarkar_karp", "seqlen_list k_partitions equal_size"),
+    ("verl.utils.seqlen_balancing", "get_seqlen_balanced_partitions", "seqlen_list k_partitions equal_size"),
+    ("verl.utils.seqlen_balancing", "log_seqlen_unbalance", "seqlen_list partitions prefix"),
+    ("verl.utils.seqlen_balancing", "get_reverse_idx", ""),
+    ("verl.utils.seqlen_balancing", "ceildiv", ""),
+    ("verl.utils.seqlen_balancing", "roundup_divisible", ""),
+    ("verl.utils.torch_functional", "logprobs_from_logits", "logits labels"),
+    ("verl.utils.torch_functional", "entropy_from_logits", "logits"),
+    ("verl.utils.torch_functional", "masked_sum", ""),
+    ("verl.utils.torch_functional", "masked_mean", ""),
+    ("verl.utils.torch_functional", "masked_var", ""),
+    ("verl.utils.torch_functional", "masked_whiten", ""),
+    ("verl.utils.torch_functional", "get_response_mask", "response_id eos_token dtype"),
+    ("verl.utils.torch_functional", "pad_sequence_to_length", "tensors max_seq_len pad_token_id left_pad"),
+    ("verl.utils.torch_functional", "postprocess_data", ""),
+    ("verl.utils.torch_functional", "get_cosine_schedule_with_warmup", "optimizer"),
+    ("verl.utils.torch_functional", "get_constant_schedule_with_warmup", "optimizer"),
+    ("verl.utils.import_utils", "load_extern_object", "module_path object_name"),
+    ("verl.utils.model", "compute_position_id_with_mask", "mask"),
+    ("verl.utils.py_functional", "append_to_dict", "data new_data"),
+    ("verl.utils.device", "get_device_name", ""),
+    ("verl.utils.device", "get_torch_device", ""),
+    ("verl.utils.device", "get_device_id", ""),
+    ("verl.utils.metric", "reduce_metrics", "metrics"),
+]
+ATTRIBUTES: list[tuple[str, str]] = [
+    ("verl", "DataProto"),
+    ("verl", "__version__"),
+    ("verl.protocol", "DataProtoConfig.auto_padding"),
+    ("verl.single_controller.base", "Worker.rank"),
+    ("verl.single_controller.base", "Worker.world_size"),
+    ("verl.single_controller.base.decorator", "Execute.ALL"),
+    ("verl.single_controller.base.decorator", "Execute.RANK_ZERO"),
+    *[
+        ("verl.single_controller.base.decorator", f"Dispatch.{mode}")
+        for mode in ("ONE_TO_ALL", "ALL_TO_ALL", "RANK_ZERO", "DP_COMPUTE", "DP_COMPUTE_PROTO", "DP_COMPUTE_METRIC")
+    ],
+    ("verl.single_controller.ray", "RayWorkerGroup.workers"),
+    ("verl.single_controller.ray", "RayWorkerGroup.world_size"),
+    ("verl.utils.device", "is_cuda_available"),
+]
+
+
+def find(module: str, name: str) -> object:
+    found: object = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize(("module", "name", "parameters"), CALLABLES, ids=lambda value: str(value)[:60])
+def test_callable_has_its_parameters(module, name, parameters):
+    target = find(module, name)
+    assert callable(target)
+    if inspect.isclass(target) and parameters:
+        target = target.__init__
+    if not parameters:
+        return
+    names = [parameter for parameter in inspect.signature(target).parameters if parameter != "self"]
+    expected = [parameter for parameter in parameters.split() if parameter != "self"]
+    assert names[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(("module", "name"), ATTRIBUTES)
+def test_attribute_exists(module, name):
+    find(module, name)
+
+
+def test_register_defaults_are_the_documented_ones():
+    from verl.single_controller.base.decorator import Dispatch, Execute, register
+
+    defaults = {name: p.default for name, p in inspect.signature(register).parameters.items()}
+    assert defaults["dispatch_mode"] is Dispatch.ALL_TO_ALL
+    assert defaults["execute_mode"] is Execute.ALL
+    assert (defaults["blocking"], defaults["materialize_futures"]) == (True, True)
+
+
+def test_worker_group_has_its_attributes_after_start():
+    from verl.single_controller.base import ClassWithInitArgs, Worker
+    from verl.single_controller.local import LocalWorkerGroup
+
+    group = LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Worker))
+    assert group.world_size == 1

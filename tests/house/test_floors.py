@@ -1,0 +1,154 @@
+"""The house keeps its shape: imports go downward only, faces hold no work, heavy packages are imported where used."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# From the roof down; packages on one floor do not import each other.
+FLOORS: list[list[str]] = [
+    ["verl.trainer"],
+    ["verl.workers.fsdp_workers", "verl.workers.megatron_workers", "verl.workers.roles", "verl.agent"],
+    ["verl.workers.sharding_manager", "verl.workers.reward_manager"],
+    ["verl.workers.engine", "verl.workers.rollout"],
+    ["verl.inference"],
+    ["verl.algos", "verl.models", "verl.single_controller"],
+    ["verl.protocol"],
+    ["verl.config", "verl.utils", "verl.version", "verl"],
+]
+# The roles' faces stand on the roles' own floor and are made of them; utils may read the configuration.
+ALLOWED = {
+    ("verl.workers.fsdp_workers", "verl.workers.roles"),
+    ("verl.workers.megatron_workers", "verl.workers.roles"),
+    ("verl.utils", "verl.config"),
+    ("verl", "verl.version"),
+    ("verl.config", "verl.version"),
+    ("verl.utils", "verl.version"),
+}
+# Files whose name users know but whose work lives elsewhere: imports, __all__ and bindings only; exempt from floors.
+FACES = {
+    "verl/trainer/ppo/core_algos.py",
+    "verl/workers/fsdp_workers.py",
+    "verl/workers/megatron_workers.py",
+    "verl/utils/ulysses.py",
+    "verl/utils/reward_check.py",
+    "verl/utils/seqlen_balancing.py",
+    "verl/single_controller/ray/base.py",
+}
+FACE_FOLDERS = ("verl/experimental/", "search_r1/")
+# Imported only inside functions of the module that needs them.
+OPTIONAL = {
+    "vllm",
+    "sglang",
+    "tensorrt_llm",
+    "megatron",
+    "wandb",
+    "mlflow",
+    "swanlab",
+    "trackio",
+    "peft",
+    "math_verify",
+}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py") if path.is_file())
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def is_face(path: Path) -> bool:
+    return relative(path) in FACES or relative(path).startswith(FACE_FOLDERS)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(tree: ast.AST, top_level_only: bool = False) -> list[tuple[str, int]]:
+    found = []
+    nodes = ast.iter_child_nodes(tree) if top_level_only else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in line {node.lineno}: write it whole"
+            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
+    return found
+
+
+def room_of(module: str) -> tuple[int, str]:
+    """Floor (0 is the roof) and package of a module."""
+    rooms = [(len(room), floor, room) for floor, level in enumerate(FLOORS) for room in level]
+    for _, floor, room in sorted(rooms, reverse=True):
+        if module == room or module.startswith(room + "."):
+            return floor, room
+    raise AssertionError(f"{module} stands on no floor: add its package to FLOORS")
+
+
+def test_imports_go_downward_only():
+    wrong = []
+    for path in python_files("verl"):
+        # verl/__init__ names what it loads lazily; test_light_imports proves that it loads nothing early.
+        if is_face(path) or relative(path) == "verl/__init__.py":
+            continue
+        floor, room = room_of(module_name(path))
+        for target, line in imported_modules(ast.parse(path.read_text())):
+            if not target.startswith("verl"):
+                continue
+            target_floor, target_room = room_of(target)
+            sideways = target_floor == floor and target_room != room and (room, target_room) not in ALLOWED
+            if target_floor < floor or sideways:
+                wrong.append(f"{relative(path)}:{line} imports {target} ({target_room}) from {room}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_stands_on_a_floor():
+    for path in python_files("verl"):
+        if not is_face(path):
+            room_of(module_name(path))
+
+
+def test_faces_hold_no_work():
+    for path in python_files("verl", "search_r1"):
+        if not is_face(path):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            binding = isinstance(node, ast.Assign | ast.AnnAssign)
+            empty_class = isinstance(node, ast.ClassDef) and all(
+                isinstance(n, ast.Assign | ast.AnnAssign | ast.Pass | ast.Expr) for n in node.body
+            )
+            main_guard = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+            allowed = isinstance(node, ast.Import | ast.ImportFrom) or docstring or binding or empty_class or main_guard
+            assert allowed, f"{relative(path)}:{node.lineno}: a face holds imports, __all__ and bindings only"
+
+
+def test_optional_packages_are_imported_only_where_used():
+    for path in python_files("verl"):
+        for target, line in imported_modules(ast.parse(path.read_text()), top_level_only=True):
+            assert target.split(".")[0] not in OPTIONAL, f"{relative(path)}:{line}: import {target} inside the function"
+
+
+def test_every_file_says_what_it_is_for():
+    for path in python_files("verl", "benchmarks", "examples", "recipe"):
+        assert ast.get_docstring(ast.parse(path.read_text())), (
+            f"{relative(path)}: the first line says which one idea it is"
+        )
+
+
+def test_config_values_are_read_from_dataclasses_not_looked_up_with_defaults():
+    for path in python_files("verl"):
+        if relative(path).startswith("verl/config/"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+                owner = ast.unparse(node.func.value)
+                assert not owner.split(".")[-1].endswith("config"), (
+                    f"{relative(path)}:{node.lineno}: {ast.unparse(node)}: declare the key in verl.config"
+                )
