@@ -31,7 +31,7 @@ bench: setup
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 docs: setup
-	$(BIN)/python -m verl.config.docs --write
+	$(BIN)/python -m verl.config.docs > docs/config.md
 
 setup: $(STAMP)
 

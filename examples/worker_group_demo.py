@@ -48,10 +48,9 @@ def main() -> None:
         batch = DataProto.from_dict({"x": torch.arange(1, 7)}, {"name": list("abcdef")})
         result = group.square(batch)
         print(f"split over the ranks, computed, joined: y = {result.batch['y'].tolist()}")
-        print(
-            f"summed over both ranks with gloo: total = {int(result.batch['total'][0])} (expected {sum(i * i for i in range(1, 7))})"
-        )
-        if int(result.batch["total"][0]) != 91:
+        total = int(result.batch["total"][0])
+        print(f"summed over both ranks with gloo: total = {total} (expected {sum(i * i for i in range(1, 7))})")
+        if total != 91:
             raise SystemExit("the ranks did not add up")
 
         future = group.think(60)

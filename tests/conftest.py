@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Worker classes of the tests must be importable in the processes that Ray starts, too.
-_WORKERS = str(Path(__file__).parent / "distributed")
-sys.path.insert(0, _WORKERS)
+_WORKERS = os.pathsep.join([str(Path(__file__).parent / "distributed"), str(Path(__file__).parent)])
+sys.path[:0] = _WORKERS.split(os.pathsep)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_WORKERS, os.environ.get("PYTHONPATH")]))
 
 # A 2-CPU node whatever the machine has: everything must schedule there.

@@ -1,0 +1,75 @@
+"""`python -m verl.trainer.main_ppo` with mistakes: all of them, numbered, with remedies; exit code 2, no trace left."""
+
+import os
+import re
+import subprocess
+import sys
+
+FIVE_MISTAKES = [
+    "data.train_files=~/no/such/train.parquet",
+    "data.train_batch_size=256",
+    "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=100",
+    "actor_rollout_ref.rollout.temprature=0.7",
+    "actor_rollout_ref.actor.optim.lr=fast",
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=1",
+]
+
+
+def run(*arguments, cwd, **environment):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | environment
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_five_mistakes_are_five_numbered_problems(tmp_path):
+    done = run(*FIVE_MISTAKES, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert [line[:2] for line in lines[1:]] == ["1.", "2.", "3.", "4.", "5."]
+    keys = {re.match(r"\d\. (\S+) = ", line).group(1) for line in lines[1:]}
+    assert keys == {
+        "data.train_files",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "actor_rollout_ref.rollout.temprature",
+        "actor_rollout_ref.actor.optim.lr",
+        "actor_rollout_ref.rollout.n",
+    }
+    assert list(tmp_path.iterdir()) == []  # Hydra left nothing behind
+
+
+def test_a_yaml_with_some_blocks_is_enough_and_groups_lie_under_it(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "data: {train_files: openai/gsm8k}\n"
+        "algorithm: {lam: 0.5}\n"
+        "actor_rollout_ref:\n"
+        "  model: {path: a/b}\n"
+        "  actor: {ppo_mini_batch_size: 100, max_grad_norm: 0.3}\n"
+        "critic: null\n"
+    )
+    done = run("--config-path", ".", "--config-name", "mine", "algorithm=grpo", "+custom.x=1", cwd=tmp_path)
+    assert done.returncode == 2
+    (problem,) = done.stderr.splitlines()[1:]
+    assert problem.startswith("1. actor_rollout_ref.actor.ppo_mini_batch_size = 100")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+def test_a_yaml_may_build_on_ours_by_a_defaults_list(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\ndata: {train_files: openai/gsm8k, train_batch_size: 100}\n"
+    )
+    done = run(f"--config-path={tmp_path}", "-cn", "mine", "algorithm=grpo", "critic=megatron", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "actor_rollout_ref.actor.ppo_mini_batch_size = 128" in done.stderr
+    assert "actor_rollout_ref.model.path = null: is required" in done.stderr
+
+
+def test_a_stale_cluster_is_recognised_at_once(tmp_path):
+    valid = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b"]
+    done = run(*valid, cwd=tmp_path, RAY_ADDRESS="127.0.0.1:1")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "nothing answers at 127.0.0.1:1" in last
+    assert "run `ray stop`, then `ray start --head`" in last

@@ -1,0 +1,86 @@
+"""run_ppo: the configuration is checked first; then a TaskRunner, plain or remote, gets the resolved one by Ray."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from verl.config import ConfigError
+from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+from verl.trainer.main_ppo import run_ppo
+
+GIVEN = {"data": {"train_files": "openai/gsm8k"}, "actor_rollout_ref": {"model": {"path": "a/b"}}}
+
+
+def clean_environment(**extra):
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | extra
+
+
+def test_a_wrong_configuration_raises_before_ray_is_imported():
+    code = """
+        import sys
+        from verl.config import ConfigError
+        from verl.trainer.main_ppo import run_ppo
+        try:
+            run_ppo({"trainer": {"nnodes": 0}})
+        except ConfigError as error:
+            sys.exit(0 if len(error.problems) == 3 and not {"ray", "torch"} & set(sys.modules) else 1)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)]).returncode == 0
+    with pytest.raises(ConfigError):
+        run_ppo({"trainer": {"nnodes": 0}})
+
+
+def test_plain_and_remote_runners_get_the_resolved_configuration(tmp_path):
+    (tmp_path / "mine.py").write_text("LOADED = True\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, ray
+            from verl.trainer.main_ppo import TaskRunner, run_ppo
+
+            config = {GIVEN!r} | {{"external_libs": ["mine"], "ray_init": {{"num_cpus": 2}}}}
+
+            class Mine(TaskRunner):
+                def run(self, config):
+                    try:
+                        super().run(config)
+                    except NotImplementedError:
+                        pass
+                    import sys
+                    assert sys.modules["mine"].LOADED
+                    assert config.actor_rollout_ref.rollout.max_new_tokens == 512
+                    assert os.environ["NCCL_DEBUG"] == "WARN" and os.environ["HF_TOKEN"] == "secret"
+                    open(os.path.join({str(tmp_path)!r}, self.name), "w").close()
+                name = "plain"
+
+            class Remote(Mine):
+                name = "remote"
+
+            run_ppo(config, task_runner_class=Mine)
+            assert ray.cluster_resources()["CPU"] == 2
+            run_ppo(config, task_runner_class=ray.remote(num_cpus=1)(Remote))
+            """
+        )
+    )
+    environment = clean_environment(HF_TOKEN="secret", PYTHONPATH=str(tmp_path))
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "plain").exists()
+    assert (tmp_path / "remote").exists()
+
+
+def test_runtime_env_keeps_what_the_user_set(monkeypatch):
+    for name in ("NCCL_DEBUG", "VLLM_LOGGING_LEVEL", "TOKENIZERS_PARALLELISM", "HF_TOKEN", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    variables = get_ppo_ray_runtime_env()["env_vars"]
+    assert variables["NCCL_DEBUG"] == variables["VLLM_LOGGING_LEVEL"] == "WARN"
+    assert variables["TOKENIZERS_PARALLELISM"] == "true"
+    assert "HF_TOKEN" not in variables
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror")
+    variables = get_ppo_ray_runtime_env()["env_vars"]
+    assert (variables["NCCL_DEBUG"], variables["HF_ENDPOINT"]) == ("INFO", "http://mirror")

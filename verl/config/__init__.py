@@ -1,0 +1,66 @@
+"""Typed configuration: one declaration per key, one strict load, all problems at once. Imports no torch and no ray."""
+
+from verl.config.actor import ActorConfig, PolicyLossConfig
+from verl.config.algorithm import (
+    AlgorithmConfig,
+    FilterGroupsConfig,
+    KLControllerConfig,
+    RolloutCorrectionConfig,
+    StateMaskingConfig,
+)
+from verl.config.critic import CriticConfig
+from verl.config.data import CustomClassConfig, DataConfig, SamplerConfig
+from verl.config.engine import CheckpointConfig, FSDPConfig, MegatronConfig, OptimConfig
+from verl.config.load import as_config, load_config
+from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
+from verl.config.plan import BatchPlan, Layout, UpdatePlan, active_roles, batch_plan, layout_of
+from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
+from verl.config.problems import ConfigError, Problem
+from verl.config.ref import RefConfig
+from verl.config.reward import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
+from verl.config.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
+from verl.config.trainer import RayInitConfig, RetrieverConfig, TrainerConfig
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AgentConfig",
+    "AlgorithmConfig",
+    "BatchPlan",
+    "CheckpointConfig",
+    "ConfigError",
+    "CriticConfig",
+    "CriticModelConfig",
+    "CustomClassConfig",
+    "CustomRewardFunctionConfig",
+    "DataConfig",
+    "FSDPConfig",
+    "FilterGroupsConfig",
+    "KLControllerConfig",
+    "Layout",
+    "MegatronConfig",
+    "ModelConfig",
+    "MultiTurnConfig",
+    "OptimConfig",
+    "OverlongBufferConfig",
+    "PPOConfig",
+    "PolicyLossConfig",
+    "Problem",
+    "RayInitConfig",
+    "RefConfig",
+    "RetrieverConfig",
+    "RewardModelConfig",
+    "RewardModelModelConfig",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "SamplerConfig",
+    "StateMaskingConfig",
+    "TrainerConfig",
+    "UpdatePlan",
+    "ValKwargsConfig",
+    "active_roles",
+    "as_config",
+    "batch_plan",
+    "layout_of",
+    "load_config",
+]

@@ -1,0 +1,64 @@
+"""`actor_rollout_ref.actor.*`: how the policy is updated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config import names
+from verl.config.engine import CheckpointConfig, FSDPConfig, MegatronConfig, OptimConfig
+from verl.config.schema import Block, key
+
+
+@dataclass(kw_only=True, slots=True)
+class PolicyLossConfig(Block):
+    loss_mode: str = key("Which policy loss.", choices=names.POLICY_LOSSES, extendable=True)
+    clip_cov_ratio: float = key("clip_cov: share of tokens whose gradient is cut.", min=0, max=1)
+    clip_cov_lb: float = key("clip_cov: lowest covariance that may be cut.")
+    clip_cov_ub: float = key("clip_cov: highest covariance that may be cut.")
+    kl_cov_ratio: float = key("kl_cov: share of tokens that get the KL penalty.", min=0, max=1)
+    ppo_kl_coef: float = key("kl_cov: coefficient of that penalty.", min=0)
+    tau_pos: float = key("sapo: temperature of the gate for positive advantages.", above=0)
+    tau_neg: float = key("sapo: temperature of the gate for negative advantages.", above=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class ActorConfig(Block):
+    strategy: str = key("Training engine (fsdp and fsdp2 are the same one).", choices=names.STRATEGIES)
+    ppo_mini_batch_size: int = key("Prompts per optimizer step, over all ranks; divides data.train_batch_size.", min=1)
+    ppo_micro_batch_size_per_gpu: int = key(
+        "Samples per rank and forward-backward pass.", null="4, or the mini-batch's share where that is less", min=1
+    )
+    ppo_micro_batch_size: int | None = key(
+        "The same, counted over all ranks; folded into ppo_micro_batch_size_per_gpu.", null="not used", min=1
+    )
+    ppo_epochs: int = key("Passes over each batch.", min=1)
+    use_dynamic_bsz: bool = key("Fill micro-batches up to a token budget instead of a number of samples.")
+    ppo_max_token_len_per_gpu: int = key("That budget: tokens per rank and forward-backward pass.", min=1)
+    clip_ratio: float = key("How far the ratio may move from 1.", above=0)
+    clip_ratio_low: float = key("The same, downwards.", null="", follows="actor_rollout_ref.actor.clip_ratio", min=0)
+    clip_ratio_high: float = key("The same, upwards.", null="", follows="actor_rollout_ref.actor.clip_ratio", min=0)
+    clip_ratio_c: float = key("Dual clip: bound on the loss of a negative advantage.", above=1)
+    loss_agg_mode: str = key("How token losses become one number.", choices=names.LOSS_AGG_MODES)
+    loss_scale_factor: float = key(
+        "Divisor of seq-mean-token-sum-norm.", null="", follows="data.max_response_length", above=0
+    )
+    policy_loss: PolicyLossConfig = key("The policy loss and its parameters.")
+    entropy_coeff: float = key("Weight of the entropy bonus.")
+    use_kl_loss: bool = key("Add the KL to the reference to the loss; starts a reference policy.")
+    kl_loss_coef: float = key("Weight of that loss.", min=0)
+    kl_loss_type: str = key(
+        "Estimate of that KL; a trailing + takes the unbiased gradient.",
+        choices=names.KL_LOSS_TYPES,
+        refused={"full": ("needs the whole distribution of both models at every token", "Set it to low_var_kl")},
+    )
+    grad_clip: float = key("Largest gradient norm.", above=0, aliases=("max_grad_norm",))
+    ulysses_sequence_parallel_size: int = key(
+        "Ranks each sequence is split over (Ulysses, fsdp).",
+        min=1,
+        aliases=("fsdp_config.ulysses_sequence_parallel_size",),
+    )
+    use_torch_compile: bool = key("Compile the layers with torch.compile.")
+    optim: OptimConfig = key("Optimizer and schedule.")
+    fsdp_config: FSDPConfig = key("The fsdp engine.")
+    megatron_config: MegatronConfig = key("The megatron engine.", aliases=("megatron",))
+    checkpoint: CheckpointConfig = key("What is saved and loaded.")

@@ -1,0 +1,68 @@
+"""`algorithm.*`: from scores to advantages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config import names
+from verl.config.schema import Block, key
+
+_NO_FULL_KL = ("needs the whole distribution of both models at every token", "Set it to low_var_kl")
+
+
+@dataclass(kw_only=True, slots=True)
+class KLControllerConfig(Block):
+    type: str = key("How the coefficient of the KL in the reward moves.", choices=("fixed", "adaptive"))
+    kl_coef: float = key("Coefficient of the KL in the reward (the initial one when adaptive).", min=0)
+    target_kl: float = key("KL per sequence that the adaptive controller steers to.", above=0)
+    horizon: int = key("Samples over which the adaptive controller corrects.", min=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class StateMaskingConfig(Block):
+    start_state_marker: str = key(
+        "Text that opens what the environment wrote; masked from the loss up to the end marker."
+    )
+    end_state_marker: str = key("Text that closes what the environment wrote.")
+
+
+@dataclass(kw_only=True, slots=True)
+class FilterGroupsConfig(Block):
+    enable: bool = key("Drop prompts whose answers all score the same and generate more (DAPO dynamic sampling).")
+    metric: str = key("What must differ within a group: score, or a name from the reward's extra information.")
+    max_num_gen_batches: int = key("Generation batches tried per training step; 0: no limit.", min=0)
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutCorrectionConfig(Block):
+    rollout_is: str | None = key(
+        "Weigh tokens by the truncated ratio of training to rollout policy.", null="off", choices=("token", "sequence")
+    )
+    rollout_is_threshold: float = key("Where that ratio is truncated.", above=0)
+    rollout_rs: str | None = key(
+        "Mask what the rollout policy finds too unlikely or too likely.",
+        null="off",
+        choices=("token", "sequence", "geometric"),
+    )
+    rollout_rs_threshold: float | None = key("Ratio above which it is masked.", null="rollout_is_threshold", above=0)
+    rollout_rs_threshold_lower: float | None = key(
+        "Ratio below which it is masked.", null="1 / rollout_rs_threshold", above=0
+    )
+    bypass_mode: bool = key("Take the rollout's log-probs as old_log_probs and skip recomputing them.")
+    warn_log_prob_diff: float = key(
+        "Mean |rollout - training log-prob| above which the run warns and names these keys.", above=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmConfig(Block):
+    adv_estimator: str = key("How advantages are estimated.", choices=names.ADV_ESTIMATORS, extendable=True)
+    gamma: float = key("Discount per token.", min=0, max=1)
+    lam: float = key("Lambda of GAE: 1 trusts the rewards, 0 the critic.", min=0, max=1)
+    norm_adv_by_std_in_grpo: bool = key("Divide group advantages by the group's standard deviation (False: Dr.GRPO).")
+    use_kl_in_reward: bool = key("Subtract the KL to the reference from the token rewards; starts a reference policy.")
+    kl_penalty: str = key("Estimate of that KL.", choices=names.KL_PENALTIES, refused={"full": _NO_FULL_KL})
+    kl_ctrl: KLControllerConfig = key("Coefficient of the KL in the reward.")
+    state_masking: StateMaskingConfig = key("Markers around what the environment wrote (search agent).")
+    filter_groups: FilterGroupsConfig = key("Dynamic sampling.")
+    rollout_correction: RolloutCorrectionConfig = key("When the generating and the training policy differ.")

@@ -1,0 +1,121 @@
+"""The command line, prepared for Hydra, so that the strict load sees every key and reports all mistakes at once.
+
+Hydra alone stops at the first key it does not know, and at `+key` for one it does. Here plain `key=value` becomes
+`++key=value` (set it, known or not); what Hydra is good at stays: groups (`algorithm=grpo`), `hydra.*`, its grammar.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.config.compose import CONFIG_DIR, ROOT, groups
+from verl.config.load import GROUPS_KEY
+
+_OVERRIDE = re.compile(r"(?P<prefix>\+{0,2})(?P<key>[A-Za-z_][\w-]*(\.[\w-]+)*)=(?P<value>.*)", re.DOTALL)
+_OWN_CONFIG = {
+    "--config-path": "path",
+    "-cp": "path",
+    "--config-name": "name",
+    "-cn": "name",
+    "--config-dir": "dir",
+    "-cd": "dir",
+}
+_QUIET_HYDRA = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
+_SEARCH_OURS = "hydra.searchpath=[pkg://verl.trainer.config]"
+
+
+def hydra_arguments(argv: Sequence[str]) -> list[str]:
+    """The arguments to give Hydra for what the user typed."""
+    options, overrides = _split(argv)
+    own = _OwnConfig.of(options)
+    arguments = [argument for name, value in own.options(options) for argument in ((name, value) if value else (name,))]
+    for override in overrides:
+        arguments += _rewritten(override, own)
+    typed = " ".join(overrides)
+    if own.is_used and not own.configures_hydra and "hydra." not in typed and "hydra/" not in typed:
+        arguments += [*_QUIET_HYDRA, _SEARCH_OURS]
+    return arguments
+
+
+@dataclass(frozen=True)
+class _OwnConfig:
+    """What a user's `--config-path/--config-name` says about itself."""
+
+    path: str | None = None
+    is_used: bool = False
+    has_defaults: bool = False  # a Hydra defaults list: Hydra selects the groups, ours or theirs
+    configures_hydra: bool = False
+    extends_groups: bool = False  # --config-dir: there may be options that are not ours
+
+    @classmethod
+    def of(cls, options: Sequence[tuple[str, str]]) -> _OwnConfig:
+        given = {_OWN_CONFIG[name]: value for name, value in options if name in _OWN_CONFIG}
+        folder, name = given.get("path"), given.get("name", ROOT)
+        if folder is not None and Path(folder).expanduser().is_dir():
+            folder = str(Path(folder).expanduser().absolute())  # Hydra would look beside main_ppo.py
+        used = folder is not None or name != ROOT
+        file = Path(folder or CONFIG_DIR, name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+        content = OmegaConf.load(file) if used and file.is_file() else OmegaConf.create({})
+        keys = set(content) if isinstance(content, DictConfig) else set()
+        return cls(folder, used, "defaults" in keys, "hydra" in keys, "dir" in given)
+
+    def options(self, typed: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        return [
+            (name, self.path or value) if _OWN_CONFIG.get(name) == "path" else (name, value) for name, value in typed
+        ]
+
+
+def _split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Options with their values, and overrides."""
+    options: list[tuple[str, str]] = []
+    overrides: list[str] = []
+    waiting = list(argv)
+    while waiting:
+        argument = waiting.pop(0)
+        name, equals, value = argument.partition("=")
+        if argument.startswith("-") and name in _OWN_CONFIG:
+            options.append((name, value if equals else waiting.pop(0) if waiting else ""))
+        elif argument.startswith("-"):
+            options.append((argument, ""))
+        else:
+            overrides.append(argument)
+    return options, overrides
+
+
+def _rewritten(override: str, own: _OwnConfig) -> list[str]:
+    if override.lstrip("~").partition("=")[0] in _switchable() and override.startswith("~"):
+        return [f"++{override[1:].partition('=')[0]}.enable=false"]
+    match = _OVERRIDE.fullmatch(override)
+    if match is None or match["key"].partition(".")[0] == "hydra":
+        return [override]
+    key, value = match["key"], match["value"]
+    if key not in groups():
+        return [_quoted(f"++{key}", value)]
+    if value == "null" and key in _switchable():
+        return [f"++{key}.enable=false"]
+    native = own.has_defaults or own.extends_groups or (not own.is_used and value in groups()[key])
+    # Not Hydra's to select: our loader takes it as the base under the user's blocks, or reports the wrong name.
+    return [override] if native else [_quoted(f"++{GROUPS_KEY}.{key}", value)]
+
+
+def _switchable() -> tuple[str, ...]:
+    """Groups that can be turned off as a whole: `critic=null`."""
+    return ("critic", "reward_model")
+
+
+def _quoted(key: str, value: str) -> str:
+    """`key=value`, with the value quoted where Hydra's grammar would not take it (e.g. a path with `=` in it)."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        OverridesParser.create().parse_override(f"{key}={value}")
+    except HydraException:
+        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+        return f"{key}='{escaped}'"
+    return f"{key}={value}"

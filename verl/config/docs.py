@@ -1,0 +1,137 @@
+"""`docs/config.md`, made from the declarations and the YAML defaults: `python -m verl.config.docs > docs/config.md`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from verl.config.compose import CONFIG_DIR, default_tree, groups
+from verl.config.convert import range_words
+from verl.config.obsolete import OBSOLETE
+from verl.config.ppo import PPOConfig
+from verl.config.schema import Block, Entry, alias_table, entries, join, pick
+
+_INTRO = """# Configuration
+
+<!-- made by `python -m verl.config.docs > docs/config.md`; edit the declarations in verl/config instead -->
+
+Every key of `python -m verl.trainer.main_ppo key=value …`, its default, and what it means. Declarations are in
+`verl/config/`, defaults in `verl/trainer/config/`.
+
+- `key=value` sets a key, `group=option` selects a file of defaults. A `+` in front is never needed and never hurts.
+- A YAML of your own with only some blocks: `--config-path DIR --config-name NAME`; the rest are the defaults.
+- Null defaults are resolved before anything starts: the table says to what. `critic=null` turns the critic off.
+- Where a list is expected, one value or a list inside a string will do: `trainer.logger='["console","wandb"]'`.
+- `~` and environment variables in paths are expanded. `${…}` refers to other keys, `${oc.env:NAME}` to the environment.
+- Every mistake is reported before Ray starts, all at once, with what to set instead; exit code 2.
+- From Python: `from verl.config import load_config, batch_plan`; `load_config({...}, ["trainer.nnodes=2"])`.
+"""
+
+_TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
+
+
+def render() -> str:
+    """The whole page."""
+    return "\n".join([_INTRO, *_groups(), *_blocks(PPOConfig, ""), *_aliases(), *_obsolete()])
+
+
+def _groups() -> Iterator[str]:
+    yield "## Groups\n"
+    yield "| group | options | selected by default |"
+    yield "|---|---|---|"
+    for group, options in groups().items():
+        chosen = next(option for option in options if _is_default(group, option))
+        yield f"| `{group}` | {', '.join(f'`{group}={option}`' for option in options)} | `{chosen}` |"
+    yield ""
+
+
+def _is_default(group: str, option: str) -> bool:
+    return f"- {group}: {option}\n" in (CONFIG_DIR / "ppo_trainer.yaml").read_text()
+
+
+def _blocks(cls: type[Block], path: str, doc: str = "") -> Iterator[str]:
+    """A heading and a table for the block, then the blocks below it."""
+    if path:
+        yield f"{'#' * min(4, 2 + path.count('.'))} {path}\n"
+        yield f"{doc}\n"
+    else:
+        yield "## Top level\n"
+    rows = [(name, entry) for name, entry in entries(cls).items() if entry.block is None]
+    if rows:
+        yield "| key | type | default | meaning |"
+        yield "|---|---|---|---|"
+        for name, entry in rows:
+            yield _row(join(path, name), name, entry)
+        yield ""
+    for name, entry in entries(cls).items():
+        if entry.block is not None:
+            yield from _blocks(entry.block, join(path, name), entry.key.doc)
+
+
+def _row(path: str, name: str, entry: Entry) -> str:
+    cells = (f"`{name}`", _type(entry.type), _default(pick(default_tree(), path)), _meaning(path, entry))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _type(kind: Any) -> str:
+    if kind is Any:
+        return "any"
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is list:
+        return f"list of {_type(arguments[0])}"
+    if typing.get_origin(kind) is dict:
+        return "open mapping" if arguments[1] is Any else f"mapping of {_type(arguments[1])}"
+    return _TYPES[kind]
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, str):
+        return f"`{value}`"
+    return f"`{json.dumps(value) if not isinstance(value, float) else format(value, 'g')}`"
+
+
+def _meaning(path: str, entry: Entry) -> str:
+    key = entry.key
+    parts = [key.doc]
+    if key.choices:
+        more = " or your own (`external_libs`)" if key.extendable else ""
+        parts.append(f"One of {', '.join(f'`{choice}`' for choice in key.choices)}{more}.")
+    if range_words(key):
+        parts.append(f"{range_words(key).capitalize()}.")
+    if key.follows:
+        parts.append(f"Null: as `{key.follows}`.")
+    elif key.null:
+        parts.append(f"Null: {key.null}.")
+    if key.required:
+        parts.append("**Required.**")
+    others = [alias for alias, canonical in alias_table(PPOConfig).items() if canonical == path]
+    if others:
+        parts.append(f"Also: {', '.join(f'`{other}`' for other in others)}.")
+    return " ".join(parts)
+
+
+def _aliases() -> Iterator[str]:
+    yield "## Other spellings\n"
+    yield "Both are accepted; set differently, they are a mistake.\n"
+    yield "| also accepted | is |"
+    yield "|---|---|"
+    for alias, canonical in sorted(alias_table(PPOConfig).items()):
+        yield f"| `{alias}` | `{canonical}` |"
+    yield ""
+
+
+def _obsolete() -> Iterator[str]:
+    yield "## Keys that are not needed\n"
+    yield "Known from other versions of such scripts: accepted with a warning, and ignored.\n"
+    yield "| key | why |"
+    yield "|---|---|"
+    for pattern, reason in OBSOLETE.items():
+        yield f"| `{pattern}` | {reason} |"
+    yield ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())

@@ -1,0 +1,85 @@
+"""`*.optim`, `*.fsdp_config`, `*.megatron_config`, `*.checkpoint`: the training engine under any role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config import names
+from verl.config.schema import Block, key
+
+_PRECISIONS = {
+    True: "bf16",
+    False: "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "no": "fp32",
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig(Block):
+    lr: float = key("Learning rate (AdamW).", min=0)
+    weight_decay: float = key("Decoupled weight decay.", min=0)
+    betas: list[float] = key("Decay of the first and second moment.")
+    lr_warmup_steps: int = key(
+        "Optimizer steps of linear warm-up; 0 or less: use lr_warmup_steps_ratio.", min=-1, aliases=("warmup_steps",)
+    )
+    lr_warmup_steps_ratio: float = key("Warm-up as a share of total_training_steps.", min=0, max=1)
+    lr_scheduler: str = key(
+        "Shape after the warm-up.", choices=("constant", "cosine"), aliases=("lr_scheduler_type", "warmup_style")
+    )
+    min_lr_ratio: float = key("Where cosine ends, as a share of lr.", min=0, max=1)
+    total_training_steps: int | None = key(
+        "Optimizer steps the schedule is laid out for.", null="those of the run", min=1, synonyms={-1: None}
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class FSDPConfig(Block):
+    param_offload: bool = key("Keep parameters in host memory between phases.", null="in ref: the actor's")
+    optimizer_offload: bool = key("Keep optimizer states in host memory between phases.", null="in ref: the actor's")
+    grad_offload: bool = key("Keep gradients in host memory between phases.", null="in ref: the actor's")
+    fsdp_size: int = key(
+        "Ranks one copy of the weights is sharded over; -1: all of the pool.", null="in ref: the actor's", min=-1
+    )
+    mixed_precision: str = key(
+        "Precision of compute; master weights and reductions stay fp32.",
+        null="bf16 on CUDA, fp32 on CPU; in ref: the actor's",
+        choices=("bf16", "fp16", "fp32"),
+        synonyms=_PRECISIONS,
+    )
+    reshard_after_forward: bool = key(
+        "Free gathered parameters after the forward pass (less memory, more traffic).", null="in ref: the actor's"
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class MegatronConfig(Block):
+    tensor_model_parallel_size: int = key("Ranks each layer is split over.", null="in ref: the actor's", min=1)
+    pipeline_model_parallel_size: int = key("Stages the layers are split into.", null="in ref: the actor's", min=1)
+    virtual_pipeline_model_parallel_size: int | None = key("Interleaved stages per rank.", null="none", min=1)
+    context_parallel_size: int = key("Ranks each sequence is split over.", null="in ref: the actor's", min=1)
+    expert_model_parallel_size: int = key("Ranks the experts are spread over.", null="in ref: the actor's", min=1)
+    expert_tensor_parallel_size: int | None = key(
+        "Ranks each expert is split over.", null="tensor_model_parallel_size", min=1
+    )
+    sequence_parallel: bool = key(
+        "Split the layer norms' activations over the tensor ranks.", null="in ref: the actor's"
+    )
+    param_offload: bool = key("Keep parameters in host memory between phases.", null="in ref: the actor's")
+    grad_offload: bool = key("Keep gradients in host memory between phases.", null="in ref: the actor's")
+    optimizer_offload: bool = key("Keep optimizer states in host memory between phases.", null="in ref: the actor's")
+    use_distributed_optimizer: bool = key(
+        "Shard optimizer states over data-parallel ranks.", null="in ref: the actor's"
+    )
+    override_transformer_config: dict[str, Any] = key("Values for Megatron's TransformerConfig.")
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig(Block):
+    save_contents: list[str] = key(
+        "What a checkpoint holds; hf_model is an export that transformers loads.", choices=names.CHECKPOINT_CONTENTS
+    )
+    load_contents: list[str] = key("What is read back on resume.", choices=names.CHECKPOINT_CONTENTS)

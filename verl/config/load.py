@@ -1,0 +1,209 @@
+"""One strict load: YAML defaults + what the user set -> `PPOConfig`, or one ConfigError with every problem in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.config.compose import default_tree, default_values, groups
+from verl.config.convert import Converter
+from verl.config.files import check_environment
+from verl.config.plan import batch_plan
+from verl.config.ppo import PPOConfig
+from verl.config.problems import Report, show
+from verl.config.resolve import resolve
+from verl.config.schema import Block, alias_table, join, pick, walk
+from verl.config.validate import validate
+
+B = TypeVar("B", bound=Block)
+Config = PPOConfig | DictConfig | Mapping[str, Any]
+
+# Where the command line notes which options of our groups were chosen when Hydra cannot (verl.trainer.main_ppo).
+GROUPS_KEY = "_groups_"
+_ABSENT = object()
+
+
+def load_config(cfg: Config | None = None, overrides: Sequence[str] = (), check_files: bool = True) -> PPOConfig:
+    """The complete, resolved and validated configuration.
+
+    `cfg` holds some or all blocks; `overrides` are `key=value` (or `group=option`) on top. `check_files=False` leaves
+    out what depends on this machine: files, folders and installed engines. Raises ConfigError with all problems.
+    """
+    if isinstance(cfg, PPOConfig):
+        if not overrides:
+            return cfg
+        cfg = cfg.to_dict()
+    report = Report()
+    user = _plain(cfg)
+    chosen, changes = _split_overrides(user.pop(GROUPS_KEY, None) or {}, overrides, report)
+    values = _merged(_merged(default_tree(chosen), user), _plain(OmegaConf.from_dotlist(changes)))
+    config = _build(values, default_values(chosen), report)
+    validate(config, report)
+    for problem in batch_plan(config).problems:
+        report.add(problem)
+    if check_files:
+        check_environment(config, report)
+    report.raise_if_any()
+    config.notices = report.notices
+    return config
+
+
+def as_config(cls: type[B], cfg: B | DictConfig | Mapping[str, Any] | None, at: str | None = None) -> B:
+    """A block for code that users call directly: ours as it is, a DictConfig or dict on top of the block's defaults.
+
+    `at` is the block's place (`actor_rollout_ref.actor`); only needed for classes used in several places. Unknown keys
+    and bad values raise; what rests on other blocks is resolved with their defaults and not validated.
+    """
+    if isinstance(cfg, cls):
+        return cfg
+    place = _place_of(cls) if at is None else at
+    report = Report()
+    values: Any = OmegaConf.to_container(cfg, resolve=True) if isinstance(cfg, DictConfig) else dict(cfg or {})
+    for name in reversed(place.split(".") if place else ()):
+        values = {name: values}
+    defaults = default_values()
+    config = _build(_merged(defaults, values), defaults, report)
+    report.problems = [problem for problem in report.problems if problem.key.startswith(place)]
+    report.raise_if_any()
+    return pick(config, place)
+
+
+def _build(values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> PPOConfig:
+    """Plain merged values -> resolved blocks; problems go to the report."""
+    _move_aliases(values, defaults, report)
+    values = _interpolated(values, defaults, report)
+    config = Converter(PPOConfig, defaults, report, extended=bool(values.get("external_libs"))).convert(values)
+    assert isinstance(config, PPOConfig)
+    resolve(config, report)
+    return config
+
+
+def _plain(cfg: DictConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the user set as plain dicts; `${…}` still stand as text."""
+    if cfg is None:
+        return {}
+    if not isinstance(cfg, Mapping | DictConfig):
+        raise TypeError(f"config: a DictConfig, a mapping or a PPOConfig is expected, not {type(cfg).__name__}.")
+    tree = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(dict(cfg))
+    values = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(values, dict)
+    values.pop("hydra", None)
+    return values  # type: ignore[return-value]
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """`above` on top of `below`, block by block; neither is changed."""
+    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
+        return above
+    return {**below, **{name: _merged(below.get(name), value) for name, value in above.items()}}
+
+
+def _split_overrides(
+    chosen: Mapping[str, Any], overrides: Sequence[str], report: Report
+) -> tuple[dict[str, str], list[str]]:
+    """Group choices and plain `key=value` changes; a `+` in front changes nothing, every key may be set."""
+    wanted, changes = {str(group): str(option) for group, option in chosen.items()}, []
+    for override in overrides:
+        key, equals, value = override.lstrip("+").partition("=")
+        if not equals:
+            report.problem(override, None, "is not an override", "Write it as key=value")
+        elif key in groups() and value != "null" and not value.startswith("{"):
+            wanted[key] = value
+        else:
+            changes.append(f"{key}={value}")
+    for group, option in list(wanted.items()):
+        options = groups().get(group, ())
+        if option not in options:
+            report.problem(group, option, f"{group} has no option of that name", f"Set one of {', '.join(options)}")
+            del wanted[group]
+    return wanted, changes
+
+
+def _move_aliases(values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> None:
+    """Values under another spelling go to their key; two spellings that disagree are a problem."""
+    for alias, canonical in alias_table(PPOConfig).items():
+        given = _take(values, alias)
+        for below, value in [] if given is _ABSENT else _leaves(given):
+            target, spelled = _below(canonical, below), _below(alias, below)
+            current = _at(values, target)
+            if current is _ABSENT or current in (_at(defaults, target), value):
+                _set(values, target, value)
+            else:
+                why = f"is another spelling of {target} = {show(current)}, and they differ"
+                report.broken(spelled, value, why, "Keep one of the two")
+
+
+def _leaves(value: Any, below: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [leaf for name, item in value.items() for leaf in _leaves(item, _below(below, str(name)))]
+    return [(below, value)]
+
+
+def _below(path: str, rest: str) -> str:
+    return join(path, rest) if rest else path
+
+
+def _at(values: Any, path: str) -> Any:
+    for name in path.split("."):
+        if not isinstance(values, Mapping) or name not in values:
+            return _ABSENT
+        values = values[name]
+    return values
+
+
+def _set(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a dotted path, copying the blocks on the way (they may be shared with the defaults)."""
+    name, _, rest = path.partition(".")
+    if rest:
+        inner = values.get(name)
+        values[name] = dict(inner) if isinstance(inner, Mapping) else {}
+        _set(values[name], rest, value)
+    else:
+        values[name] = value
+
+
+def _take(values: dict[str, Any], path: str) -> Any:
+    """Remove and return the value at a dotted path, and blocks above it that held nothing else."""
+    name, _, rest = path.partition(".")
+    if not rest:
+        return values.pop(name, _ABSENT)
+    if not isinstance(values.get(name), Mapping):
+        return _ABSENT
+    inner = dict(values[name])
+    taken = _take(inner, rest)
+    if taken is not _ABSENT:
+        values[name] = inner
+        if not inner:
+            del values[name]
+    return taken
+
+
+def _interpolated(values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> dict[str, Any]:
+    """Every `${…}` resolved; those that lead nowhere are reported and take their defaults."""
+    pending = [path for path, value in _leaves(values) if "${" in str(value)]
+    if not pending:
+        return values
+    tree = OmegaConf.create(values)
+    for path in pending:
+        try:
+            resolved = OmegaConf.select(tree, path, throw_on_missing=True)
+            plain = OmegaConf.to_container(resolved, resolve=True) if OmegaConf.is_config(resolved) else resolved
+        except OmegaConfBaseException as error:
+            why = str(error).splitlines()[0].strip().rstrip(".")
+            fix = "Correct what is in ${…}, or set a value"
+            report.broken(path, _at(values, path), f"cannot be resolved ({why})", fix)
+            plain = _at(defaults, path)
+        _set(values, path, None if plain is _ABSENT else plain)
+    return values
+
+
+def _place_of(cls: type[Block]) -> str:
+    if cls is PPOConfig:
+        return ""
+    places = [path for path, entry in walk(PPOConfig) if entry.block is cls]
+    if len(places) != 1:
+        raise ValueError(f"at: {cls.__name__} is used in {len(places)} places ({', '.join(places)}). Say which one.")
+    return places[0]

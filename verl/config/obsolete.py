@@ -1,0 +1,77 @@
+"""Keys from other versions of such launch scripts that nothing here needs: accepted, ignored, and said so."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+# Pattern of the full key -> why it is not needed. Keys that would change results are not here: they stay errors.
+OBSOLETE = {
+    "actor_rollout_ref.hybrid_engine": "training and generation share devices unless role_mapping says otherwise",
+    "actor_rollout_ref.nccl_timeout": "timeouts belong to the worker groups",
+    "actor_rollout_ref.model.use_fused_kernels": "log-probs come from the fused head wherever the model allows it",
+    "actor_rollout_ref.model.fused_kernel_options": "log-probs come from the fused head wherever the model allows it",
+    "actor_rollout_ref.model.use_liger": "the fused head and packed attention are built in",
+    "*.model.external_lib": "external_libs imports modules everywhere",
+    "critic.model.tokenizer_path": "the critic reads the actor's tokens",
+    "*.model.use_shm": "weights are read once per node and shared",
+    "*.model.fsdp_config": "the engine's keys are in fsdp_config of the role itself",
+    "*.enable_activation_offload": "gradient checkpointing covers it",
+    "actor_rollout_ref.actor.shuffle": "the controller fixes the mini-batches by data.seed",
+    "critic.shuffle": "the controller fixes the mini-batches by data.seed",
+    "*.data_loader_seed": "data.seed is the seed of the run",
+    "*.megatron*.seed": "data.seed is the seed of the run",
+    "*.entropy_from_logits_with_chunking": "log-probs and entropy are computed in chunks anyway",
+    "*.entropy_checkpointing": "log-probs and entropy are computed in chunks anyway",
+    "actor_rollout_ref.actor.calculate_entropy": "entropy is always computed and logged",
+    "actor_rollout_ref.ref.use_torch_compile": "the reference runs as the actor does",
+    "actor_rollout_ref.ref.model": "the reference is the actor's first model",
+    "*.rollout_n": "actor_rollout_ref.rollout.n is known everywhere",
+    "*.load_weight": "weights are always loaded",
+    "*.fsdp_config.wrap_policy": "layers are sharded one by one",
+    "*.fsdp_config.offload_policy": "param_offload and optimizer_offload say what is offloaded",
+    "*.fsdp_config.forward_prefetch": "prefetch is on where it helps",
+    "*.fsdp_config.use_orig_params": "fully_shard keeps the original parameters",
+    "*.fsdp_config.model_dtype": "master weights are fp32, mixed_precision is the precision of compute",
+    "*.fsdp_config.use_torch_compile": "actor_rollout_ref.actor.use_torch_compile decides",
+    "*.fsdp_config.forward_only": "the role decides",
+    "*.fsdp_config.strategy": "strategy of the role itself decides",
+    "actor_rollout_ref.ref.fsdp_config.gradient_checkpointing": "the reference has no backward pass",
+    "*.megatron*.use_mbridge": "weights are mapped by our own tables",
+    "*.megatron*.use_dist_checkpointing": "checkpoints are always sharded",
+    "*.megatron*.dist_checkpointing_path": "checkpoints are always sharded",
+    "*.checkpoint.async_save": "checkpoints are written beside and renamed into place",
+    "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length says it",
+    "actor_rollout_ref.rollout.disable_log_stats": "engine statistics go to the metrics",
+    "actor_rollout_ref.rollout.calculate_log_probs": "rollout log-probs are always kept",
+    "actor_rollout_ref.rollout.layered_summon_param": "weights travel in buckets",
+    "actor_rollout_ref.rollout.multi_stage_wake_up": "weights and KV memory always wake separately",
+    "actor_rollout_ref.rollout.swap_space": "preempted sequences are recomputed",
+    "actor_rollout_ref.rollout.data_parallel_size": "replicas are devices / tensor_model_parallel_size",
+    "actor_rollout_ref.rollout.enable_sleep_mode": "free_cache_engine decides",
+    "actor_rollout_ref.rollout.skip_tokenizer_init": "token ids go in and out",
+    "data.return_raw_input_ids": "raw prompts are kept where a role needs them",
+    "data.return_full_prompt": "raw prompts are kept where a role needs them",
+    "data.filter_overlong_prompts_workers": "tokenising runs in parallel and is cached",
+    "data.validation_shuffle": "validation keeps the order of the file",
+    "data.trust_remote_code": "actor_rollout_ref.model.trust_remote_code decides",
+    "data.tokenizer": "the tokenizer comes with actor_rollout_ref.model.path",
+    "data.use_shm": "files are read once and cached",
+    "reward_model.launch_reward_fn_async": "scoring always overlaps generation",
+    "reward_model.sandbox_fusion": "tools are configured by actor_rollout_ref.rollout.multi_turn.tool_config_path",
+    "trainer.del_local_ckpt_after_load": "max_actor_ckpt_to_keep limits what stays",
+    "trainer.remove_previous_ckpt_in_save": "max_actor_ckpt_to_keep limits what stays",
+    "trainer.esi_redundant_time": "SIGTERM finishes the phase, saves and exits",
+    "trainer.ray_wait_register_center_timeout": "workers find each other through Ray",
+    "trainer.use_legacy_worker_impl": "there is one implementation",
+    "trainer.profile_*": "per-phase timing is always on",
+    "*_nsight_options": "per-phase timing is always on",
+    "*profiler": "per-phase timing is always on",
+    "ray_init.timeline_json_file": "per-phase timing is always on",
+    "ray_kwargs": "ray_init.num_cpus is the one that counts",
+    "*._target_": "blocks have fixed types",
+}
+
+
+def why_obsolete(path: str) -> str | None:
+    """Why the key at `path` is not needed, or None when it is simply unknown."""
+    return next((reason for pattern, reason in OBSOLETE.items() if fnmatchcase(path, pattern)), None)

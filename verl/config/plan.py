@@ -1,0 +1,308 @@
+"""The batch plan: prompts -> samples -> ranks -> mini-batches -> micro-batches -> optimizer steps, as pure arithmetic.
+
+Validation uses exactly these numbers, so what is printed is what was checked.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl.config.problems import Problem
+from verl.config.schema import pick
+
+if TYPE_CHECKING:
+    from verl.config.ppo import PPOConfig
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+BLOCK_OF_ROLE = {
+    "actor": ACTOR,
+    "ref": "actor_rollout_ref.ref",
+    "critic": "critic",
+    "reward_model": "reward_model",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a role runs: the ranks of its pool, cut into groups that work on the same samples."""
+
+    pool: str
+    world_size: int
+    ranks_per_copy: int
+    split: str  # how the ranks of one copy are used, e.g. "TP 4 × PP 2"
+
+    @property
+    def dp_size(self) -> int:
+        return max(1, self.world_size // self.ranks_per_copy)
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How one role that learns walks through the samples of a training step."""
+
+    role: str
+    layout: Layout
+    samples_per_rank: int
+    mini_batches: int
+    mini_batch_prompts: int
+    mini_batch_samples: int
+    mini_batch_samples_per_rank: int
+    micro_batch_size: int | None  # samples per rank; None with a token budget
+    micro_batches: int | None  # per mini-batch and rank; None with a token budget
+    token_budget: int | None  # tokens per rank and micro-batch; None with a fixed size
+    epochs: int
+    optimizer_steps: int  # per training step
+
+    def render(self) -> str:
+        layout = self.layout
+        if self.token_budget is None:
+            micro = f"{count(self.micro_batches or 0, 'micro-batch')} of {count(self.micro_batch_size or 0, 'sample')}"
+        else:
+            micro = f"micro-batches of up to {self.token_budget} tokens"
+        split = f" × {layout.split}" if layout.ranks_per_copy > 1 else ""
+        return (
+            f"{count(layout.world_size, 'rank')} of {layout.pool} = data-parallel {layout.dp_size}{split}; "
+            f"{count(self.mini_batches, 'mini-batch')} of {count(self.mini_batch_prompts, 'prompt')} "
+            f"({count(self.mini_batch_samples, 'sample')}, {self.mini_batch_samples_per_rank} per rank in {micro}) "
+            f"× {count(self.epochs, 'epoch')} = {count(self.optimizer_steps, 'optimizer step')}"
+        )
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The numbers of one training step, and why they cannot work where they cannot."""
+
+    prompts: int
+    n: int
+    samples: int
+    max_tokens_per_sample: int
+    pools: dict[str, int]
+    rollout: Layout
+    rollout_engine: str
+    rollout_replicas: int
+    samples_per_replica: int
+    actor: UpdatePlan
+    critic: UpdatePlan | None
+    problems: tuple[Problem, ...]
+
+    def render(self) -> str:
+        """A few readable lines for the log."""
+        pools = ", ".join(f"{name} of {count(size, 'rank')}" for name, size in self.pools.items())
+        rows = [
+            (
+                "step",
+                f"{count(self.prompts, 'prompt')} × {count(self.n, 'answer')} = {count(self.samples, 'sample')} "
+                f"of up to {self.max_tokens_per_sample} tokens",
+            ),
+            ("pools", pools),
+            (
+                "rollout",
+                f"{self.rollout_engine}: {count(self.rollout_replicas, 'replica')} × TP {self.rollout.ranks_per_copy} "
+                f"on {self.rollout.pool}, {count(self.samples_per_replica, 'sample')} each",
+            ),
+            ("actor", self.actor.render()),
+        ]
+        if self.critic is not None:
+            rows.append(("critic", self.critic.render()))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(["Batch plan", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+def batch_plan(config: PPOConfig) -> BatchPlan:
+    """The plan of a resolved configuration; never raises, `problems` says what does not work."""
+    problems: list[Problem] = []
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    samples = prompts * n
+    rollout = layout_of(config, "rollout")
+    problems += _layout_problems(config)
+    actor = _update_plan(config, "actor", problems)
+    critic = _update_plan(config, "critic", problems) if config.critic.enable else None
+    return BatchPlan(
+        prompts=prompts,
+        n=n,
+        samples=samples,
+        max_tokens_per_sample=config.data.max_prompt_length + config.data.max_response_length,
+        pools={name: sum(sizes) for name, sizes in config.resource_pool_spec.items()},
+        rollout=rollout,
+        rollout_engine=config.actor_rollout_ref.rollout.name,
+        rollout_replicas=rollout.dp_size,
+        samples_per_replica=math.ceil(samples / rollout.dp_size),
+        actor=actor,
+        critic=critic,
+        problems=tuple(problems),
+    )
+
+
+def layout_of(config: PPOConfig, role: str) -> Layout:
+    """Pool and parallel sizes of a role (actor, rollout, ref, critic, reward_model)."""
+    pool = config.role_mapping[role]
+    world_size = max(1, sum(config.resource_pool_spec.get(pool, [1])))
+    if role == "rollout":
+        size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        return Layout(pool, world_size, size, f"TP {size}")
+    block = pick(config, BLOCK_OF_ROLE[role])
+    if block.strategy == "megatron":
+        sizes = block.megatron_config
+        parts = {
+            "TP": sizes.tensor_model_parallel_size,
+            "PP": sizes.pipeline_model_parallel_size,
+            "CP": sizes.context_parallel_size,
+        }
+        split = " × ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
+        return Layout(pool, world_size, math.prod(parts.values()), split)
+    size = block.ulysses_sequence_parallel_size
+    return Layout(pool, world_size, size, f"Ulysses {size}")
+
+
+def active_roles(config: PPOConfig) -> list[str]:
+    """The roles this run starts, in the order of the roles' table."""
+    actor = config.actor_rollout_ref.actor
+    # With LoRA the base weights are the reference: no role of its own.
+    with_kl = config.algorithm.use_kl_in_reward or actor.use_kl_loss
+    needed = {
+        "actor": True,
+        "rollout": True,
+        "ref": with_kl and config.actor_rollout_ref.model.lora_rank == 0,
+        "critic": config.critic.enable,
+        "reward_model": config.reward_model.enable,
+    }
+    return [role for role, needs in needed.items() if needs]
+
+
+def divisors(number: int) -> list[int]:
+    return [part for part in range(1, number + 1) if number % part == 0]
+
+
+def near_values(values: list[int], wanted: int) -> str:
+    """The values next to `wanted`, in words: `64 or 128`."""
+    below = [value for value in values if value <= wanted][-1:]
+    above = [value for value in values if value > wanted][:1]
+    return " or ".join(str(value) for value in below + above)
+
+
+def count(number: int, thing: str) -> str:
+    """`1 rank`, `2 ranks`, `2 batches`."""
+    plural = "es" if thing.endswith("batch") else "s"
+    return f"{number} {thing}" + ("" if number == 1 else plural)
+
+
+def _layout_problems(config: PPOConfig) -> list[Problem]:
+    """Parallel sizes that do not divide their pool."""
+    problems = []
+    for role in active_roles(config):
+        layout = layout_of(config, role)
+        if layout.world_size % layout.ranks_per_copy == 0:
+            continue
+        key, value = _parallel_key(config, role)
+        problems.append(
+            Problem(
+                key,
+                value,
+                f"one copy of the {role} takes {layout.ranks_per_copy} ranks ({layout.split}), which do not divide "
+                f"the {layout.world_size} ranks of {layout.pool}",
+                f"Choose sizes whose product is {near_values(divisors(layout.world_size), layout.ranks_per_copy)}, "
+                "or change trainer.n_gpus_per_node or trainer.nnodes",
+                ("trainer.n_gpus_per_node", "trainer.nnodes", "resource_pool_spec", "role_mapping"),
+            )
+        )
+    return problems
+
+
+def _parallel_key(config: PPOConfig, role: str) -> tuple[str, int]:
+    """The key (and value) that decides how many ranks one copy of the role takes."""
+    if role == "rollout":
+        key = f"{ROLLOUT}.tensor_model_parallel_size"
+    elif pick(config, BLOCK_OF_ROLE[role]).strategy == "megatron":
+        sizes = ("tensor", "pipeline")
+        names = [f"{BLOCK_OF_ROLE[role]}.megatron_config.{size}_model_parallel_size" for size in sizes]
+        names.append(f"{BLOCK_OF_ROLE[role]}.megatron_config.context_parallel_size")
+        key = max(names, key=lambda name: pick(config, name))
+    else:
+        key = f"{BLOCK_OF_ROLE[role]}.ulysses_sequence_parallel_size"
+    return key, pick(config, key)
+
+
+def _update_plan(config: PPOConfig, role: str, problems: list[Problem]) -> UpdatePlan:
+    block, layout = pick(config, BLOCK_OF_ROLE[role]), layout_of(config, role)
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    mini_prompts = block.ppo_mini_batch_size
+    mini_samples = mini_prompts * n
+    per_rank = math.ceil(mini_samples / layout.dp_size)
+    dynamic = block.use_dynamic_bsz
+    micro = block.ppo_micro_batch_size_per_gpu
+    plan = UpdatePlan(
+        role=role,
+        layout=layout,
+        samples_per_rank=math.ceil(prompts * n / layout.dp_size),
+        mini_batches=max(1, prompts // mini_prompts),
+        mini_batch_prompts=mini_prompts,
+        mini_batch_samples=mini_samples,
+        mini_batch_samples_per_rank=per_rank,
+        micro_batch_size=None if dynamic else micro,
+        micro_batches=None if dynamic else math.ceil(per_rank / micro),
+        # A sequence-parallel group pools its budget: the ranks share every sequence.
+        token_budget=block.ppo_max_token_len_per_gpu if dynamic else None,
+        epochs=block.ppo_epochs,
+        optimizer_steps=block.ppo_epochs * max(1, prompts // mini_prompts),
+    )
+    problems += _mini_batch_problems(config, plan)
+    problems += _micro_batch_problems(config, plan)
+    return plan
+
+
+def _mini_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
+    key = f"{BLOCK_OF_ROLE[plan.role]}.ppo_mini_batch_size"
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    mini, dp_size = plan.mini_batch_prompts, plan.layout.dp_size
+    batch, answers = "data.train_batch_size", f"{ROLLOUT}.n"
+    good = [part for part in divisors(prompts) if part * n % dp_size == 0]
+    if prompts % mini:
+        fix = f"Set it to {near_values(good or divisors(prompts), mini)}"
+        return [Problem(key, mini, f"does not divide {batch} = {prompts}", fix, (batch,))]
+    if mini * n % dp_size == 0:
+        return []
+    why = (
+        f"{count(mini, 'prompt')} × {count(n, 'answer')} = {count(mini * n, 'sample')}, which do not divide over the "
+        f"{dp_size} data-parallel ranks of the {plan.role}"
+    )
+    if good:
+        fix = f"Set it to {near_values(good, mini)}"
+    else:
+        step = dp_size // math.gcd(dp_size, n)
+        fix = f"Set {batch} and {key} to multiples of {step}, or {answers} to a multiple of {dp_size}"
+    return [Problem(key, mini, why, fix, (batch, answers, "trainer.n_gpus_per_node", "trainer.nnodes"))]
+
+
+def _micro_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
+    block, per_rank = BLOCK_OF_ROLE[plan.role], plan.mini_batch_samples_per_rank
+    mini, answers = f"{block}.ppo_mini_batch_size", f"{ROLLOUT}.n"
+    if plan.token_budget is not None:
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        sharing = plan.layout.ranks_per_copy if pick(config, block).strategy != "megatron" else 1
+        if plan.token_budget * sharing >= longest:
+            return []
+        return [
+            Problem(
+                f"{block}.ppo_max_token_len_per_gpu",
+                plan.token_budget,
+                f"a sample of {longest} tokens (data.max_prompt_length + data.max_response_length) does not fit"
+                + (f" on {sharing} sequence-parallel ranks" if sharing > 1 else ""),
+                f"Set it to {math.ceil(longest / sharing)} or more",
+                ("data.max_prompt_length", "data.max_response_length"),
+            )
+        ]
+    if plan.micro_batch_size is None or plan.micro_batch_size <= per_rank:
+        return []
+    return [
+        Problem(
+            f"{block}.ppo_micro_batch_size_per_gpu",
+            plan.micro_batch_size,
+            f"is more than the {count(per_rank, 'sample')} of a mini-batch on each rank "
+            f"({count(plan.mini_batch_samples, 'sample')} over {count(plan.layout.dp_size, 'rank')})",
+            f"Set it to {per_rank} or less, or raise {mini}",
+            (mini, answers, "trainer.n_gpus_per_node", "trainer.nnodes", "data.train_batch_size"),
+        )
+    ]

@@ -1,0 +1,79 @@
+"""What is wrong with a configuration: every problem collected, then told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to correct: the key, its value, why it cannot work and what to set instead."""
+
+    key: str
+    value: Any
+    why: str
+    fix: str
+    # Other keys the statement rests on: when one of them is already reported as broken, this one says nothing new.
+    involves: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.key} = {show(self.value)}: {self.why}. {self.fix}" + ("" if self.fix.endswith("?") else ".")
+
+
+class ConfigError(ValueError):
+    """The configuration cannot work; `problems` holds every reason, `str()` is the numbered list."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = list(problems)
+        count = len(self.problems)
+        lines = [f"{count} problem{'s' if count != 1 else ''} in the configuration:"]
+        lines += [f"{number}. {problem}" for number, problem in enumerate(self.problems, start=1)]
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
+        return (ConfigError, (self.problems,))
+
+
+class Report:
+    """Collects problems and notices while a configuration is read."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.notices: list[str] = []
+        self._broken: set[str] = set()
+
+    def problem(self, key: str, value: Any, why: str, fix: str, involves: Iterable[str] = ()) -> None:
+        self.add(Problem(key, value, why, fix, tuple(involves)))
+
+    def add(self, problem: Problem) -> None:
+        """Keep `problem` unless it follows from a key (or a block above it) that is already reported."""
+        if not any(self._is_broken(key) for key in (problem.key, *problem.involves)):
+            self.problems.append(problem)
+
+    def broken(self, key: str, value: Any, why: str, fix: str) -> None:
+        """A value that cannot be read: reported, and whatever else is said about this key is a consequence."""
+        self.problem(key, value, why, fix)
+        self._broken.add(key)
+
+    def _is_broken(self, key: str) -> bool:
+        return any(key == broken or key.startswith(f"{broken}.") for broken in self._broken)
+
+    def notice(self, text: str) -> None:
+        if text not in self.notices:
+            self.notices.append(text)
+
+    def raise_if_any(self) -> None:
+        if self.problems:
+            raise ConfigError(self.problems)
+
+
+def show(value: Any, limit: int = 120) -> str:
+    """A value as users write it in YAML or on the command line, cut to one readable line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value)
+    text = value if isinstance(value, str) and value else repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

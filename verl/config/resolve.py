@@ -1,0 +1,193 @@
+"""Null values become what they stand for, in one place; everyone afterwards sees the resolved configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from verl.config import names
+from verl.config.devices import visible_gpus
+from verl.config.plan import ACTOR, ROLLOUT, layout_of
+from verl.config.ppo import PPOConfig
+from verl.config.problems import Report
+from verl.config.schema import entries, join, pick, put, walk
+
+GLOBAL_POOL, REWARD_POOL = "global_pool", "reward_pool"
+DEFAULT_GROUP_SIZE = 4
+DEFAULT_MINI_BATCH = 128
+DEFAULT_MICRO_BATCH = 4
+
+
+def resolve(config: PPOConfig, report: Report) -> None:
+    """Fill in every null that stands for something; the order follows who depends on whom."""
+    _devices(config)
+    _names(config)
+    _sampling(config, report)
+    _clip_bounds(config, report)
+    _empty_lists(config)
+    _follow(config, only=("trainer.n_gpus_per_node", "strategy", "ulysses_sequence_parallel_size", "megatron_config"))
+    _pools(config, report)
+    _critic(config)
+    _micro_batches(config, report)
+    _follow(config)
+    _lengths(config)
+
+
+def _devices(config: PPOConfig) -> None:
+    trainer, gpus = config.trainer, visible_gpus()
+    if trainer.device == "auto":
+        trainer.device = "cuda" if gpus else "cpu"
+    on_gpu = trainer.device == "cuda"
+    if trainer.n_gpus_per_node is None:
+        trainer.n_gpus_per_node = max(1, gpus) if on_gpu else 1
+    for block in (config.actor_rollout_ref.actor, config.critic, config.reward_model):
+        if block.fsdp_config.mixed_precision is None:
+            block.fsdp_config.mixed_precision = "bf16" if on_gpu else "fp32"
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.dtype == "auto":
+        rollout.dtype = "bfloat16" if on_gpu else "float32"
+
+
+def _names(config: PPOConfig) -> None:
+    trainer = config.trainer
+    if trainer.default_local_dir is None:
+        trainer.default_local_dir = f"./checkpoints/{trainer.project_name}/{trainer.experiment_name}"
+
+
+def _sampling(config: PPOConfig, report: Report) -> None:
+    rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
+    if rollout.n is None:
+        compares = estimator in names.GROUP_ESTIMATORS
+        rollout.n = DEFAULT_GROUP_SIZE if compares else 1
+        if compares:
+            report.notice(f"{ROLLOUT}.n is not set: {rollout.n} answers per prompt, because {estimator} compares them.")
+    if rollout.val_kwargs.do_sample is None:
+        rollout.val_kwargs.do_sample = rollout.val_kwargs.temperature > 0
+
+
+def _clip_bounds(config: PPOConfig, report: Report) -> None:
+    """Clip ratios written as bounds (0.8, 1.2) are read as distances from 1 (0.2, 0.2)."""
+    actor = config.actor_rollout_ref.actor
+    low, high = actor.clip_ratio_low, actor.clip_ratio_high
+    if low is None or high is None or actor.policy_loss.loss_mode != "vanilla":
+        return
+    if 0.5 < low < 1 < high <= 2:
+        actor.clip_ratio_low, actor.clip_ratio_high = round(1 - low, 12), round(high - 1, 12)
+        report.notice(
+            f"{ACTOR}.clip_ratio_low = {low:g}, clip_ratio_high = {high:g} are read as bounds of the ratio: "
+            f"distances {actor.clip_ratio_low:g} and {actor.clip_ratio_high:g} from 1."
+        )
+
+
+def _empty_lists(config: PPOConfig) -> None:
+    """A null list that means "none" is an empty list, so nobody has to ask."""
+    for path, entry in walk(PPOConfig):
+        if entry.key.null == "none" and not entry.optional and pick(config, path) is None:
+            put(config, path, [])
+
+
+def _pools(config: PPOConfig, report: Report) -> None:
+    trainer, reward = config.trainer, config.reward_model
+    if config.resource_pool_spec is None:
+        config.resource_pool_spec = {GLOBAL_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
+        if reward.enable and reward.enable_resource_pool:
+            config.resource_pool_spec[REWARD_POOL] = [reward.n_gpus_per_node] * reward.nnodes
+    pools = config.resource_pool_spec
+    usual = GLOBAL_POOL if GLOBAL_POOL in pools or not pools else next(iter(pools))
+    asked: dict[str, str] = {}
+    for name, pool in (config.role_mapping or {}).items():
+        if name not in names.ROLES and name not in names.ROLE_GROUPS:
+            known = ", ".join((*names.ROLES, *names.ROLE_GROUPS))
+            report.problem(f"role_mapping.{name}", pool, "unknown role", f"Known roles: {known}")
+        elif pool not in pools:
+            report.problem(
+                f"role_mapping.{name}", pool, "unknown pool", f"Known pools (resource_pool_spec): {', '.join(pools)}"
+            )
+        else:
+            asked |= dict.fromkeys(names.ROLE_GROUPS.get(name, (name,)), pool)
+    # A role named by itself wins over a group of roles that contains it.
+    asked |= {role: pool for role, pool in (config.role_mapping or {}).items() if role in asked and pool in pools}
+    if reward.enable and REWARD_POOL in pools:
+        asked.setdefault("reward_model", REWARD_POOL)
+    asked.setdefault("ref", asked.get("actor", usual))
+    config.role_mapping = {role: asked.get(role, usual) for role in names.ROLES}
+
+
+def _critic(config: PPOConfig) -> None:
+    critic, prompts = config.critic, config.data.train_batch_size
+    if critic.enable is None:
+        critic.enable = config.algorithm.adv_estimator in names.CRITIC_ESTIMATORS
+    if critic.ppo_mini_batch_size is None:
+        divides = prompts % DEFAULT_MINI_BATCH == 0
+        critic.ppo_mini_batch_size = (
+            DEFAULT_MINI_BATCH if divides else config.actor_rollout_ref.actor.ppo_mini_batch_size
+        )
+
+
+def _micro_batches(config: PPOConfig, report: Report) -> None:
+    """Sizes counted over all ranks become sizes per rank; unset update sizes become 4, or what there is."""
+    for role, block in (("actor", ACTOR), ("critic", "critic")):
+        _fold(config, report, block, "ppo_micro_batch_size", role)
+        update = pick(config, block)
+        if update.ppo_micro_batch_size_per_gpu is None:
+            samples = update.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+            share = math.ceil(samples / layout_of(config, role).dp_size)
+            update.ppo_micro_batch_size_per_gpu = min(DEFAULT_MICRO_BATCH, share)
+    _fold(config, report, "critic", "forward_micro_batch_size", "critic")
+    _fold(config, report, ROLLOUT, "log_prob_micro_batch_size", "actor")
+    _fold(config, report, "actor_rollout_ref.ref", "log_prob_micro_batch_size", "ref")
+    _fold(config, report, "reward_model", "micro_batch_size", "reward_model")
+
+
+def _fold(config: PPOConfig, report: Report, block: str, name: str, role: str) -> None:
+    values, total_key, per_key = pick(config, block), f"{block}.{name}", f"{block}.{name}_per_gpu"
+    total, per_gpu = values[name], values[f"{name}_per_gpu"]
+    if total is None:
+        return
+    setattr(values, name, None)
+    dp_size = layout_of(config, role).dp_size
+    if per_gpu is not None:
+        why = f"counts the same over all ranks as {per_key} = {per_gpu} does per rank, and both are set"
+        report.problem(total_key, total, why, f"Keep {per_key} only")
+        return
+    if total % dp_size:
+        report.problem(
+            total_key,
+            total,
+            f"does not divide over the {dp_size} data-parallel ranks of the {role}",
+            f"Set it to a multiple of {dp_size}, or set {per_key} instead",
+            ("trainer.n_gpus_per_node", "trainer.nnodes", "resource_pool_spec"),
+        )
+        return
+    setattr(values, f"{name}_per_gpu", total // dp_size)
+
+
+def _follow(config: PPOConfig, only: tuple[str, ...] = ()) -> None:
+    """Null takes the value of the key it follows; `only` limits it to targets that end in one of these."""
+    for path, entry in walk(PPOConfig):
+        target = entry.key.follows
+        if target is None or (only and not target.endswith(only)):
+            continue
+        if entry.block is None:
+            if pick(config, path) is None:
+                put(config, path, _followed(config, target))
+            continue
+        for name in entries(entry.block):
+            if pick(config, join(path, name)) is None:
+                put(config, join(path, name), pick(config, join(target, name)))
+
+
+def _followed(config: PPOConfig, path: str) -> Any:
+    """The value at `path`, through as many nulls as follow each other."""
+    value = pick(config, path)
+    if value is not None:
+        return value
+    target = dict(walk(PPOConfig))[path].key.follows
+    return None if target is None else _followed(config, target)
+
+
+def _lengths(config: PPOConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.max_model_len is None:
+        longest = max(rollout.max_new_tokens, rollout.val_kwargs.max_new_tokens)
+        rollout.max_model_len = config.data.max_prompt_length + longest

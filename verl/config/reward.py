@@ -1,0 +1,70 @@
+"""`reward_model.*` and `custom_reward_function.*`: where scores come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config import names
+from verl.config.engine import FSDPConfig, MegatronConfig
+from verl.config.model import RewardModelModelConfig
+from verl.config.schema import Block, key
+
+
+@dataclass(kw_only=True, slots=True)
+class OverlongBufferConfig(Block):
+    enable: bool = key("Penalise answers that run into the length limit (dapo reward manager).")
+    len: int = key("Tokens before the limit in which the penalty grows.", min=1)
+    penalty_factor: float = key("The penalty at the limit.", min=0)
+    log: bool = key("Log the penalty as a metric.")
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardModelConfig(Block):
+    enable: bool = key("Score with a reward model on devices.")
+    path: str | None = key("Its local folder, hub name or URL.", null="not set", path=True, aliases=("model.path",))
+    model: RewardModelModelConfig = key("How it is loaded.")
+    strategy: str = key("Engine.", null="", follows="actor_rollout_ref.actor.strategy", choices=names.STRATEGIES)
+    micro_batch_size_per_gpu: int = key(
+        "Samples per rank and forward pass.",
+        null="",
+        follows="actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        min=1,
+    )
+    micro_batch_size: int | None = key(
+        "The same, counted over all ranks; folded into micro_batch_size_per_gpu.", null="not used", min=1
+    )
+    use_dynamic_bsz: bool = key(
+        "Fill micro-batches up to a token budget.", null="", follows="actor_rollout_ref.actor.use_dynamic_bsz"
+    )
+    forward_max_token_len_per_gpu: int = key(
+        "That budget: tokens per rank and forward pass.",
+        null="",
+        follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        min=1,
+    )
+    max_length: int | None = key("Longest text it reads, in its own tokens.", null="prompt + response", min=1)
+    ulysses_sequence_parallel_size: int = key(
+        "Ranks each sequence is split over (Ulysses, fsdp).",
+        min=1,
+        aliases=("fsdp_config.ulysses_sequence_parallel_size",),
+    )
+    fsdp_config: FSDPConfig = key("The fsdp engine.")
+    megatron_config: MegatronConfig = key("The megatron engine.", aliases=("megatron",))
+    enable_resource_pool: bool = key("Give the reward model devices of its own (reward_pool).")
+    n_gpus_per_node: int = key("Size of reward_pool per node.", null="", follows="trainer.n_gpus_per_node", min=1)
+    nnodes: int = key("Nodes of reward_pool.", min=1)
+    reward_manager: str = key("Who calls the reward functions.", choices=names.REWARD_MANAGERS, extendable=True)
+    reward_kwargs: dict[str, Any] = key("Arguments for the reward manager.")
+    overlong_buffer: OverlongBufferConfig = key("Penalty for answers that are too long.")
+    on_error: str = key(
+        "When a reward function raises, hangs or returns NaN: stop, score 0, or mask the sample.",
+        choices=("fail", "zero", "mask"),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomRewardFunctionConfig(Block):
+    path: str | None = key("Python file (or module) of your reward function.", null="ours, by data_source", path=True)
+    name: str = key("Its name in that file.")
+    reward_kwargs: dict[str, Any] = key("Arguments passed to every call, e.g. format_score.")

@@ -1,0 +1,94 @@
+"""`actor_rollout_ref.rollout.*`: how answers are generated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config import names
+from verl.config.schema import Block, key
+
+_ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass(kw_only=True, slots=True)
+class ValKwargsConfig(Block):
+    n: int = key("Answers per validation prompt.", min=1)
+    do_sample: bool = key("Sample; False: greedy.", null="temperature > 0")
+    temperature: float = key("Temperature in validation.", min=0)
+    top_p: float = key("Nucleus in validation.", above=0, max=1)
+    top_k: int = key("Tokens considered in validation; -1: all.", min=-1)
+    max_new_tokens: int = key(
+        "Longest answer in validation.", null="", follows="actor_rollout_ref.rollout.max_new_tokens", min=1
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class MultiTurnConfig(Block):
+    enable: bool = key("Several turns with tools or an environment.")
+    max_user_turns: int = key("Turns that tools or the environment may take.", min=1)
+    max_assistant_turns: int = key("Turns that the model may take.", min=1)
+    tool_config_path: str | None = key("YAML that lists the tools.", null="no tools", path=True)
+    format: str = key("How the model writes a tool call.", choices=("hermes", "openai"))
+
+
+@dataclass(kw_only=True, slots=True)
+class AgentConfig(Block):
+    num_workers: int = key("Processes that run the agents' turns.", min=1)
+    max_concurrent_requests: int = key("Conversations each of them keeps going at a time.", min=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig(Block):
+    name: str = key("Engine: native is ours and needs no install.", choices=names.ROLLOUTS)
+    mode: str = key("async lets every sample proceed on its own (needed for tools).", choices=("sync", "async"))
+    n: int = key("Answers per prompt.", null="1, and 4 for estimators that compare answers", min=1)
+    temperature: float = key("Sampling temperature; log-probs in training use the same one.", above=0)
+    top_p: float = key("Nucleus: smallest set of tokens with this probability.", above=0, max=1)
+    top_k: int = key("Tokens considered; -1: all.", min=-1)
+    min_p: float = key("Drop tokens less likely than this share of the likeliest.", min=0, max=1)
+    do_sample: bool = key("Sample; False: greedy.")
+    seed: int = key("Seed of the sampling noise.", null="", follows="data.seed", min=0)
+    max_new_tokens: int = key(
+        "Longest answer in tokens.", null="", follows="data.max_response_length", min=1, aliases=("response_length",)
+    )
+    stop: list[str] = key("Strings that end an answer.", null="none")
+    stop_token_ids: list[int] = key("Token ids that end an answer, besides the end-of-sequence token.", null="none")
+    ignore_eos: bool = key("Go on after the end-of-sequence token (benchmarks).")
+    tensor_model_parallel_size: int = key("Ranks one copy of the engine runs on.", min=1)
+    gpu_memory_utilization: float = key("Share of device memory the engine may take.", above=0, max=1)
+    dtype: str = key(
+        "Precision of the engine's weights.",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        synonyms={"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"},
+    )
+    load_format: str = key("Where the engine's first weights come from (engine's own name; dummy: from the trainer).")
+    enforce_eager: bool = key("No CUDA graphs.")
+    free_cache_engine: bool = key("Release the KV memory while training.")
+    max_num_seqs: int = key("Most sequences decoded at once.", min=1)
+    max_num_batched_tokens: int = key("Most tokens in one engine step.", min=1)
+    max_model_len: int = key("Longest sequence.", null="max_prompt_length + the longest answer", min=1)
+    enable_chunked_prefill: bool = key("Mix pieces of long prompts with decoding.")
+    enable_prefix_caching: bool = key("Reuse the KV of equal prefixes.")
+    engine_kwargs: dict[str, Any] = key("Arguments for the engine itself, by engine name.")
+    log_prob_micro_batch_size_per_gpu: int = key(
+        "Samples per rank and forward pass when old log-probs are computed.",
+        null="",
+        follows=f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+        min=1,
+    )
+    log_prob_micro_batch_size: int | None = key(
+        "The same, counted over all ranks; folded into log_prob_micro_batch_size_per_gpu.", null="not used", min=1
+    )
+    log_prob_use_dynamic_bsz: bool = key(
+        "Fill those micro-batches up to a token budget.", null="", follows=f"{_ACTOR}.use_dynamic_bsz"
+    )
+    log_prob_max_token_len_per_gpu: int = key(
+        "That budget: tokens per rank and forward pass.",
+        null="",
+        follows=f"{_ACTOR}.ppo_max_token_len_per_gpu",
+        min=1,
+    )
+    val_kwargs: ValKwargsConfig = key("Sampling in validation.")
+    multi_turn: MultiTurnConfig = key("Turns and tools.")
+    agent: AgentConfig = key("Processes that run agents.")

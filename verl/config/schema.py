@@ -1,0 +1,202 @@
+"""How a block of keys is declared: `key(...)` says what one key means, `Block` is what a block of them can do."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar, Union
+
+_META = "key"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Key:
+    """The declaration of one key. The default is in the YAML files, never here."""
+
+    doc: str
+    null: str | None = None  # what null means; None: null is not a value
+    follows: str | None = None  # full path of the key (or block) whose value null takes over
+    required: str | None = None  # an example value, shown when the key is not set
+    choices: tuple[str, ...] | None = None
+    extendable: bool = False  # users may register further choices through external_libs
+    refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # value -> (why, fix)
+    synonyms: Mapping[Any, Any] = field(default_factory=dict)  # accepted spellings of a value -> the value
+    min: float | None = None
+    max: float | None = None
+    above: float | None = None
+    below: float | None = None
+    aliases: tuple[str, ...] = ()  # other names, relative to the block; "../" starts one block higher
+    path: bool = False  # "~" and environment variables are expanded
+
+
+def key(doc: str, **rules: Any) -> Any:
+    """Declare a key: `clip_ratio: float = key("Distance of the ratio from 1 …", min=0)`. Rules are fields of `Key`."""
+    for name in ("choices", "aliases"):
+        if name in rules:
+            rules[name] = tuple(rules[name])
+    return field(metadata={_META: Key(doc, **rules)})
+
+
+class Block:
+    """Base of every block: attributes first, and read access as with a dict for code written that way."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached when no field has this name: another spelling of a key, or a mistake.
+        target = _local_aliases(type(self)).get(name)
+        if target is not None:
+            return getattr(self, target)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        near = difflib.get_close_matches(name, entries(type(self)), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"{type(self).__name__} has no key {name!r}.{hint}")
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in entries(type(self)) or name in _local_aliases(type(self))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(entries(type(self)))
+
+    def __len__(self) -> int:
+        return len(entries(type(self)))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The key's value; `default` only where there is no such key."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def keys(self) -> KeysView[str]:
+        return entries(type(self)).keys()
+
+    def values(self) -> ValuesView[Any]:
+        return {name: getattr(self, name) for name in self}.values()
+
+    def items(self) -> ItemsView[str, Any]:
+        return {name: getattr(self, name) for name in self}.items()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dicts and lists, e.g. for a tracker or a checkpoint; loading them gives an equal config."""
+        return {name: _plain(value) for name, value in self.items()}
+
+
+def _once_per_class(compute: Callable[[type[Block]], T]) -> Callable[[type[Block]], T]:
+    """Compute once for each class; functools.cache would lose the types."""
+    known: dict[type[Block], T] = {}
+
+    @functools.wraps(compute)
+    def cached(cls: type[Block]) -> T:
+        if cls not in known:
+            known[cls] = compute(cls)
+        return known[cls]
+
+    return cached
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A declared key with its type taken apart."""
+
+    key: Key
+    type: Any  # without "| None"
+    optional: bool
+
+    @property
+    def block(self) -> type[Block] | None:
+        return self.type if isinstance(self.type, type) and issubclass(self.type, Block) else None
+
+
+@_once_per_class
+def entries(cls: type[Block]) -> dict[str, Entry]:
+    """The keys of a block class in order of declaration."""
+    hints = typing.get_type_hints(cls)
+    found = {}
+    for item in fields(cls):  # type: ignore[arg-type]
+        if _META in item.metadata:
+            bare, optional = _without_none(hints[item.name])
+            found[item.name] = Entry(item.metadata[_META], bare, optional)
+    return found
+
+
+def walk(cls: type[Block], prefix: str = "") -> Iterator[tuple[str, Entry]]:
+    """Every key and every block below `cls` with its full dotted path, parents first."""
+    for name, entry in entries(cls).items():
+        path = join(prefix, name)
+        yield path, entry
+        if entry.block is not None:
+            yield from walk(entry.block, path)
+
+
+@_once_per_class
+def alias_table(cls: type[Block]) -> dict[str, str]:
+    """Every other spelling, as full path -> full path of the key it stands for."""
+    table = {}
+    for path, entry in walk(cls):
+        for alias in entry.key.aliases:
+            table[_absolute(alias, path.rpartition(".")[0])] = path
+    return table
+
+
+def pick(config: Any, path: str) -> Any:
+    """The value at a dotted path of nested blocks or mappings; the whole for the empty path."""
+    for name in path.split(".") if path else ():
+        config = config[name]
+    return config
+
+
+def put(config: Block, path: str, value: Any) -> None:
+    """Set the value at a dotted path."""
+    parent, _, name = path.rpartition(".")
+    setattr(pick(config, parent), name, value)
+
+
+def join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _absolute(alias: str, block: str) -> str:
+    while alias.startswith("../"):
+        alias, block = alias[3:], block.rpartition(".")[0]
+    return join(block, alias)
+
+
+@_once_per_class
+def _local_aliases(cls: type[Block]) -> dict[str, str]:
+    return {
+        alias: name
+        for name, entry in entries(cls).items()
+        for alias in entry.key.aliases
+        if "." not in alias and "/" not in alias
+    }
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        rest = [part for part in typing.get_args(hint) if part is not type(None)]
+        if len(rest) != 1:
+            raise TypeError(f"a key has one type, not {hint}")
+        return rest[0], True
+    return hint, False
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Block):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value

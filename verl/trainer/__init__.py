@@ -1,0 +1,1 @@
+"""The controller: entry points, the training loop and its configuration files."""

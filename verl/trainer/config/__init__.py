@@ -1,0 +1,1 @@
+"""YAML defaults; a package so that Hydra finds them by name (`pkg://verl.trainer.config`)."""

@@ -1,0 +1,33 @@
+"""Environment variables that every Ray worker of a run gets."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+# Set unless the user has set them; the user's value wins and travels to the workers.
+_DEFAULTS = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "VLLM_LOGGING_LEVEL": "WARN",
+}
+# Passed on where set: workers on other nodes do not see the environment of this process.
+_PASSED_ON = (
+    "HF_TOKEN",
+    "HF_ENDPOINT",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "HF_DATASETS_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "WANDB_API_KEY",
+    "WANDB_BASE_URL",
+    "WANDB_MODE",
+)
+
+
+def get_ppo_ray_runtime_env() -> dict[str, Any]:
+    """The `runtime_env` for `ray.init`."""
+    variables = {name: os.environ.get(name, default) for name, default in _DEFAULTS.items()}
+    variables |= {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    return {"env_vars": variables}
