@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from verl.utils.tensor_wire import tensor_to_wire
+
 _NUMBERS = "biufc"  # numpy kinds that promote to each other without changing what they mean
 
 
@@ -88,7 +90,7 @@ def same(a: Any, b: Any) -> bool:
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         b = b.to(a.device)
-        return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+        return _same_bits(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, np.ndarray):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
@@ -227,6 +229,16 @@ def mini_batch_rows(
         for start in range(0, end, size):
             rows = slice(start, min(start + size, end))
             yield rows if order is None else order[rows]
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """A quick look that settles most comparisons: eight bytes at a time, several times faster than torch.equal."""
+    if a.device.type != "cpu" or not (a.is_contiguous() and b.is_contiguous()):
+        return torch.equal(a, b)
+    mine, theirs = tensor_to_wire(a)[0], tensor_to_wire(b)[0]
+    words = mine.nbytes // 8 * 8
+    same_words = np.array_equal(mine[:words].view(np.int64), theirs[:words].view(np.int64))
+    return same_words and np.array_equal(mine[words:], theirs[words:])
 
 
 def _rows_match(a: Any, b: Any) -> bool:

@@ -1,0 +1,142 @@
+"""The small leaves: device, containers, positions, metrics, logging, and that importing them stays light."""
+
+import io
+import logging
+import math
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.utils import device
+from verl.utils.logging_setup import setup_logging
+from verl.utils.metric import reduce_metrics
+from verl.utils.model import compute_position_id_with_mask
+from verl.utils.py_functional import append_to_dict
+
+LIGHT = [
+    "verl.utils",
+    "verl.utils.balancing",
+    "verl.utils.device",
+    "verl.utils.fs",
+    "verl.utils.hdfs_io",
+    "verl.utils.import_utils",
+    "verl.utils.logging_setup",
+    "verl.utils.metric",
+    "verl.utils.model",
+    "verl.utils.py_functional",
+    "verl.utils.seqlen_balancing",
+    "verl.utils.tokenizer",
+    "verl.utils.tracking",
+]
+
+
+def test_importing_the_leaves_imports_no_heavy_package():
+    heavy = ("torch", "ray", "transformers", "fsspec", "huggingface_hub", "tensorboard", "wandb", "mlflow", "rich")
+    script = f"import sys, {', '.join(LIGHT)}\nprint([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_device_names_module_and_id_agree_with_torch():
+    name = "cuda" if torch.cuda.is_available() else "cpu"
+    assert device.get_device_name() == name
+    assert device.get_torch_device() is getattr(torch, name)
+    assert device.is_cuda_available is torch.cuda.is_available()
+    assert torch.zeros(1).to(device.get_device_id()).device.type == name
+    with pytest.raises(AttributeError, match="is_npu_available"):
+        device.is_npu_available  # noqa: B018
+
+
+def test_append_to_dict_collects_scalars_and_extends_lists():
+    data: dict = {"a": [1]}
+    append_to_dict(data, {"a": 2, "b": [3, 4], "c": (1.0, 2)})
+    append_to_dict(data, {"b": 5})
+    assert data == {"a": [1, 2], "b": [3, 4, 5], "c": [(1.0, 2)]}
+
+
+def test_positions_count_attended_tokens_only():
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]])
+    assert compute_position_id_with_mask(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2], [0, 0, 0, 0, 0]]
+    assert compute_position_id_with_mask(mask.bool()).dtype == torch.long
+
+
+def test_metrics_reduce_by_mean_max_and_min_of_the_key():
+    metrics = {
+        "actor/loss": [1.0, torch.tensor(3.0)],
+        "response_length/max": [1, 7, 3],
+        "score/min": [np.float32(4), 2],
+        "actor/lr": 0.5,
+        "nothing": [],
+    }
+    assert reduce_metrics(metrics) == {"actor/loss": 2, "response_length/max": 7, "score/min": 2, "actor/lr": 0.5}
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(-99, 99), st.integers(0, 9)), min_size=1, max_size=8))
+def test_sum_count_pairs_weigh_by_count_and_nothing_counted_is_zero(pairs):
+    total, count = (sum(part) for part in zip(*pairs, strict=True))
+    assert reduce_metrics({"m": pairs})["m"] == pytest.approx(total / count if count else 0.0)
+    assert reduce_metrics({"m": pairs[0]})["m"] == pytest.approx(pairs[0][0] / pairs[0][1] if pairs[0][1] else 0.0)
+
+
+def test_nan_is_not_hidden_by_max_or_min():
+    for key in ("x/max", "x/min", "x/mean"):
+        assert math.isnan(reduce_metrics({key: [1.0, math.nan, 2.0]})[key])
+
+
+def test_mixed_pairs_and_numbers_are_refused():
+    with pytest.raises(ValueError, match=r"actor/loss: .sum, count. pairs and plain numbers are mixed"):
+        reduce_metrics({"actor/loss": [1.0, (2.0, 3)]})
+
+
+@pytest.fixture
+def restored_logger():
+    logger = logging.getLogger("verl")
+    before = (logger.level, list(logger.handlers), logger.propagate)
+    yield logger
+    logger.level, logger.handlers, logger.propagate = before
+    logging.getLogger("verl.child").manager._clear_cache()
+
+
+def test_logging_writes_plain_lines_once_however_often_it_is_set_up(restored_logger):
+    stream = io.StringIO()
+    for _ in range(3):
+        setup_logging("INFO", stream)
+    logging.getLogger("verl.child").info("hello %d", 1)
+    logging.getLogger("verl.child").debug("not shown")
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith("INFO verl.child: hello 1")
+
+
+def test_logging_level_comes_from_the_environment(restored_logger, monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "warn")
+    setup_logging(stream=stream)
+    logging.getLogger("verl.child").info("quiet")
+    logging.getLogger("verl.child").warning("loud")
+    assert "quiet" not in stream.getvalue()
+    assert "loud" in stream.getvalue()
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "15")
+    assert setup_logging(stream=stream).level == 15
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "chatty")
+    with pytest.raises(ValueError, match=r"VERL_LOGGING_LEVEL: 'chatty' is not a level. Use one of DEBUG"):
+        setup_logging(stream=stream)
+
+
+def test_logging_uses_rich_on_a_terminal(restored_logger):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    setup_logging("INFO", stream)
+    logging.getLogger("verl.child").info("[bold]hello")
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    assert "INFO     [bold]hello" in shown  # a message is text, not markup
+    assert type(restored_logger.handlers[0]).__name__ == "RichHandler"

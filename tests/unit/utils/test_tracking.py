@@ -1,0 +1,221 @@
+"""Tracking through the real console, file and tensorboard backends; absent ones are refused before training."""
+
+import dataclasses
+import importlib.util
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends
+from verl.utils.tracking.console import ConsoleBackend
+
+HOSTED = ["wandb", "mlflow", "swanlab", "trackio"]
+METRICS = {"timing/step": 3.25, "actor/loss": torch.tensor(0.234), "reward/mean": np.float64(0.35), "kl/mean": 0.002}
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def lines_of(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_console_writes_one_plain_line_with_the_headline_first(capsys):
+    with Tracking("project", "run") as tracking:
+        tracking.log(METRICS, step=7)
+    assert capsys.readouterr().out == "step 7: reward_mean=0.35, kl=0.002, actor_loss=0.234, timing/step=3.25\n"
+
+
+def test_console_groups_metrics_on_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    ConsoleBackend(stream).log({"reward/mean": 0.5, "actor/lr": 1e-6, "actor/entropy": 2.0}, step=3)
+    first, second = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert "step 3" in first
+    assert "reward_mean=0.5" in first
+    assert "entropy=2  lr=1e-06" in second
+
+
+def test_file_backend_appends_one_json_object_per_step_at_once(tmp_path):
+    tracking = Tracking("project", "run", "file", config={"lr": 1e-6, "nested": {"n": 4}})
+    tracking.log({**METRICS, "note": "text"}, step=1)
+    file = tmp_path / "runs" / "project" / "run" / "metrics.jsonl"
+    (first,) = lines_of(file)  # before close: nothing waits in a buffer
+    assert first["step"] == 1
+    assert first["data"]["note"] == "text"
+    assert first["data"]["reward/mean"] == 0.35
+    tracking.log({"a": 1}, step=2)
+    tracking.close()
+    with Tracking("project", "run", "file") as resumed:
+        resumed.log({"a": 2}, step=3)
+    assert [line["step"] for line in lines_of(file)] == [1, 2, 3]
+
+
+def test_file_backend_keeps_the_config(tmp_path):
+    @dataclasses.dataclass
+    class Config:
+        lr: float = 0.5
+        names: tuple = ("a",)
+
+    for config in (Config(), OmegaConf.create({"lr": 0.5, "names": ["a"]}), {"lr": 0.5, "names": ["a"]}):
+        Tracking("project", "run", "file", config=config).close()
+        saved = json.loads((tmp_path / "runs" / "project" / "run" / "config.json").read_text())
+        assert saved == {"lr": 0.5, "names": ["a"]}
+
+
+def test_non_finite_metrics_stay_valid_json_and_readable(tmp_path):
+    with Tracking("p", "r", "file") as tracking:
+        tracking.log({"a": math.nan, "b": -math.inf, "c": torch.tensor([1.5]), "d": np.array([1, 2])}, step=0)
+    text = (tmp_path / "runs/p/r/metrics.jsonl").read_text()
+    data = json.loads(text, parse_constant=lambda token: pytest.fail(f"{token} is not JSON"))["data"]
+    assert math.isnan(float(data["a"]))
+    assert float(data["b"]) == -math.inf
+    assert data["c"] == 1.5
+    assert data["d"] == [1, 2]
+
+
+def test_a_killed_run_keeps_its_steps_and_a_torn_line_spoils_only_itself(tmp_path):
+    script = (
+        "import os, signal; from verl.utils.tracking import Tracking\n"
+        "tracking = Tracking('p', 'r', 'file')\n"
+        "for step in range(3): tracking.log({'x': step}, step)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    root = os.getcwd()
+    killed = subprocess.run([sys.executable, "-c", script], cwd=root, env=_with_repo_on_path(), timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    file = tmp_path / "runs/p/r/metrics.jsonl"
+    assert [line["step"] for line in lines_of(file)] == [0, 1, 2]
+    with file.open("a") as out:
+        out.write('{"step": 3, "da')
+    with Tracking("p", "r", "file") as resumed:
+        resumed.log({"x": 3}, 3)
+    lines = file.read_text().splitlines()
+    assert lines[3] == '{"step": 3, "da'
+    assert json.loads(lines[4])["data"] == {"x": 3}
+
+
+def _with_repo_on_path() -> dict[str, str]:
+    import verl
+
+    repo = os.path.dirname(os.path.dirname(os.path.abspath(verl.__file__)))
+    return {**os.environ, "PYTHONPATH": repo}
+
+
+def test_tensorboard_events_can_be_read_back(tmp_path):
+    with Tracking("project", "run", ["tensorboard"], config={"lr": 1e-6}) as tracking:
+        tracking.log({"reward/mean": 0.25, "note": "not a number"}, step=1)
+        tracking.log({"reward/mean": torch.tensor(0.75)}, step=2)
+        tracking.log_generations([("question", "answer", 1.0)], step=2)
+        assert not tracking.failures
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "runs" / "project" / "run"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
+    texts = events.Tags()["tensors"]
+    assert any("config" in tag for tag in texts)
+    assert any("val/generations/0" in tag for tag in texts)
+
+
+def test_several_backends_get_the_same_record(tmp_path, capsys):
+    with Tracking("p", "r", ["console", "file", "console"]) as tracking:
+        tracking.log({"reward/mean": 1}, 4)
+    assert capsys.readouterr().out == "step 4: reward_mean=1\n"
+    assert lines_of(tmp_path / "runs/p/r/metrics.jsonl")[0]["data"] == {"reward/mean": 1}
+
+
+def test_validation_samples_reach_the_given_tracking_or_backends_by_name(tmp_path, capsys):
+    samples = [("2+2?", "4\n" * 300, np.float32(1.0)), ("3+3?", "7", 0.0)]
+    logger = ValidationGenerationsLogger("p", "r")
+    with Tracking("p", "r", ["console", "file"]) as tracking:
+        logger.log(tracking, samples, step=5)
+    rows = lines_of(tmp_path / "runs/p/r/generations.jsonl")
+    assert rows[1] == {"step": 5, "input": "3+3?", "output": "7", "score": 0.0}
+    assert rows[0]["output"] == "4\n" * 300
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 2
+    assert "score=0: 3+3? -> 7" in shown[1]
+    assert len(shown[0]) < 300
+    logger.log("file", samples[:1], step=6)
+    logger.log(["file"], samples[:1], step=7)
+    logger.close()
+    assert [row["step"] for row in lines_of(tmp_path / "runs/p/r/generations.jsonl")] == [5, 5, 6, 7]
+
+
+def test_a_backend_that_fails_while_training_is_counted_and_the_others_go_on(tmp_path, capsys, caplog):
+    tracking = Tracking("p", "r", ["file", "console"])
+    tracking.log({"x": 1}, 1)
+    tracking._backends["file"]._metrics._file.close()  # as if the disk went away
+    with caplog.at_level("WARNING", logger="verl"):
+        tracking.log({"x": 2}, 2)
+    assert tracking.failures == {"file": 1}
+    assert "file did not take a record" in caplog.text
+    assert "step 2: x=2" in capsys.readouterr().out
+    tracking.close()
+    tracking.close()
+
+
+def test_unknown_backend_names_the_nearest():
+    with pytest.raises(ValueError, match=r"trainer\.logger: unknown backend 'tensorbord'\. Did you mean 'tensorboard'"):
+        Tracking("p", "r", "tensorbord")
+    with pytest.raises(ValueError, match=r"Known: console, file, tensorboard, wandb, mlflow, swanlab, trackio"):
+        check_backends(["console", "zzz"])
+
+
+@pytest.mark.parametrize("name", HOSTED)
+def test_a_backend_that_is_not_installed_is_refused_before_anything_opens(name, tmp_path):
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(ValueError, match=rf"trainer\.logger: '{name}' needs .* Run: pip install {name}"):
+        Tracking("p", "r", ["file", name])
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def wandb_package(tmp_path, monkeypatch):
+    """A package that only says where the server is; the real one is not needed to decide whether a login exists."""
+    package = tmp_path / "packages"
+    package.mkdir()
+    (package / "wandb.py").write_text("class Settings:\n    base_url = 'https://wandb.example.org'\n")
+    monkeypatch.syspath_prepend(str(package))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("wandb", None)
+
+
+def test_wandb_without_login_is_an_error_before_start(wandb_package, monkeypatch):
+    with pytest.raises(ValueError, match=r"not logged in to wandb\.example\.org.*wandb login.*WANDB_MODE=offline"):
+        check_backends(["console", "wandb"])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert check_backends(["console", "wandb"]) == ["console", "wandb"]
+
+
+def test_wandb_login_is_found_in_the_environment_or_the_netrc_file(wandb_package, monkeypatch):
+    netrc_file = wandb_package / ".netrc"
+    netrc_file.write_text("machine other.example.org\n login user\n password p\n")
+    netrc_file.chmod(0o600)
+    with pytest.raises(ValueError, match="not logged in"):
+        check_backends("wandb")
+    netrc_file.write_text("machine wandb.example.org\n login user\n password p\n")
+    assert check_backends("wandb") == ["wandb"]
+    netrc_file.unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    assert check_backends("wandb") == ["wandb"]

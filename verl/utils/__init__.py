@@ -1,0 +1,22 @@
+"""Leaves: small modules that know nothing of the rest of verl. Names here load on first use: importing it is free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl.utils.tokenizer import hf_processor, hf_tokenizer
+
+__all__ = ["hf_processor", "hf_tokenizer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'verl.utils' has no attribute {name!r}")
+    from verl.utils import tokenizer
+
+    return getattr(tokenizer, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

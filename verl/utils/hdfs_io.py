@@ -1,0 +1,50 @@
+"""Copy, make and look for paths on any file system fsspec knows (`hdfs://`, `s3://`, …) and on local disk."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import shutil
+from typing import Any
+
+from verl.utils.fs import filesystem_of
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a file or folder at `path`."""
+    fs, inside = filesystem_of(os.fspath(path))
+    return bool(fs.exists(inside))
+
+
+def makedirs(path: str | os.PathLike[str], exist_ok: bool = True) -> None:
+    """Create the folder and its parents; an existing one is an error only with `exist_ok=False`."""
+    fs, inside = filesystem_of(os.fspath(path))
+    fs.makedirs(inside, exist_ok=exist_ok)
+
+
+def copy(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> str:
+    """Copy a file or a whole folder between any two file systems, as `cp -r` does; returns where it is now.
+
+    Into `dst` when that is an existing folder or ends with a slash, else to the name `dst`.
+    """
+    source_url, target_url = os.fspath(src), os.fspath(dst)
+    source_fs, source = filesystem_of(source_url)
+    target_fs, target = filesystem_of(target_url)
+    source = source.rstrip("/")
+    if not source_fs.exists(source):
+        raise ValueError(f"src: there is nothing at {source_url!r}. Check the path.")
+    if target_url.endswith("/") or target_fs.isdir(target):
+        name = posixpath.basename(source)
+        target, target_url = posixpath.join(target, name), posixpath.join(target_url, name)
+    files = source_fs.find(source) if source_fs.isdir(source) else [source]
+    if source_fs.isdir(source):
+        target_fs.makedirs(target, exist_ok=True)
+    for file in files:
+        _copy_file(source_fs, file, target_fs, target + file[len(source) :])
+    return target_url
+
+
+def _copy_file(source_fs: Any, source: str, target_fs: Any, target: str) -> None:
+    target_fs.makedirs(posixpath.dirname(target), exist_ok=True)
+    with source_fs.open(source, "rb") as reader, target_fs.open(target, "wb") as writer:
+        shutil.copyfileobj(reader, writer, length=16 * 2**20)

@@ -1,0 +1,188 @@
+"""Users' own code by path and name: found, checked against what will be called, and able to travel to other nodes.
+
+A file is read once into a `UserCode` (its path and text). The text travels: a worker on a node that lacks the file
+calls `UserCode.load()` and gets the whole module. Functions and classes of a loaded file may also be pickled directly;
+cloudpickle (Ray's and the stand-alone one) then takes them by value, with whatever of the module they use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import linecache
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_PACKAGE_PREFIX = "pkg://"
+_MODULE_PREFIX = "verl_user_"
+# Without it a second thread would find the module of a first one that is still running it.
+_LOADING = threading.RLock()
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """One Python file of a user, by content. `name` is the module's name: same path and text, same module."""
+
+    path: str
+    source: str
+    name: str
+
+    def load(self) -> ModuleType:
+        """The module; its code runs on the first load in a process only."""
+        with _LOADING:
+            module = sys.modules.get(self.name)
+            if module is None:
+                module = self._execute()
+        register_user_modules_by_value()
+        return module
+
+    def _execute(self) -> ModuleType:
+        module = ModuleType(self.name)
+        module.__file__ = self.path
+        # Tracebacks and inspect.getsource show the text also where the file does not exist.
+        linecache.cache[self.path] = (len(self.source), None, self.source.splitlines(keepends=True), self.path)
+        # Before running: dataclasses and typing look their module up by name.
+        sys.modules[self.name] = module
+        try:
+            exec(compile(self.source, self.path, "exec"), module.__dict__)
+        except BaseException:
+            del sys.modules[self.name]
+            raise
+        return module
+
+
+def read_user_code(path: str | os.PathLike[str]) -> UserCode:
+    """Read a Python file (`~` and environment variables expanded) into a `UserCode`."""
+    file = Path(os.path.expandvars(os.fspath(path))).expanduser()
+    if not file.is_file():
+        near = sorted(found.name for found in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        raise ValueError(
+            f"{path}: there is no such file (looked at {file.absolute()}). "
+            + (f"Python files beside it: {', '.join(near)}." if near else "Check the path.")
+        )
+    absolute = str(file.resolve())
+    source = file.read_text(encoding="utf-8")
+    digest = hashlib.sha256(f"{absolute}\0{source}".encode()).hexdigest()[:12]
+    stem = "".join(char if char.isalnum() else "_" for char in file.stem)
+    return UserCode(path=absolute, source=source, name=f"{_MODULE_PREFIX}{stem}_{digest}")
+
+
+def load_extern_object(module_path: str, object_name: str) -> Any:
+    """The object `object_name` of a `.py` file, of `pkg://a.b.c`, or of an importable module `a.b.c`."""
+    module = _load_module(module_path)
+    if not hasattr(module, object_name):
+        defined = ", ".join(_defined_in(module)) or "nothing"
+        raise ValueError(f"{module_path}: it does not define {object_name!r}. It defines: {defined}.")
+    return getattr(module, object_name)
+
+
+def load_user_object(
+    path: str,
+    name: str,
+    *,
+    key: str,
+    required_params: Sequence[str] = (),
+    optional_params: Sequence[str] = (),
+) -> Callable[..., Any]:
+    """A user's function or class, checked now instead of failing hours later.
+
+    It must be callable, accept every name of `required_params` as a keyword, and need nothing that is in neither list
+    (`optional_params` are given to those who accept them). Without `required_params` the signature is not looked at.
+    Errors begin with `key`, the config key the path came from.
+    """
+    try:
+        found = load_extern_object(path, name)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    expected = f"{name}({', '.join([*required_params, *(f'{param}=...' for param in optional_params)])})"
+    if not callable(found):
+        raise ValueError(
+            f"{key}: {name!r} in {path} is a {type(found).__name__}, not something to call. Define it as {expected}."
+        )
+    problems = _signature_problems(found, required_params, optional_params) if required_params else []
+    if problems:
+        raise ValueError(
+            f"{key}: {name}{inspect.signature(found)} in {path} {' and '.join(problems)}. Expected: {expected}."
+        )
+    return found
+
+
+def register_user_modules_by_value() -> None:
+    """Have every cloudpickle imported so far take the loaded user files by value.
+
+    Ray carries its own copy of cloudpickle, and importing Ray just to load a file would cost seconds; whoever imports
+    Ray after a file was loaded calls this again (loading any file does, too).
+    """
+    import cloudpickle
+
+    picklers = [cloudpickle, sys.modules.get("ray.cloudpickle")]
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_MODULE_PREFIX):
+            for pickler in picklers:
+                if pickler is not None:
+                    pickler.register_pickle_by_value(module)
+
+
+def _load_module(module_path: str) -> ModuleType:
+    if not module_path:
+        raise ValueError("module_path: it is empty. Give a .py file, pkg://a.b.c or an importable module a.b.c.")
+    if module_path.startswith(_PACKAGE_PREFIX) or _looks_dotted(module_path):
+        load: Callable[[], ModuleType] = partial(importlib.import_module, module_path.removeprefix(_PACKAGE_PREFIX))
+        remedy = "Install it, or put its folder on PYTHONPATH, on every node."
+    else:
+        load = read_user_code(module_path).load
+        remedy = (
+            "A file given by path travels alone: it may import installed modules, not its neighbours. "
+            "Put both into a package and use pkg://."
+        )
+    try:
+        return load()
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{module_path}: cannot import it: {error}. {remedy}") from error
+    except SyntaxError as error:
+        raise ValueError(f"{module_path}: line {error.lineno} is not valid Python: {error.msg}.") from error
+
+
+def _looks_dotted(module_path: str) -> bool:
+    return not module_path.endswith(".py") and all(part.isidentifier() for part in module_path.split("."))
+
+
+def _defined_in(module: ModuleType) -> list[str]:
+    """Public names the module defines itself, for error messages."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and getattr(value, "__module__", module.__name__) == module.__name__
+        and not isinstance(value, ModuleType)
+    ]
+
+
+def _signature_problems(found: Callable[..., Any], required: Sequence[str], optional: Sequence[str]) -> list[str]:
+    params = inspect.signature(found).parameters.values()
+    by_keyword = [param for param in params if param.kind in (param.POSITIONAL_OR_KEYWORD, param.KEYWORD_ONLY)]
+    takes_any = any(param.kind is param.VAR_KEYWORD for param in params)
+    accepted = {param.name for param in by_keyword}
+    missing = [] if takes_any else [name for name in required if name not in accepted]
+    given = {*required, *optional}
+    unfilled = [
+        param.name
+        for param in params
+        if param.default is param.empty
+        and param.kind not in (param.VAR_POSITIONAL, param.VAR_KEYWORD)
+        and (param.name not in given or param.kind is param.POSITIONAL_ONLY)
+    ]
+    problems = []
+    if missing:
+        problems.append(f"does not accept {', '.join(missing)}")
+    if unfilled:
+        problems.append(f"requires {', '.join(unfilled)}, which will not be passed by keyword")
+    return problems

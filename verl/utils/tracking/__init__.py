@@ -1,0 +1,5 @@
+"""Where metrics go: console, file, tensorboard and hosted trackers behind one `Tracking`."""
+
+from verl.utils.tracking.tracking import Tracking, ValidationGenerationsLogger, check_backends
+
+__all__ = ["Tracking", "ValidationGenerationsLogger", "check_backends"]

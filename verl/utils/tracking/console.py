@@ -1,0 +1,70 @@
+"""Metrics for a person watching: grouped and coloured on a terminal, one line per step everywhere else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from verl.utils.tracking.backends import Sample
+
+# What a person looks for first, under the short names used in the documentation.
+_HEADLINE = {"reward/mean": "reward_mean", "kl/mean": "kl", "actor/loss": "actor_loss", "critic/loss": "critic_loss"}
+_SAMPLE_CHARS = 200
+
+
+class ConsoleBackend:
+    """Writes to standard output."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._given = stream
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        headline = [f"{short}={_text(data[key])}" for key, short in _HEADLINE.items() if key in data]
+        rest = {key: _text(data[key]) for key in sorted(data) if key not in _HEADLINE}
+        if self._stream.isatty():
+            self._print_grouped(f"step {step}", headline, rest)
+        else:
+            self._write(f"step {step}: " + ", ".join([*headline, *(f"{key}={value}" for key, value in rest.items())]))
+
+    def log_generations(self, samples: Sequence[Sample], step: int) -> None:
+        for sample in samples:
+            given, answer = _one_line(sample.input), _one_line(sample.output)
+            self._write(f"step {step}: validation sample, score={_text(sample.score)}: {given} -> {answer}")
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    @property
+    def _stream(self) -> TextIO:
+        # Looked up each time: programs (and pytest) replace sys.stdout while they run.
+        return self._given or sys.stdout
+
+    def _write(self, line: str) -> None:
+        self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def _print_grouped(self, title: str, headline: list[str], rest: Mapping[str, str]) -> None:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        groups: dict[str, list[str]] = {}
+        for key, value in rest.items():
+            group, _, name = key.rpartition("/")
+            groups.setdefault(group, []).append(f"{name}={value}")
+        table = Table.grid(padding=(0, 2))
+        for group, entries in groups.items():
+            table.add_row(Text(f"  {group}", style="cyan"), Text("  ".join(entries)))
+        console = Console(file=self._stream)
+        console.print(Text.assemble((title, "bold"), "  ", ("  ".join(headline), "green")))
+        console.print(table)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _one_line(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _SAMPLE_CHARS else flat[: _SAMPLE_CHARS - 1] + "…"

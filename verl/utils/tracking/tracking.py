@@ -1,0 +1,139 @@
+"""One `log(data, step)` for any number of trackers, all of them checked before training starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from verl.utils.tracking.backends import BACKENDS, Backend, Run, Sample
+
+logger = logging.getLogger(__name__)
+
+
+class Tracking:
+    """Sends metrics to every backend asked for.
+
+    `default_backend`: one name or several of console, file, tensorboard, wandb, mlflow, swanlab, trackio. `config` (a
+    dataclass, DictConfig or dict) is stored with the run where the backend can. A backend that fails while training
+    runs (a full disk, a tracker's server) costs its own record: a warning, counted in `failures`, never the run.
+    """
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        default_backend: str | Sequence[str] = "console",
+        config: Any = None,
+    ) -> None:
+        names = check_backends(default_backend)
+        run = Run(project_name, experiment_name, _plain_config(config))
+        self.failures: Counter[str] = Counter()
+        self._backends: dict[str, Backend] = {}
+        for name in names:
+            self._backends[name] = BACKENDS[name].open(run)
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        """Record one step's metrics: name → number (Python, numpy or a one-element tensor)."""
+        plain = {key: _plain_value(value) for key, value in data.items()}
+        self._each(lambda backend: backend.log(plain, int(step)))
+
+    def log_generations(self, samples: Iterable[Sequence[Any]], step: int) -> None:
+        """Record validation samples: (input, output, score) each."""
+        rows = [Sample(str(given), str(answer), _plain_value(score)) for given, answer, score in samples]
+        self._each(lambda backend: backend.log_generations(rows, int(step)))
+
+    def close(self) -> None:
+        """Finish every backend; safe to call twice."""
+        while self._backends:
+            _, backend = self._backends.popitem()
+            backend.close()
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _each(self, record: Callable[[Backend], None]) -> None:
+        for name, backend in self._backends.items():
+            try:
+                record(backend)
+            except Exception as error:  # noqa: BLE001 - counted and said; a tracker must not end a training run
+                self.failures[name] += 1
+                logger.warning("tracking: %s did not take a record (failure %d): %r", name, self.failures[name], error)
+
+
+class ValidationGenerationsLogger:
+    """Shows validation samples in the trackers: `log(loggers, samples, step)`.
+
+    `loggers` is the run's `Tracking`, or backend names, which are then opened once under the given names.
+    """
+
+    def __init__(self, project_name: str = "verl", experiment_name: str = "validation") -> None:
+        self._names = (project_name, experiment_name)
+        self._own: dict[tuple[str, ...], Tracking] = {}
+
+    def log(self, loggers: Tracking | str | Sequence[str], samples: Iterable[Sequence[Any]], step: int) -> None:
+        """Record samples of (input, output, score)."""
+        if not isinstance(loggers, Tracking):
+            names = tuple(_as_names(loggers))
+            if names not in self._own:
+                self._own[names] = Tracking(*self._names, default_backend=names)
+            loggers = self._own[names]
+        loggers.log_generations(samples, step)
+
+    def close(self) -> None:
+        """Close what was opened here; a `Tracking` that was passed in stays open."""
+        while self._own:
+            self._own.popitem()[1].close()
+
+
+def check_backends(default_backend: str | Sequence[str]) -> list[str]:
+    """The backend names, each once, or a ValueError: unknown, not installed, not logged in. Opens nothing."""
+    names = list(dict.fromkeys(_as_names(default_backend)))
+    for name in names:
+        if name not in BACKENDS:
+            near = difflib.get_close_matches(name, BACKENDS, n=1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"trainer.logger: unknown backend {name!r}. {hint}Known: {', '.join(BACKENDS)}.")
+        package = BACKENDS[name].package
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"trainer.logger: {name!r} needs the package {package!r}, which is not installed. "
+                f"Run: pip install {BACKENDS[name].pip or package}"
+            )
+        BACKENDS[name].check()
+    return names
+
+
+def _as_names(default_backend: str | Sequence[str]) -> list[str]:
+    return [default_backend] if isinstance(default_backend, str) else [str(name) for name in default_backend]
+
+
+def _plain_value(value: Any) -> Any:
+    """numpy and torch values as Python numbers; one-element arrays count as numbers."""
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    while isinstance(plain, list) and len(plain) == 1:
+        plain = plain[0]
+    return plain
+
+
+def _plain_config(config: Any) -> dict[str, Any]:
+    """The config as nested dicts of plain values, whatever it came as."""
+    if config is None:
+        return {}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return dataclasses.asdict(config)
+    if type(config).__module__.startswith("omegaconf"):
+        from omegaconf import OmegaConf
+
+        return dict(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
+    return dict(config)
