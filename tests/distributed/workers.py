@@ -227,3 +227,21 @@ def prompt_length(seed: int, width: int) -> int:
 
 def response_length(seed: int, width: int) -> int:
     return (seed * 5) % (width + 1)
+
+
+class OnDevice(Worker):
+    """Doubles and sums on its device, with a collective there."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def setup(self) -> str:
+        self.init_process_group()
+        return str(self.device)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def total(self, data: DataProto) -> DataProto:
+        data = data.to(self.device)
+        data.batch["x"] = data.batch["x"] * 2
+        total = data.batch["x"].sum()
+        dist.all_reduce(total)
+        data.batch["total"] = (total / 2 if "total" in data.batch else total).expand(len(data)).clone()
+        return data
