@@ -27,6 +27,8 @@ def ray_cluster() -> Iterator[None]:
     """A local Ray node with 2 CPUs."""
     import ray
 
-    ray.init(num_cpus=RAY_CPUS, include_dashboard=False, log_to_driver=False, object_store_memory=512 * 1024**2)
+    ray.init(
+        num_cpus=RAY_CPUS, num_gpus=0, include_dashboard=False, log_to_driver=False, object_store_memory=512 * 1024**2
+    )
     yield
     ray.shutdown()

@@ -52,7 +52,7 @@ class RayResourcePool(ResourcePool):
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
-        self.name_prefix = name_prefix or f"pool-{uuid.uuid4().hex[:6]}"
+        self.name_prefix = name_prefix or "pool"
         self.detached = detached
         self._placement_groups: list[PlacementGroup] | None = None
 
@@ -76,7 +76,7 @@ class RayResourcePool(ResourcePool):
         return placement_group(
             [{"GPU": 1.0} if self.use_gpu else dict(_NOTHING) for _ in range(count)],
             strategy="STRICT_PACK",
-            name=f"{self.name_prefix}:{number}",
+            name=f"{self.name_prefix}-{uuid.uuid4().hex[:6]}:{number}",  # another run may use the same prefix
             lifetime="detached" if self.detached else None,
             bundle_label_selector=[{"ray.io/node-id": node.node_id}] * count,
         )
@@ -137,8 +137,8 @@ def describe_cluster() -> str:
 
 
 def _too_little(process_on_nodes: Sequence[int], use_gpu: bool, name: str, nodes: list[Node]) -> str:
-    unit = "GPU" if use_gpu else "process"
-    asked = f"{len(process_on_nodes)} node(s) with {list(process_on_nodes)} {unit}(es)"
+    unit = "GPUs" if use_gpu else "processes"
+    asked = f"{len(process_on_nodes)} node(s) with {list(process_on_nodes)} {unit}"
     by_total = sorted((node.total_gpus for node in nodes), reverse=True)
     exists = len(process_on_nodes) <= len(nodes) and all(
         not use_gpu or have >= want

@@ -1,0 +1,139 @@
+"""Batches, engines and plain-transformers references that the engine's tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from tiny import tiny_model
+
+from verl.config import FSDPConfig, ModelConfig, OptimConfig, as_config
+from verl.protocol import DataProto
+from verl.workers.engine.fsdp import FSDPEngine
+
+ACTOR = "actor_rollout_ref.actor"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make_engine(model: Any, kind: str = "causal_lm", train: bool = True, **changes: Any) -> FSDPEngine:
+    """`changes`: keys of the optimizer, the fsdp or the model block, or arguments of the engine. All float32."""
+    places = {"optim": OptimConfig, "fsdp_config": FSDPConfig}
+    values: dict[str, dict[str, Any]] = {"optim": {"lr": 1e-2}, "fsdp_config": {"mixed_precision": "fp32"}, "model": {}}
+    for name, cls in {**places, "model": ModelConfig}.items():
+        values[name] |= {key: changes.pop(key) for key in list(changes) if key in cls.__dataclass_fields__}
+    blocks = {name: as_config(cls, values[name], at=f"{ACTOR}.{name}") for name, cls in places.items()}
+    return FSDPEngine(
+        model,
+        kind,
+        model_config=as_config(ModelConfig, {"path": "given", **values["model"]}),
+        engine_config=blocks["fsdp_config"],
+        optim=blocks["optim"] if train else None,
+        **{"grad_clip": 1.0, "total_steps": 10, "device": DEVICE, **changes},
+    )
+
+
+def make_batch(
+    rows: int = 6, prompt: int = 7, response: int = 9, seed: int = 0, vocab: int = 264, extra_prompt: int = 0
+) -> DataProto:
+    """Left-padded prompts of 2..prompt tokens, right-padded responses of 1..response; padding holds random ids.
+
+    `extra_prompt` widens the padding only: the same tokens in every row.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, vocab, (rows, prompt + response), generator=draw)
+    prompt_lengths = torch.randint(2, prompt + 1, (rows, 1), generator=draw)
+    response_lengths = torch.randint(1, response + 1, (rows, 1), generator=draw)
+    mask = torch.cat(
+        [torch.arange(prompt) >= prompt - prompt_lengths, torch.arange(response) < response_lengths], dim=1
+    )
+    sampled = mask[:, prompt:] & (torch.rand((rows, response), generator=draw) < 0.8)
+    weights = torch.randn((rows, response), generator=draw)
+    widen = (extra_prompt, 0)
+    ids = torch.nn.functional.pad(ids, widen, value=99)
+    mask = torch.nn.functional.pad(mask, widen, value=False)
+    tensors = {
+        "input_ids": ids,
+        "attention_mask": mask.long(),
+        "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0),
+        "prompts": ids[:, : prompt + extra_prompt],
+        "responses": ids[:, prompt + extra_prompt :],
+        "response_mask": sampled.long(),
+        "weights": weights,
+    }
+    return DataProto.from_dict(tensors)
+
+
+def token_loss(outputs: dict[str, torch.Tensor], batch: DataProto, counts: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A weighted sum of every output over sampled tokens, divided by the global number of them."""
+    mask = batch.batch["response_mask"].bool()
+    value = sum(torch.where(mask, out * batch.batch["weights"] + out**2, 0.0).sum() for out in outputs.values())
+    return value / counts.tokens, {"loss": (value / counts.tokens, 1.0), "tokens": (mask.sum(), counts.tokens)}
+
+
+def plain_fields(model: Any, data: DataProto, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+    """log_probs and entropy [B, R] by transformers alone, row by row without any padding."""
+    width = data.batch["responses"].shape[1]
+    shape = data.batch["responses"].shape
+    found = {"log_probs": torch.zeros(shape), "entropy": torch.zeros(shape)}
+    rows: dict[str, list[torch.Tensor]] = {"log_probs": [], "entropy": []}
+    for ids, mask in zip(data.batch["input_ids"], data.batch["attention_mask"].bool(), strict=True):
+        length = int(mask[-width:].sum())
+        tokens = ids[mask]
+        logits = model(input_ids=tokens[None]).logits[0].float() / temperature
+        log_p = torch.log_softmax(logits[-length - 1 : -1], dim=-1)
+        picked = log_p.gather(1, tokens[-length:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        pad = (0, width - length)
+        rows["log_probs"].append(torch.nn.functional.pad(picked, pad))
+        rows["entropy"].append(torch.nn.functional.pad(entropy, pad))
+    return {name: torch.stack(rows[name]) for name in found}
+
+
+def plain_gradients(family: str, data: DataProto, temperature: float = 1.0, **changes: Any) -> dict[str, torch.Tensor]:
+    """Gradients of `token_loss` over all of `data`, by transformers alone."""
+    model = tiny_model(family, **changes)
+    mask = data.batch["response_mask"]
+    from verl.workers.engine.base import Counts
+
+    counts = Counts(float(mask.sum()), float(mask.any(1).sum()))
+    token_loss(plain_fields(model, data, temperature), data, counts)[0].backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def engine_gradients(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """Whole gradients by Hugging Face name, on the CPU."""
+    return {
+        name: parameter.grad.full_tensor().cpu()
+        for name, parameter in engine.model.hf.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def whole_weights(engine: FSDPEngine) -> dict[str, torch.Tensor]:
+    """Whole weights by Hugging Face name, copied to the CPU."""
+    return {name: value.cpu().clone() for bucket in engine.buckets(None, 2**30) for name, value in bucket.items()}
+
+
+def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 2e-5) -> None:
+    assert set(found) == set(wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(
+            found[name], value, atol=tolerance, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def run_ranks(work: Any, folder: Any, *arguments: Any, ranks: int = 2) -> None:
+    """`work(rank, ranks, folder, *arguments)` in real processes joined by gloo."""
+    mp.spawn(_joined, args=(work, ranks, str(folder), arguments), nprocs=ranks, join=True)
+
+
+def _joined(rank: int, work: Any, ranks: int, folder: str, arguments: tuple[Any, ...]) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/join-{ranks}", rank=rank, world_size=ranks)
+    try:
+        work(rank, ranks, folder, *arguments)
+    finally:
+        dist.destroy_process_group()
