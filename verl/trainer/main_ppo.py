@@ -8,8 +8,12 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from omegaconf import DictConfig
 from verl.config import ConfigError, PPOConfig, batch_plan, load_config
 from verl.config.command_line import hydra_arguments
 from verl.config.load import Config
+from verl.config.plan import active_roles
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
 logger = logging.getLogger(__name__)
@@ -57,18 +62,183 @@ def run_ppo(config: Config, task_runner_class: Any = None) -> None:
         _start_ray(config)
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
     if not hasattr(runner_class, "remote"):
-        runner_class = ray.remote(num_cpus=1)(runner_class)
+        # Two threads: one runs, the other takes the request to stop.
+        runner_class = ray.remote(num_cpus=1, max_concurrency=2)(runner_class)
     runner = runner_class.remote()
-    ray.get(runner.run.remote(config))
+    with _stop_on_signals(runner):
+        ray.get(runner.run.remote(config))
+
+
+@contextmanager
+def _stop_on_signals(runner: Any) -> Iterator[None]:
+    """SIGTERM and Ctrl-C ask the run to finish its step and save; a second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(runner, "request_stop"):
+        yield
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        logger.warning("stopping: this step is finished and saved first (again to stop at once)")
+        for known, handler in before.items():
+            signal.signal(known, handler)
+        runner.request_stop.remote()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class TaskRunner:
     """Runs everything, as a Ray actor beside the driver; subclass it to change a part."""
 
+    def __init__(self) -> None:
+        self.role_worker_mapping: dict[Any, type] = {}
+        self.mapping: dict[Any, str] = {}
+        self._trainer: Any = None
+        self._stop_requested = False
+
     def run(self, config: PPOConfig) -> None:
+        """Register the roles, load tokenizer, rewards and data, start the workers, train."""
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+        from verl.trainer.ppo.reward import load_reward_manager
+        from verl.utils import hf_processor, hf_tokenizer
+        from verl.utils.fs import copy_to_local
+        from verl.utils.logging_setup import setup_logging
+
+        setup_logging()
+        config = load_config(config)
         for module in config.external_libs:
             importlib.import_module(module)
-        raise NotImplementedError("TaskRunner.run: training lands with the next issue; the configuration is valid.")
+        self.add_actor_rollout_worker(config)
+        self.add_critic_worker(config)
+        self.add_reward_model_worker(config)
+        self.add_ref_policy_worker(config)
+        resource_pool_manager = self.init_resource_pool_mgr(config)
+        model = config.actor_rollout_ref.model
+        local_path = copy_to_local(model.path)
+        tokenizer = hf_tokenizer(local_path, trust_remote_code=model.trust_remote_code)
+        processor = hf_processor(local_path, trust_remote_code=model.trust_remote_code)
+        data = config.data
+        train_dataset = create_rl_dataset(
+            data.train_files, data, tokenizer, processor, is_train=True, max_samples=data.train_max_samples
+        )
+        val_dataset = None
+        if data.val_files:
+            val_dataset = create_rl_dataset(
+                data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
+            )
+        reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
+        val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1)
+        self._trainer = RayPPOTrainer(
+            config=config,
+            tokenizer=tokenizer,
+            processor=processor,
+            role_worker_mapping=self.role_worker_mapping,
+            resource_pool_manager=resource_pool_manager,
+            reward_fn=reward_fn,
+            val_reward_fn=val_reward_fn,
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            train_sampler=create_rl_sampler(data, train_dataset),
+            device_name=config.trainer.device,
+        )
+        if self._stop_requested:
+            return
+        try:
+            self._trainer.init_workers()
+            self._trainer.fit()
+        finally:
+            for manager in (reward_fn, val_reward_fn):
+                getattr(manager, "close", lambda: None)()
+            resource_pool_manager.release()
+
+    def request_stop(self) -> None:
+        """Finish the step that runs, save, and end."""
+        self._stop_requested = True
+        if self._trainer is not None:
+            self._trainer.stop_requested.set()
+
+    def add_actor_rollout_worker(self, config: PPOConfig) -> None:
+        """The policy: one hybrid role, or training and generation apart where their pools differ."""
+        from verl.trainer.ppo.utils import Role
+
+        workers = self._workers(config.actor_rollout_ref.actor.strategy)
+        if config.role_mapping["actor"] == config.role_mapping["rollout"]:
+            self._add(config, Role.ActorRollout, workers.ActorRolloutRefWorker, "actor")
+        else:
+            self._add(config, Role.Actor, workers.ActorRolloutRefWorker, "actor")
+            self._add(config, Role.Rollout, workers.ActorRolloutRefWorker, "rollout")
+
+    def add_critic_worker(self, config: PPOConfig) -> None:
+        """The critic, where the estimator needs one."""
+        from verl.trainer.ppo.utils import Role
+
+        if config.critic.enable:
+            self._add(config, Role.Critic, self._workers(config.critic.strategy).CriticWorker, "critic")
+
+    def add_reward_model_worker(self, config: PPOConfig) -> None:
+        """The reward model, where one is enabled."""
+        from verl.trainer.ppo.utils import Role
+
+        if config.reward_model.enable:
+            workers = self._workers(config.reward_model.strategy)
+            self._add(config, Role.RewardModel, workers.RewardModelWorker, "reward_model")
+
+    def add_ref_policy_worker(self, config: PPOConfig) -> None:
+        """The frozen reference, where a KL needs it."""
+        from verl.trainer.ppo.utils import Role
+
+        if "ref" in active_roles(config):
+            workers = self._workers(config.actor_rollout_ref.ref.strategy)
+            self._add(config, Role.RefPolicy, workers.ActorRolloutRefWorker, "ref")
+
+    def init_resource_pool_mgr(self, config: PPOConfig) -> Any:
+        """The pools of the configuration, and which role runs on which."""
+        from verl.trainer.ppo.resources import ResourcePoolManager
+
+        return ResourcePoolManager(config.resource_pool_spec, self.mapping, use_gpu=config.trainer.device == "cuda")
+
+    def _add(self, config: PPOConfig, role: Any, cls: type, name: str) -> None:
+        self.role_worker_mapping[role] = cls
+        self.mapping[role] = config.role_mapping[name]
+
+    def _workers(self, strategy: str) -> Any:
+        return importlib.import_module(f"verl.workers.{'megatron' if strategy == 'megatron' else 'fsdp'}_workers")
+
+
+def create_rl_dataset(
+    data_paths: Any, data_config: Any, tokenizer: Any, processor: Any, is_train: bool = True, max_samples: int = -1
+) -> Any:
+    """The dataset of `data.custom_cls`, or RLHFDataset."""
+    from verl.config import DataConfig, as_config
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+    from verl.utils.import_utils import load_user_object
+
+    config = as_config(DataConfig, data_config)
+    custom = config.custom_cls
+    if custom.path is not None and custom.name is not None:
+        cls = load_user_object(custom.path, custom.name, key="data.custom_cls.path", required_params=("data_files",))
+        return cls(
+            data_files=data_paths, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples
+        )
+    split = "train" if is_train else None
+    return RLHFDataset(data_paths, tokenizer, config, processor=processor, max_samples=max_samples, split=split)
+
+
+def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
+    """The sampler of `data.sampler`, or a seeded shuffle, or the order of the rows."""
+    from verl.config import DataConfig, as_config
+    from verl.trainer.ppo.dataloading import make_sampler
+    from verl.utils.import_utils import load_user_object
+
+    config = as_config(DataConfig, data_config)
+    custom = config.sampler
+    if custom.path is not None and custom.name is not None:
+        cls = load_user_object(custom.path, custom.name, key="data.sampler.path", required_params=("data_source",))
+        return cls(data_source=dataset, data_config=config)
+    return make_sampler(config, dataset)
 
 
 class RayUnavailableError(RuntimeError):
@@ -118,6 +288,19 @@ def _check_cluster_answers(address: str | None) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
     except OSError as error:
         raise RayUnavailableError(f"nothing answers at {address}: {error}") from error
+
+
+def __getattr__(name: str) -> Any:
+    """`RewardManager` and `_select_rm_score_fn`, which older scripts import from here; loaded when asked for."""
+    if name == "RewardManager":
+        from verl.workers.reward_manager import NaiveRewardManager
+
+        return NaiveRewardManager
+    if name == "_select_rm_score_fn":
+        from verl.utils.reward_score import score_function
+
+        return score_function
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 if __name__ == "__main__":

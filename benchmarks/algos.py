@@ -1,0 +1,253 @@
+"""Every estimator and policy loss at 16,384 × 4,096: time and memory beside the obvious loop and the bandwidth floor.
+
+    python benchmarks/algos.py [--rows 16384] [--width 4096] [--device cpu] [--json results.jsonl]
+
+Rows are halved until the tensors fit. The floor is the time to read every input once and write every result once at
+the bandwidth measured here by copying; peak is what is allocated beyond inputs. Losses run forward and backward. The
+loop goes over groups and samples (over tokens for gae and reinforce_plus_plus) as one would first write it, on at most
+`--loop-rows` rows, its time scaled up to all; on those rows its result must be ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from _report import report
+
+from verl.algos import estimate_advantages, get_policy_loss_fn, global_share
+from verl.config import ActorConfig, AlgorithmConfig, as_config, names
+
+Batch = dict[str, Any]
+# Tensors of [rows, width] float32 that must fit at once: inputs, results and what a loss keeps for its gradient.
+TENSORS_AT_ONCE = 24
+GROUP = 8
+GAMMA, LAM = 0.99, 0.95
+ALGORITHM = as_config(AlgorithmConfig, {"gamma": GAMMA})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=16_384)
+    parser.add_argument("--width", type=int, default=4_096)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--loop-rows", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", default=None, help="names of estimators or losses")
+    parser.add_argument("--json", default=None, help="append the JSON line to this file")
+    args = parser.parse_args()
+    rows = args.rows
+    while rows > GROUP and TENSORS_AT_ONCE * 4 * rows * args.width > free_bytes(args.device):
+        rows //= 2
+    bench = Bench(random_batch(rows, args.width, args.device), args.loop_rows, args.repeats)
+    wanted = lambda name: args.only is None or name in args.only  # noqa: E731
+    table = [bench.estimator(name) for name in names.ADV_ESTIMATORS if wanted(name)]
+    table += [bench.loss(name) for name in names.POLICY_LOSSES if wanted(name)]
+    title = f"algorithms, {rows} × {args.width} on {args.device}, copying at {bench.bandwidth / 1e9:.1f} GB/s"
+    report(title, table, args.json)
+
+
+class Bench:
+    def __init__(self, batch: Batch, loop_rows: int, repeats: int) -> None:
+        self.batch, self.repeats = batch, repeats
+        self.small = {k: v[:loop_rows] for k, v in batch.items()}
+        self.rows, self.loop_rows = len(batch["index"]), len(self.small["index"])
+        self.device = batch["response_mask"].device
+        self.bandwidth = copy_bandwidth(self.device)
+
+    def estimator(self, name: str) -> dict[str, object]:
+        inputs = ["token_level_rewards", "response_mask", "values"][: 3 if name == "gae" else 2]
+        results = 2 if name in ("gae", "remax", "reinforce_plus_plus") else 1
+        loop = token_loop if name in names.DISCOUNTING_ESTIMATORS else sample_loop
+        run = lambda batch: estimate_advantages(  # noqa: E731
+            name, **batch, gamma=GAMMA, lam=LAM, epsilon=1e-6, config=ALGORITHM
+        )
+        difference = (run(self.small)[0] - loop(name, self.small)).abs().max().item()
+        assert difference < 1e-3, f"{name}: loop and ours differ by {difference}"
+        return self.row(name, "advantage", inputs, results, lambda: run(self.batch), lambda: loop(name, self.small))
+
+    def loss(self, name: str) -> dict[str, object]:
+        inputs = ["old_log_prob", "log_prob", "advantages", "response_mask"]
+        options = {"loss_mode": name, "clip_cov_lb": 0.1}
+        config = as_config(ActorConfig, {"clip_ratio": 0.2, "policy_loss": options})
+
+        def run() -> None:
+            log_prob = self.batch["log_prob"].detach().requires_grad_()
+            chosen = {key: self.batch[key] for key in inputs} | {"log_prob": log_prob}
+            get_policy_loss_fn(name)(**chosen, loss_agg_mode="token-mean", config=config)[0].backward()
+
+        def loop() -> None:
+            whole = {key: self.small[key] for key in inputs}
+            log_prob = whole["log_prob"].detach().requires_grad_()
+            tokens = float(whole["response_mask"].sum())
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
+            for i in range(self.loop_rows):
+                one = {key: value[i : i + 1] for key, value in (whole | {"log_prob": log_prob}).items()}
+                loss, _ = get_policy_loss_fn(name)(**one, loss_agg_mode="token-mean", config=config)
+                total = total + loss * global_share(one["response_mask"], "token-mean", tokens, self.loop_rows)
+            total.backward()
+
+        return self.row(name, "policy loss", inputs, 1, run, loop)
+
+    def row(
+        self, name: str, kind: str, inputs: list[str], results: int, run: Callable[[], Any], loop: Callable[[], Any]
+    ) -> dict[str, object]:
+        moved = sum(self.batch[key].nbytes for key in inputs) + results * self.batch["token_level_rewards"].nbytes
+        seconds, peak = measure(run, self.repeats, self.device)
+        loop_seconds, _ = measure(loop, 1, self.device)
+        loop_seconds *= self.rows / self.loop_rows
+        return {
+            "name": name,
+            "kind": kind,
+            "seconds": round(seconds, 4),
+            "floor_s": round(moved / self.bandwidth, 4),
+            "x_floor": round(seconds / (moved / self.bandwidth), 1),
+            "loop_s": round(loop_seconds, 2),
+            "x_loop": round(loop_seconds / seconds, 1),
+            "peak_GB": round(peak / 1e9, 2),
+            "inputs_GB": round(sum(self.batch[key].nbytes for key in inputs) / 1e9, 2),
+        }
+
+
+def random_batch(rows: int, width: int, device: str) -> Batch:
+    """Responses of any length, in groups of eight; one in eight holds tool output in its middle."""
+    rng = torch.Generator(device=device).manual_seed(0)
+    lengths = torch.randint(1, width + 1, (rows, 1), device=device, generator=rng)
+    at = torch.arange(width, device=device)
+    mask = (at < lengths) & ~(
+        (at >= lengths // 4) & (at < lengths // 2) & (torch.arange(rows) % 8 == 0)[:, None].to(device)
+    )
+    mask[:, 0] = True
+    rewards = torch.zeros(rows, width, device=device)
+    scores = torch.randint(0, 2, (rows, 1), device=device, generator=rng).float()
+    rewards.scatter_(1, lengths - 1, scores)
+    old = -torch.rand(rows, width, device=device, generator=rng)
+    return {
+        "token_level_rewards": rewards,
+        "response_mask": mask.to(torch.int64),
+        "values": torch.rand(rows, width, device=device, generator=rng),
+        "index": np.array([f"uid-{i // GROUP}" for i in range(rows)], dtype=object),
+        "reward_baselines": torch.rand(rows, device=device, generator=rng),
+        "old_log_prob": old,
+        "log_prob": old + 0.2 * torch.rand(rows, width, device=device, generator=rng) - 0.1,
+        "advantages": torch.randn(rows, 1, device=device, generator=rng).expand(rows, width).contiguous(),
+    }
+
+
+def sample_loop(name: str, batch: Batch) -> torch.Tensor:
+    """Group by group and sample by sample, as one would first write it."""
+    rewards, mask = batch["token_level_rewards"], batch["response_mask"]
+    if name == "remax":
+        rows = [
+            ((rewards[i] * mask[i]).flip(0).cumsum(0).flip(0) - batch["reward_baselines"][i]) * mask[i]
+            for i in range(len(mask))
+        ]
+        return torch.stack(rows)
+    members = defaultdict(list)
+    for i, uid in enumerate(batch["index"]):
+        members[uid].append(i)
+    scores = [float((rewards[i] * mask[i]).sum()) for i in range(len(mask))]
+    values = [0.0] * len(mask)
+    teaching = sum(len(group) for group in members.values() if len({scores[i] for i in group}) > 1)
+    for group in members.values():
+        own = np.array([scores[i] for i in group])
+        lengths = np.array([int(mask[i].sum()) for i in group])
+        for i, value in zip(group, group_values(name, own, lengths, len(mask) / max(teaching, 1)), strict=True):
+            values[i] = float(value)
+    if name == "gdpo":
+        mean, std = np.mean(values), np.std(values, ddof=1)
+        values = [(value - mean) / (std + 1e-6) for value in values]
+    advantages = torch.stack([values[i] * mask[i] for i in range(len(mask))])
+    return whiten(advantages, mask) if name == "reinforce_plus_plus_baseline" else advantages
+
+
+def group_values(name: str, scores: np.ndarray, lengths: np.ndarray, alpha: float) -> np.ndarray:
+    centred, std = scores - scores.mean(), scores.std(ddof=1) + 1e-6
+    if name in ("grpo", "gdpo"):
+        return centred / std
+    if name == "rloo":
+        return np.array([score - np.delete(scores, i).mean() for i, score in enumerate(scores)])
+    if name == "opo":
+        return scores - (lengths * scores).sum() / lengths.sum()
+    if name == "gpg":
+        return alpha * centred
+    if name == "grpo_passk":
+        return np.array([max(score - np.delete(scores, i).max(), 0.0) for i, score in enumerate(scores)]) / std
+    return centred
+
+
+def token_loop(name: str, batch: Batch) -> torch.Tensor:
+    """Token by token from the last, over columns as they lie in memory."""
+    rewards, mask, values = batch["token_level_rewards"], batch["response_mask"], batch["values"]
+    carried, next_value = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    columns = []
+    for t in reversed(range(rewards.shape[1])):
+        on = mask[:, t].bool()
+        if name == "gae":
+            delta = rewards[:, t] + GAMMA * next_value - values[:, t]
+            carried = torch.where(on, delta + GAMMA * LAM * carried, carried)
+            next_value = torch.where(on, values[:, t], next_value)
+        else:
+            carried = torch.where(on, rewards[:, t] + GAMMA * carried, carried)
+        columns.append(carried)
+    return whiten(torch.stack(columns[::-1], dim=1), mask)
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    own = values[mask.bool()]
+    return torch.where(mask.bool(), (values - own.mean()) / own.std(), 0.0)
+
+
+def measure(run: Callable[[], Any], repeats: int, device: torch.device) -> tuple[float, int]:
+    """Best time, and the most memory held beyond what was held before."""
+    seconds = []
+    base = reset_peak(device)
+    for _ in range(repeats):
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds), peak_bytes(device) - base
+
+
+def reset_peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")
+    return _status("VmRSS")
+
+
+def peak_bytes(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+
+
+def free_bytes(device: str) -> int:
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info()[0]
+    with open("/proc/meminfo") as memory:
+        return next(int(line.split()[1]) * 1024 for line in memory if line.startswith("MemAvailable"))
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written, of a copy far larger than any cache."""
+    source = torch.rand(2**26, device=device)
+    target = torch.empty_like(source)
+    best, _ = measure(lambda: target.copy_(source), 5, device)
+    return 2 * source.nbytes / best
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What two ranks do in the engine's distributed tests; the processes import it by name."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from engine_cases import engine_gradients, make_batch, make_engine, token_loss, whole_weights
+from tiny import tiny_model
+
+from verl.models.heads import ValueModel
+from verl.workers.engine.base import MicroBatching
+
+ROWS = 7  # not the same number on both ranks, and with micro-batches of 2 not the same number of those
+MINE = {0: slice(0, 5), 1: slice(5, 7)}
+BOTH = ("log_probs", "entropy")
+CHANGES = {"lr_scheduler": "cosine", "lr_warmup_steps": 1}
+
+
+def two_ranks_at_work(rank, ranks, folder):
+    """Everything the tests below look at, in one start of the processes; rank r writes `<name>-r.pt`."""
+    folder = Path(folder)
+    found = {}
+    data = make_batch(rows=ROWS)
+    mine = data[MINE[rank]]
+    for name, changes in {"all": {}, "hybrid": {"fsdp_size": 1}, "tied": {}}.items():
+        engine = make_engine(tiny_model(tie_word_embeddings=name == "tied"), **changes)
+        engine.forward_backward(mine, token_loss, BOTH, 0.7, MicroBatching(size=2))
+        found[f"gradients-{name}"] = engine_gradients(engine)
+        found[f"buckets-{name}"] = [
+            {key: value.clone() for key, value in part.items()} for part in engine.buckets(None, 40_000)
+        ]
+    found["inferred"] = dict(engine.infer(mine, BOTH, 0.7, MicroBatching(size=2)).batch.items())
+    found["skipped"] = skipped_step(engine, mine, rank)
+    found["value"] = value_gradients(mine)
+    found["empty"] = dict(engine.infer(mine if rank else mine[:0], BOTH).batch.items())
+
+    engine = make_engine(str(folder / "model"), **CHANGES)
+    engine.load(folder / "one")
+    steps(engine, mine, 2)
+    found["loaded from one"] = whole_weights(engine)
+    engine = make_engine(str(folder / "model"), **CHANGES)
+    steps(engine, mine, 2)
+    engine.save(folder / "two")
+    engine.export_hf(folder / "export")
+    noise = torch.rand(3)
+    found["rates"] = steps(engine, mine, 2)
+    found["continued"] = whole_weights(engine)
+    again = make_engine(tiny_model(seed=9), **CHANGES)
+    again.load(folder / "two")
+    found["same noise"] = torch.equal(torch.rand(3), noise)
+    found["rates again"] = steps(again, mine, 2)
+    found["continued again"] = whole_weights(again)
+    torch.save(found, folder / f"found-{rank}.pt")
+
+
+def steps(engine, data, count):
+    rates = []
+    for _ in range(count):
+        engine.forward_backward(data, token_loss, ["log_probs"])
+        rates.append(engine.optimizer_step())
+    return rates
+
+
+def skipped_step(engine, data, rank):
+    """Only rank 1's loss is broken."""
+    engine.optimizer_step()
+    before = whole_weights(engine), {key: local(value) for key, value in engine._optimizer.tensors().items()}
+
+    def broken_on_rank_1(outputs, batch, counts):
+        loss, metrics = token_loss(outputs, batch, counts)
+        return loss * (math.nan if rank == 1 else 1.0), metrics
+
+    engine.forward_backward(data, broken_on_rank_1, ["log_probs"])
+    metrics = engine.optimizer_step()
+    after = whole_weights(engine), {key: local(value) for key, value in engine._optimizer.tensors().items()}
+    same = all(torch.equal(was[key], now[key]) for was, now in zip(before, after, strict=True) for key in was)
+    return metrics["skipped"], same, len(before[1])
+
+
+def local(value):
+    return value.to_local().clone() if hasattr(value, "to_local") else value.clone()
+
+
+def value_model():
+    model = ValueModel(tiny_model().base_model)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(model.score.weight)
+    return model
+
+
+def value_gradients(data):
+    engine = make_engine(value_model(), "value")
+    engine.forward_backward(data, token_loss, ["values"])
+    return engine_gradients(engine)

@@ -1,0 +1,107 @@
+"""Two real ranks over gloo give what one rank gives: gradients, steps, weights, checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_cases import (
+    assert_close,
+    make_batch,
+    make_engine,
+    plain_fields,
+    plain_gradients,
+    run_ranks,
+    whole_weights,
+)
+from fsdp_ranks import CHANGES, MINE, ROWS, steps, two_ranks_at_work, value_gradients
+from tiny import save_tiny_model, tiny_model
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """The folder, with a model and what one rank saved after two steps and made of two more."""
+    folder = tmp_path_factory.mktemp("ranks")
+    save_tiny_model(folder / "model")
+    data = make_batch(rows=ROWS)
+    engine = make_engine(str(folder / "model"), **CHANGES)
+    steps(engine, data, 2)
+    engine.save(folder / "one")
+    steps(engine, data, 2)
+    yield folder, whole_weights(engine)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(one_rank):
+    """What each of the two ranks found."""
+    folder, _ = one_rank
+    run_ranks(two_ranks_at_work, folder)
+    return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("layout", ["all", "hybrid", "tied"])
+def test_gradients_over_two_ranks_are_those_of_plain_transformers(found, layout):
+    wanted = plain_gradients("qwen2", make_batch(rows=ROWS), 0.7, tie_word_embeddings=layout == "tied")
+    for rank in range(2):
+        assert_close(found[rank][f"gradients-{layout}"], wanted)
+
+
+def test_gradients_of_a_value_model_do_not_depend_on_the_number_of_ranks(found):
+    assert_close(found[0]["value"], value_gradients(make_batch(rows=ROWS)))
+
+
+def test_each_rank_infers_its_own_rows_although_it_has_fewer_micro_batches(found):
+    data = make_batch(rows=ROWS)
+    with torch.no_grad():
+        wanted = plain_fields(tiny_model(tie_word_embeddings=True), data, 0.7)
+    for rank in range(2):
+        assert_close(found[rank]["inferred"], {name: value[MINE[rank]] for name, value in wanted.items()})
+    assert [len(found[rank]["empty"]["log_probs"]) for rank in range(2)] == [0, 2]
+
+
+@pytest.mark.parametrize("layout", ["all", "hybrid", "tied"])
+def test_every_rank_walks_the_same_buckets_of_the_whole_state_dict(found, layout):
+    wanted = tiny_model(tie_word_embeddings=layout == "tied").state_dict()
+    for rank in range(2):
+        parts = found[rank][f"buckets-{layout}"]
+        assert all(len(part) == 1 or sum(v.nbytes for v in part.values()) <= 40_000 for part in parts)
+        assert [name for part in parts for name in part] == list(wanted)
+        assert all(torch.equal(value, wanted[name]) for part in parts for name, value in part.items())
+
+
+def test_a_gradient_broken_on_one_rank_skips_the_step_on_all(found):
+    for rank in range(2):
+        skipped, unchanged, state_tensors = found[rank]["skipped"]
+        assert skipped == 1
+        assert unchanged
+        assert state_tensors > 0
+
+
+def test_two_ranks_continue_bit_for_bit_from_what_two_ranks_saved(found):
+    for rank in range(2):
+        assert found[rank]["same noise"]
+        assert found[rank]["rates again"] == found[rank]["rates"]
+        wanted = found[rank]["continued"]
+        assert all(torch.equal(found[rank]["continued again"][name], value) for name, value in wanted.items())
+
+
+def test_two_ranks_continue_from_what_one_rank_saved(found, one_rank):
+    assert_close(found[0]["loaded from one"], one_rank[1], tolerance=2e-4)
+
+
+def test_one_rank_continues_from_what_two_ranks_saved(found, one_rank):
+    engine = make_engine(tiny_model(seed=9), **CHANGES)
+    engine.load(one_rank[0] / "two")
+    rates = steps(engine, make_batch(rows=ROWS), 2)
+    assert [step["lr"] for step in rates] == [step["lr"] for step in found[0]["rates"]]
+    assert_close(whole_weights(engine), found[0]["continued"], tolerance=2e-4)
+
+
+def test_the_export_of_two_ranks_is_what_they_saved(found, one_rank):
+    engine = make_engine(tiny_model(seed=9), **CHANGES)
+    engine.load(one_rank[0] / "two", ["model"])
+    exported = AutoModelForCausalLM.from_pretrained(one_rank[0] / "export").state_dict()
+    weights = whole_weights(engine)
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)

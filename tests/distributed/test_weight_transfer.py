@@ -1,0 +1,165 @@
+"""Weights between process groups: sharded trainers on one side, rollouts on the other, both called at once."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tiny import save_tiny_model, tiny_model
+
+from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.workers.rollout.base import Request, SamplingParams
+from verl.workers.rollout.hf_rollout import HFRollout
+from verl.workers.sharding_manager import (
+    BroadcastReceiver,
+    BroadcastSender,
+    TransferAddress,
+    TransferGroup,
+    TransferHost,
+)
+
+TRAINERS = 2
+
+
+class ShardedModel:
+    """A trainer whose ranks hold half of every tensor each and gather them bucket by bucket."""
+
+    def __init__(self, model: torch.nn.Module, rank: int, world_size: int) -> None:
+        self.whole = model.state_dict()
+        self.shards = {name: tensor.flatten().chunk(world_size)[rank].clone() for name, tensor in self.whole.items()}
+        self.world_size = world_size
+        self.fail_after: int | None = None
+
+    def manifest(self) -> dict[str, torch.Tensor]:
+        return self.whole
+
+    def buckets(self, dtype: torch.dtype, max_bytes: int) -> Any:
+        names = list(self.shards)
+        for start in range(0, len(names), 5):
+            if self.fail_after is not None and start >= self.fail_after:
+                raise FloatingPointError("the trainer broke")
+            bucket = {}
+            for name in names[start : start + 5]:
+                parts = [torch.empty_like(self.shards[name]) for _ in range(self.world_size)]
+                dist.all_gather(parts, self.shards[name])
+                bucket[name] = torch.cat(parts).view(self.whole[name].shape).to(dtype)
+            yield bucket
+
+
+def join_own_group(port: int, rank: int, size: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+
+
+def trainer(rank: int, port: int, rollouts: int, addresses: Any, results: Any, tied: bool) -> None:
+    join_own_group(port, rank, TRAINERS)
+    group = None
+    if rank == 0:
+        host = TransferHost("127.0.0.1")
+        for _ in range(rollouts):
+            addresses.put((host.address.host, host.address.port))
+        group = TransferGroup(host, 0, 1 + rollouts, timeout_s=60)
+    sender = BroadcastSender(group, torch.float32, bucket_bytes=1)
+    said = []
+    for version, seed in ((1, 11), (2, 12)):
+        engine = ShardedModel(tiny_model(seed=seed, tie_word_embeddings=tied), rank, TRAINERS)
+        said.append(sender.send(engine, version).tensors)
+    # Another model: the rollouts refuse, and rank 0 hears of it.
+    said.append(outcome(sender.send, ShardedModel(tiny_model(num_hidden_layers=1), rank, TRAINERS), 3))
+    # A trainer that breaks in the middle: nobody is left waiting.
+    broken = ShardedModel(tiny_model(seed=13, tie_word_embeddings=tied), rank, TRAINERS)
+    broken.fail_after = 10
+    said.append(outcome(sender.send, broken, 4))
+    said.append(sender.send(ShardedModel(tiny_model(seed=12, tie_word_embeddings=tied), rank, TRAINERS), 5).tensors)
+    results.put((f"trainer {rank}", said))
+    dist.destroy_process_group()
+
+
+def rollout(rank: int, port: int, rollouts: int, addresses: Any, results: Any, path: str) -> None:
+    join_own_group(port, rank, rollouts)
+    group = TransferGroup(TransferAddress(*addresses.get(timeout=60)), 1 + rank, 1 + rollouts, timeout_s=60)
+    model = as_config(ModelConfig, {"path": path}, "actor_rollout_ref.model")
+    engine = HFRollout(path, model, as_config(RolloutConfig, {"load_format": "dummy"}))
+    receiver = BroadcastReceiver(group)
+    tied = engine.model.config.tie_word_embeddings
+    said: list[Any] = []
+    for seed in (11, 12):
+        said.append(receiver.receive(engine).tensors)
+        said.append(holds_weights_of(engine, tiny_model(seed=seed, tie_word_embeddings=tied)))
+    said.append(outcome(receiver.receive, engine))
+    output = engine.submit([Request("a", [5, 6, 7], SamplingParams(max_new_tokens=4))])[0].result(timeout=60)
+    said.append(output.versions)
+    said.append(outcome(receiver.receive, engine))
+    receiver.receive(engine)
+    said.append(holds_weights_of(engine, tiny_model(seed=12, tie_word_embeddings=tied)))
+    said.append(engine.version)
+    engine.close()
+    results.put((f"rollout {rank}", said))
+    dist.destroy_process_group()
+
+
+def holds_weights_of(engine: HFRollout, model: torch.nn.Module) -> bool:
+    ours = engine.model.state_dict()
+    return all(torch.equal(ours[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def outcome(call: Any, *args: Any) -> str:
+    try:
+        call(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "succeeded"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(("rollouts", "tied"), [(1, True), (2, False)])
+def test_sharded_trainers_and_rollouts_exchange_versions_in_their_own_group(tmp_path: Path, rollouts: int, tied: bool):
+    path = str(save_tiny_model(tmp_path, tie_word_embeddings=tied))
+    context = mp.get_context("spawn")
+    addresses, results = context.Queue(), context.Queue()
+    ports = free_port(), free_port()
+    processes = [
+        context.Process(target=trainer, args=(rank, ports[0], rollouts, addresses, results, tied), daemon=True)
+        for rank in range(TRAINERS)
+    ] + [
+        context.Process(target=rollout, args=(rank, ports[1], rollouts, addresses, results, path), daemon=True)
+        for rank in range(rollouts)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        said = dict(results.get(timeout=120) for _ in processes)
+    except Empty:
+        pytest.fail(f"no answer; exit codes {[process.exitcode for process in processes]}")
+    finally:
+        for process in processes:
+            process.join(timeout=20)
+            process.kill()
+
+    tensors = len(tiny_model(tie_word_embeddings=tied).state_dict())
+    refused = "WeightMismatchError: weights: version 3 was refused by rollout rank"
+    sent, sent_again, refusal, broke, finally_sent = said["trainer 0"]
+    assert (sent, sent_again, finally_sent) == (tensors,) * 3
+    assert refusal.startswith(f"{refused}(s) {list(range(rollouts))}")
+    assert broke == "FloatingPointError: the trainer broke"
+    for rank in range(rollouts):
+        first, exact, second, exact_again, refusal, versions, broke, exact_finally, version = said[f"rollout {rank}"]
+        assert (first, second) == (tensors, tensors)
+        assert exact
+        assert exact_again
+        assert "WeightMismatchError: weights: 'model.layers.1." in refusal
+        assert "is not in the trainer's manifest" in refusal
+        assert versions == [2] * 4, "a refused version changes nothing"
+        assert "the trainer stopped in the middle of sending: FloatingPointError: the trainer broke" in broke
+        assert exact_finally
+        assert version == 5

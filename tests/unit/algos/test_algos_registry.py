@@ -1,0 +1,124 @@
+"""Registries: what configuration knows is what is registered, everything has a hand-computed case, users may add."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl.algos import AdvantageEstimator, estimate_advantages
+from verl.algos.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry
+from verl.config import names
+from verl.trainer.ppo import core_algos
+
+HERE = Path(__file__).parent
+
+
+def test_registered_names_are_those_the_configuration_knows():
+    assert set(ADV_ESTIMATORS) == set(names.ADV_ESTIMATORS) == {member.value for member in AdvantageEstimator}
+    assert set(POLICY_LOSSES) == set(names.POLICY_LOSSES)
+
+
+@pytest.mark.parametrize(("kind", "registry"), [("advantage", ADV_ESTIMATORS), ("policy_loss", POLICY_LOSSES)])
+def test_every_registered_member_has_a_hand_computed_case(kind, registry):
+    for name in registry:
+        tests = HERE / f"test_{kind}_{name}.py"
+        assert tests.exists(), f"{name}: write {tests.name} with a hand-computed case"
+        functions = [node.name for node in ast.parse(tests.read_text()).body if isinstance(node, ast.FunctionDef)]
+        assert f"test_{name}_by_hand" in functions or f"test_{name}_with_std_by_hand" in functions, name
+
+
+def test_what_an_estimator_or_loss_takes_is_what_users_pass():
+    first = ["token_level_rewards", "response_mask", "index", "epsilon"]
+    for name in ("grpo", "grpo_passk", "rloo", "opo", "reinforce_plus_plus_baseline", "gpg", "gdpo"):
+        parameters = list(inspect.signature(getattr(core_algos, f"compute_{name}_outcome_advantage")).parameters)
+        assert parameters[:4] == first
+        assert "config" in parameters
+    for name in POLICY_LOSSES:
+        parameters = list(inspect.signature(getattr(core_algos, f"compute_policy_loss_{name}")).parameters)
+        assert parameters[:7] == [
+            "old_log_prob",
+            "log_prob",
+            "advantages",
+            "response_mask",
+            "loss_agg_mode",
+            "config",
+            "rollout_is_weights",
+        ]
+
+
+def test_core_algos_exports_what_it_binds():
+    assert all(hasattr(core_algos, name) for name in core_algos.__all__)
+    same = core_algos.compute_reinforce_plus_plus_outcome_advantage
+    assert core_algos.compute_reinforce_plus_plus_advantage is same
+    assert core_algos.get_adv_estimator_fn("reinforce_plus_plus") is same
+
+
+def test_the_enum_is_a_string_and_finds_its_function():
+    assert AdvantageEstimator.GRPO == "grpo"
+    assert f"{AdvantageEstimator.GRPO}" == str(AdvantageEstimator.GRPO) == "grpo"
+    assert core_algos.get_adv_estimator_fn(AdvantageEstimator.GAE) is core_algos.compute_gae_advantage_return
+
+
+def test_a_user_adds_a_member_by_decorator_and_finds_it_under_its_name():
+    registry: Registry = Registry("algorithm.adv_estimator")
+
+    class Mine(str, Enum):
+        BEST = "best"
+
+    @registry.register(Mine.BEST)
+    def best():
+        return 1
+
+    assert registry.get("best") is best
+    assert list(registry) == ["best"]
+
+
+def test_a_name_cannot_be_taken_by_another_function_but_a_reloaded_file_may_define_its_own_again():
+    registry: Registry = Registry("algorithm.adv_estimator")
+
+    def mine():
+        return 1
+
+    def other():
+        return 2
+
+    registry.register("mine")(mine)
+    again = type(mine)(mine.__code__, mine.__globals__, mine.__name__)
+    again.__qualname__ = mine.__qualname__
+    assert registry.register("mine")(again) is registry.get("mine") is again
+    with pytest.raises(ValueError, match=r"'mine' is taken by .*Choose another name"):
+        registry.register("mine")(other)
+
+
+def test_an_unknown_name_lists_the_known_and_the_nearest():
+    with pytest.raises(ValueError, match=r"adv_estimator: 'grppo' is not known. Did you mean 'grpo'.*external_libs"):
+        core_algos.get_adv_estimator_fn("grppo")
+    with pytest.raises(ValueError, match=r"loss_mode: 'xyz' is not known. Known: .*vanilla"):
+        core_algos.get_policy_loss_fn("xyz")
+
+
+def test_an_estimator_gets_what_it_names_and_says_what_it_lacks():
+    rewards, mask = torch.tensor([[1.0], [0.0]]), torch.ones(2, 1)
+    advantages, _ = estimate_advantages(
+        "rloo", token_level_rewards=rewards, response_mask=mask, index=["a", "a"], values=3
+    )
+    assert advantages.tolist() == [[1.0], [-1.0]]
+    with pytest.raises(
+        ValueError, match=r"gae needs values, gamma, lam, .*\(found: token_level_rewards, response_mask\)"
+    ):
+        estimate_advantages(AdvantageEstimator.GAE, token_level_rewards=rewards, response_mask=mask, values=None)
+
+
+def test_an_estimator_with_kwargs_gets_everything_that_is_there(monkeypatch):
+    monkeypatch.setattr(ADV_ESTIMATORS, "_functions", dict(ADV_ESTIMATORS._functions))
+
+    @core_algos.register_adv_est("keeps_all")
+    def keeps_all(response_mask, **rest):
+        return response_mask, rest
+
+    assert estimate_advantages("keeps_all", response_mask=1, values=2, index=None) == (1, {"values": 2})

@@ -1,0 +1,90 @@
+"""KL estimates by hand, on average, and their gradients."""
+
+import math
+
+import pytest
+import torch
+
+from verl.algos.kl import KL_ESTIMATES, compute_kl_loss, kl_penalty
+from verl.config import names
+
+P = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+Q = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+BY_HAND = {"k1": 0.4, "abs": 0.4, "k2": 0.08, "k3": math.exp(-0.4) - 1 + 0.4}
+SAME = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
+def test_the_estimates_are_those_the_configuration_knows():
+    assert tuple(KL_ESTIMATES) == names.KL_PENALTIES
+    for name in names.KL_LOSS_TYPES:
+        kl_penalty(torch.zeros(1), torch.zeros(1), name)
+
+
+@pytest.mark.parametrize("name", names.KL_LOSS_TYPES)
+def test_kl_by_hand(name):
+    # log p - log q = -0.6 + 1.0 = 0.4
+    value = kl_penalty(torch.tensor([-0.6], dtype=torch.float64), torch.tensor([-1.0], dtype=torch.float64), name)
+    plain = name.removesuffix("+")
+    assert value.item() == pytest.approx(BY_HAND[SAME.get(plain, plain)])
+
+
+@pytest.mark.parametrize("name", ["k1", "k3", "k1+", "k3+"])
+def test_the_mean_of_k1_and_k3_over_samples_of_the_policy_is_the_kl(name):
+    expected = (P * (P / Q).log()).sum()
+    torch.testing.assert_close((P * kl_penalty(P.log(), Q.log(), name)).sum(), expected)
+
+
+def mean_gradient(name: str) -> torch.Tensor:
+    """Gradient on the logits of the policy, averaged over tokens sampled from it (each with its probability)."""
+    logits = P.log().requires_grad_()
+    estimates = kl_penalty(torch.log_softmax(logits, -1), Q.log(), name)
+    (P * estimates).sum().backward()
+    return logits.grad
+
+
+@pytest.mark.parametrize("name", [f"{name}+" for name in names.KL_PENALTIES])
+def test_straight_through_forms_have_the_gradient_of_the_kl_on_average(name):
+    logits = P.log().requires_grad_()
+    log_p = torch.log_softmax(logits, -1)
+    (log_p.exp() * (log_p - Q.log())).sum().backward()
+    torch.testing.assert_close(mean_gradient(name), logits.grad)
+
+
+def test_without_straight_through_k1_has_no_gradient_on_average_and_k3_has_another():
+    torch.testing.assert_close(mean_gradient("k1"), torch.zeros(3, dtype=torch.float64))
+    # KL(q || p) has the gradient p - q on the logits.
+    torch.testing.assert_close(mean_gradient("k3"), P - Q)
+
+
+@pytest.mark.parametrize("name", names.KL_LOSS_TYPES)
+def test_the_gradient_of_each_form_matches_finite_differences(name):
+    log_prob = torch.tensor([-0.6, -1.3, -2.0], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
+    kl_penalty(log_prob, ref, name).sum().backward()
+    form = "k2" if name.endswith("+") else name
+    step = 1e-6
+    with torch.no_grad():
+        slope = (kl_penalty(log_prob + step, ref, form) - kl_penalty(log_prob - step, ref, form)) / (2 * step)
+    torch.testing.assert_close(log_prob.grad, slope, rtol=1e-6, atol=1e-8)
+
+
+def test_a_token_the_policy_thinks_impossible_stays_finite():
+    assert kl_penalty(torch.tensor([-1000.0]), torch.tensor([-0.1]), "low_var_kl").isfinite().all()
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf")])
+def test_kl_loss_ignores_masked_tokens_in_value_and_gradient(garbage):
+    log_prob = torch.tensor([[-0.6, garbage], [-0.6, -1.0]], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([[-1.0, garbage], [-1.0, -1.0]], dtype=torch.float64)
+    loss = compute_kl_loss(log_prob, ref, torch.tensor([[1, 0], [1, 1]]), "k3", "token-mean")
+    loss.backward()
+    assert loss.item() == pytest.approx(2 * BY_HAND["k3"] / 3)
+    assert log_prob.grad[0, 1] == 0
+    assert log_prob.grad.isfinite().all()
+
+
+def test_unknown_and_refused_names():
+    with pytest.raises(ValueError, match=r"'full' needs both models' whole distributions.*Use low_var_kl"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "full")
+    with pytest.raises(ValueError, match=r"'k4' is not known. Use one of kl, k1"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "k4")

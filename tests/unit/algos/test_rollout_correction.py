@@ -1,0 +1,126 @@
+"""Truncated importance sampling, masking and mismatch metrics, by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from verl.algos.rollout_correction import correct_rollout, mismatch_metrics, rejection_mask
+from verl.config import RolloutCorrectionConfig, as_config
+
+NAN = float("nan")
+# Ratios of training to rollout policy; row 0 in all 4 · 0.5 = 2, row 1 in all 0.5 · 0.5 · 0.5 = 0.125.
+RATIOS = torch.tensor([[4.0, 0.5, NAN], [0.5, 0.5, 0.5]], dtype=torch.float64)
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
+ROLLOUT = torch.tensor([[-1.0, -2.0, NAN], [-1.0, -2.0, -3.0]], dtype=torch.float64)
+OLD = ROLLOUT + RATIOS.log()
+
+
+def correct(**config):
+    return correct_rollout(OLD, ROLLOUT, MASK, config)
+
+
+def test_without_a_correction_the_mismatch_is_still_measured():
+    result = correct()
+    assert result.weights is None
+    assert torch.equal(result.response_mask, MASK)
+    assert result.metrics["rollout_corr/masked_fraction"] == 0.0
+    # rollout - training log-probs: -log 4 + 4 · log 2 over five tokens
+    assert result.metrics["rollout_corr/kl"] == pytest.approx((-math.log(4) + 4 * math.log(2)) / 5)
+    assert result.metrics["rollout_corr/log_prob_diff"] == pytest.approx((math.log(4) + 4 * math.log(2)) / 5)
+    assert result.metrics["rollout_corr/log_prob_diff_max"] == pytest.approx(math.log(4))
+    # k3 under the rollout: ratio - 1 - log ratio
+    k3 = (4 - 1 - math.log(4)) + 4 * (0.5 - 1 + math.log(2))
+    assert result.metrics["rollout_corr/k3_kl"] == pytest.approx(k3 / 5)
+    assert result.metrics["rollout_corr/ratio_mean"] == pytest.approx((4 + 4 * 0.5) / 5)
+    assert result.metrics["rollout_corr/sequence_ratio_mean"] == pytest.approx((2 + 0.125) / 2)
+    assert result.metrics["rollout_corr/ratio_p01"] == pytest.approx(0.5)
+    assert result.metrics["rollout_corr/ratio_p50"] == pytest.approx(0.5)
+    assert result.metrics["rollout_corr/ratio_p99"] == pytest.approx(4.0)
+    # (Σ w)² / (n Σ w²) = 6² / (5 · 17)
+    assert result.metrics["rollout_corr/effective_share"] == pytest.approx(36 / 85)
+
+
+def test_token_level_truncated_importance_sampling():
+    result = correct(rollout_is="token", rollout_is_threshold=2.0)
+    assert result.weights.tolist() == [pytest.approx([2.0, 0.5, 0.0]), pytest.approx([0.5, 0.5, 0.5])]
+    assert result.metrics["rollout_corr/truncated_fraction"] == pytest.approx(1 / 5)
+    assert result.metrics["rollout_corr/weight_mean"] == pytest.approx((2 + 4 * 0.5) / 5)
+    assert torch.equal(result.response_mask, MASK)
+
+
+def test_sequence_level_truncated_importance_sampling():
+    result = correct(rollout_is="sequence", rollout_is_threshold=1.5)
+    assert result.weights.tolist() == [pytest.approx([1.5, 1.5, 0.0]), pytest.approx([0.125] * 3)]
+    assert result.metrics["rollout_corr/truncated_fraction"] == pytest.approx(2 / 5)
+
+
+def test_masking_tokens():
+    result = correct(rollout_rs="token", rollout_rs_threshold=3.0, rollout_rs_threshold_lower=0.4)
+    assert result.response_mask.tolist() == [[0, 1, 0], [1, 1, 1]]
+    assert result.response_mask.dtype == MASK.dtype
+    assert result.metrics["rollout_corr/masked_fraction"] == pytest.approx(1 / 5)
+    assert result.metrics["rollout_corr/masked_sequence_fraction"] == 0.0
+
+
+def test_masking_sequences_by_the_product_of_their_ratios():
+    result = correct(rollout_rs="sequence", rollout_rs_threshold=4.0)
+    # 2 is within [1/4, 4], 0.125 is not
+    assert result.response_mask.tolist() == [[1, 1, 0], [0, 0, 0]]
+    assert result.metrics["rollout_corr/masked_fraction"] == pytest.approx(3 / 5)
+    assert result.metrics["rollout_corr/masked_sequence_fraction"] == pytest.approx(1 / 2)
+
+
+def test_masking_sequences_by_the_geometric_mean_of_their_ratios():
+    # √2 = 1.414 and 0.125^(1/3) = 0.5
+    wide = correct(rollout_rs="geometric", rollout_rs_threshold=2.1)
+    assert wide.response_mask.tolist() == MASK.tolist()
+    narrow = correct(rollout_rs="geometric", rollout_rs_threshold=1.4, rollout_rs_threshold_lower=0.4)
+    assert narrow.response_mask.tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_thresholds_default_to_those_of_the_weights():
+    # tokens within [1 / 2.5, 2.5] stay
+    result = correct(rollout_is="token", rollout_is_threshold=2.5, rollout_rs="token")
+    assert result.response_mask.tolist() == [[0, 1, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("wrap", [dict, OmegaConf.create, lambda c: as_config(RolloutCorrectionConfig, c)])
+def test_any_kind_of_configuration_is_accepted(wrap):
+    result = correct_rollout(OLD, ROLLOUT, MASK, wrap({"rollout_is": "token", "rollout_is_threshold": 3.0}))
+    assert result.weights[0, 0] == 3.0
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_equal_policies_have_weight_one_mask_nothing_and_show_no_mismatch(seed):
+    rng = torch.Generator().manual_seed(seed)
+    log_probs = -torch.rand(3, 5, generator=rng)
+    mask = (torch.rand(3, 5, generator=rng) < 0.5).long()
+    for level in ("token", "sequence"):
+        result = correct_rollout(log_probs, log_probs, mask, {"rollout_is": level, "rollout_rs": level})
+        assert torch.equal(result.weights, mask.float())
+        assert torch.equal(result.response_mask, mask)
+        assert result.metrics["rollout_corr/log_prob_diff"] == 0.0
+
+
+def test_an_empty_batch_measures_zero_and_not_nan():
+    metrics = mismatch_metrics(OLD, ROLLOUT, torch.zeros_like(MASK))
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_quantiles_of_many_tokens_are_read_from_an_even_sample():
+    rows = torch.linspace(-1, 1, 1500 * 1000).view(1500, 1000)
+    metrics = mismatch_metrics(rows, torch.zeros_like(rows), torch.ones_like(rows))
+    assert metrics["rollout_corr/ratio_p50"] == pytest.approx(1.0, abs=1e-3)
+    assert metrics["rollout_corr/ratio_p99"] == pytest.approx(math.exp(0.98), abs=1e-2)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="rollout_rs_threshold_lower: 3 is above the upper one, 2"):
+        rejection_mask(OLD, MASK, "token", 3.0, 2.0)
+    with pytest.raises(ValueError, match=r"'word' is not known. Use token, sequence or geometric"):
+        rejection_mask(OLD, MASK, "word", 0.5, 2.0)

@@ -1,0 +1,257 @@
+"""Metrics of a step and of a validation: worked values, nothing from masked tokens or fillers, exact vectorisation."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.metric_utils import (
+    bootstrap_metric,
+    calc_maj_val,
+    compute_data_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+    process_validation_metrics,
+    reduce_metrics,
+)
+
+# Two rows of 2 + 3 tokens (row 0: one prompt token, a tool token in its answer; row 1: one answer token).
+PROMPT_MASK = [[0, 1], [1, 1]]
+REAL_RESPONSE = [[1, 1, 1], [1, 0, 0]]
+RESPONSE_MASK = [[1, 0, 1], [1, 0, 0]]
+
+
+def make_batch(**extra) -> DataProto:
+    tensors = {
+        "attention_mask": torch.cat([torch.tensor(PROMPT_MASK), torch.tensor(REAL_RESPONSE)], dim=1),
+        "response_mask": torch.tensor(RESPONSE_MASK),
+        "token_level_scores": torch.tensor([[0.0, 0, 1], [0.5, 0, 0]]),
+        "token_level_rewards": torch.tensor([[0.25, 0, 0.5], [0.25, 0, 0]]),
+        "advantages": torch.tensor([[1.0, 9, 3], [-4, 9, 9]]),
+        "returns": torch.tensor([[1.0, 9, 2], [3, 9, 9]]),
+        "values": torch.tensor([[1.0, 9, 1], [1, 9, 9]]),
+        "old_log_probs": torch.tensor([[-1.0, 9, -2], [-3, 9, 9]]),
+        "ref_log_prob": torch.tensor([[-1.5, 9, -2], [-4, 9, 9]]),
+        "rollout_log_probs": torch.tensor([[-1.0, 0, -2.5], [-3, 0, 0]]),
+    }
+    tensors |= extra
+    return DataProto.from_dict({name: value for name, value in tensors.items() if value is not None})
+
+
+def test_worked_example():
+    metrics = compute_data_metrics(make_batch())
+    expected = {
+        "critic/score/mean": 0.75,
+        "critic/score/max": 1.0,
+        "critic/score/min": 0.5,
+        "critic/rewards/mean": 0.5,
+        "critic/rewards/max": 0.75,
+        "critic/rewards/min": 0.25,
+        "reward/mean": 0.5,
+        "critic/advantages/mean": 0.0,
+        "critic/advantages/max": 3.0,
+        "critic/advantages/min": -4.0,
+        "critic/returns/mean": 2.0,
+        "critic/returns/max": 3.0,
+        "critic/returns/min": 1.0,
+        "critic/values/mean": 1.0,
+        "critic/values/max": 1.0,
+        "critic/values/min": 1.0,
+        "critic/vf_explained_var": 0.0,
+        "kl/mean": 0.5,
+        "rollout/log_prob_diff_mean": 0.5 / 3,
+        "rollout/log_prob_diff_max": 0.5,
+        "rollout/mismatch_kl": (math.exp(0.5) - 1.5) / 3,
+        "response_length/mean": 2.0,
+        "response_length/max": 3.0,
+        "response_length/min": 1.0,
+        "response_length/clip_ratio": 0.5,
+        "prompt_length/mean": 1.5,
+        "prompt_length/max": 2.0,
+        "prompt_length/min": 1.0,
+        "prompt_length/clip_ratio": 0.5,
+    }
+    assert metrics == pytest.approx(expected, abs=2e-5)
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_optional_columns_bring_their_metrics_or_none():
+    batch = make_batch(values=None, ref_log_prob=None, rollout_log_probs=None, token_level_rewards=None)
+    metrics = compute_data_metrics(batch)
+    assert not [name for name in metrics if name.startswith(("critic/values", "critic/vf", "kl/", "rollout/"))]
+    assert metrics["reward/mean"] == metrics["critic/score/mean"] == 0.75
+    assert "critic/values/mean" not in compute_data_metrics(make_batch(), use_critic=False)
+
+
+def test_a_critic_that_is_right_explains_all_variance():
+    returns = make_batch().batch["returns"]
+    assert compute_data_metrics(make_batch(values=returns))["critic/vf_explained_var"] == pytest.approx(1.0)
+
+
+def test_clip_ratio_follows_the_configured_limit():
+    batch = make_batch()
+    batch.meta_info = {"max_response_length": 4, "max_prompt_length": 1}
+    metrics = compute_data_metrics(batch)
+    assert (metrics["response_length/clip_ratio"], metrics["prompt_length/clip_ratio"]) == (0.0, 1.0)
+
+
+def test_masked_tokens_and_filler_rows_change_nothing():
+    clean = make_batch()
+    filled = DataProto.concat([clean, clean])
+    filled.batch["response_mask"][2:] = 0
+    off = filled.batch["response_mask"] == 0
+    for name in ("token_level_scores", "token_level_rewards", "advantages", "returns", "values"):
+        filled.batch[name][off] = float("nan")
+    for name in ("old_log_probs", "ref_log_prob", "rollout_log_probs"):
+        filled.batch[name][off] = float("inf")
+    timing = {"gen": 2.0, "step": 4.0}
+    assert compute_data_metrics(filled) == pytest.approx(compute_data_metrics(clean))
+    assert compute_timing_metrics(filled, timing) == compute_timing_metrics(clean, timing)
+    assert compute_throughout_metrics(filled, timing, 2) == compute_throughout_metrics(clean, timing, 2)
+
+
+def test_a_batch_without_sampled_tokens_gives_numbers():
+    batch = make_batch(response_mask=torch.zeros(2, 3, dtype=torch.long))
+    metrics = compute_data_metrics(batch) | compute_timing_metrics(batch, {"gen": 1.0, "step": 0.0})
+    metrics |= compute_throughout_metrics(batch, {"step": 0.0}, 1)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["reward/mean"] == metrics["critic/vf_explained_var"] == metrics["perf/throughput"] == 0.0
+
+
+def test_a_huge_difference_to_the_rollout_stays_finite():
+    far = make_batch(rollout_log_probs=torch.full((2, 3), -1e4))
+    assert math.isfinite(compute_data_metrics(far)["rollout/mismatch_kl"])
+
+
+def test_timing_and_throughput():
+    timing = {"gen": 2.0, "update_actor": 7.0, "testing": 5.0, "save_checkpoint": 1.0, "step": 14.0}
+    metrics = compute_timing_metrics(make_batch(), timing)
+    assert {name: metrics[f"timing_s/{name}"] for name in timing} == timing
+    assert metrics["timing_per_token_ms/gen"] == 2000.0 / 4
+    assert metrics["timing_per_token_ms/update_actor"] == 7000.0 / 7
+    assert not {"timing_per_token_ms/testing", "timing_per_token_ms/save_checkpoint"} & metrics.keys()
+    assert compute_throughout_metrics(make_batch(), timing, n_gpus=2) == {
+        "perf/total_num_tokens": 7.0,
+        "perf/time_per_step": 14.0,
+        "perf/throughput": 0.25,
+    }
+    with pytest.raises(ValueError, match="n_gpus"):
+        compute_throughout_metrics(make_batch(), timing, n_gpus=0)
+
+
+def test_a_batch_by_reference_gives_the_same_from_the_columns_it_needs(ray_cluster):
+    from verl.single_controller.ray.batch_ref import BatchRef, traffic
+
+    batch = make_batch(
+        prompts=torch.tensor([[0, 5], [6, 7]]),
+        responses=torch.tensor([[1, 2, 3], [4, 0, 0]]),
+        never_needed=torch.zeros(2, 100_000),
+    )
+    stored = BatchRef.from_dataproto(batch)
+    before = traffic.fetched
+    timing = {"gen": 1.0, "step": 2.0}
+    metrics = compute_data_metrics(stored) | compute_timing_metrics(stored, timing)
+    metrics |= compute_throughout_metrics(stored, timing, 1)
+    expected = compute_data_metrics(batch) | compute_timing_metrics(batch, timing)
+    assert metrics == pytest.approx(expected | compute_throughout_metrics(batch, timing, 1))
+    assert traffic.fetched - before < 1000
+
+
+# ---------------------------------------------------------------- validation
+
+
+def test_bootstrap_reduces_subsets_of_the_right_size():
+    data = [1.0, 2.0, 3.0, 4.0]
+    (best, _), (worst, _), (mean, spread), (size, no_spread) = bootstrap_metric(data, 3, [np.max, np.min, np.mean, len])
+    assert (size, no_spread) == (3.0, 0.0)
+    # E[max of 3 draws with replacement] = Σ k (k³ - (k-1)³) / 64
+    exact = sum(k * (k**3 - (k - 1) ** 3) for k in (1, 2, 3, 4)) / 64
+    assert best == pytest.approx(exact, abs=0.1)
+    assert worst == pytest.approx(5 - exact, abs=0.1)
+    assert mean == pytest.approx(2.5, abs=0.1)
+    assert spread == pytest.approx(math.sqrt(1.25 / 3), abs=0.05)
+
+
+def test_bootstrap_is_the_same_for_the_same_seed_and_for_fast_and_slow_reductions():
+    data = [0.3, 0.1, 0.9]
+    fast = bootstrap_metric(data, 2, [np.max, min])
+    slow = bootstrap_metric(data, 2, [lambda drawn: max(drawn), lambda drawn: min(drawn)])
+    np.testing.assert_allclose(fast, slow)
+    assert bootstrap_metric(data, 2, [np.max], seed=1) != bootstrap_metric(data, 2, [np.max], seed=2)
+    with pytest.raises(ValueError, match="bootstrap"):
+        bootstrap_metric([], 2, [np.max])
+
+
+def test_majority_value_is_that_of_the_winning_answer_and_the_first_wins_a_tie():
+    votes = [{"pred": "7", "acc": 0.0}, {"pred": "8", "acc": 1.0}, {"pred": "8", "acc": 1.0}]
+    assert calc_maj_val(votes, "pred", "acc") == 1.0
+    assert calc_maj_val(votes[:2], "pred", "acc") == 0.0
+
+
+def test_validation_metrics_are_averaged_over_prompts_of_each_source():
+    metrics = process_validation_metrics(
+        ["gsm8k", "math", "gsm8k"], ["a", "b", "c"], {"reward": [1.0, 0.25, 0.0], "acc": [True, False, False]}
+    )
+    assert metrics == {
+        "gsm8k": {"reward": {"mean@1": 0.5}, "acc": {"mean@1": 0.5}},
+        "math": {"reward": {"mean@1": 0.25}, "acc": {"mean@1": 0.0}},
+    }
+
+
+def test_validation_of_several_samples_per_prompt_has_best_worst_and_majority():
+    infos = {"acc": [1.0, 0.0, 1.0, 0.0], "pred": ["4", "5", "4", "6"], "note": ["x"] * 4}
+    metrics = process_validation_metrics(["gsm8k"] * 4, ["a"] * 4, infos)["gsm8k"]
+    assert list(metrics) == ["acc"]
+    names = {f"{kind}@{k}/{part}" for kind in ("best", "worst", "maj") for k in (2, 4) for part in ("mean", "std")}
+    assert set(metrics["acc"]) == names | {"mean@4", "std@4"}
+    assert metrics["acc"]["mean@4"] == metrics["acc"]["std@4"] == 0.5
+    assert metrics["acc"]["best@2/mean"] == pytest.approx(0.75, abs=0.05)
+    assert metrics["acc"]["best@4/mean"] > metrics["acc"]["best@2/mean"] > 0.5 > metrics["acc"]["worst@2/mean"]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_all_prompts_at_once_equal_one_prompt_at_a_time(data):
+    n, prompts = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 4))
+    total = n * prompts
+    values = data.draw(st.lists(st.floats(-2, 2), min_size=total, max_size=total))
+    preds = data.draw(st.lists(st.sampled_from(["1", "2", "3"]), min_size=total, max_size=total))
+    uids = [str(row % prompts) for row in range(total)]  # samples of a prompt need not stand together
+    got = process_validation_metrics(["s"] * total, uids, {"reward": values, "pred": preds}, seed=3)["s"]["reward"]
+    singles = []
+    for prompt in range(prompts):
+        own = [{"value": v, "pred": p} for v, p in zip(values[prompt::prompts], preds[prompt::prompts], strict=True)]
+        numbers = [item["value"] for item in own]
+        (best, worst) = bootstrap_metric(numbers, n, [np.max, np.min], seed=3)
+        (majority,) = bootstrap_metric(own, n, [lambda drawn: calc_maj_val(drawn, "pred", "value")], seed=3)
+        singles.append([np.mean(numbers), *best, *worst, *majority])
+    names = [f"mean@{n}"] + [f"{kind}@{n}/{part}" for kind in ("best", "worst", "maj") for part in ("mean", "std")]
+    assert [got[name] for name in names] == pytest.approx(np.mean(singles, axis=0).tolist(), abs=1e-9)
+
+
+def test_prompts_do_not_mix_when_their_votes_are_equal():
+    uids = ["a", "a", "b", "b"]
+    infos = {"acc": [1.0, 1.0, 0.0, 0.0], "pred": ["4", "4", "4", "4"]}
+    metrics = process_validation_metrics(["s"] * 4, uids, infos)["s"]["acc"]
+    assert (metrics["maj@2/mean"], metrics["maj@2/std"]) == (0.5, 0.0)
+
+
+def test_samples_without_a_value_and_prompts_of_different_counts():
+    infos = {"acc": [1.0, None, 0.0, float("nan")], "empty": [None] * 4}
+    metrics = process_validation_metrics(["s"] * 4, ["a", "a", "b", "c"], infos)["s"]
+    assert metrics == {"acc": {"mean@1": 0.5}}
+    metrics = process_validation_metrics(["s"] * 3, ["a", "a", "b"], {"acc": [1, 0, 1]})["s"]["acc"]
+    assert (metrics["mean@1"], metrics["mean@2"]) == (1.0, 0.5)
+
+
+def test_infos_of_another_length_are_named():
+    with pytest.raises(ValueError, match="acc: 1 entries for 2 samples"):
+        process_validation_metrics(["s", "s"], ["a", "b"], {"acc": [1.0]})
+
+
+def test_reduce_metrics_is_the_shared_one():
+    assert reduce_metrics({"x/max": [1.0, 3.0], "y": [(2.0, 4)]}) == {"x/max": 3.0, "y": 0.5}

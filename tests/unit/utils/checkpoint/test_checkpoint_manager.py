@@ -1,0 +1,344 @@
+"""CheckpointManager and resume: newest whole step, retention, copies elsewhere, and errors that name the file."""
+
+import logging
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from verl.utils.checkpoint.checkpoint_manager import (
+    CheckpointManager,
+    find_latest_ckpt_path,
+    reading,
+    resolve_resume,
+)
+from verl.utils.checkpoint.manifest import write_manifest
+
+REPOSITORY = Path(__file__).parents[4]
+
+
+def save(root, step, max_to_keep=None, remote=None, content=None) -> Path:
+    manager = CheckpointManager(root, max_to_keep, remote)
+    folder = manager.begin(step)
+    (folder / "actor").mkdir()
+    (folder / "actor" / "weights.bin").write_bytes(content or f"weights {step}".encode())
+    (folder / "trainer.pt").write_bytes(b"state")
+    return manager.commit(step)
+
+
+def steps(root) -> list[str]:
+    return sorted(path.name for path in Path(root).glob("global_step_*"))
+
+
+def hidden(root) -> list[str]:
+    return sorted(path.name for path in Path(root).iterdir() if path.name.startswith(".") and path.name != ".lock")
+
+
+def start(code: str) -> subprocess.Popen:
+    """Another process that runs `code`, has printed `begun`, and goes on when its input is closed."""
+    code = f"import sys; from verl.utils.checkpoint import checkpoint_manager as c\n{code}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPOSITORY
+    )
+    assert process.stdout.readline() == b"begun\n"
+    return process
+
+
+@pytest.fixture
+def memory_url():
+    url = f"memory://{uuid.uuid4().hex}"
+    yield url
+    store = fsspec.filesystem("memory")
+    if store.exists(url):
+        store.rm(url, recursive=True)
+
+
+# ---------------------------------------------------------------- saving
+
+
+def test_a_step_appears_only_when_committed(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    folder = manager.begin(3)
+    assert folder.parent == tmp_path
+    (folder / "weights").write_bytes(b"w")
+    assert steps(tmp_path) == []
+    assert manager.latest_whole() is None
+    assert folder.exists(), "looking for steps must not remove the one being written"
+    path = manager.commit(3)
+    assert path == tmp_path / "global_step_3" == manager.latest_whole()
+    assert manager.verify(path) == []
+    assert (tmp_path / "latest").read_text() == "global_step_3"
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert hidden(tmp_path) == []
+
+
+def test_commit_needs_its_begin_and_files(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(ValueError, match="without begin"):
+        manager.commit(1)
+    manager.begin(1)
+    with pytest.raises(ValueError, match="without begin"):
+        manager.commit(2)
+    with pytest.raises(ValueError, match="no files"):
+        manager.commit(1)
+    with pytest.raises(ValueError, match="negative"):
+        manager.begin(-1)
+    assert steps(tmp_path) == []
+
+
+def test_an_abandoned_save_gives_way_to_the_next(tmp_path):
+    abandoned = CheckpointManager(tmp_path)
+    (abandoned.begin(1) / "half").write_bytes(b"h")
+    save(tmp_path, 2)
+    assert steps(tmp_path) == ["global_step_2"]
+    assert hidden(tmp_path) == []
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 1, content=b"old")
+    path = save(tmp_path, 1, content=b"new")
+    assert (path / "actor" / "weights.bin").read_bytes() == b"new"
+    assert CheckpointManager.verify(path) == []
+    assert hidden(tmp_path) == []
+
+
+def test_another_process_that_is_saving_is_an_error_and_its_work_is_left_alone(tmp_path):
+    other = start(
+        f"m = c.CheckpointManager({str(tmp_path)!r}); (m.begin(1) / 'w').write_bytes(b'w')\n"
+        "print('begun', flush=True); sys.stdin.read(); m.commit(1)"
+    )
+    with pytest.raises(ValueError, match="another process is saving"):
+        CheckpointManager(tmp_path).begin(2)
+    CheckpointManager(tmp_path).clean()
+    other.communicate()
+    assert other.returncode == 0
+    assert steps(tmp_path) == ["global_step_1"]
+
+
+# ---------------------------------------------------------------- retention
+
+
+def test_retention_keeps_the_newest(tmp_path):
+    for step in (2, 4, 10, 12):
+        save(tmp_path, step, max_to_keep=2)
+    assert steps(tmp_path) == ["global_step_10", "global_step_12"]
+    with pytest.raises(ValueError, match="would keep no step"):
+        CheckpointManager(tmp_path, max_to_keep=0)
+
+
+def test_retention_leaves_a_step_that_is_read_until_it_is_not(tmp_path):
+    first = save(tmp_path, 1)
+    with reading(first):
+        save(tmp_path, 2, max_to_keep=1)
+        assert CheckpointManager.verify(first) == []
+    save(tmp_path, 3, max_to_keep=1)
+    assert steps(tmp_path) == ["global_step_3"]
+
+
+def test_retention_sees_readers_in_other_processes(tmp_path):
+    first = save(tmp_path, 1)
+    reader = start(f"with c.reading({str(first)!r}): print('begun', flush=True); sys.stdin.read()")
+    save(tmp_path, 2, max_to_keep=1)
+    assert steps(tmp_path) == ["global_step_1", "global_step_2"]
+    reader.communicate()
+    assert reader.returncode == 0
+    save(tmp_path, 3, max_to_keep=1)
+    assert steps(tmp_path) == ["global_step_3"]
+
+
+def test_reading_a_deleted_step_is_an_error(tmp_path):
+    first = save(tmp_path, 1)
+    save(tmp_path, 2, max_to_keep=1)
+    with pytest.raises(FileNotFoundError), reading(first):
+        pass
+
+
+def test_retention_counts_whole_steps_and_never_touches_folders_that_are_not_ours(tmp_path):
+    save(tmp_path, 1)
+    damaged = save(tmp_path, 2)
+    (damaged / "trainer.pt").unlink()
+    (tmp_path / "global_step_99").mkdir()
+    save(tmp_path, 3, max_to_keep=2)
+    assert steps(tmp_path) == ["global_step_1", "global_step_2", "global_step_3", "global_step_99"]
+    save(tmp_path, 4, max_to_keep=2)
+    assert steps(tmp_path) == ["global_step_3", "global_step_4", "global_step_99"]
+
+
+def test_going_back_and_saving_a_lower_step_makes_that_the_newest(tmp_path):
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    path = save(tmp_path, 6, max_to_keep=2)
+    assert steps(tmp_path) == ["global_step_15", "global_step_6"]
+    assert CheckpointManager(tmp_path).latest_whole() == path
+    assert find_latest_ckpt_path(tmp_path) == str(path)
+
+
+# ---------------------------------------------------------------- finding
+
+
+def test_steps_sort_as_numbers_and_other_names_are_ignored(tmp_path):
+    assert find_latest_ckpt_path(tmp_path / "nowhere") is None
+    assert find_latest_ckpt_path(None) is None
+    for name in ("step-9", "step-10", "step-x", "step-", "other-11"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "w").write_bytes(b"w")
+        write_manifest(tmp_path / name, 1, serial=1)
+    assert find_latest_ckpt_path(tmp_path, "step-{}") == str(tmp_path / "step-10")
+    assert find_latest_ckpt_path(tmp_path) is None
+    with pytest.raises(ValueError, match="directory_format"):
+        find_latest_ckpt_path(tmp_path, "step")
+
+
+def truncate(folder):
+    (folder / "actor" / "weights.bin").write_bytes(b"wei")
+
+
+def flip(folder):
+    file = folder / "actor" / "weights.bin"
+    content = bytearray(file.read_bytes())
+    content[2] ^= 4
+    file.write_bytes(content)
+
+
+def remove(folder):
+    (folder / "actor" / "weights.bin").unlink()
+
+
+def unfinish(folder):
+    (folder / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (truncate, "actor/weights.bin: truncated"),
+        (flip, "actor/weights.bin: damaged"),
+        (remove, "actor/weights.bin: missing"),
+        (unfinish, "manifest.json: missing"),
+    ],
+)
+def test_a_damaged_step_is_named_and_the_one_before_is_used(tmp_path, caplog, damage, named):
+    whole = save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    damage(newest)
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        assert CheckpointManager(tmp_path).latest_whole() == whole
+    assert str(newest) in caplog.text
+    assert named in caplog.text
+    assert find_latest_ckpt_path(tmp_path) == str(whole)
+    assert resolve_resume("auto", tmp_path) == whole
+    with pytest.raises(ValueError, match=named) as error:
+        resolve_resume("resume_path", tmp_path, newest)
+    assert f"set trainer.resume_from_path={whole}" in str(error.value)
+
+
+# ---------------------------------------------------------------- resuming
+
+
+def test_auto_begins_anew_only_where_there_is_no_step(tmp_path):
+    assert resolve_resume("auto", tmp_path / "nowhere") is None
+    assert resolve_resume("auto", tmp_path) is None
+    truncate(save(tmp_path, 1))
+    with pytest.raises(ValueError, match=r"global_step_1: actor/weights.bin: truncated.*resume_mode=disable"):
+        resolve_resume("auto", tmp_path)
+    assert resolve_resume("disable", tmp_path) is None
+
+
+def test_resume_path_errors_say_what_to_set(tmp_path):
+    early, late = save(tmp_path, 1), save(tmp_path, 8)
+    assert resolve_resume("resume_path", tmp_path / "other", str(early)) == early
+    with pytest.raises(ValueError, match="needs it"):
+        resolve_resume("resume_path", tmp_path)
+    with pytest.raises(ValueError, match=rf"does not exist. The newest whole step before it is {early}"):
+        resolve_resume("resume_path", tmp_path, tmp_path / "global_step_5")
+    with pytest.raises(ValueError, match=rf"folder of steps, not a step. The newest whole step there is {late}"):
+        resolve_resume("resume_path", tmp_path, tmp_path)
+    with pytest.raises(ValueError, match="There is no whole step in"):
+        resolve_resume("resume_path", tmp_path, tmp_path / "nowhere" / "global_step_5")
+    with pytest.raises(ValueError, match="resume_mode: 'latest' is unknown"):
+        resolve_resume("latest", tmp_path)
+
+
+def test_many_problems_are_summed_up(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    folder = manager.begin(1)
+    for shard in range(9):
+        (folder / f"shard_{shard}").write_bytes(b"s")
+    path = manager.commit(1)
+    for shard in range(9):
+        (path / f"shard_{shard}").unlink()
+    with pytest.raises(ValueError, match=r"shard_4: missing; and 4 more"):
+        resolve_resume("resume_path", tmp_path, path)
+
+
+# ---------------------------------------------------------------- copies elsewhere
+
+
+def test_a_copy_travels_and_is_resumed_from_on_a_new_machine(tmp_path, memory_url):
+    save(tmp_path / "old", 1, remote=memory_url)
+    save(tmp_path / "old", 2, remote=memory_url)
+    assert fsspec.filesystem("memory").cat(f"{memory_url}/latest") == b"global_step_2"
+    fetched = resolve_resume("auto", tmp_path / "new", remote=memory_url)
+    assert fetched.name == "global_step_2"
+    assert tmp_path / "new" in fetched.parents
+    assert CheckpointManager.verify(fetched) == []
+    # The next save is newer than what it began from, also for the copies.
+    own = save(tmp_path / "new", 3, remote=memory_url)
+    assert resolve_resume("auto", tmp_path / "new", remote=memory_url) == own
+    assert not fetched.exists()
+
+
+def test_local_is_preferred_unless_the_copy_is_newer_and_whole(tmp_path, memory_url):
+    first = save(tmp_path, 1, remote=memory_url)
+    second = save(tmp_path, 2, remote=memory_url)
+    assert resolve_resume("auto", tmp_path, remote=memory_url) == second
+    truncate(second)
+    fetched = resolve_resume("auto", tmp_path, remote=memory_url)
+    assert fetched.name == "global_step_2"
+    assert fetched != second
+    fsspec.filesystem("memory").pipe(f"{memory_url}/global_step_2/trainer.pt", b"????")
+    assert resolve_resume("auto", tmp_path, remote=memory_url) == first
+
+
+def test_an_unfinished_copy_is_passed_over(tmp_path, memory_url):
+    for step in (1, 2):
+        save(tmp_path / "old", step, remote=memory_url)
+    fsspec.filesystem("memory").rm(f"{memory_url}/global_step_2/manifest.json")
+    assert resolve_resume("auto", tmp_path / "new", remote=memory_url).name == "global_step_1"
+    assert resolve_resume("auto", tmp_path / "new", remote=f"{memory_url}/nothing") is None
+
+
+def test_resume_path_may_be_a_url(tmp_path, memory_url):
+    save(tmp_path / "old", 1, remote=memory_url)
+    path = resolve_resume("resume_path", tmp_path / "new", f"{memory_url}/global_step_1")
+    assert (path / "actor" / "weights.bin").read_bytes() == b"weights 1"
+
+
+def test_a_copy_is_replaced_whole(tmp_path, memory_url):
+    manager = CheckpointManager(tmp_path, remote=memory_url)
+    (manager.begin(1) / "only_in_the_first").write_bytes(b"w")
+    manager.commit(1)
+    save(tmp_path, 1, remote=memory_url)
+    assert not fsspec.filesystem("memory").exists(f"{memory_url}/global_step_1/only_in_the_first")
+
+
+def test_a_failing_copy_is_logged_and_the_step_stays(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("verl.utils.checkpoint.remote._PAUSE_SECONDS", 0.0)
+    (tmp_path / "no_folder").write_bytes(b"a file where the folder should be")
+    with caplog.at_level(logging.ERROR, logger="verl"):
+        path = save(tmp_path / "root", 1, remote=str(tmp_path / "no_folder"))
+    assert CheckpointManager.verify(path) == []
+    assert "exists only locally" in caplog.text
+
+
+def test_an_unknown_remote_is_refused_before_anything_is_saved(tmp_path):
+    with pytest.raises(ValueError, match="default_hdfs_dir"):
+        CheckpointManager(tmp_path, remote="nosuchscheme://bucket")
+
+
+def test_importing_it_needs_no_torch():
+    code = "import sys, verl.utils.checkpoint.checkpoint_manager; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0

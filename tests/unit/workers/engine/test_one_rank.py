@@ -1,0 +1,484 @@
+"""On one rank the engine is plain transformers: same numbers, same gradients, same files."""
+
+import copy
+import math
+
+import pytest
+import torch
+from engine_cases import (
+    DEVICE,
+    assert_close,
+    engine_gradients,
+    make_batch,
+    make_engine,
+    plain_fields,
+    plain_gradients,
+    token_loss,
+    whole_weights,
+)
+from tiny import save_tiny_model, tiny_config, tiny_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from verl.models.heads import ValueModel
+from verl.protocol import DataProto
+from verl.workers.engine.base import Counts, MicroBatching, TensorSpec
+
+BOTH = ["log_probs", "entropy"]
+
+
+def train(engine, data, outputs=("log_probs",), steps=1, **arguments):
+    metrics = []
+    for _ in range(steps):
+        engine.forward_backward(data, token_loss, outputs, **arguments)
+        metrics.append(engine.optimizer_step())
+    return metrics
+
+
+def random_head(model, seed=3):
+    torch.manual_seed(seed)
+    value = ValueModel(model.base_model)
+    torch.nn.init.normal_(value.score.weight)
+    torch.nn.init.normal_(value.score.bias)
+    return value
+
+
+# ---------------------------------------------------------------- equal to transformers
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("gemma2", {"head_dim": 16, "final_logit_softcapping": 0.5}),
+        ("gpt2", {"tie_word_embeddings": True}),
+    ],
+)
+def test_fields_and_gradients_equal_plain_transformers(family, changes, temperature):
+    data, model = make_batch(), tiny_model(family, **changes)
+    engine = make_engine(model)
+    with torch.no_grad():
+        wanted = plain_fields(model, data, temperature)
+    found = engine.infer(data, BOTH, temperature)
+    assert_close({name: found.batch[name] for name in BOTH}, wanted)
+    metrics = engine.forward_backward(data, token_loss, BOTH, temperature)
+    gradients = plain_gradients(family, data, temperature, **changes)
+    assert_close(engine_gradients(engine), gradients)
+    tokens = float(data.batch["response_mask"].sum())
+    assert metrics["tokens"] == (tokens, tokens)
+
+
+@pytest.mark.parametrize(
+    ("micro", "changes", "batch"),
+    [
+        (MicroBatching(size=1), {}, {}),
+        (MicroBatching(size=4), {}, {}),
+        (MicroBatching(max_tokens=20), {}, {}),
+        (MicroBatching(), {"enable_gradient_checkpointing": False}, {}),
+        (MicroBatching(), {"reshard_after_forward": False}, {}),
+        (MicroBatching(size=2), {}, {"extra_prompt": 13}),
+    ],
+)
+def test_gradients_do_not_depend_on_how_the_rows_are_cut_padded_or_recomputed(micro, changes, batch):
+    model = tiny_model()
+    engine = make_engine(model, **{"enable_gradient_checkpointing": True, **changes})
+    engine.forward_backward(make_batch(**batch), token_loss, BOTH, 0.8, micro)
+    assert_close(engine_gradients(engine), plain_gradients("qwen2", make_batch(), 0.8))
+
+
+def test_accumulated_halves_with_global_counts_equal_the_whole():
+    data, model = make_batch(rows=6), tiny_model()
+    whole, halves = make_engine(model), make_engine(model)
+    whole.forward_backward(data, token_loss, BOTH)
+    mask = data.batch["response_mask"]
+    counts = Counts(float(mask.sum()), float(mask.any(1).sum()))
+    for part in data.chunk(2):
+        halves.forward_backward(part, token_loss, BOTH, counts=counts)
+    assert_close(engine_gradients(halves), engine_gradients(whole))
+
+
+def moved_padding(data, side):
+    """The same tokens with each row's padding moved to one side of its prompt and of its response."""
+    batch, width = data.batch, data.batch["responses"].shape[1]
+    rows = {"input_ids": [], "attention_mask": []}
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+        prompt, response = ids[:-width][mask[:-width]], ids[-width:][mask[-width:]]
+        padding = torch.full((len(ids) - width - len(prompt),), 7)
+        front = [padding, prompt] if side == "left" else [prompt, padding]
+        rows["input_ids"].append(torch.cat([*front, response, torch.full((width - len(response),), 11)]))
+        on = [torch.zeros_like(padding), torch.ones_like(prompt)]
+        mask_front = on if side == "left" else on[::-1]
+        response_mask = (torch.arange(width) < len(response)).long()
+        rows["attention_mask"].append(torch.cat([*mask_front, response_mask]))
+    tensors = {key: torch.stack(value) for key, value in rows.items()}
+    return DataProto.from_dict({**tensors, "responses": tensors["input_ids"][:, -width:]})
+
+
+def test_neither_the_side_of_padding_nor_the_ids_in_it_change_a_bit():
+    data, engine = make_batch(), make_engine(tiny_model())
+    wanted = engine.infer(data, BOTH).batch
+    for other in (moved_padding(data, "left"), moved_padding(data, "right")):
+        found = engine.infer(other, BOTH).batch
+        assert all(torch.equal(found[name], wanted[name]) for name in BOTH)
+
+
+def test_padding_contributes_nothing_whatever_it_holds():
+    data, model = make_batch(), tiny_model()
+    attended = data.batch["attention_mask"].bool()
+    garbage = DataProto.from_dict(dict(data.batch.items()))
+    garbage.batch["input_ids"] = torch.where(attended, data.batch["input_ids"], 263)
+    garbage.batch["position_ids"] = torch.where(attended, data.batch["position_ids"], 10**6)
+    garbage.batch["weights"] = torch.where(attended[:, -9:], data.batch["weights"], math.nan)
+    gradients = []
+    for batch in (data, garbage):
+        engine = make_engine(model)
+        engine.forward_backward(batch, token_loss, BOTH)
+        gradients.append(engine_gradients(engine))
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+    found = make_engine(model).infer(data, BOTH).batch
+    outside = data.batch["attention_mask"][:, -9:] == 0
+    assert outside.any()
+    assert all((found[name][outside] == 0).all() for name in BOTH)
+
+
+def test_results_of_inference_keep_the_order_of_the_rows():
+    data, engine = make_batch(rows=7), make_engine(tiny_model())
+    wanted = engine.infer(data, BOTH).batch
+    for micro in (MicroBatching(size=2), MicroBatching(max_tokens=25)):
+        found = engine.infer(data, BOTH, micro=micro).batch
+        assert_close(dict(found.items()), dict(wanted.items()))
+        assert found["log_probs"].dtype == torch.float32
+        assert found["log_probs"].device.type == "cpu"
+
+
+def test_a_batch_of_no_rows_is_answered_with_no_rows():
+    data, engine = make_batch()[:0], make_engine(tiny_model())
+    assert engine.infer(data, ["log_probs"]).batch["log_probs"].shape == (0, 9)
+
+
+# ---------------------------------------------------------------- other heads
+
+
+def test_values_are_those_of_the_state_before_each_token():
+    data, causal = make_batch(), tiny_model()
+    model = random_head(causal)
+    found = make_engine(model, "value").infer(data, ["values"]).batch["values"]
+    for row in range(len(data)):
+        mask = data.batch["attention_mask"][row].bool()
+        length = int(mask[-9:].sum())
+        with torch.no_grad():
+            hidden = causal.base_model(input_ids=data.batch["input_ids"][row][mask][None]).last_hidden_state[0]
+            wanted = model.score(hidden)[-length - 1 : -1, 0]
+        torch.testing.assert_close(found[row, :length], wanted, atol=1e-5, rtol=1e-4)
+        assert (found[row, length:] == 0).all()
+
+
+def test_a_value_model_from_a_causal_checkpoint_starts_at_zero_and_learns(tmp_path):
+    data = make_batch()
+    engine = make_engine(str(save_tiny_model(tmp_path)), "value", lr=2e-3)
+    assert (engine.infer(data, ["values"]).batch["values"] == 0).all()
+
+    def to_two(outputs, batch, counts):
+        loss = ((outputs["values"] - 2.0) ** 2 * batch.batch["response_mask"]).sum() / counts.tokens
+        return loss, {"loss": (loss, 1.0)}
+
+    losses = []
+    for _ in range(15):
+        losses.append(engine.forward_backward(data, to_two, ["values"])["loss"][0])
+        engine.optimizer_step()
+    assert losses[0] == pytest.approx(4.0)
+    assert losses[-1] < 1.0
+
+
+@pytest.mark.parametrize("family", ["bert", "deberta-v2", "qwen2"])
+def test_scores_equal_the_sequence_classifier_on_unpadded_text(family, tmp_path):
+    sizes = {"position_biased_input": True} if family == "deberta-v2" else {}
+    torch.manual_seed(0)
+    config = tiny_config(family, num_labels=1, relative_attention=True, **sizes)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    data = make_batch()
+    engine = make_engine(str(tmp_path), "sequence_classification", train=False)
+    found = engine.infer(data, ["scores"], micro=MicroBatching(size=4)).batch["scores"]
+    rows = zip(data.batch["input_ids"], data.batch["attention_mask"].bool(), strict=True)
+    with torch.no_grad():
+        wanted = torch.stack([model(input_ids=ids[mask][None]).logits[0, 0] for ids, mask in rows])
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    assert len(set(found.tolist())) == len(data)
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+def test_steps_equal_adamw_on_plain_transformers():
+    data, model = make_batch(), tiny_model()
+    engine = make_engine(model, lr=1e-2, weight_decay=0.1, grad_clip=0.5)
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
+    mask = data.batch["response_mask"]
+    counts = Counts(float(mask.sum()), float(mask.any(1).sum()))
+    for _ in range(3):
+        token_loss({"log_probs": plain_fields(reference, data)["log_probs"]}, data, counts)[0].backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        (metrics,) = train(engine, data)
+        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        assert metrics["skipped"] == 0
+    assert_close(whole_weights(engine), reference.state_dict(), tolerance=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted"),
+    [
+        ({"lr_warmup_steps": 2}, [0.0, 0.5, 1.0, 1.0, 1.0]),
+        ({"lr_warmup_steps_ratio": 0.4, "total_training_steps": 5}, [0.0, 0.5, 1.0, 1.0, 1.0]),
+        ({"lr_scheduler": "cosine", "min_lr_ratio": 0.2}, [1.0, 0.8828427, 0.6, 0.3171573, 0.2]),
+    ],
+)
+def test_the_learning_rate_follows_the_schedule(schedule, wanted):
+    engine = make_engine(tiny_model(), lr=1e-3, total_steps=4, **schedule)
+    rates = [metrics["lr"] for metrics in train(engine, make_batch(rows=2), steps=5)]
+    assert rates == pytest.approx([1e-3 * factor for factor in wanted])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad, tmp_path):
+    data, engine = make_batch(), make_engine(tiny_model())
+    train(engine, data, steps=2)
+    weights, state = whole_weights(engine), {key: value.clone() for key, value in engine._optimizer.tensors().items()}
+
+    def broken(outputs, batch, counts):
+        loss, metrics = token_loss(outputs, batch, counts)
+        return loss * bad, metrics
+
+    engine.forward_backward(data, broken, ["log_probs"])
+    metrics = engine.optimizer_step()
+    assert metrics["skipped"] == 1
+    assert not math.isfinite(metrics["grad_norm"])
+    after = whole_weights(engine)
+    assert all(torch.equal(after[name], weights[name]) for name in weights)
+    after = engine._optimizer.tensors()
+    assert set(after) == set(state)
+    assert all(torch.equal(_whole(after[name]), _whole(state[name])) for name in state)
+    assert train(engine, data)[0]["skipped"] == 0
+
+
+def _whole(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def test_inference_sees_the_weights_of_the_last_step():
+    data, engine = make_batch(), make_engine(tiny_model())
+    before = engine.infer(data, ["log_probs"]).batch["log_probs"]
+    train(engine, data)
+    after = engine.infer(data, ["log_probs"]).batch["log_probs"]
+    reference = tiny_model()
+    reference.load_state_dict(whole_weights(engine))
+    with torch.no_grad():
+        torch.testing.assert_close(after, plain_fields(reference, data)["log_probs"], atol=2e-5, rtol=1e-4)
+    assert not torch.allclose(before, after)
+
+
+# ---------------------------------------------------------------- weights in and out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_buckets_are_the_state_dict_of_transformers(tied):
+    model = tiny_model(tie_word_embeddings=tied)
+    engine = make_engine(model)
+    wanted = model.state_dict()
+    assert engine.manifest() == {name: TensorSpec(tuple(v.shape), v.dtype) for name, v in wanted.items()}
+    limit = 40_000
+    parts = [{k: v.cpu().clone() for k, v in bucket.items()} for bucket in engine.buckets(None, limit)]
+    assert len(parts) > 2
+    for part in parts:
+        assert len(part) == 1 or sum(value.nbytes for value in part.values()) <= limit
+    found = {name: value for part in parts for name, value in part.items()}
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    half = {k: v.cpu() for bucket in engine.buckets(torch.bfloat16, 2**20) for k, v in bucket.items()}
+    assert all(torch.equal(half[name], wanted[name].bfloat16()) for name in wanted)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_export_loads_in_transformers_with_equal_logits(tied, tmp_path):
+    source = save_tiny_model(tmp_path / "source", tie_word_embeddings=tied)
+    data, engine = make_batch(), make_engine(str(source))
+    train(engine, data, steps=2)
+    engine.export_hf(tmp_path / "export")
+    model, found = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    weights = whole_weights(engine)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        wanted = plain_fields(model.eval(), data)["log_probs"]
+    torch.testing.assert_close(engine.infer(data, ["log_probs"]).batch["log_probs"], wanted, atol=2e-5, rtol=1e-4)
+    again = make_engine(str(tmp_path / "export"))
+    assert_close(whole_weights(again), weights, tolerance=0)
+
+
+def test_an_exported_critic_is_a_token_classifier_and_loads_as_critic_again(tmp_path):
+    data, engine = make_batch(), make_engine(random_head(tiny_model()), "value")
+    engine.export_hf(tmp_path)
+    values = engine.infer(data, ["values"]).batch["values"]
+    again = make_engine(str(tmp_path), "value").infer(data, ["values"]).batch["values"]
+    assert torch.equal(values, again)
+    model, found = AutoModelForTokenClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not found["missing_keys"]
+    assert model.config.num_labels == 1
+    mask = data.batch["attention_mask"][0].bool()
+    length = int(mask[-9:].sum())
+    with torch.no_grad():
+        logits = model.eval()(input_ids=data.batch["input_ids"][0][mask][None]).logits[0, :, 0]
+    torch.testing.assert_close(values[0, :length], logits[-length - 1 : -1], atol=1e-5, rtol=1e-4)
+
+
+def test_a_saved_engine_continues_bit_for_bit(tmp_path):
+    data, other = make_batch(), make_batch(seed=1)
+    changes = {"lr_scheduler": "cosine", "lr_warmup_steps": 2}
+    first = make_engine(tiny_model(), **changes)
+    train(first, data, steps=2)
+    first.save(tmp_path, ["model", "optimizer", "extra"])
+    noise = torch.rand(4)
+    rates = train(first, other, steps=2)
+    second = make_engine(tiny_model(seed=5), **changes)
+    second.load(tmp_path, ["model", "optimizer", "extra"])
+    assert torch.equal(torch.rand(4), noise)
+    assert train(second, other, steps=2) == rates
+    wanted, found = whole_weights(first), whole_weights(second)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_an_engine_saved_before_its_first_step_continues_bit_for_bit(tmp_path):
+    data = make_batch()
+    first = make_engine(tiny_model())
+    first.save(tmp_path)
+    second = make_engine(tiny_model(seed=5))
+    train(second, data)
+    second.load(tmp_path)
+    train(first, data)
+    train(second, data)
+    wanted, found = whole_weights(first), whole_weights(second)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_only_the_named_contents_are_loaded(tmp_path):
+    data, first = make_batch(), make_engine(tiny_model())
+    train(first, data)
+    first.save(tmp_path, ["model"])
+    frozen = make_engine(tiny_model(seed=4), train=False)
+    frozen.load(tmp_path, ["model"])
+    wanted = first.infer(data, ["log_probs"]).batch["log_probs"]
+    assert torch.equal(frozen.infer(data, ["log_probs"]).batch["log_probs"], wanted)
+    with pytest.raises(ValueError, match="no checkpoint here"):
+        first.load(tmp_path, ["optimizer"])
+    with pytest.raises(ValueError, match="unknown"):
+        first.save(tmp_path, ["everything"])
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    make_engine(tiny_model()).save(tmp_path, ["model"])
+    with pytest.raises(ValueError, match="another model"):
+        make_engine(tiny_model(num_hidden_layers=3)).load(tmp_path, ["model"])
+
+
+def test_offloading_and_coming_back_changes_no_result(tmp_path):
+    data = make_batch()
+    engines = [make_engine(tiny_model(tie_word_embeddings=True)) for _ in range(2)]
+    for moved, engine in enumerate(engines):
+        for _ in range(2):
+            if moved:
+                engine.to("device")
+            engine.forward_backward(data, token_loss, BOTH)
+            if moved:
+                engine.to("cpu")
+                engine.to("device")
+            engine.optimizer_step()
+            if moved:
+                engine.to("cpu")
+                engine.save(tmp_path)
+    wanted, found = whole_weights(engines[0]), whole_weights(engines[1])
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    engines[1].to("device", optimizer=False)
+    wanted, found = (engine.infer(data, BOTH).batch for engine in engines)
+    assert all(torch.equal(found[name], wanted[name]) for name in BOTH)
+
+
+# ---------------------------------------------------------------- loading and refusing
+
+
+@pytest.mark.parametrize("mixed_precision", ["bf16", "fp16"])
+def test_half_precision_computes_near_float32_and_keeps_float32_masters(mixed_precision):
+    data, model = make_batch(), tiny_model()
+    exact, half = make_engine(model), make_engine(model, mixed_precision=mixed_precision)
+    gap = exact.infer(data, ["log_probs"]).batch["log_probs"] - half.infer(data, ["log_probs"]).batch["log_probs"]
+    assert 0 < gap.abs().max() < 0.05
+    wanted = train(exact, data)[0]["grad_norm"]
+    # float16 overflows until its loss scale has come down; the weights wait for it.
+    taken = next(metrics for metrics in train(half, data, steps=8) if not metrics["skipped"])
+    assert taken["grad_norm"] == pytest.approx(wanted, rel=0.05)
+    assert all(spec.dtype == torch.float32 for spec in half.manifest().values())
+
+
+def test_a_checkpoint_in_bfloat16_is_trained_in_float32(tmp_path):
+    model = tiny_model().bfloat16()
+    model.save_pretrained(tmp_path)
+    engine = make_engine(str(tmp_path))
+    found = whole_weights(engine)
+    assert all(torch.equal(found[name], value.float()) for name, value in model.state_dict().items())
+    assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_a_frozen_engine_equals_the_initial_actor_and_does_not_train():
+    data, model = make_batch(), tiny_model()
+    actor, reference = make_engine(model), make_engine(model, train=False)
+    wanted, found = (engine.infer(data, ["log_probs"]).batch["log_probs"] for engine in (actor, reference))
+    assert torch.equal(wanted, found)
+    with pytest.raises(ValueError, match="frozen"):
+        reference.forward_backward(data, token_loss, ["log_probs"])
+
+
+def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(tmp_path):
+    model = tiny_model("gemma2", head_dim=16, final_logit_softcapping=0.5)
+    engine = make_engine(model)
+    engine.hf_config.final_logit_softcapping = engine.model.hf.config.final_logit_softcapping = None
+    engine._check_head()  # both sides read the config: still one
+    from verl.models import forward
+
+    original = forward.logit_head
+    try:
+        forward.logit_head = lambda hf: lambda hidden: original(hf)(hidden) * 1.5
+        with pytest.raises(ValueError, match="changes its logits"):
+            engine._check_head()
+    finally:
+        forward.logit_head = original
+
+
+def test_what_a_model_cannot_give_is_said(tmp_path):
+    data, engine = make_batch(), make_engine(tiny_model())
+    with pytest.raises(ValueError, match="log_probs, entropy"):
+        engine.infer(data, ["values"])
+    with pytest.raises(ValueError, match="temperature"):
+        engine.infer(data, ["log_probs"], temperature=0.0)
+    with pytest.raises(ValueError, match="num_labels=1"):
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_config(tiny_config("bert", num_labels=2))
+        make_engine(model, "sequence_classification", train=False)
+    with pytest.raises(ValueError, match="lacks weights"):
+        make_engine(str(save_tiny_model(tmp_path)), "sequence_classification", train=False, override_config={})
+    with pytest.raises(RuntimeError, match="no gradients"):
+        engine.optimizer_step()
+
+
+def test_the_engine_runs_where_it_was_told():
+    engine = make_engine(tiny_model(), train=False)
+    assert engine.device.type == DEVICE
+    assert (engine.dp_rank, engine.dp_size) == (0, 1)

@@ -1,0 +1,61 @@
+"""Tiny real models on disk, and engines over them that end with the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import save_tiny_model
+
+from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.protocol import DataProto
+from verl.workers.rollout.hf_rollout import HFRollout
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 of 100k parameters whose answers end by themselves now and then."""
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def start(model_path: Path) -> Iterator[Callable[..., HFRollout]]:
+    """Start an engine; keywords are configuration keys."""
+    started: list[HFRollout] = []
+
+    def start_engine(path: Path = model_path, **keys) -> HFRollout:
+        model = as_config(ModelConfig, {"path": str(path)}, "actor_rollout_ref.model")
+        config = as_config(RolloutConfig, {"name": "hf", "max_new_tokens": 24, **keys})
+        started.append(HFRollout(str(path), model, config))
+        return started[-1]
+
+    yield start_engine
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture
+def make_prompts() -> Callable[..., DataProto]:
+    """Left-padded prompts of different lengths."""
+
+    def make(rows: int = 8, width: int = 16, seed: int = 0, step: int = 3, **meta) -> DataProto:
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(2, 13, (rows,), generator=generator)
+        ids = torch.randint(5, 264, (rows, 12), generator=generator)
+        ids = torch.nn.functional.pad(ids, (width - 12, 0))
+        mask = (torch.arange(width) >= width - lengths.unsqueeze(1)).long()
+        uids = np.array([f"prompt-{seed}-{row}" for row in range(rows)], dtype=object)
+        return DataProto.from_dict(
+            {
+                "input_ids": ids * mask,
+                "attention_mask": mask,
+                "position_ids": (mask.cumsum(dim=-1) - 1).clamp(min=0),
+            },
+            {"uid": uids},
+            {"step": step, "seed": 5, **meta},
+        )
+
+    return make

@@ -1,0 +1,242 @@
+"""The request primitive: joining, aborting, pausing, and going on with new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future, wait
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from verl.workers.rollout.base import Output, Request, SamplingParams
+
+LONG = SamplingParams(max_new_tokens=240, key=42)
+PROMPT = [10, 20, 30, 40]
+
+
+def request(name: str = "a", params: SamplingParams = LONG, **fields) -> Request:
+    return Request(name, fields.pop("prompt_ids", PROMPT), params, **fields)
+
+
+def tokens_so_far(engine, count: int) -> None:
+    """Wait until some running request has this many tokens."""
+    deadline = time.monotonic() + 30
+    while not any(len(a.output.token_ids) >= count for a in engine._loop._everyone()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def only(futures: list[Future]) -> Output:
+    return futures[0].result(timeout=60)
+
+
+def test_a_request_gives_the_tokens_that_a_batch_gives(start, make_prompts):
+    engine = start()
+    prompts = make_prompts(rows=6)
+    batch = engine.generate_sequences(prompts).batch
+    requests, _ = engine._requests(prompts, {})
+
+    async def all_of_them() -> list[Output]:
+        return await asyncio.gather(*(engine.generate(replace(r, id=f"again-{r.id}")) for r in requests))
+
+    for row, output in enumerate(asyncio.run(all_of_them())):
+        n = len(output.token_ids)
+        assert output.token_ids == batch["responses"][row, :n].tolist()
+        assert n == batch["response_mask"][row].sum()
+        torch.testing.assert_close(torch.tensor(output.log_probs), batch["rollout_log_probs"][row, :n])
+        assert output.finish_reason in ("stop", "length")
+
+
+def test_a_request_joins_a_running_batch_and_changes_nobodys_tokens(start):
+    engine = start()
+    other = replace(LONG, key=7, max_new_tokens=30)
+    alone = [only(engine.submit([r])) for r in (request(), request("b", other, prompt_ids=[9] * 11))]
+    first = engine.submit([request()])
+    tokens_so_far(engine, 10)
+    second = engine.submit([request("b", other, prompt_ids=[9] * 11)])
+    joined = [only(first), only(second)]
+    assert [o.token_ids for o in joined] == [o.token_ids for o in alone]
+    assert joined[1].finish_reason == "length"
+
+
+def test_an_aborted_output_is_a_valid_resume_from_and_gives_the_uninterrupted_tokens(start):
+    engine = start()
+    whole = only(engine.submit([request()]))
+    assert len(whole.token_ids) == 240
+    futures = engine.submit([request()])
+    tokens_so_far(engine, 15)
+    engine.abort(["a"])
+    part = only(futures)
+    assert part.finish_reason == "abort"
+    assert 15 <= len(part.token_ids) < 240
+    assert part.token_ids == whole.token_ids[: len(part.token_ids)]
+    resumed = only(engine.submit([request(resume_from=part)]))
+    assert resumed.token_ids == whole.token_ids
+    assert (resumed.finish_reason, len(resumed.versions)) == ("length", 240)
+    torch.testing.assert_close(resumed.log_probs, whole.log_probs, atol=1e-5, rtol=1e-5)
+
+
+def test_abort_without_ids_ends_waiting_requests_too(start):
+    engine = start(max_num_seqs=1)
+    futures = engine.submit([request(name) for name in "abc"])
+    tokens_so_far(engine, 3)
+    engine.abort()
+    outputs = [future.result(timeout=60) for future in futures]
+    assert {output.finish_reason for output in outputs} == {"abort"}
+    assert [bool(output.token_ids) for output in outputs] == [True, False, False]
+    assert only(engine.submit([request(resume_from=outputs[2])])).finish_reason == "length"
+
+
+def test_cancelling_the_awaiting_task_aborts_its_request(start):
+    engine = start()
+
+    async def start_and_cancel() -> None:
+        task = asyncio.create_task(engine.generate(request()))
+        while not engine._loop._running:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(start_and_cancel())
+    engine.pause_generation("finish")
+    assert engine._loop._everyone() == []
+
+
+def test_pause_finish_completes_what_is_there_and_later_requests_wait(start):
+    engine = start(max_num_seqs=1)
+    earlier = engine.submit([request("a"), request("b")])
+    engine.pause_generation("finish")
+    assert all(future.done() or future.result(timeout=1) for future in earlier)
+    later = engine.submit([request("c")])
+    assert not wait(later, timeout=0.2).done
+    engine.resume_generation()
+    assert only(later).finish_reason == "length"
+
+
+def test_pause_keep_stops_at_a_token_and_goes_on_from_there(start):
+    engine = start()
+    whole = only(engine.submit([request()]))
+    futures = engine.submit([request()])
+    tokens_so_far(engine, 10)
+    engine.pause_generation("keep")
+    stopped_at = len(engine._loop._running[0].output.token_ids)
+    time.sleep(0.1)
+    assert len(engine._loop._running[0].output.token_ids) == stopped_at < 240
+    engine.resume_generation()
+    assert only(futures).token_ids == whole.token_ids
+
+
+def test_pause_abort_returns_what_there_is(start):
+    engine = start()
+    futures = engine.submit([request("a"), request("b")])
+    tokens_so_far(engine, 5)
+    engine.pause_generation("abort")
+    assert [future.result(timeout=5).finish_reason for future in futures] == ["abort"] * 2
+    later = engine.submit([request("a")])
+    assert not wait(later, timeout=0.1).done
+    engine.pause_generation("finish")
+    assert only(later).finish_reason == "length", "finishing works from a paused engine too"
+
+
+def test_an_unknown_pause_mode_is_refused(start):
+    with pytest.raises(ValueError, match="mode 'stop' is unknown"):
+        start().pause_generation("stop")
+
+
+@pytest.mark.parametrize("pause", [True, False], ids=["paused", "in passing"])
+def test_new_weights_in_the_middle_continue_the_sequence_under_the_new_version(start, pause):
+    engine = start()
+    old_model, new_model = tiny_model(seed=0), tiny_model(seed=1)
+    futures = engine.submit([request("a"), request("b", replace(LONG, key=2), prompt_ids=[8] * 9)])
+    tokens_so_far(engine, 20)
+    if pause:
+        engine.pause_generation("keep")
+    engine.update_weights(new_model.state_dict().items())
+    if pause:
+        engine.resume_generation()
+    for prompt, future in zip((PROMPT, [8] * 9), futures, strict=True):
+        output = future.result(timeout=60)
+        changed_at = output.versions.index(1)
+        assert output.versions == [0] * changed_at + [1] * (240 - changed_at)
+        assert changed_at >= 15
+        with torch.no_grad():
+            ids = torch.tensor([prompt + output.token_ids])
+            old, new = (m(ids).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1) for m in (old_model, new_model))
+        picked = torch.tensor(output.token_ids).unsqueeze(1)
+        expected = torch.where(torch.tensor(output.versions) == 0, old.gather(1, picked)[:, 0], new.gather(1, picked)[:, 0])
+        torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_released_memory_must_be_resumed_before_new_requests_and_running_ones_survive(start):
+    engine = start()
+    whole = only(engine.submit([request()]))
+    futures = engine.submit([request()])
+    tokens_so_far(engine, 5)
+    engine.release()
+    with pytest.raises(RuntimeError, match=r"\['kv_cache', 'weights'\] are released. Call resume\(\)"):
+        engine.submit([request("b")])
+    engine.resume(["weights"])
+    assert not wait(futures, timeout=0.1).done
+    engine.resume(["kv_cache"])
+    assert only(futures).token_ids == whole.token_ids
+    with pytest.raises(ValueError, match="tags 'weights'; give a list"):
+        engine.release("weights")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        ({"prompt_ids": []}, "the prompt is empty"),
+        ({"prompt_ids": [5] * 2000}, "max_model_len"),
+        ({"resume_from": Output([1], [0.0], [0], "stop")}, "nothing is left to do"),
+        ({"resume_from": Output([1] * 240, [0.0] * 240, [0] * 240, "length")}, "nothing is left to do"),
+        ({"resume_from": Output([1], [], [0])}, "one log-prob and one version per token"),
+    ],
+)
+def test_impossible_requests_are_refused_by_name(start, wrong, cause):
+    with pytest.raises(ValueError, match=f"request 'a': .*{cause}"):
+        start().submit([request(**wrong)])
+
+
+def test_two_requests_of_one_id_are_refused(start):
+    engine = start()
+    with pytest.raises(ValueError, match="request 'a': the engine is working on a request of this id"):
+        engine.submit([request(), request()])
+    assert engine._loop._everyone() == [], "a refused call queues nothing"
+
+
+def test_weights_that_overflow_fail_the_requests_and_not_the_engine(start):
+    engine = start()
+    good = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    engine.update_weights({**good, "model.norm.weight": torch.full((64,), torch.nan)}.items())
+    with pytest.raises(FloatingPointError, match="weights of version 1 give log-prob nan"):
+        only(engine.submit([request()]))
+    engine.update_weights(good.items())
+    assert only(engine.submit([request()])).versions == [2] * 240
+
+
+def test_closing_fails_what_is_unfinished_and_ends_the_thread(start):
+    engine = start()
+    futures = engine.submit([request()])
+    tokens_so_far(engine, 2)
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed before this request was finished"):
+        only(futures)
+    assert engine._loop._thread is not None
+    assert not engine._loop._thread.is_alive()
+    with pytest.raises(RuntimeError, match="engine is closed"):
+        engine.submit([request()])
+
+
+def test_an_idle_engine_has_no_thread(start):
+    before = threading.active_count()
+    engine = start()
+    engine.pause_generation("keep")
+    engine.resume_generation()
+    engine.pause_generation("abort")
+    assert threading.active_count() == before

@@ -1,0 +1,111 @@
+"""Weights arrive whole and exact, in place, or the engine stops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import save_tiny_model, tiny_model
+
+from verl.utils.weight_fingerprint import fingerprints
+from verl.workers.rollout.base import Request, SamplingParams, WeightMismatchError
+
+ASK = Request("a", [5, 6, 7], SamplingParams(max_new_tokens=5))
+
+
+def addresses(model) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_update_gives_exactly_the_new_weights_at_the_old_addresses(start, tmp_path, tied, dtype):
+    engine = start(save_tiny_model(tmp_path, tie_word_embeddings=tied), dtype=dtype)
+    new = tiny_model(seed=9, tie_word_embeddings=tied)
+    before = addresses(engine.model)
+    engine.update_weights(new.state_dict().items(), version=4)
+    assert engine.version == 4
+    assert addresses(engine.model) == before
+    for name, tensor in new.state_dict().items():
+        assert torch.equal(engine.model.state_dict()[name], tensor.to(engine.weight_dtype)), name
+    assert only_token_versions(engine) == {4}
+
+
+def only_token_versions(engine) -> set[int]:
+    return set(engine.submit([ASK])[0].result(timeout=30).versions)
+
+
+@pytest.mark.parametrize("sent", [["model.embed_tokens.weight"], ["lm_head.weight"]])
+def test_tied_weights_may_come_under_either_name(start, tmp_path, sent):
+    engine = start(save_tiny_model(tmp_path, tie_word_embeddings=True))
+    new = tiny_model(seed=9, tie_word_embeddings=True).state_dict()
+    tied = {"model.embed_tokens.weight", "lm_head.weight"}
+    engine.update_weights((name, tensor) for name, tensor in new.items() if name not in tied or name in sent)
+    assert torch.equal(engine.model.get_input_embeddings().weight, new["lm_head.weight"])
+    assert torch.equal(engine.model.get_output_embeddings().weight, new["lm_head.weight"])
+
+
+def test_a_trainer_that_does_not_tie_what_the_rollout_ties_is_noticed(start, tmp_path):
+    engine = start(save_tiny_model(tmp_path, tie_word_embeddings=True))
+    with pytest.raises(WeightMismatchError, match="'model.embed_tokens.weight' differs"):
+        engine.update_weights(tiny_model(seed=9).state_dict().items())
+
+
+def test_a_changed_tensor_is_named_and_the_engine_stops_until_the_next_good_update(start):
+    engine = start()
+    good = tiny_model(seed=9).state_dict()
+    expected = fingerprints(good)
+    bad = {**good, "model.layers.1.mlp.up_proj.weight": good["model.layers.1.mlp.up_proj.weight"] + 1e-3}
+    engine.pause_generation("keep")
+    waiting = engine.submit([ASK])
+    engine.begin_update(1, good)
+    engine.load_bucket(bad)
+    with pytest.raises(WeightMismatchError, match=r"'model.layers.1.mlp.up_proj.weight' differs .* 1 of 27 tensors"):
+        engine.finish_update(expected)
+    with pytest.raises(WeightMismatchError, match=r"up_proj.weight"):
+        waiting[0].result(timeout=10)
+    engine.resume_generation()
+    with pytest.raises(RuntimeError, match=r"no weights to generate with. The update to version 1 failed.*up_proj"):
+        engine.submit([ASK])
+    engine.update_weights(good.items(), version=2)
+    assert only_token_versions(engine) == {2}
+
+
+def test_a_weight_that_never_arrives_is_named(start):
+    engine = start()
+    weights = tiny_model().state_dict()
+    weights.pop("model.norm.weight")
+    with pytest.raises(WeightMismatchError, match=r"'model.norm.weight' never arrived"):
+        engine.update_weights(weights.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"model.norm.weight": torch.ones(65)}, r"'model.norm.weight' is \[65\] in the trainer and \[64\] here"),
+        ({"value_head.weight": torch.ones(1)}, "the rollout's model has no 'value_head.weight'"),
+        ({"model.norm.weight": None}, "'model.norm.weight' is not in the trainer's manifest"),
+    ],
+)
+def test_another_model_is_refused_before_anything_is_overwritten(start, change, cause):
+    engine = start()
+    manifest = {name: t for name, t in {**tiny_model(seed=9).state_dict(), **change}.items() if t is not None}
+    with pytest.raises(WeightMismatchError, match=cause):
+        engine.begin_update(1, manifest)
+    assert only_token_versions(engine) == {0}, "the engine goes on as before"
+
+
+def test_dummy_weights_generate_nothing_before_the_first_update_and_disturb_no_random_numbers(start):
+    torch.manual_seed(3)
+    engine = start(load_format="dummy")
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(1), drawn)
+    with pytest.raises(RuntimeError, match="load_format=dummy: the first weights come from the trainer"):
+        engine.submit([ASK])
+    engine.update_weights(tiny_model().state_dict().items(), version=0)
+    assert only_token_versions(engine) == {0}
+
+
+def test_auto_precision_is_that_of_the_device(start):
+    assert start().weight_dtype == torch.float32
+    assert start(dtype="bf16").weight_dtype == torch.bfloat16

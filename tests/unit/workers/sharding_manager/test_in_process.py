@@ -1,0 +1,94 @@
+"""Hand-over within one process: bucket by bucket, the rollout's weights become the trainer's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import save_tiny_model, tiny_model
+
+from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.workers.rollout.base import Request, SamplingParams, WeightMismatchError
+from verl.workers.rollout.hf_rollout import HFRollout
+from verl.workers.sharding_manager import WeightSync
+
+
+class WholeModel:
+    """A trainer that holds the model unsharded."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.weights = model.state_dict()
+        self.buckets_sent = 0
+
+    def manifest(self):
+        return self.weights
+
+    def buckets(self, dtype, max_bytes):
+        bucket, size = {}, 0
+        for name, tensor in self.weights.items():
+            tensor = tensor.to(dtype)
+            if bucket and size + tensor.nbytes > max_bytes:
+                self.buckets_sent += 1
+                yield bucket
+                bucket, size = {}, 0
+            bucket[name], size = tensor, size + tensor.nbytes
+        self.buckets_sent += 1
+        yield bucket
+
+
+@pytest.fixture
+def make_rollout(tmp_path):
+    engines = []
+
+    def make(tied: bool = False, **keys) -> HFRollout:
+        path = save_tiny_model(tmp_path / f"model-{len(engines)}", tie_word_embeddings=tied)
+        model = as_config(ModelConfig, {"path": str(path)}, "actor_rollout_ref.model")
+        engines.append(HFRollout(str(path), model, as_config(RolloutConfig, {"max_new_tokens": 8, **keys})))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_after_a_sync_the_rollout_has_the_trainers_weights_bit_for_bit(make_rollout, tied, dtype, load_format):
+    rollout = make_rollout(tied, dtype=dtype, load_format=load_format)
+    trainer = WholeModel(tiny_model(seed=5, tie_word_embeddings=tied))
+    stats = WeightSync(bucket_bytes=20_000).sync(trainer, rollout, version=7)
+    assert trainer.buckets_sent > 3
+    assert rollout.version == 7
+    assert (stats.tensors, stats.bytes) == (27, sum(t.to(rollout.weight_dtype).nbytes for t in trainer.weights.values()))
+    for name, tensor in trainer.weights.items():
+        assert torch.equal(rollout.model.state_dict()[name], tensor.to(rollout.weight_dtype)), name
+    output = rollout.submit([Request("a", [5, 6], SamplingParams(max_new_tokens=3))])[0].result(timeout=30)
+    assert output.versions == [7] * 3
+
+
+def test_a_sync_wakes_released_weights_and_leaves_the_kv_asleep(make_rollout):
+    rollout = make_rollout()
+    rollout.release()
+    WeightSync().sync(WholeModel(tiny_model(seed=5)), rollout, version=1)
+    with pytest.raises(RuntimeError, match=r"\['kv_cache'\] are released"):
+        rollout.submit([Request("a", [5, 6], SamplingParams())])
+
+
+def test_data_damaged_on_the_way_is_named(make_rollout):
+    rollout = make_rollout()
+    load = rollout.load_bucket
+
+    def damaging(tensors):
+        name = "model.layers.0.self_attn.q_proj.weight"
+        load({k: t if k != name else t.flip(0) * 1.0001 for k, t in tensors.items()})
+
+    rollout.load_bucket = damaging
+    with pytest.raises(WeightMismatchError, match="'model.layers.0.self_attn.q_proj.weight' differs from the trainer's"):
+        WeightSync().sync(WholeModel(tiny_model(seed=5)), rollout, version=1)
+
+
+def test_another_architecture_is_refused_before_anything_is_sent(make_rollout):
+    trainer = WholeModel(tiny_model(num_hidden_layers=3))
+    with pytest.raises(WeightMismatchError, match=r"the rollout's model has no 'model.layers.2"):
+        WeightSync().sync(trainer, make_rollout(), version=1)
+    assert trainer.buckets_sent == 0

@@ -1,0 +1,33 @@
+"""Reinforcement learning as pure tensor functions: advantages, losses, KL, aggregation, correction."""
+
+from verl.algos.advantage import AdvantageEstimator, estimate_advantages
+from verl.algos.aggregate import agg_loss, global_share
+from verl.algos.entropy_loss import compute_entropy_loss
+from verl.algos.kl import compute_kl_loss, kl_penalty
+from verl.algos.kl_controller import AdaptiveKLController, FixedKLController, get_kl_controller
+from verl.algos.policy_loss import compute_policy_loss
+from verl.algos.registry import get_adv_estimator_fn, get_policy_loss_fn, register_adv_est, register_policy_loss
+from verl.algos.rollout_correction import Correction, correct_rollout, mismatch_metrics
+from verl.algos.value_loss import compute_value_loss
+
+__all__ = [
+    "AdaptiveKLController",
+    "AdvantageEstimator",
+    "Correction",
+    "FixedKLController",
+    "agg_loss",
+    "compute_entropy_loss",
+    "compute_kl_loss",
+    "compute_policy_loss",
+    "compute_value_loss",
+    "correct_rollout",
+    "estimate_advantages",
+    "get_adv_estimator_fn",
+    "get_kl_controller",
+    "get_policy_loss_fn",
+    "global_share",
+    "kl_penalty",
+    "mismatch_metrics",
+    "register_adv_est",
+    "register_policy_loss",
+]

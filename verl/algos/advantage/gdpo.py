@@ -1,0 +1,42 @@
+"""`gdpo`: several rewards, each normalised within its group before they are added (arXiv 2601.05242)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from verl.algos.groups import Groups, Index, outcome_scores, spread
+from verl.algos.registry import register_adv_est
+from verl.algos.types import Advantages, AlgorithmLike
+
+
+@register_adv_est("gdpo")
+def compute_gdpo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    reward_dimensions: torch.Tensor | None = None,
+    reward_weights: Sequence[float] | None = None,
+    config: AlgorithmLike = None,
+) -> Advantages:
+    """Σ over dimensions of weight × (reward - group mean) / (group std + epsilon), then normalised over the batch.
+
+    `reward_dimensions` [batch, dimensions] holds the rewards to keep apart; without them the score is the only one.
+    Normalised after adding them, different combinations with the same sum would get the same advantage.
+    """
+    groups = Groups(index, response_mask)
+    if reward_dimensions is None:
+        reward_dimensions = outcome_scores(token_level_rewards, response_mask)[:, None]
+    dimensions = reward_dimensions.double().unbind(dim=-1)
+    weights = [1.0] * len(dimensions) if reward_weights is None else list(reward_weights)
+    if len(weights) != len(dimensions):
+        raise ValueError(f"reward_weights: {len(weights)} weights for {len(dimensions)} rewards. Give one for each.")
+    total = torch.zeros_like(groups.size)
+    for rewards, weight in zip(dimensions, weights, strict=True):
+        total += weight * groups.centred(rewards) / (groups.std(rewards) + epsilon)
+    whole_batch = Groups(torch.zeros_like(groups.of_row), response_mask)
+    normalised = whole_batch.centred(total) / (whole_batch.std(total) + epsilon)
+    advantages = spread(normalised, response_mask, token_level_rewards)
+    return advantages, advantages

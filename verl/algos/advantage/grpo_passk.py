@@ -1,0 +1,35 @@
+"""`grpo_passk`: what each answer adds to the best of its group, for training pass@k (arXiv 2503.19595)."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.algos.advantage.grpo import divide_by_std
+from verl.algos.groups import Groups, Index, outcome_scores, spread
+from verl.algos.registry import register_adv_est
+from verl.algos.types import Advantages, AlgorithmLike
+
+
+@register_adv_est("grpo_passk")
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool | None = None,
+    config: AlgorithmLike = None,
+) -> Advantages:
+    """Best of the group minus the best of the others: the single best answer gets its lead, all others 0.
+
+    With `norm_adv_by_std_in_grpo` divided by the group's standard deviation. Two equally good answers add nothing.
+    """
+    groups, scores = Groups(index, response_mask), outcome_scores(token_level_rewards, response_mask)
+    best = groups.max(scores)
+    is_best = scores == best
+    runner_up = groups.max(scores, among=~is_best)
+    alone = is_best & (groups.sum(is_best.double()) == 1) & runner_up.isfinite()
+    lead = torch.where(alone, scores - runner_up, 0.0)
+    if divide_by_std(norm_adv_by_std_in_grpo, config):
+        lead = lead / (groups.std(scores) + epsilon)
+    advantages = spread(lead, response_mask, token_level_rewards)
+    return advantages, advantages

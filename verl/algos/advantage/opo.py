@@ -1,0 +1,25 @@
+"""`opo`: each answer against the length-weighted mean of its group, the baseline of least variance (2505.23585)."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.algos.groups import Groups, Index, outcome_scores, spread
+from verl.algos.registry import register_adv_est
+from verl.algos.types import Advantages, AlgorithmLike
+
+
+@register_adv_est("opo")
+def compute_opo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    config: AlgorithmLike = None,
+) -> Advantages:
+    """score - Σ length × score / Σ length over the group; length counts model tokens. `epsilon` is not used."""
+    groups, scores = Groups(index, response_mask), outcome_scores(token_level_rewards, response_mask)
+    lengths = response_mask.bool().sum(dim=-1).double()
+    baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1.0)
+    advantages = spread(scores - baseline, response_mask, token_level_rewards)
+    return advantages, advantages

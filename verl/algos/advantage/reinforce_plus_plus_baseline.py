@@ -1,0 +1,25 @@
+"""`reinforce_plus_plus_baseline`: group mean as baseline, normalised over the whole batch (arXiv 2501.03262)."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.algos.groups import Groups, Index, outcome_scores, spread
+from verl.algos.registry import register_adv_est
+from verl.algos.types import Advantages, AlgorithmLike
+from verl.utils.torch_functional import masked_whiten
+
+
+@register_adv_est("reinforce_plus_plus_baseline")
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    config: AlgorithmLike = None,
+) -> Advantages:
+    """score - group mean on every token, whitened over all model tokens of the batch. `epsilon` is not used."""
+    groups, scores = Groups(index, response_mask), outcome_scores(token_level_rewards, response_mask)
+    centred = spread(groups.centred(scores), response_mask, token_level_rewards)
+    advantages = masked_whiten(centred, response_mask)
+    return advantages, advantages

@@ -1,0 +1,24 @@
+"""`rloo`: each answer against the mean of the others of its group (REINFORCE leave-one-out, arXiv 2402.14740)."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.algos.groups import Groups, Index, outcome_scores, spread
+from verl.algos.registry import register_adv_est
+from verl.algos.types import Advantages, AlgorithmLike
+
+
+@register_adv_est("rloo")
+def compute_rloo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: Index,
+    epsilon: float = 1e-6,
+    config: AlgorithmLike = None,
+) -> Advantages:
+    """score - mean of the others = n / (n - 1) × (score - group mean); 0 in a group of one. `epsilon` is not used."""
+    groups, scores = Groups(index, response_mask), outcome_scores(token_level_rewards, response_mask)
+    leave_one_out = groups.centred(scores) * groups.size / (groups.size - 1).clamp(min=1.0)
+    advantages = spread(leave_one_out, response_mask, token_level_rewards)
+    return advantages, advantages

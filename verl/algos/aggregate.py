@@ -1,0 +1,105 @@
+"""From one loss per token to one number, the same however the batch is cut."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from verl.utils.torch_functional import masked_sum
+
+Count: TypeAlias = float | torch.Tensor
+
+
+def agg_loss(
+    loss_mat: torch.Tensor,
+    loss_mask: torch.Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: Count | None = None,
+    global_batch_size: Count | None = None,
+    loss_scale_factor: float | None = None,
+) -> torch.Tensor:
+    """One number from `loss_mat` [batch, response]; tokens where `loss_mask` is 0 contribute nothing.
+
+    token-mean               sum over tokens / tokens
+    token-sum                sum over tokens
+    seq-mean-token-sum       mean over sequences of the sum over their tokens
+    seq-mean-token-mean      mean over sequences of the mean over their tokens
+    seq-mean-token-sum-norm  mean over sequences of the sum over their tokens / `loss_scale_factor`
+                             (a constant such as the longest response allowed: Dr. GRPO, arXiv 2503.20783)
+
+    `batch_num_tokens` and `global_batch_size` are the tokens (sum of the mask) and sequences (rows with any mask) of
+    the whole optimizer step over all ranks; the results of its parts then add up to the loss of the whole. Without
+    them this part is the whole. `dp_size` multiplies the result, for engines that average over that many ranks.
+    """
+    tokens, sequences = _sums(loss_mask, batch_num_tokens, global_batch_size)
+    row_sums = masked_sum(loss_mat, loss_mask, axis=-1)
+    if loss_agg_mode == "token-mean":
+        loss = row_sums.sum() / _nonzero(tokens)
+    elif loss_agg_mode == "token-sum":
+        loss = row_sums.sum()
+    elif loss_agg_mode == "seq-mean-token-sum":
+        loss = row_sums.sum() / _nonzero(sequences)
+    elif loss_agg_mode == "seq-mean-token-mean":
+        row_tokens = loss_mask.to(row_sums.dtype).sum(dim=-1)
+        loss = (row_sums / _nonzero(row_tokens)).sum() / _nonzero(sequences)
+    elif loss_agg_mode == "seq-mean-token-sum-norm":
+        if not loss_scale_factor:
+            raise ValueError(
+                "loss_scale_factor: seq-mean-token-sum-norm divides by a constant that does not depend on the batch; "
+                "none was given. Pass e.g. the longest response allowed (actor_rollout_ref.actor.loss_scale_factor)."
+            )
+        loss = row_sums.sum() / loss_scale_factor / _nonzero(sequences)
+    else:
+        raise ValueError(f"loss_agg_mode: {loss_agg_mode!r} is not known. Use one of {', '.join(_NORMALISED_BY)}.")
+    return loss.to(row_sums.dtype) * dp_size
+
+
+def global_share(
+    loss_mask: torch.Tensor,
+    loss_agg_mode: str,
+    batch_num_tokens: Count,
+    global_batch_size: Count,
+    dp_size: int = 1,
+) -> torch.Tensor:
+    """What to multiply a loss by that was aggregated within its own part, to make it that part's share of the whole.
+
+    For losses that call `agg_loss` themselves (every policy loss, a user's own included):
+    `agg_loss(m, mask, mode) * global_share(mask, mode, tokens, sequences)` is `agg_loss` with these global counts.
+    """
+    if loss_agg_mode not in _NORMALISED_BY:
+        raise ValueError(f"loss_agg_mode: {loss_agg_mode!r} is not known. Use one of {', '.join(_NORMALISED_BY)}.")
+    own_tokens, own_sequences = _sums(loss_mask, None, None)
+    tokens, sequences = _sums(loss_mask, batch_num_tokens, global_batch_size)
+    shares = {
+        "tokens": own_tokens / _nonzero(tokens),
+        "sequences": own_sequences / _nonzero(sequences),
+        "nothing": torch.ones_like(own_tokens),
+    }
+    return shares[_NORMALISED_BY[loss_agg_mode]] * dp_size
+
+
+_NORMALISED_BY = {
+    "token-mean": "tokens",
+    "token-sum": "nothing",
+    "seq-mean-token-sum": "sequences",
+    "seq-mean-token-mean": "sequences",
+    "seq-mean-token-sum-norm": "sequences",
+}
+LOSS_AGG_MODES = tuple(_NORMALISED_BY)
+
+
+def _sums(mask: torch.Tensor, tokens: Count | None, sequences: Count | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and sequences to divide by: as given, else those of the mask. float64: exact for any count."""
+    own_tokens = mask.sum(dtype=torch.float64) if tokens is None else tokens
+    own_sequences = (mask != 0).any(dim=-1).sum(dtype=torch.float64) if sequences is None else sequences
+    return (
+        torch.as_tensor(own_tokens, dtype=torch.float64, device=mask.device),
+        torch.as_tensor(own_sequences, dtype=torch.float64, device=mask.device),
+    )
+
+
+def _nonzero(count: torch.Tensor) -> torch.Tensor:
+    """A part without any token has the loss 0, not 0 / 0."""
+    return torch.where(count > 0, count, torch.ones_like(count))

@@ -1,0 +1,77 @@
+"""How far two policies are apart, estimated from the log-probs of the sampled tokens.
+
+With d = log p - log q on tokens sampled from p: k1 = d, k2 = d² / 2, k3 = exp(-d) - 1 + d (J. Schulman, "Approximating
+KL divergence"). As values k1 and k3 have the mean KL(p || q). As losses they do not have its gradient: on tokens
+sampled from p that of k1 is 0 on average and that of k3 is KL(q || p)'s, while k2's is exactly KL(p || q)'s
+(arXiv 2510.01555). A trailing "+" therefore keeps an estimate's value and takes k2's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from verl.algos.aggregate import agg_loss
+from verl.algos.returns import keep
+
+# exp of more than this says "unrelated" and no longer how much; it also keeps a stray token finite.
+MAX_LOG_RATIO = 20.0
+
+
+def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
+    """KL(policy || reference) per token, in the shape of the inputs; `kl_penalty` is a name of `KL_ESTIMATES`."""
+    name = kl_penalty
+    straight_through = name.endswith("+")
+    if name == "full":
+        raise ValueError("kl_penalty: 'full' needs both models' whole distributions at every token. Use low_var_kl.")
+    if name.removesuffix("+") not in KL_ESTIMATES:
+        raise ValueError(
+            f"kl_penalty: {name!r} is not known. Use one of {', '.join(KL_ESTIMATES)}, "
+            "with a trailing + for the unbiased gradient."
+        )
+    dtype = torch.promote_types(logprob.dtype, torch.float32)
+    difference = logprob.to(dtype) - ref_logprob.to(dtype)
+    estimate = KL_ESTIMATES[name.removesuffix("+")](difference)
+    if not straight_through:
+        return estimate
+    unbiased = _k2(difference)
+    return unbiased + (estimate - unbiased).detach()
+
+
+def compute_kl_loss(
+    log_prob: torch.Tensor,
+    ref_log_prob: torch.Tensor,
+    response_mask: torch.Tensor,
+    kl_loss_type: str = "low_var_kl",
+    loss_agg_mode: str = "token-mean",
+    loss_scale_factor: float | None = None,
+) -> torch.Tensor:
+    """The KL to the reference as a loss; all tensors [batch, response]. Masked tokens may hold anything."""
+    mask = response_mask.bool()
+    divergence = kl_penalty(keep(log_prob, mask), keep(ref_log_prob, mask), kl_loss_type)
+    return agg_loss(divergence, response_mask, loss_agg_mode, loss_scale_factor=loss_scale_factor)
+
+
+def _k1(difference: torch.Tensor) -> torch.Tensor:
+    return difference
+
+
+def _k2(difference: torch.Tensor) -> torch.Tensor:
+    return 0.5 * difference**2
+
+
+def _k3(difference: torch.Tensor) -> torch.Tensor:
+    bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.expm1(-bounded) + bounded
+
+
+KL_ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "kl": _k1,
+    "k1": _k1,
+    "abs": torch.abs,
+    "mse": _k2,
+    "k2": _k2,
+    "low_var_kl": _k3,
+    "k3": _k3,
+}

@@ -1,0 +1,33 @@
+"""`cispo`: a clipped importance weight on the plain policy gradient; no token loses its gradient (2506.13585)."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.algos.policy_loss.common import finish, policy_terms
+from verl.algos.registry import register_policy_loss
+from verl.algos.types import ActorLike, PolicyLoss
+from verl.config import ActorConfig, as_config
+
+
+@register_policy_loss("cispo")
+def compute_policy_loss_cispo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: ActorLike = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> PolicyLoss:
+    """-sg[clip(ratio, 1 - low, 1 + high)] × A × log π per token; tensors [batch, response].
+
+    A `clip_ratio_low` of 1 leaves the weight unbounded below, as in the paper.
+    """
+    config = as_config(ActorConfig, config)
+    terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
+    ratio = terms.log_ratio.detach().exp()
+    weight = ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high)
+    losses = -weight * terms.advantages * terms.log_prob
+    metrics = {"clipfrac": weight != ratio}
+    return finish(losses, terms, response_mask, loss_agg_mode, config, rollout_is_weights, metrics)

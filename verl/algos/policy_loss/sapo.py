@@ -1,0 +1,34 @@
+"""`sapo`: a soft gate on the ratio instead of a clip (arXiv 2511.20347)."""
+
+from __future__ import annotations
+
+import torch
+
+from verl.algos.policy_loss.common import finish, policy_terms
+from verl.algos.registry import register_policy_loss
+from verl.algos.types import ActorLike, PolicyLoss
+from verl.config import ActorConfig, as_config
+
+
+@register_policy_loss("sapo")
+def compute_policy_loss_sapo(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: ActorLike = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> PolicyLoss:
+    """-A × (4 / τ) σ(τ (ratio - 1)) per token, τ by the sign of A; tensors [batch, response].
+
+    At ratio 1 the gradient is that of PPO; it fades smoothly as the ratio leaves 1, faster with a larger τ
+    (`policy_loss.tau_pos`, `policy_loss.tau_neg`).
+    """
+    config = as_config(ActorConfig, config)
+    terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
+    temperatures = terms.advantages.new_tensor([config.policy_loss.tau_pos, config.policy_loss.tau_neg])
+    tau = torch.where(terms.advantages > 0, *temperatures)
+    gate = 4.0 / tau * torch.sigmoid(tau * (terms.log_ratio.exp() - 1.0))
+    losses = -terms.advantages * gate
+    return finish(losses, terms, response_mask, loss_agg_mode, config, rollout_is_weights, {})

@@ -1,0 +1,1 @@
+"""Names that users' code imports from here; the work lives elsewhere."""

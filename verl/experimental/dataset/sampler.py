@@ -1,0 +1,5 @@
+"""Face of `verl.utils.dataset.sampler`."""
+
+from verl.utils.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
+
+__all__ = ["AbstractCurriculumSampler", "AbstractSampler"]

@@ -1,0 +1,95 @@
+"""Hugging Face models for training: their config, an empty copy on the meta device, and the real weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from verl.models.heads import ValueModel
+
+ModelKind: TypeAlias = Literal["causal_lm", "value", "sequence_classification"]
+KINDS: tuple[str, ...] = ("causal_lm", "value", "sequence_classification")
+
+
+def read_config(path: str, trust_remote_code: bool = False, override_config: Mapping[str, Any] | None = None) -> Any:
+    """The model's own config with `override_config` on top, and dropout off.
+
+    Dropout would give every token another probability each time it is looked at: the ratio of an unchanged policy
+    would not be 1. Set it in `override_config` to have it.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    overrides = dict(override_config or {})
+    switch_dropout_off(config, keep=overrides)
+    for key, value in overrides.items():
+        if not hasattr(config, key) and key != "attn_implementation":
+            raise ValueError(
+                f"model.override_config: {config.model_type} has no {key!r}. Look into {path}/config.json for its keys."
+            )
+        setattr(config, "_attn_implementation" if key == "attn_implementation" else key, value)
+    return config
+
+
+def switch_dropout_off(config: Any, keep: Mapping[str, Any] | None = None) -> None:
+    """Every dropout probability of a config becomes 0, except those named in `keep`."""
+    names = ("dropout", "pdrop", "dropout_prob", "drop_rate")
+    for key, value in vars(config).items():
+        if isinstance(value, float) and key.endswith(names) and key not in (keep or {}):
+            setattr(config, key, 0.0)
+
+
+def empty_model(config: Any, kind: ModelKind, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
+    """The model on the meta device: shapes and names, no memory."""
+    with torch.device("meta"):
+        model = _auto_class(kind).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        return ValueModel(model).to(dtype) if kind == "value" else model
+
+
+def pretrained_model(path: str, config: Any, kind: ModelKind, trust_remote_code: bool = False) -> nn.Module:
+    """The model with its weights in host memory, in the dtype they are stored in."""
+    auto = _auto_class(kind)
+    model, found = auto.from_pretrained(
+        path, config=config, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True
+    )
+    if found["missing_keys"]:
+        raise ValueError(
+            f"model.path: {path} lacks weights of a {type(model).__name__}: {_some(found['missing_keys'])}. "
+            "Give a checkpoint of that kind of model."
+        )
+    if kind == "value":
+        return ValueModel(model, stored_head(path))
+    return model
+
+
+def stored_head(path: str) -> dict[str, torch.Tensor]:
+    """`score.*` tensors of a local checkpoint (a critic's, or a reward model's); empty where there are none."""
+    from safetensors import safe_open
+
+    head = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            head.update({name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith("score.")})  # noqa: SIM118
+    return head
+
+
+def _auto_class(kind: ModelKind) -> Any:
+    import transformers
+
+    if kind not in KINDS:
+        raise ValueError(f"kind: {kind!r} is unknown. Use one of {', '.join(KINDS)}.")
+    names = {
+        "causal_lm": "AutoModelForCausalLM",
+        "value": "AutoModel",
+        "sequence_classification": "AutoModelForSequenceClassification",
+    }
+    return getattr(transformers, names[kind])
+
+
+def _some(names: Any) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

@@ -1,0 +1,45 @@
+"""Which rank gets which rows: mini-batches are fixed by the order of prompts, balancing moves rows only inside them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.single_controller.ray import BatchRef
+from verl.utils.balancing import get_seqlen_balanced_partitions
+
+
+def row_costs(batch: DataProto) -> np.ndarray:
+    """Tokens of every row: int64 [rows]."""
+    if isinstance(batch, BatchRef) and batch.lengths is not None:
+        return batch.lengths.prompt + batch.lengths.response
+    return batch.batch["attention_mask"].sum(-1).cpu().numpy()
+
+
+def rank_major_order(costs: np.ndarray, dp_size: int, mini_batches: int, balance: bool) -> np.ndarray:
+    """Order of rows such that an equal split over `dp_size` ranks gives every rank its part of mini-batch 0, then of
+    mini-batch 1 and so on: [rows].
+
+    A mini-batch is a run of consecutive rows, whatever the number of ranks, so results do not depend on it.
+    """
+    rows = len(costs)
+    if rows % mini_batches or (rows // mini_batches) % dp_size:
+        raise ValueError(f"{rows} rows do not divide into {mini_batches} mini-batches over {dp_size} ranks.")
+    size = rows // mini_batches
+    per_rank: list[list[np.ndarray]] = [[] for _ in range(dp_size)]
+    for start in range(0, rows, size):
+        members = np.arange(start, start + size)
+        parts = np.split(members, dp_size)
+        if balance and dp_size > 1:
+            chosen = get_seqlen_balanced_partitions(costs[members].tolist(), dp_size, equal_size=True)
+            parts = [members[np.asarray(part, dtype=np.int64)] for part in chosen]
+        for rank, part in enumerate(parts):
+            per_rank[rank].append(part)
+    return np.concatenate([part for parts in per_rank for part in parts])
+
+
+def balanced_order(costs: np.ndarray, dp_size: int, balance: bool) -> np.ndarray:
+    """Order of rows for a pass without an update; any number of rows."""
+    if not balance or dp_size == 1 or len(costs) % dp_size:
+        return np.arange(len(costs))
+    return rank_major_order(costs, dp_size, mini_batches=1, balance=True)

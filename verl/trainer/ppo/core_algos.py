@@ -1,0 +1,85 @@
+"""The algorithms under the names users know; the work is in `verl.algos`."""
+
+from verl.algos.advantage import (
+    AdvantageEstimator,
+    compute_gae_advantage_return,
+    compute_gdpo_outcome_advantage,
+    compute_gpg_outcome_advantage,
+    compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
+    compute_opo_outcome_advantage,
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+    compute_rloo_outcome_advantage,
+    estimate_advantages,
+)
+from verl.algos.aggregate import agg_loss, global_share
+from verl.algos.entropy_loss import compute_entropy_loss
+from verl.algos.kl import compute_kl_loss, kl_penalty
+from verl.algos.kl_controller import (
+    AdaptiveKLController,
+    FixedKLController,
+    get_kl_controller,
+)
+from verl.algos.policy_loss import (
+    compute_policy_loss,
+    compute_policy_loss_cispo,
+    compute_policy_loss_clip_cov,
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gpg,
+    compute_policy_loss_gspo,
+    compute_policy_loss_kl_cov,
+    compute_policy_loss_sapo,
+    compute_policy_loss_vanilla,
+)
+from verl.algos.registry import (
+    get_adv_estimator_fn,
+    get_policy_loss_fn,
+    register_adv_est,
+    register_policy_loss,
+)
+from verl.algos.rollout_correction import correct_rollout, mismatch_metrics
+from verl.algos.value_loss import compute_value_loss
+
+compute_reinforce_plus_plus_advantage = compute_reinforce_plus_plus_outcome_advantage
+
+__all__ = [
+    "AdaptiveKLController",
+    "AdvantageEstimator",
+    "FixedKLController",
+    "agg_loss",
+    "compute_entropy_loss",
+    "compute_gae_advantage_return",
+    "compute_gdpo_outcome_advantage",
+    "compute_gpg_outcome_advantage",
+    "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_kl_loss",
+    "compute_opo_outcome_advantage",
+    "compute_policy_loss",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_kl_cov",
+    "compute_policy_loss_sapo",
+    "compute_policy_loss_vanilla",
+    "compute_reinforce_plus_plus_advantage",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_remax_outcome_advantage",
+    "compute_rloo_outcome_advantage",
+    "compute_value_loss",
+    "correct_rollout",
+    "estimate_advantages",
+    "get_adv_estimator_fn",
+    "get_kl_controller",
+    "get_policy_loss_fn",
+    "global_share",
+    "kl_penalty",
+    "mismatch_metrics",
+    "register_adv_est",
+    "register_policy_loss",
+]

@@ -1,0 +1,56 @@
+"""What a run writes for people to look at: batches as tensors, answers as JSONL."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.utils.plain_store import save_plain
+
+
+def dump_batch(batch: DataProto, folder: str, step: int) -> Path:
+    """`debug_step_N.pt`: the step's tensors, readable with `torch.load(..., weights_only=True)` through load_plain."""
+    path = Path(folder) / f"debug_step_{step}.pt"
+    save_plain(dict(batch._tensors()), path, what=f"batch of step {step}")
+    return path
+
+
+def dump_rows(batch: DataProto, tokenizer: Any, folder: str, step: int) -> Path:
+    """`N.jsonl`: prompt, answer, score and what the reward said, one line per sample."""
+    prompts = decode(tokenizer, batch.batch["prompts"].tolist())
+    answers = decode(tokenizer, batch.batch["responses"].tolist())
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    extras = {key: batch.non_tensor_batch[key] for key in batch.non_tensor_batch if key != "raw_prompt"}
+    rows = (
+        {"step": step, "input": prompt, "output": answer, "score": score, **{k: v[i] for k, v in extras.items()}}
+        for i, (prompt, answer, score) in enumerate(zip(prompts, answers, scores, strict=True))
+    )
+    return write_jsonl(rows, Path(folder) / f"{step}.jsonl")
+
+
+def write_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> Path:
+    """Written beside and renamed into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as stream:
+        for row in rows:
+            stream.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+    os.replace(temporary, path)
+    return path
+
+
+def decode(tokenizer: Any, rows: list[list[int]]) -> list[str]:
+    """Texts without special tokens."""
+    return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value.item() if isinstance(value, np.generic) else str(value)

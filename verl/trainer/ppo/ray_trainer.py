@@ -1,0 +1,346 @@
+"""RayPPOTrainer: the training loop. `_train_step` is one step, top to bottom like the algorithm."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from verl.algos import AdvantageEstimator, get_kl_controller
+from verl.config import PPOConfig, load_config
+from verl.config.plan import batch_plan, layout_of
+from verl.protocol import DataProto, object_array
+from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo import checkpointing, worker_setup
+from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.arrange import balanced_order, rank_major_order, row_costs
+from verl.trainer.ppo.console import Console
+from verl.trainer.ppo.dataloading import make_dataloader
+from verl.trainer.ppo.dumps import dump_batch, dump_rows
+from verl.trainer.ppo.guard import NonFiniteGuard
+from verl.trainer.ppo.metric_utils import (
+    compute_data_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+    reduce_metrics,
+)
+from verl.trainer.ppo.phases import Phases
+from verl.trainer.ppo.resources import ResourcePoolManager
+from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.validation import validate
+from verl.utils.tracking import Tracking
+
+__all__ = [
+    "AdvantageEstimator",
+    "RayPPOTrainer",
+    "ResourcePoolManager",
+    "Role",
+    "apply_kl_penalty",
+    "compute_advantage",
+    "compute_response_mask",
+]
+
+logger = logging.getLogger(__name__)
+
+_PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
+_SEQUENCE_COLUMNS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
+
+
+class RayPPOTrainer:
+    """One controller that drives the worker groups of a run. The phases are methods: override what you change."""
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        role_worker_mapping: dict[Role, type],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type = RayWorkerGroup,
+        processor: Any = None,
+        reward_fn: Any = None,
+        val_reward_fn: Any = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        train_sampler: Any = None,
+        device_name: str | None = None,
+    ) -> None:
+        self.config: PPOConfig = load_config(config)
+        self.tokenizer, self.processor = tokenizer, processor
+        self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
+        self.ray_worker_group_cls = ray_worker_group_cls
+        self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
+        self.device_name = device_name or self.config.trainer.device
+        self.use_critic = Role.Critic in role_worker_mapping
+        self.use_reference_policy = Role.RefPolicy in role_worker_mapping
+        self.use_rm = Role.RewardModel in role_worker_mapping
+        self.kl_ctrl_in_reward = get_kl_controller(self.config.algorithm.kl_ctrl)
+        self.global_steps = 0
+        self.policy_version = 0  # updates of the actor so far: what the rollout's weights are stamped with
+        self.stop_requested = threading.Event()
+        self._guard = NonFiniteGuard(self.config.trainer.max_nonfinite_steps)
+        self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+
+    # ---------------------------------------------------------------- setting up
+
+    def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
+        data, trainer = self.config.data, self.config.trainer
+        self.train_dataloader = make_dataloader(train_dataset, data, collate_fn, train_sampler)
+        self.val_dataloader: Any = None
+        if val_dataset is not None and len(val_dataset):
+            self.val_dataloader = make_dataloader(
+                val_dataset, data, collate_fn, batch_size=data.val_batch_size or len(val_dataset)
+            )
+        self.total_training_steps = trainer.total_training_steps or len(self.train_dataloader) * trainer.total_epochs
+        plan = batch_plan(self.config)
+        for block, update in ((self.config.actor_rollout_ref.actor, plan.actor), (self.config.critic, plan.critic)):
+            if update is not None and block.optim.total_training_steps is None:
+                block.optim.total_training_steps = self.total_training_steps * update.optimizer_steps
+
+    def init_workers(self) -> None:
+        """Reserve devices, start one group per pool with its roles colocated, load the models."""
+        groups = worker_setup.start_groups(self)
+        self.actor_wg = groups.get(Role.Actor) or groups.get(Role.ActorRollout) or groups[Role.ActorRolloutRef]
+        self.rollout_wg = groups.get(Role.Rollout, self.actor_wg)
+        self.actor_rollout_wg = self.actor_wg
+        self.critic_wg: Any = groups.get(Role.Critic)
+        self.ref_policy_wg: Any = groups.get(Role.RefPolicy)
+        self.rm_wg: Any = groups.get(Role.RewardModel)
+        self.dp_sizes = {
+            role: layout_of(self.config, role).dp_size for role in ("actor", "ref", "critic", "reward_model")
+        }
+
+    # ---------------------------------------------------------------- the loop
+
+    def fit(self) -> None:
+        """Train until the steps are done, or until asked to stop: then finish the step, save and return."""
+        trainer = self.config.trainer
+        self.tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict())
+        self._load_checkpoint()
+        self.console = Console(self.total_training_steps, self.global_steps)
+        try:
+            if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
+                self._log(self._validate(), self.global_steps)
+            if not trainer.val_only:
+                self._train()
+        finally:
+            self.console.close()
+            self.tracking.close()
+
+    def _train(self) -> None:
+        trainer = self.config.trainer
+        logger.info("Starting training...")
+        per_epoch = max(1, len(self.train_dataloader))
+        while self.global_steps < self.total_training_steps:
+            epoch = self.global_steps // per_epoch
+            logger.info("Epoch %d/%d", epoch + 1, max(epoch + 1, trainer.total_epochs))
+            for rows in self.train_dataloader:
+                self.global_steps += 1
+                self._step(DataProto.from_single_dict(rows))
+                if self.global_steps >= self.total_training_steps or self.stop_requested.is_set():
+                    return
+
+    def _step(self, batch: DataProto) -> None:
+        """One step with its validation, checkpoint and log."""
+        trainer, step = self.config.trainer, self.global_steps
+        self.phases = Phases(self.console)
+        last = step >= self.total_training_steps
+        with self.phases("step"):
+            metrics = self._train_step(batch)
+        stopping = self.stop_requested.is_set()
+        if (
+            self.val_dataloader is not None
+            and (last or (trainer.test_freq > 0 and step % trainer.test_freq == 0))
+            and not stopping
+        ):
+            with self.phases("testing"):
+                metrics |= self._validate()
+        if last or stopping or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
+            with self.phases("save_checkpoint"):
+                self._save_checkpoint()
+        metrics |= {"training/global_step": step, "training/epoch": (step - 1) // max(1, len(self.train_dataloader))}
+        metrics |= compute_timing_metrics(self._last_batch, self.phases.seconds)
+        metrics |= compute_throughout_metrics(
+            self._last_batch, self.phases.seconds, self.resource_pool_manager.get_n_gpus()
+        )
+        self._log(metrics, step)
+        self.console.step_done()
+        self._guard.check(metrics)
+
+    def _train_step(self, batch: DataProto) -> dict[str, float]:
+        """One training step on a batch of prompts; returns its metrics."""
+        metrics: dict[str, float] = {}
+        with self.phases("update_weights"):
+            self._hand_over_weights()
+        with self.phases("gen"):
+            batch = self._generate(batch)
+        with self.phases("reward"):
+            batch = self._compute_reward(batch, metrics)
+        with self.phases("old_log_prob"):
+            batch = self._compute_old_log_prob(batch, metrics)
+        if self.use_reference_policy:
+            with self.phases("ref"):
+                batch = batch.union(self._balanced(self.ref_policy_wg.compute_ref_log_prob, batch, "ref"))
+        if self.use_critic:
+            with self.phases("values"):
+                batch = batch.union(self._balanced(self.critic_wg.compute_values, batch, "critic"))
+        with self.phases("adv"):
+            batch = self._compute_advantage(batch, metrics)
+        if self.use_critic:
+            with self.phases("update_critic"):
+                metrics |= self._update(self.critic_wg.update_critic, batch, "critic")
+        if self.global_steps > self.config.trainer.critic_warmup:
+            with self.phases("update_actor"):
+                metrics |= self._update(self.actor_wg.update_actor, batch, "actor")
+            self.policy_version += 1
+        self._after_step(batch, metrics)
+        return metrics
+
+    # ---------------------------------------------------------------- phases
+
+    def _hand_over_weights(self) -> None:
+        worker_setup.hand_over_weights(self)
+
+    def _generate(self, batch: DataProto) -> DataProto:
+        """Answers to every prompt, `rollout.n` times: all rows of one prompt stand together."""
+        n = self.config.actor_rollout_ref.rollout.n
+        batch = batch.repeat(n, interleave=True)
+        batch.non_tensor_batch["sample_index"] = object_array([i % n for i in range(len(batch))])
+        return self._generate_rows(batch, validate=False)
+
+    def _generate_rows(self, batch: DataProto, validate: bool) -> DataProto:
+        request = batch.select(_PROMPT_COLUMNS, ["uid", "sample_index"], [])
+        request.meta_info = {
+            "step": self.global_steps,
+            "seed": self.config.actor_rollout_ref.rollout.seed,
+            "validate": validate,
+            "eos_token_id": self.tokenizer.eos_token_id,
+            "pad_token_id": self.tokenizer.pad_token_id,
+        }
+        generated = self.rollout_wg.generate_sequences(request)
+        return generated.union(batch.select([], None, []))
+
+    def _compute_reward(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions."""
+        if self.use_rm:
+            batch = batch.union(self._balanced(self.rm_wg.compute_rm_score, batch, "reward_model"))
+        names = [
+            name
+            for name in ("prompts", "responses", "attention_mask", "response_mask", "rm_scores")
+            if name in batch.batch.keys()
+        ]
+        local = _local(batch, names)
+        scores, extra = compute_reward(local, self.reward_fn)
+        batch.batch["token_level_scores"] = scores
+        for name, values in extra.items():
+            batch.non_tensor_batch[name] = object_array(list(values))
+            if all(isinstance(value, int | float | np.number) for value in values):
+                metrics[f"reward/{name}/mean"] = float(np.mean([float(value) for value in values]))
+        return batch
+
+    def _compute_old_log_prob(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """Log-probs of the answers under the policy about to be updated."""
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+            return batch
+        result = self._balanced(self.actor_wg.compute_log_prob, batch, "actor")
+        entropy = result.pop(["entropys"])
+        mask = batch.batch["response_mask"]
+        total = float((entropy.batch["entropys"] * mask).sum())
+        metrics["actor/entropy"] = total / max(1.0, float(mask.sum()))
+        return batch.union(result)
+
+    def _compute_advantage(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """KL in the reward if asked for, then `advantages` and `returns`; here, from the columns it names."""
+        algorithm = self.config.algorithm
+        wanted = ["response_mask", "token_level_scores", "old_log_probs", "ref_log_prob", "values", "rollout_log_probs"]
+        local = _local(batch, [name for name in wanted if name in batch.batch.keys()], ["uid"])
+        if algorithm.use_kl_in_reward:
+            local, kl_metrics = apply_kl_penalty(local, self.kl_ctrl_in_reward, algorithm.kl_penalty)
+            metrics |= kl_metrics
+        else:
+            local.batch["token_level_rewards"] = local.batch["token_level_scores"]
+        local = compute_advantage(
+            local,
+            algorithm.adv_estimator,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            num_repeat=self.config.actor_rollout_ref.rollout.n,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            config=algorithm,
+        )
+        for name in ("token_level_rewards", "advantages", "returns"):
+            batch.batch[name] = local.batch[name]
+        local.meta_info |= {
+            "max_response_length": self.config.data.max_response_length,
+            "max_prompt_length": self.config.data.max_prompt_length,
+        }
+        metrics |= compute_data_metrics(
+            local.union(_local(batch, ["attention_mask", "responses"], [])), self.use_critic
+        )
+        return batch
+
+    def _update(self, method: Callable[..., Any], batch: DataProto, role: str) -> dict[str, float]:
+        """Mini-batches are runs of whole prompts in the batch's order; every rank gets its part of each."""
+        block = self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor
+        minis = len(batch) // (block.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n)
+        order = rank_major_order(
+            row_costs(batch), self.dp_sizes[role], max(1, minis), self.config.trainer.balance_batch
+        )
+        arranged = batch.select_idxs(order)
+        arranged.meta_info = {
+            "temperature": self.config.actor_rollout_ref.rollout.temperature,
+            "mini_batches": max(1, minis),
+            "global_steps": self.global_steps,
+        }
+        return reduce_metrics(method(arranged).meta_info["metrics"])
+
+    def _balanced(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
+        """A pass without an update: rows evened out over ranks, results in the batch's order."""
+        order = balanced_order(row_costs(batch), self.dp_sizes[role], self.config.trainer.balance_batch)
+        names = [name for name in [*_SEQUENCE_COLUMNS, "prompts"] if name in batch.batch.keys()]
+        sent = batch.select(names, [], []).select_idxs(order)
+        sent.meta_info = {"temperature": self.config.actor_rollout_ref.rollout.temperature}
+        result = method(sent)
+        result.reorder(np.argsort(order))
+        result.meta_info = {}
+        return result
+
+    def _validate(self) -> dict[str, float]:
+        """Accuracy on the validation prompts; answers go to the trackers and, if asked for, to JSONL."""
+        return validate(self)
+
+    def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        trainer, step = self.config.trainer, self.global_steps
+        self._last_batch = batch
+        if step in trainer.dump_steps or self._guard.skipped(metrics):
+            logger.info("batch of step %d written to %s", step, dump_batch(batch, trainer.default_local_dir, step))
+        if trainer.rollout_data_dir is not None:
+            dump_rows(batch, self.tokenizer, trainer.rollout_data_dir, step)
+
+    # ---------------------------------------------------------------- checkpoints and logs
+
+    def _save_checkpoint(self) -> None:
+        logger.info("saved to %s", checkpointing.save(self))
+
+    def _load_checkpoint(self) -> None:
+        checkpointing.load(self)
+
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        self.tracking.log({name: value for name, value in metrics.items() if not _is_nan(value)}, step)
+
+
+def _local(batch: DataProto, names: list[str], non_tensors: list[str] | None = None) -> DataProto:
+    """The named columns as a plain DataProto on the controller."""
+    chosen = batch.select(names, non_tensors)
+    fetch = getattr(chosen, "fetch", None)
+    return fetch() if fetch is not None else chosen
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)

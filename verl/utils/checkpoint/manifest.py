@@ -1,0 +1,263 @@
+"""The manifest of a checkpoint: path, size and checksum of every file, so that damage is found and named.
+
+A folder is whole when it has a manifest and every file in it is as the manifest says. Writers may take checksums as
+the bytes go by (`ChecksumRecorder`); what they did not take is read once when the manifest is written.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+MANIFEST = "manifest.json"
+
+_FORMAT = "verl.checkpoint/1"
+_RECORDS = ".checksums"
+_BLOCK = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must be."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All files of one step. `serial` grows with every save into a root: the later of two saves has the larger."""
+
+    step: int
+    serial: int
+    files: Mapping[str, FileRecord]
+
+
+class ChecksumRecorder:
+    """Checksums of the files that one process writes into an unfinished step, taken while it writes them.
+
+    with ChecksumRecorder(folder) as recorder:
+        with recorder.open("shard_0.bin") as stream: ...
+
+    Leaves its records in `folder` for whoever writes the manifest. A stream that is not written front to back, or a
+    file changed afterwards, is simply read again then.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        self._taken: dict[str, dict[str, int]] = {}
+
+    def open(self, name: str | os.PathLike[str]) -> io.BufferedIOBase:
+        """A stream to a new file in the folder (a relative name, or a path inside it)."""
+        path = self._folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _ChecksumStream(path, path.relative_to(self._folder).as_posix(), self._taken)
+
+    def close(self) -> None:
+        """Leave the records in the folder."""
+        if self._taken:
+            records = self._folder / _RECORDS
+            records.mkdir(parents=True, exist_ok=True)
+            (records / f"{uuid.uuid4().hex}.json").write_text(json.dumps(self._taken))
+            self._taken = {}
+
+    def __enter__(self) -> ChecksumRecorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+
+
+def write_manifest(folder: Path, step: int, serial: int) -> Manifest:
+    """Bring all files of `folder` to disk and list them in its manifest; ValueError where there is nothing to list."""
+    taken = _collect_records(folder)
+    names = sorted(_files_in(folder))
+    if not names:
+        raise ValueError(f"{folder}: step {step} has no files. Save something into the folder before finishing it.")
+    with _pool() as pool:
+        records = list(pool.map(lambda name: _sync_and_record(folder / name, taken.get(name)), names))
+    manifest = Manifest(step, serial, dict(zip(names, records, strict=True)))
+    write_atomically(folder / MANIFEST, _encode(manifest))
+    for inside, _, _ in os.walk(folder):
+        sync_folder(Path(inside))
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a step; ValueError says what is wrong with it."""
+    try:
+        content = (folder / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ValueError(f"{MANIFEST}: missing, so the step was never finished or is not one of ours") from error
+    return decode_manifest(content)
+
+
+def decode_manifest(content: bytes) -> Manifest:
+    """The manifest in these bytes; ValueError where they were damaged."""
+    try:
+        fields = json.loads(content)
+        own = fields.pop("crc32")
+        if fields["format"] != _FORMAT or own != zlib.crc32(_canonical(fields)):
+            raise ValueError("its checksum does not fit")
+        files = {name: FileRecord(**record) for name, record in fields["files"].items()}
+        return Manifest(fields["step"], fields["serial"], files)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST}: damaged ({error})") from error
+
+
+def find_problems(folder: Path, contents: bool = True) -> list[str]:
+    """What keeps a step from being whole, one line per file; [] when it is. `contents=False` compares sizes only."""
+    try:
+        manifest = read_manifest(folder)
+    except (ValueError, OSError) as error:
+        return [str(error)]
+    with _pool() as pool:
+        found = pool.map(lambda item: _problem(folder, item[0], item[1], contents), manifest.files.items())
+        return [problem for problem in found if problem]
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a small file: readers see the old content or the new, also after a crash."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _ChecksumStream(io.BufferedIOBase):
+    """A file being written whose checksum grows with it."""
+
+    def __init__(self, path: Path, name: str, taken: dict[str, dict[str, int]]) -> None:
+        self._file = path.open("wb")
+        self._name, self._taken = name, taken
+        self._crc, self._size, self._in_order = 0, 0, True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._in_order = self._in_order and self._file.tell() == self._size
+        written = self._file.write(data)
+        self._crc = zlib.crc32(data, self._crc)
+        self._size += written
+        return written
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        stat = os.fstat(self._file.fileno())
+        self._file.close()
+        if self._in_order:
+            self._taken[self._name] = {"size": self._size, "crc32": self._crc, "modified": stat.st_mtime_ns}
+        super().close()
+
+
+def _collect_records(folder: Path) -> dict[str, dict[str, int]]:
+    """What recorders left anywhere in the folder, by path in it; their files are removed."""
+    taken: dict[str, dict[str, int]] = {}
+    for records in [Path(inside) / _RECORDS for inside, names, _ in os.walk(folder) if _RECORDS in names]:
+        for file in records.iterdir():
+            for name, record in json.loads(file.read_text()).items():
+                taken[(records.parent / name).relative_to(folder).as_posix()] = record
+        shutil.rmtree(records)
+    return taken
+
+
+def _sync_and_record(path: Path, taken: Mapping[str, int] | None) -> FileRecord:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        stat = os.fstat(file.fileno())
+        if taken is not None and (taken["size"], taken["modified"]) == (stat.st_size, stat.st_mtime_ns):
+            return FileRecord(taken["size"], taken["crc32"])
+        return _read_record(file)
+
+
+def _read_record(file: io.BufferedReader) -> FileRecord:
+    size, crc, block = 0, 0, memoryview(bytearray(_BLOCK))
+    while count := file.readinto(block):
+        crc = zlib.crc32(block[:count], crc)
+        size += count
+    return FileRecord(size, crc)
+
+
+def _problem(folder: Path, name: str, expected: FileRecord, contents: bool) -> str | None:
+    path = folder / name
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            kind = "truncated" if size < expected.size else "changed"
+            return f"{name}: {kind}, {size} of {expected.size} bytes"
+        if contents:
+            with path.open("rb") as file:
+                if _read_record(file) != expected:
+                    return f"{name}: damaged, its content does not fit its checksum"
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{name}: missing"
+    except OSError as error:
+        return f"{name}: unreadable ({error.strerror})"
+    return None
+
+
+def _files_in(folder: Path) -> Iterator[str]:
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            relative = (Path(inside) / name).relative_to(folder).as_posix()
+            if relative != MANIFEST:
+                yield relative
+
+
+def _encode(manifest: Manifest) -> bytes:
+    files = {name: asdict(record) for name, record in manifest.files.items()}
+    fields = {"format": _FORMAT, "step": manifest.step, "serial": manifest.serial, "files": files}
+    # The manifest vouches for itself as well: a flipped bit in a name or size is damage, not another file.
+    return json.dumps({**fields, "crc32": zlib.crc32(_canonical(fields))}, indent=1).encode()
+
+
+def _canonical(fields: Mapping[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True).encode()
+
+
+def _pool() -> ThreadPoolExecutor:
+    """Reading and crc32 run outside the interpreter lock, so files are checked side by side."""
+    return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))

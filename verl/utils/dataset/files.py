@@ -1,0 +1,79 @@
+"""Which local files a user means: one path, several, a folder (also one downloaded from a hub), a URL or a hub name."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl.utils.fs import copy_to_local
+
+# In this order of preference where a folder holds the same data in several formats.
+SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json")
+# Files of that kind which describe a dataset folder instead of holding rows.
+_ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+_SPLITS = {"train": "train", "test": "test", "validation": "validation", "val": "validation", "dev": "validation"}
+
+
+def find_files(data_files: str | os.PathLike[str] | Sequence[str], split: str | None = None) -> list[str]:
+    """The data files behind `data_files`, in a stable order.
+
+    `split` ("train", "test", "validation") chooses where a folder holds files of several splits; without it such a
+    folder is an error, since training on the test rows by accident is the worst kind of success.
+    """
+    names = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
+    if not names:
+        raise ValueError("data.train_files: no file is given. Set it, e.g. $HOME/data/gsm8k/train.parquet.")
+    found: list[str] = []
+    for name in names:
+        local = copy_to_local(name, repo_type="dataset", key="data")
+        found += _files_of_folder(Path(local), split) if os.path.isdir(local) else [_known_format(local)]
+    return found
+
+
+def _known_format(file: str) -> str:
+    if not file.endswith(SUFFIXES):
+        raise ValueError(
+            f"{file}: not a format that can be read. Give one of {', '.join(SUFFIXES)} or a folder of them."
+        )
+    return file
+
+
+def _files_of_folder(folder: Path, split: str | None) -> list[str]:
+    visible = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and path.name not in _ABOUT
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+    files = next((found for suffix in SUFFIXES if (found := [p for p in visible if p.suffix == suffix])), [])
+    if not files:
+        raise ValueError(f"{folder}: the folder holds no {', '.join(SUFFIXES)} file. Check the path.")
+    by_split: dict[str, list[Path]] = {}
+    for path in files:
+        by_split.setdefault(_split_of(path, folder), []).append(path)
+    if len(by_split) > 1:
+        files = _choose(folder, by_split, split)
+    return [str(path) for path in files]
+
+
+def _choose(folder: Path, by_split: dict[str, list[Path]], split: str | None) -> list[Path]:
+    # A set without a validation split is validated on its test split, and the other way round.
+    wanted = {"test": ("test", "validation"), "validation": ("validation", "test")}.get(split or "", (split or "",))
+    chosen = next((by_split[name] for name in wanted if name in by_split), None)
+    if chosen is None:
+        names = ", ".join(path.name for paths in by_split.values() for path in paths[:2])
+        raise ValueError(f"{folder}: the folder holds several splits ({names}). Name the file you mean.")
+    return chosen
+
+
+def _split_of(path: Path, folder: Path) -> str:
+    """The split that a file's name (`train-00000-of-00002.parquet`) or folder (`train/part-0.parquet`) says, or ""."""
+    relative = path.relative_to(folder)
+    for part in reversed((*relative.parts[:-1], relative.stem)):
+        word = re.match(r"[a-z]+", part.lower())
+        if word and word.group() in _SPLITS:
+            return _SPLITS[word.group()]
+    return ""

@@ -1,0 +1,216 @@
+"""What is wrong with data files, found before it costs anything: every kind of problem once, with file, row and remedy.
+
+Each rule exists once, as a function of one value. Arrow columns whose type and null count already prove the rule are
+not looked at row by row, so a good file of any size passes in no time.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from verl.utils.dataset.rows import ArrowPart, Part, Rows, value_at
+
+Check = Callable[[dict[str, Any]], str | None]
+_BATCH = 4096
+
+
+class DataError(ValueError):
+    """The data cannot be used; `problems` holds every reason, `str()` is the numbered list."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        count = len(self.problems)
+        lines = [f"{count} problem{'s' if count != 1 else ''} in the data:"]
+        super().__init__("\n".join(lines + [f"{number}. {text}" for number, text in enumerate(self.problems, 1)]))
+
+    def __reduce__(self) -> tuple[type[DataError], tuple[list[str]]]:
+        return DataError, (self.problems,)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One requirement: which columns it reads, what it says of a row, and when a column's type proves it."""
+
+    columns: tuple[str, ...]
+    check: Check  # None: the row is fine; otherwise what is wrong, ending in the remedy
+    proven: Callable[[pa.Table], bool]
+
+
+def find_problems(rows: Rows, rules: Sequence[Rule]) -> list[str]:
+    """Every rule that some row breaks, per file: the first such row, how many more, and what to do."""
+    problems = []
+    for part in rows.parts:
+        if len(part) == 0:
+            problems.append(f"{part.file}: it has no rows. Write it again, or leave it out.")
+            continue
+        for rule in rules:
+            broken = _first_broken(part, rule)
+            if broken is not None:
+                row, more, what = broken
+                others = f" (and {more} more row{'s' if more > 1 else ''})" if more else ""
+                problems.append(f"{part.where(row)}{others}: {what}")
+    return problems
+
+
+def chat_rule(key: str, columns: Sequence[str], option: str | None = None) -> Rule:
+    """`key` holds a prompt: text, or a list of {role, content}. `option` is the config key that names the column."""
+
+    def check(row: dict[str, Any]) -> str | None:
+        value = value_at(row, key)
+        return _missing(key, row, columns, option) if value is None else chat_problem(key, value)
+
+    def proven(table: pa.Table) -> bool:
+        return key in table.column_names and _is_sound_chat(table.column(key))
+
+    return Rule((key.split(".")[0],), check, proven)
+
+
+def text_rule(key: str, columns: Sequence[str], option: str | None = None) -> Rule:
+    """`key` holds a non-empty string."""
+
+    def check(row: dict[str, Any]) -> str | None:
+        value = value_at(row, key)
+        if value is None:
+            return _missing(key, row, columns, option)
+        if not isinstance(value, str):
+            return f"{key!r} is {_kind(value)}, not a string. Write it as text."
+        return None if value else f"{key!r} is empty. Fill it, or remove the row."
+
+    def proven(table: pa.Table) -> bool:
+        return key in table.column_names and _is_sound_text(table.column(key))
+
+    return Rule((key.split(".")[0],), check, proven)
+
+
+def source_rule(key: str, known: Collection[str]) -> Rule:
+    """`key` names a data source that has a reward function."""
+
+    def check(row: dict[str, Any]) -> str | None:
+        source = row.get(key)
+        if source in known or not isinstance(source, str):  # another type is the text rule's to report
+            return None
+        near = difflib.get_close_matches(source, list(known), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return (
+            f"no reward function is known for {key} {source!r} (known: {', '.join(sorted(known))}).{hint}"
+            " Set custom_reward_function.path, or register one with verl.utils.reward_score.register_score."
+        )
+
+    def proven(table: pa.Table) -> bool:
+        if key not in table.column_names:
+            return True
+        return set(pc.unique(table.column(key)).to_pylist()) <= set(known)
+
+    return Rule((key,), check, proven)
+
+
+def ground_truth_rule() -> Rule:
+    """A right answer to compare with: `reward_model.ground_truth` or `ground_truth`, unless a model judges the row."""
+
+    def check(row: dict[str, Any]) -> str | None:
+        reward = row.get("reward_model")
+        if reward is not None and not isinstance(reward, dict):
+            return f"'reward_model' is {_kind(reward)}. Write it as {{style, ground_truth}}."
+        if ground_truth_of(row) is not None or (reward or {}).get("style") == "model":
+            return None
+        return (
+            "it has no ground truth. Write reward_model={'style': 'rule', 'ground_truth': …}, or style 'model' where a "
+            "reward model or a function of your own judges without one."
+        )
+
+    def proven(table: pa.Table) -> bool:
+        if "reward_model" not in table.column_names:
+            return "ground_truth" in table.column_names and table.column("ground_truth").null_count == 0
+        kind = table.schema.field("reward_model").type
+        if not pa.types.is_struct(kind) or kind.get_field_index("ground_truth") < 0:
+            return False
+        return pc.struct_field(table.column("reward_model"), "ground_truth").null_count == 0
+
+    return Rule(("reward_model", "ground_truth"), check, proven)
+
+
+def ground_truth_of(row: dict[str, Any]) -> Any:
+    """The right answer of a row, from either of its places; None if there is none."""
+    reward = row.get("reward_model")
+    inside = reward.get("ground_truth") if isinstance(reward, dict) else None
+    return row.get("ground_truth") if inside is None else inside
+
+
+def chat_problem(key: str, value: Any) -> str | None:
+    """What is wrong with a prompt value; None: nothing."""
+    if isinstance(value, str):
+        return None if value else f"{key!r} is empty. Fill it, or remove the row."
+    if not isinstance(value, list):
+        return f"{key!r} is {_kind(value)}. Write it as text or as a list of {{role, content}}."
+    if not value:
+        return f"{key!r} has no messages. Fill it, or remove the row."
+    for number, message in enumerate(value):
+        at = f"message {number} of {key!r}"
+        if not isinstance(message, dict):
+            return f"{at} is {_kind(message)}. Write it as {{role, content}}."
+        if not isinstance(message.get("role"), str):
+            return (
+                f"{at} has no 'role' (found: {', '.join(message) or 'nothing'}). Set it to user, system or assistant."
+            )
+        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
+            return f"the 'content' of {at} is {_kind(message.get('content'))}. Write it as text."
+    return None
+
+
+def _first_broken(part: Part, rule: Rule) -> tuple[int, int, str] | None:
+    """First row that breaks the rule, how many others do, and what is wrong with the first."""
+    if isinstance(part, ArrowPart) and rule.proven(part.table):
+        return None
+    first, count = None, 0
+    for start in range(0, len(part), _BATCH):
+        stop = min(start + _BATCH, len(part))
+        for offset, row in enumerate(part.rows(start, stop, rule.columns)):
+            what = rule.check(row)
+            if what is not None:
+                count += 1
+                first = first or (start + offset, what)
+    return None if first is None else (first[0], count - 1, first[1])
+
+
+def _missing(key: str, row: dict[str, Any], columns: Sequence[str], option: str | None) -> str:
+    if key in row:
+        return f"{key!r} is missing. Fill it, or remove the row."
+    fix = f"Set {option} to the column that holds it" if option else "Add the column"
+    return f"it has no {key!r} (found: {', '.join(columns) or 'nothing'}). {fix}."
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else f"a {type(value).__name__}"
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _is_sound_text(column: pa.ChunkedArray) -> bool:
+    if not _is_text(column.type) or column.null_count:
+        return False
+    return not pc.any(pc.equal(pc.binary_length(column), 0)).as_py()
+
+
+def _is_sound_chat(column: pa.ChunkedArray) -> bool:
+    kind = column.type
+    if _is_text(kind):
+        return _is_sound_text(column)
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+        return False
+    if column.null_count or pc.any(pc.equal(pc.list_value_length(column), 0)).as_py():
+        return False
+    fields = kind.value_type
+    if fields.get_field_index("role") < 0 or fields.get_field_index("content") < 0:
+        return False
+    if not (_is_text(fields.field("role").type) and _is_text(fields.field("content").type)):
+        return False
+    messages = pc.list_flatten(column)
+    return all(pc.struct_field(messages, name).null_count == 0 for name in ("role", "content"))

@@ -1,0 +1,203 @@
+"""RLHFDataset: prompts from files as left-padded token rows, with everything the reward needs beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from torch.utils.data import Dataset
+
+from verl.config.data import DataConfig
+from verl.config.load import as_config
+from verl.utils.columns import object_array
+from verl.utils.dataset.chat import ChatTemplate, PromptEncoder, as_messages
+from verl.utils.dataset.files import find_files
+from verl.utils.dataset.problems import (
+    DataError,
+    Rule,
+    chat_rule,
+    find_problems,
+    ground_truth_of,
+    ground_truth_rule,
+    source_rule,
+    text_rule,
+)
+from verl.utils.dataset.rows import Rows
+from verl.utils.dataset.tokens import TokenStore, padded, truncated
+from verl.utils.model import compute_position_id_with_mask
+
+logger = logging.getLogger(__name__)
+
+
+def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | np.ndarray]:
+    """Rows to columns: tensors are stacked, everything else becomes object arrays."""
+    columns: dict[str, list[Any]] = defaultdict(list)
+    for row in data_list:
+        for name, value in row.items():
+            columns[name].append(value)
+    uneven = sorted(name for name, values in columns.items() if len(values) != len(data_list))
+    if uneven:
+        raise ValueError(f"collate_fn: only some rows have {', '.join(uneven)}. Give every row the same fields.")
+    return {
+        name: torch.stack(values) if isinstance(values[0], torch.Tensor) else object_array(values)
+        for name, values in columns.items()
+    }
+
+
+class RLHFDataset(Dataset):
+    """Prompts of the given files (paths, folders, hub names; parquet, arrow, json, jsonl).
+
+    A row is a dict: `input_ids`, `attention_mask`, `position_ids` [max_prompt_length], left-padded; every column of the
+    file but the prompt (`data_source`, `reward_model`, `ability`, …); `extra_info`, `index`, `uid`; `raw_prompt` (the
+    messages) with `data.return_raw_chat`. Row order is file order; `uid` depends on the row's place and prompt only, so
+    it survives filtering, a resume and another number of processes.
+
+    Problems with prompts raise a DataError here; `validate` also checks what the reward needs. Where the length of
+    every prompt must be known (`filter_overlong_prompts`, `truncation=error`) all are tokenised now, once; otherwise
+    each when it is asked for. `chat_template_func` maps messages to the prompt's text (or token ids) in place of the
+    tokenizer's template. `split` chooses among the splits of a dataset folder.
+    """
+
+    def __init__(
+        self,
+        data_files: str | os.PathLike[str] | Sequence[str],
+        tokenizer: Any,
+        config: DataConfig | DictConfig | Mapping[str, Any],
+        processor: Any = None,
+        max_samples: int = -1,
+        *,
+        chat_template_func: ChatTemplate | None = None,
+        split: str | None = None,
+    ) -> None:
+        self.config = as_config(DataConfig, config)
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.rows = Rows(find_files(data_files, split))
+        self._raise_if(find_problems(self.rows, [self._prompt_rule()]))
+        self._encoder = PromptEncoder(tokenizer, self.config.apply_chat_template_kwargs, chat_template_func)
+        self._kept = np.arange(len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows)))
+        self._tokens: TokenStore | None = None
+        if self.config.filter_overlong_prompts or self.config.truncation == "error":
+            self._tokens = TokenStore(self._encode_all())
+            self._drop_or_refuse_overlong(self._tokens.lengths)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        number = int(self._kept[item])
+        row = self.rows[number]
+        messages = as_messages(row.pop(self.config.prompt_key))
+        ids = self._encoder.encode([messages])[0] if self._tokens is None else self._tokens[number]
+        ids = truncated(ids, self.config.max_prompt_length, self.config.truncation)
+        return {**self._inputs(ids), **self._fields(row, number, messages)}
+
+    def validate(self, data_sources: Collection[str] | None = None, ground_truth: bool = True) -> None:
+        """Raise a DataError with everything that would stop scoring: a missing or wrong field, an unknown source.
+
+        `data_sources`: those with a reward function (None: a function of the user takes any). `ground_truth`: whether
+        rows need a right answer to compare with.
+        """
+        key = self.config.reward_fn_key
+        rules = [self._prompt_rule(), text_rule(key, self.rows.columns, "data.reward_fn_key")]
+        if data_sources is not None:
+            rules.append(source_rule(key, data_sources))
+        if ground_truth:
+            rules.append(ground_truth_rule())
+        self._raise_if(find_problems(self.rows, rules))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps to know the data again; the position is the sampler's."""
+        return {"fingerprint": self.rows.fingerprint(), "prompts": len(self)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Refuse to resume on other data: the saved position would mean other prompts."""
+        mine = self.state_dict()
+        if dict(state) != mine:
+            files = ", ".join(part.file for part in self.rows.parts)
+            raise ValueError(
+                f"data.train_files: not the data of the checkpoint ({files}: {mine['prompts']} prompts here, "
+                f"{state['prompts']} there). Give the same files and limits, or set trainer.resume_mode=disable."
+            )
+
+    def _prompt_rule(self) -> Rule:
+        return chat_rule(self.config.prompt_key, self.rows.columns, "data.prompt_key")
+
+    @staticmethod
+    def _raise_if(problems: Sequence[str]) -> None:
+        if problems:
+            raise DataError(problems)
+
+    def _encode_all(self) -> Iterator[list[int]]:
+        key, left = self.config.prompt_key, len(self._kept)
+        for _, rows in self.rows.batches([key]):
+            if left <= 0:
+                return
+            yield from self._encoder.encode([as_messages(row[key]) for row in rows[:left]])
+            left -= len(rows)
+
+    def _drop_or_refuse_overlong(self, lengths: np.ndarray) -> None:
+        limit = self.config.max_prompt_length
+        long = np.flatnonzero(lengths > limit)
+        if not len(long):
+            return
+        if not self.config.filter_overlong_prompts:
+            raise DataError(
+                [
+                    f"{self.rows.where(int(long[0]))} (and {len(long) - 1} more): the prompt has {lengths[long[0]]} "
+                    f"tokens, more than data.max_prompt_length = {limit} (the longest has {lengths.max()}). Raise it, "
+                    "set data.filter_overlong_prompts=True, or data.truncation=left, right or middle."
+                ]
+            )
+        self._kept = np.flatnonzero(lengths <= limit)
+        logger.info(
+            "%d of %d prompts have more than data.max_prompt_length = %d tokens and are left out",
+            len(long), len(lengths), limit,
+        )  # fmt: skip
+        if not len(self._kept):
+            raise DataError(
+                [
+                    f"{self.rows.parts[0].file}: all {len(lengths)} prompts have more than data.max_prompt_length = "
+                    f"{limit} tokens (the shortest has {lengths.min()}). Raise it."
+                ]
+            )
+
+    def _inputs(self, ids: list[int]) -> dict[str, torch.Tensor]:
+        width = self.config.max_prompt_length
+        mask = padded([1] * len(ids), width, 0, left=True)
+        return {
+            "input_ids": padded(ids, width, self.tokenizer.pad_token_id, left=True),
+            "attention_mask": mask,
+            "position_ids": compute_position_id_with_mask(mask),
+        }
+
+    def _fields(self, row: dict[str, Any], number: int, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """Every column of any file, so that all rows have the same fields, and those we add."""
+        fields = {name: row.get(name) for name in self.rows.columns if name != self.config.prompt_key}
+        answer = ground_truth_of(row)
+        if answer is not None or "reward_model" in fields:
+            fields["reward_model"] = {"style": "rule", **(fields.get("reward_model") or {}), "ground_truth": answer}
+        extra = fields.get("extra_info") or {}
+        fields["extra_info"] = extra
+        fields["index"] = number if extra.get("index") is None else extra["index"]
+        fields["uid"] = str(row["uid"]) if row.get("uid") is not None else _uid(number, messages)
+        if self.config.return_raw_chat:
+            fields["raw_prompt"] = messages
+        return fields
+
+
+RLDataset = RLHFDataset
+
+
+def _uid(number: int, messages: list[dict[str, Any]]) -> str:
+    """The same for the same row of the same data; equal prompts in two rows are two groups."""
+    content = json.dumps(messages, sort_keys=True, default=str)
+    return hashlib.blake2b(f"{number}\0{content}".encode(), digest_size=12).hexdigest()

@@ -1,0 +1,243 @@
+"""Rows of data files, read in place: row i of all files together, as a dict, with the place it came from.
+
+Files keep their own columns and types: nothing is converted to a common schema, so `ground_truth` may be a string in
+one file and a list in another. Large files are memory-mapped (parquet through an uncompressed copy in the cache), so
+processes of one node share them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.utils.fs import expand_path
+
+logger = logging.getLogger(__name__)
+
+_MAP_ABOVE_BYTES = 64 * 1024**2
+
+
+class Part(Protocol):
+    """The rows of one file."""
+
+    file: str
+    columns: list[str]
+
+    def __len__(self) -> int: ...
+
+    def rows(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Rows start:stop, whole or only some columns; a column that a row lacks is left out."""
+
+    def where(self, row: int) -> str:
+        """The place of a row, as a user would look for it."""
+
+
+class Rows:
+    """The rows of several files, one after the other."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self.parts = [open_part(file) for file in files]
+        self._starts = np.cumsum([0, *(len(part) for part in self.parts)])
+        self.columns = list(dict.fromkeys(name for part in self.parts for name in part.columns))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        part, inside = self._locate(row)
+        return part.rows(inside, inside + 1)[0]
+
+    def where(self, row: int) -> str:
+        part, inside = self._locate(row)
+        return part.where(inside)
+
+    def batches(self, columns: Sequence[str], size: int = 1024) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """The number of the first row and up to `size` rows (some columns), over all rows in order."""
+        for first, part in zip(self._starts, self.parts, strict=False):
+            for start in range(0, len(part), size):
+                yield int(first) + start, part.rows(start, min(start + size, len(part)), columns)
+
+    def fingerprint(self) -> str:
+        """Changes when a file is another one: names, sizes and numbers of rows; not where they lie."""
+        seen = [(os.path.basename(part.file), os.path.getsize(part.file), len(part)) for part in self.parts]
+        return hashlib.blake2b(repr(seen).encode(), digest_size=8).hexdigest()
+
+    def _locate(self, row: int) -> tuple[Part, int]:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self.parts[number], row - int(self._starts[number])
+
+
+def open_part(file: str) -> Part:
+    """Open a file by its suffix; what cannot be read is a ValueError with the file, the place and the remedy."""
+    if file.endswith((".parquet", ".arrow")):
+        return ArrowPart(file)
+    return JsonArrayPart(file) if _first_character(file) == "[" else JsonLinesPart(file)
+
+
+class ArrowPart:
+    """A parquet or arrow file."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        try:
+            self.table = _read_arrow(file) if file.endswith(".arrow") else _read_parquet(file)
+        except (pa.ArrowInvalid, EOFError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{file}: it cannot be read ({reason}). Write it again; it may be half a file.") from error
+        self.columns = list(self.table.column_names)
+
+    def __reduce__(self) -> Any:
+        return ArrowPart, (self.file,)
+
+    def __len__(self) -> int:
+        return self.table.num_rows
+
+    def rows(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        table = self.table if columns is None else self.table.select([c for c in columns if c in self.columns])
+        taken = table.slice(start, stop - start).to_pylist()
+        # A table without columns has lost its number of rows.
+        return taken if table.column_names else [{} for _ in range(start, stop)]
+
+    def where(self, row: int) -> str:
+        return f"{self.file} row {row}"
+
+
+class JsonLinesPart:
+    """One JSON object per line; parsed when asked for, from the mapped file."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self._lines: list[int] = []
+        spans: list[tuple[int, int]] = []
+        columns: dict[str, None] = {}
+        position = 0
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    columns.update(dict.fromkeys(self._parsed(line, number)))
+                    spans.append((position, position + len(line)))
+                    self._lines.append(number)
+                position += len(line)
+            self._map = mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ) if position else b""
+        self._spans = np.array(spans, dtype=np.int64).reshape(-1, 2)
+        self.columns = list(columns)
+
+    def __reduce__(self) -> Any:
+        return JsonLinesPart, (self.file,)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def rows(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        found = [json.loads(self._map[first:last]) for first, last in self._spans[start:stop]]
+        return found if columns is None else [_only(row, columns) for row in found]
+
+    def where(self, row: int) -> str:
+        return f"{self.file} line {self._lines[row]}"
+
+    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{self.file} line {number}: not valid JSON ({error}). Correct or remove it.") from error
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{self.file} line {number}: a {type(row).__name__}, not an object. Write one object per line."
+            )
+        return row
+
+
+class JsonArrayPart:
+    """One JSON array of objects; parsed as a whole."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        try:
+            self._rows: list[Any] = json.loads(Path(file).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{file}: not valid JSON ({error}). Correct it, or write one object per line.") from error
+        for number, row in enumerate(self._rows):
+            if not isinstance(row, dict):
+                raise ValueError(f"{file} row {number}: a {type(row).__name__}, not an object. Write {{…}} per row.")
+        self.columns = list(dict.fromkeys(name for row in self._rows for name in row))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        # Shallow copies: whoever gets a row may add to it.
+        return [dict(row) if columns is None else _only(row, columns) for row in self._rows[start:stop]]
+
+    def where(self, row: int) -> str:
+        return f"{self.file} row {row}"
+
+
+def value_at(row: Mapping[str, Any], key: str) -> Any:
+    """The value at a key, or inside structs at a key with dots (`extra_info.question`); None where there is none."""
+    value: Any = row
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _only(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    return {name: row[name] for name in columns if name in row}
+
+
+def _first_character(file: str) -> str:
+    with open(file, encoding="utf-8", errors="replace") as text:
+        while chunk := text.read(4096):
+            if chunk.strip():
+                return chunk.lstrip("\ufeff \t\r\n")[:1]
+    return ""
+
+
+def _read_parquet(file: str) -> pa.Table:
+    if os.path.getsize(file) < _MAP_ABOVE_BYTES:
+        return pq.ParquetFile(file).read()
+    try:
+        return _read_arrow(_uncompressed_copy(file))
+    except OSError as error:
+        logger.warning("%s: no room for a memory-mapped copy (%s); reading it into memory", file, error)
+        return pq.ParquetFile(file).read()
+
+
+def _read_arrow(file: str) -> pa.Table:
+    source = pa.memory_map(file)
+    try:
+        return pa.ipc.open_file(source).read_all()
+    except pa.ArrowInvalid:
+        # `datasets` writes the stream form of the format.
+        source.seek(0)
+        return pa.ipc.open_stream(source).read_all()
+
+
+def _uncompressed_copy(file: str) -> str:
+    """The parquet file as an arrow file in the cache; made once per node and content (path, size, time)."""
+    from filelock import FileLock
+
+    stat = os.stat(file)
+    digest = hashlib.sha256(f"{os.path.realpath(file)}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:20]
+    target = Path(expand_path(os.environ.get("VERL_CACHE", "~/.cache/verl")), "datasets", f"{digest}.arrow")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if not target.exists():
+            partial = target.with_suffix(".partial")
+            source = pq.ParquetFile(file)
+            with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, source.schema_arrow) as writer:
+                for batch in source.iter_batches():
+                    writer.write_batch(batch)
+            os.replace(partial, target)
+    return str(target)

@@ -1,0 +1,72 @@
+"""The order of prompts: ours, which resumes exactly, and the base classes for a user's own (`data.sampler`)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+
+class AbstractSampler(Sampler[int]):
+    """What `data.sampler.{path,name}` names: iterates over row numbers of `data_source`.
+
+    With `state_dict` and `load_state_dict` its position is saved and restored with the run.
+    """
+
+    @abstractmethod
+    def __init__(self, data_source: Sized, data_config: Any) -> None: ...
+
+
+class AbstractCurriculumSampler(AbstractSampler):
+    """A sampler that learns from what was trained: `update` gets every finished batch, with scores and advantages."""
+
+    @abstractmethod
+    def update(self, batch: Any) -> None: ...
+
+
+class EpochSampler(Sampler[int]):
+    """Every row once per epoch, in an order that depends on (seed, epoch) only; or in file order.
+
+    Only whole batches of `batch_size` rows: those that do not fill one wait for the next epoch's order. Iterating once
+    is one epoch; after `load_state_dict` the interrupted epoch goes on with the row that was next.
+    """
+
+    def __init__(self, data_source: Sized, seed: int, shuffle: bool = True, batch_size: int = 1) -> None:
+        self._rows = len(data_source)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._length = self._rows // batch_size * batch_size
+        self._epoch = 0
+        self._done = 0
+        self._resumed = True  # nothing has been drawn: the first epoch is this one
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        if not self._resumed or self._done >= self._length:
+            self._epoch, self._done = self._epoch + 1, 0
+        self._resumed = False
+        for row in self._order()[self._done : self._length]:
+            self._done += 1
+            yield row
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "done": self._done, "seed": self._seed, "rows": self._rows}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        if (state["seed"], state["rows"]) != (self._seed, self._rows):
+            raise ValueError(
+                f"data.seed: the checkpoint was made with seed {state['seed']} and {state['rows']} rows, this run has "
+                f"seed {self._seed} and {self._rows}. Set them back, or trainer.resume_mode=disable."
+            )
+        self._epoch, self._done, self._resumed = state["epoch"], state["done"], True
+
+    def _order(self) -> list[int]:
+        if not self._shuffle:
+            return list(range(self._rows))
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        return torch.randperm(self._rows, generator=generator).tolist()

@@ -1,0 +1,120 @@
+"""The table from `data_source` to reward function; a decorator adds to it."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Result = float | dict[str, Any]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_BUILT_IN = "verl.utils.reward_score."
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """A reward function, and what tools may ask about its task."""
+
+    compute: Callable[..., Result]
+    # A right answer in the right format, made from the ground truth; checks score it against itself.
+    answer: Callable[[Any], str] | None = None
+    # What the function takes for the answer in a text, None if it finds none; explains rewards that are always 0.
+    extract: Callable[[str], Any] | None = None
+
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any
+    ) -> Result:
+        return call_with_accepted(
+            self.compute,
+            data_source=data_source,
+            solution_str=solution_str,
+            ground_truth=ground_truth,
+            extra_info=extra_info,
+            **kwargs,
+        )
+
+
+_TABLE: dict[str, ScoreFunction] = {}
+
+
+def register_score(
+    *data_sources: str, answer: Callable[[Any], str] | None = None, extract: Callable[[str], Any] | None = None
+) -> Callable[[Function], Function]:
+    """Decorate a `compute_score(solution_str, ground_truth, …)` to score the rows of these data sources.
+
+    It returns a number, or a dict with `score` and whatever else should be logged; parameters `data_source` and
+    `extra_info` are filled where it has them.
+    """
+
+    def add(function: Function) -> Function:
+        for source in data_sources:
+            known = _TABLE.get(source)
+            if known is not None and _name(known.compute) != _name(function):
+                raise ValueError(
+                    f"data_source {source!r}: {_name(known.compute)} already scores it. Register another name, or set "
+                    "custom_reward_function.path to replace it."
+                )
+            _TABLE[source] = ScoreFunction(function, answer, extract)
+        return function
+
+    return add
+
+
+def known_data_sources() -> list[str]:
+    """Every data source with a reward function."""
+    return sorted(_TABLE)
+
+
+def score_function(data_source: str) -> ScoreFunction:
+    """The reward function of a data source; a ValueError lists the known ones."""
+    if data_source not in _TABLE:
+        near = difflib.get_close_matches(str(data_source), _TABLE, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"data_source {data_source!r}: no reward function scores it (known: {', '.join(sorted(_TABLE))}).{hint}"
+            " Set custom_reward_function.path, or register one with verl.utils.reward_score.register_score."
+        )
+    return _TABLE[data_source]
+
+
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any
+) -> Result:
+    """The score of an answer by the function registered for its data source; `kwargs` go to that function."""
+    return score_function(data_source)(data_source, solution_str, ground_truth, extra_info, **kwargs)
+
+
+def call_with_accepted(
+    function: Callable[..., Result], *, data_source: str, extra_info: Any, **arguments: Any
+) -> Result:
+    """Call a reward function; `data_source` and `extra_info` are given where it has such parameters."""
+    named, takes_any = _parameters(function)
+    if takes_any or "data_source" in named:
+        arguments["data_source"] = data_source
+    if takes_any or "extra_info" in named:
+        arguments["extra_info"] = extra_info
+    return function(**arguments)
+
+
+def users_own() -> dict[str, ScoreFunction]:
+    """What was registered outside this package; a scorer process must be told of it."""
+    return {source: entry for source, entry in _TABLE.items() if not entry.compute.__module__.startswith(_BUILT_IN)}
+
+
+def add_all(entries: dict[str, ScoreFunction]) -> None:
+    """The other end of `users_own`."""
+    _TABLE.update(entries)
+
+
+@functools.lru_cache
+def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    found = inspect.signature(function).parameters
+    return frozenset(found), any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values())
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"

@@ -1,0 +1,1 @@
+"""Roles, the engines they compose, and how weights and batches move between them."""

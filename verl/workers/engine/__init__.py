@@ -1,0 +1,1 @@
+"""Training engines: forward, backward, optimizer, weights; they know nothing of reinforcement learning."""

@@ -1,0 +1,114 @@
+"""TrainEngine: what a role may ask of a training engine, whatever shards the model underneath."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+from verl.protocol import DataProto
+
+Metrics: TypeAlias = dict[str, tuple[float, float]]
+"""(sum, count) per name: parts of any size add up."""
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How a rank's rows are cut for one forward pass each; neither set: all rows at once."""
+
+    size: int | None = None
+    """Rows per micro-batch."""
+    max_tokens: int | None = None
+    """Or as many rows as fit this many tokens (padding not counted)."""
+
+
+ALL_ROWS = MicroBatching()
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a loss is divided by: sums over one whole optimizer step and all data-parallel ranks."""
+
+    tokens: float
+    """Positions with response_mask 1."""
+    sequences: float
+    """Rows that have at least one."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one weight."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+LossFn: TypeAlias = Callable[
+    [dict[str, torch.Tensor], DataProto, Counts],
+    tuple[torch.Tensor, Mapping[str, tuple["float | torch.Tensor", "float | torch.Tensor"]]],
+]
+"""(outputs, each [b, R]; the micro-batch on the engine's device; counts) -> (loss divided by counts, metrics)."""
+
+
+class TrainEngine(Protocol):
+    """One rank's part of a model in training.
+
+    `outputs` name per-token fields [B, R] whose column t belongs to `responses[:, t]`: `log_probs` and `entropy` (of a
+    causal LM, at `temperature`), `values` (of a value model: of the state before that token). A sequence classifier
+    gives `scores` [B]. All float32, and 0 where the response is padding.
+
+    Every method but `manifest` is a collective: all ranks call it, in the same order.
+    """
+
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+
+    def forward_backward(
+        self,
+        data: DataProto,
+        loss_fn: LossFn,
+        outputs: Sequence[str],
+        temperature: float = 1.0,
+        micro: MicroBatching = ALL_ROWS,
+        counts: Counts | None = None,
+    ) -> Metrics:
+        """Add the gradient of this rank's rows of one optimizer step; takes no step.
+
+        Without `counts` they are summed over the ranks' `response_mask` first. Returns this rank's metrics.
+        """
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, advance the schedule, zero the gradients: `grad_norm`, `lr`, `skipped`.
+
+        A gradient that is not finite on any rank leaves weights and optimizer untouched on all: `skipped` is 1.
+        """
+
+    def infer(
+        self, data: DataProto, outputs: Sequence[str], temperature: float = 1.0, micro: MicroBatching = ALL_ROWS
+    ) -> DataProto:
+        """The fields without gradient, on the CPU, in the order of the rows."""
+
+    def manifest(self) -> dict[str, TensorSpec]:
+        """Every weight of the whole model under its Hugging Face name."""
+
+    def buckets(self, dtype: torch.dtype | None, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+        """Those weights, whole, in parts of at most `max_bytes` (a larger tensor comes alone), as `dtype` if given.
+
+        All ranks walk in lockstep. Tensors may alias the live weights: read or copy them, do not write.
+        """
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        """Move to host memory ("cpu") between phases, and back to the engine's own ("device")."""
+
+    def save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
+        """Write `model`, `optimizer`, `extra` (schedule, random states of all ranks) in shards under `path`."""
+
+    def load(self, path: str | os.PathLike, contents: Collection[str]) -> None:
+        """Read back what `save` wrote, also with another number of ranks."""
+
+    def export_hf(self, path: str | os.PathLike) -> None:
+        """Write the whole model as transformers loads it."""

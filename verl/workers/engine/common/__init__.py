@@ -1,0 +1,1 @@
+"""Stateless helpers that every training engine shares."""

@@ -1,0 +1,65 @@
+"""Sharded state on disk (torch.distributed.checkpoint): written by any number of ranks, read by any other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Every rank writes its shards; a collective."""
+    dcp.save(dict(tensors), checkpoint_id=folder)
+
+
+def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Read into the given tensors (sharded as they are now), in place; a collective."""
+    stored = stored_names(folder)
+    missing = sorted(set(tensors) - stored)
+    if missing:
+        raise ValueError(
+            f"{folder}: {len(missing)} of {len(tensors)} tensors are not in this checkpoint, e.g. {missing[0]!r}. "
+            "It was saved from another model."
+        )
+    dcp.load(dict(tensors), checkpoint_id=folder)
+
+
+def stored_names(folder: Path) -> set[str]:
+    """Names of the tensors in a checkpoint folder."""
+    if not (folder / ".metadata").is_file():
+        raise ValueError(f"{folder}: no checkpoint here (.metadata is missing). Choose a step that was saved whole.")
+    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def random_states(device: torch.device) -> list[dict[str, Any]]:
+    """The state of every rank's generators, by rank; a collective."""
+    kind, keys, *rest = np.random.get_state()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state)
+    return states
+
+
+def restore_random_state(states: list[dict[str, Any]], device: torch.device) -> None:
+    """This rank's generators; a rank that did not exist when the states were taken keeps its own."""
+    if dist.get_rank() >= len(states):
+        return
+    state = states[dist.get_rank()]
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,74 @@
+"""Which ranks there are, which share a node, and small sums over them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """The ranks on this rank's machine; the leader (the lowest) reads files for all of them."""
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+    @property
+    def leader(self) -> int:
+        return self.ranks[0]
+
+    @property
+    def is_leader(self) -> bool:
+        return dist.get_rank() == self.leader
+
+
+def ensure_process_group(device: torch.device) -> None:
+    """Join the process group the environment describes (as torchrun sets it), or be the only rank of one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def node_group() -> NodeGroup:
+    """Found by comparing host names; a collective."""
+    world = dist.get_world_size()
+    if world == 1:
+        return NodeGroup((0,), None)
+    hosts: list[str] = [""] * world
+    dist.all_gather_object(hosts, socket.gethostname())
+    mine, nodes = hosts[dist.get_rank()], list(dict.fromkeys(hosts))
+    members = {node: tuple(rank for rank, host in enumerate(hosts) if host == node) for node in nodes}
+    if len(nodes) == 1:
+        return NodeGroup(members[mine], None)
+    # Every rank takes part in making every group.
+    groups = {node: dist.new_group(list(ranks)) for node, ranks in members.items()}
+    return NodeGroup(members[mine], groups[mine])
+
+
+def summed(values: Sequence[float], device: torch.device) -> list[float]:
+    """Each value added up over all ranks, in float64."""
+    return _reduced(values, device, dist.ReduceOp.SUM)
+
+
+def largest(value: int, device: torch.device) -> int:
+    """The largest of all ranks' values."""
+    return int(_reduced([value], device, dist.ReduceOp.MAX)[0])
+
+
+def _reduced(values: Sequence[float], device: torch.device, how: dist.ReduceOp.RedOpType) -> list[float]:
+    if dist.get_world_size() == 1:
+        return list(values)
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total, how)
+    return total.tolist()

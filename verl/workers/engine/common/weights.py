@@ -1,0 +1,35 @@
+"""Weights on their way out of an engine: whole tensors in buckets of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from verl.workers.engine.base import TensorSpec
+
+
+def bucketed(
+    manifest: Mapping[str, TensorSpec],
+    whole: Callable[[str, torch.dtype], torch.Tensor],
+    dtype: torch.dtype | None,
+    max_bytes: int,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors `whole(name, dtype)` in the order of the manifest, as many at a time as fit `max_bytes`.
+
+    A tensor larger than that comes alone. Buckets depend only on the manifest: every rank cuts the same ones.
+    """
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes: {max_bytes} holds no tensor. Use the size of a transfer buffer, e.g. 512 MB.")
+    bucket: dict[str, torch.Tensor] = {}
+    filled = 0
+    for name, spec in manifest.items():
+        target = dtype if dtype is not None and spec.dtype.is_floating_point else spec.dtype
+        size = target.itemsize * torch.Size(spec.shape).numel()
+        if bucket and filled + size > max_bytes:
+            yield bucket
+            bucket, filled = {}, 0
+        bucket[name] = whole(name, target)
+        filled += size
+    if bucket:
+        yield bucket

@@ -1,0 +1,321 @@
+"""FSDPEngine: a Hugging Face model in training, sharded over ranks by torch's `fully_shard`."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from verl.config.engine import FSDPConfig, OptimConfig
+from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
+from verl.models.forward import FIELDS_OF_KIND, ResponseModel, front_rows
+from verl.models.loading import ModelKind, empty_model, pretrained_model, read_config, switch_dropout_off
+from verl.protocol import DataProto
+from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching, TensorSpec
+from verl.workers.engine.common import checkpoint, groups
+from verl.workers.engine.common.micro_batches import (
+    MetricSums,
+    filler_batch,
+    local_counts,
+    micro_batch_rows,
+    row_lengths,
+)
+from verl.workers.engine.common.optim import LossScale, build_schedule, restore_schedule
+from verl.workers.engine.common.weights import bucketed
+from verl.workers.engine.fsdp import sharding
+from verl.workers.engine.fsdp.export import write_hf_model
+from verl.workers.engine.fsdp.optimizer import ShardedAdamW
+
+_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
+class FSDPEngine:
+    """See `verl.workers.engine.base.TrainEngine`. Every rank of the process group is a data-parallel rank.
+
+    Master weights, gradients and moments are float32 shards; matrices are multiplied in `mixed_precision`. Without
+    `optim` the model is frozen (a reference, a reward model) and kept in the compute dtype.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        kind: ModelKind = "causal_lm",
+        *,
+        model_config: ModelConfig | CriticModelConfig | RewardModelModelConfig,
+        engine_config: FSDPConfig,
+        optim: OptimConfig | None = None,
+        grad_clip: float | None = None,
+        total_steps: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`model` is a local folder or hub name, or a model of that kind in memory (a ValueModel, for `value`)."""
+        self.device = _with_index(torch.device(device))
+        groups.ensure_process_group(self.device)
+        self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
+        self.kind: ModelKind = kind
+        self.compute_dtype = sharding.compute_dtype(engine_config, self.device)
+        self.mesh = sharding.build_mesh(self.device, engine_config.fsdp_size)
+        self._grad_clip = grad_clip
+        self._source = "" if isinstance(model, nn.Module) else str(model)
+        self._trust_remote_code = model_config.trust_remote_code
+        if getattr(model_config, "lora_rank", 0):
+            raise ValueError("model.lora_rank: this engine trains all weights; adapters are not built. Set it to 0.")
+        if isinstance(model, nn.Module):
+            self.hf_config: Any = copy.deepcopy(model.config)
+            switch_dropout_off(self.hf_config)
+        else:
+            self.hf_config = read_config(self._source, self._trust_remote_code, model_config.override_config)
+        self._build_model(model, engine_config, frozen=optim is None)
+        self._check_head()
+        self._checkpoint_activations(
+            getattr(model_config, "enable_gradient_checkpointing", False) and optim is not None
+        )
+        self._optimizer: ShardedAdamW | None = None
+        self._schedule: LambdaLR | None = None
+        self._loss_scale = LossScale(self.compute_dtype)
+        if optim is not None:
+            self._optimizer = ShardedAdamW(dict(self.model.hf.named_parameters()), optim, self.mesh)
+            self._schedule = build_schedule(self._optimizer.adamw, optim, total_steps)
+
+    # ---------------------------------------------------------------- training
+
+    def forward_backward(
+        self,
+        data: DataProto,
+        loss_fn: LossFn,
+        outputs: Sequence[str],
+        temperature: float = 1.0,
+        micro: MicroBatching = ALL_ROWS,
+        counts: Counts | None = None,
+    ) -> Metrics:
+        """Add the gradient of this rank's rows of one optimizer step; returns this rank's (sum, count) metrics."""
+        if self._optimizer is None:
+            raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot train.")
+        if counts is None:
+            mine = local_counts(data)
+            tokens, sequences = groups.summed([mine.tokens, mine.sequences], self.device)
+            counts = Counts(tokens, sequences)
+        sums = MetricSums()
+        self.model.train()
+        for part, rows in self._micro_batches(data, micro):
+            fields = self._forward(part, outputs, temperature)
+            if rows is None:
+                loss = sum((value.sum() for value in fields.values()), start=torch.zeros((), device=self.device)) * 0.0
+            else:
+                loss, metrics = loss_fn(fields, part, counts)
+                for name, (total, count) in metrics.items():
+                    sums.add(name, total, count)
+            (loss * self._loss_scale.value).backward()
+        return sums.result()
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, advance the schedule, zero the gradients; skipped on all ranks if a gradient is not finite."""
+        if self._optimizer is None or self._schedule is None:
+            raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot step.")
+        if not self._optimizer.gradients():
+            raise RuntimeError("optimizer_step: there are no gradients; call forward_backward first.")
+        lr = self._schedule.get_last_lr()[0]
+        grad_norm = float(self._optimizer.grad_norm()) / self._loss_scale.value
+        finite = math.isfinite(grad_norm)
+        if finite:
+            clip = min(1.0, self._grad_clip / (grad_norm + 1e-6)) if self._grad_clip is not None else 1.0
+            if clip < 1.0 or self._loss_scale.value != 1.0:
+                self._optimizer.scale_gradients(clip / self._loss_scale.value)
+            self._optimizer.step()
+            self._schedule.step()
+        self._loss_scale.update(finite)
+        self._optimizer.zero_grad()
+        return {"grad_norm": grad_norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+
+    def infer(
+        self, data: DataProto, outputs: Sequence[str], temperature: float = 1.0, micro: MicroBatching = ALL_ROWS
+    ) -> DataProto:
+        """The fields [B, R] (scores: [B]) without gradient, float32 on the CPU, in the order of the rows."""
+        keys = ["input_ids", "attention_mask"] + (["responses"] if self.kind != "sequence_classification" else [])
+        inputs = data.select(batch_keys=keys, non_tensor_batch_keys=[], meta_info_keys=[])
+        width = () if self.kind == "sequence_classification" else (inputs.batch["responses"].shape[1],)
+        found = {name: torch.zeros((len(data), *width)) for name in outputs}
+        with self._inference():
+            for part, rows in self._micro_batches(inputs, micro):
+                fields = self._forward(part, outputs, temperature)
+                if rows is not None:
+                    for name, value in fields.items():
+                        found[name][rows] = value.cpu()
+        return DataProto.from_dict(found)
+
+    # ---------------------------------------------------------------- weights
+
+    def manifest(self) -> dict[str, TensorSpec]:
+        """Every weight of the whole model under its Hugging Face name (tied ones under each of their names)."""
+        return {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self._weights().items()}
+
+    def buckets(self, dtype: torch.dtype | None, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+        """Those weights, whole and on the engine's device; all ranks walk in lockstep."""
+        weights = self._weights()
+        whole = lambda name, target: sharding.whole_tensor(weights[name], target, self.device)  # noqa: E731
+        return bucketed(self.manifest(), whole, dtype, max_bytes)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        """Move weights (with any gradients) and moments to host memory ("cpu") or back ("device")."""
+        target = self.device if device == "device" else torch.device(device)
+        if model:
+            self.model.to(target)
+        if optimizer and self._optimizer is not None:
+            self._optimizer.to(target)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def save(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
+        """Write the named contents in shards under `path`; `hf_model` is `export_hf`'s and not written here."""
+        folder = _checked(path, contents)
+        if "model" in contents:
+            checkpoint.save_tensors(self._unique_weights(), folder / "model")
+        if "optimizer" in contents and self._optimizer is not None:
+            checkpoint.save_tensors(self._optimizer.tensors(), folder / "optimizer")
+        if "extra" in contents:
+            extra = {
+                "schedule_step": self._schedule.last_epoch if self._schedule is not None else 0,
+                "loss_scale": self._loss_scale.state_dict(),
+                "random": checkpoint.random_states(self.device),
+            }
+            if self.dp_rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                torch.save(extra, folder / "extra.pt")
+        dist.barrier()
+
+    def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
+        """Read back what `save` wrote, with this or another number of ranks."""
+        folder = _checked(path, contents)
+        if "model" in contents:
+            checkpoint.load_tensors(self._unique_weights(), folder / "model")
+        if "optimizer" in contents and self._optimizer is not None:
+            stored = checkpoint.stored_names(folder / "optimizer")
+            checkpoint.load_tensors(self._optimizer.prepare(stored), folder / "optimizer")
+        if "extra" in contents:
+            extra = torch.load(folder / "extra.pt", weights_only=True)
+            if self._schedule is not None and self._optimizer is not None:
+                restore_schedule(self._schedule, self._optimizer.adamw, extra["schedule_step"])
+            self._loss_scale.load_state_dict(extra["loss_scale"])
+            checkpoint.restore_random_state(extra["random"], self.device)
+
+    def export_hf(self, path: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
+        """Write safetensors and config as transformers loads them, in the compute dtype unless `dtype` is given."""
+        target = dtype or self.compute_dtype
+        state = {}
+        for name, value in self._unique_weights().items():
+            whole = sharding.whole_tensor(value, target if value.is_floating_point() else value.dtype, self.device)
+            if self.dp_rank == 0:
+                state[name] = whole.cpu()
+        if self.dp_rank == 0:
+            skeleton = empty_model(self.hf_config, self.kind, target, self._trust_remote_code)
+            write_hf_model(skeleton, state, Path(path), self._source)
+        dist.barrier()
+
+    # ---------------------------------------------------------------- parts
+
+    def _build_model(self, model: str | os.PathLike | nn.Module, engine_config: FSDPConfig, frozen: bool) -> None:
+        """Empty, sharded, then filled from the one copy that each node's leader reads."""
+        master = self.compute_dtype if frozen else torch.float32
+        node = groups.node_group()
+        source: nn.Module | None = None
+        if node.is_leader and isinstance(model, nn.Module):
+            source = model
+        elif node.is_leader:
+            source = pretrained_model(self._source, self.hf_config, self.kind, self._trust_remote_code)
+        hf = empty_model(self.hf_config, self.kind, master, self._trust_remote_code)
+        self.model = ResponseModel(hf, self.kind)
+        self.model.requires_grad_(not frozen)
+        sharding.shard(self.model, self.mesh, self.compute_dtype, bool(engine_config.reshard_after_forward))
+        sharding.fill(self.model.hf, source, node, self.device)
+
+    def _check_head(self) -> None:
+        """A causal LM's head is ours to compute: refuse a model whose own logits are not what it gives."""
+        if self.kind != "causal_lm":
+            return
+        probe = torch.arange(1, 9)[None] % self.hf_config.get_text_config().vocab_size
+        with self._inference():
+            front = front_rows(probe, torch.ones_like(probe), response_length=1).to(self.device)
+            gap = float(self.model(front, ("head_gap",), (1, 1))["head_gap"])
+        if gap > 0.02:
+            raise ValueError(
+                f"model.path: {type(self.model.hf).__name__} changes its logits after the output layer in a way that "
+                f"is not known here (they differ by {gap:.1%}). Use another model, or add it to verl.models.heads."
+            )
+
+    def _checkpoint_activations(self, wanted: bool) -> None:
+        if not wanted:
+            return
+        base = self.model.hf.base_model
+        if not base.supports_gradient_checkpointing:
+            raise ValueError(
+                f"model.enable_gradient_checkpointing: {type(base).__name__} does not support it. Set it to False."
+            )
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            # What stays gathered would be used again, stale, after the next optimizer step.
+            for module in sharding.sharded_modules(self.model):
+                module.reshard()
+
+    def _micro_batches(self, data: DataProto, micro: MicroBatching) -> Iterator[tuple[DataProto, list[int] | None]]:
+        """Each micro-batch on the device with its row indices; None for a filler that keeps step with other ranks."""
+        parts = micro_batch_rows(row_lengths(data), micro)
+        fillers = groups.largest(len(parts), self.device) - len(parts)
+        for rows in parts:
+            yield data.select_idxs(rows), rows
+        for _ in range(fillers):
+            yield filler_batch(data), None
+
+    def _forward(self, part: DataProto, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
+        """The fields of one micro-batch, which moves to the device."""
+        unknown = set(outputs) - set(FIELDS_OF_KIND[self.kind])
+        if unknown or not outputs:
+            raise ValueError(
+                f"outputs: {sorted(outputs)} of a {self.kind} model; it gives {', '.join(FIELDS_OF_KIND[self.kind])}."
+            )
+        if temperature <= 0:
+            raise ValueError(f"temperature: {temperature} is not above 0; log-probabilities need one that is.")
+        batch = part.batch
+        shape = (len(part), batch["responses"].shape[1] if self.kind != "sequence_classification" else 0)
+        front = front_rows(batch["input_ids"], batch["attention_mask"], shape[1], self.model.pad_token_id)
+        part.to(self.device)
+        return self.model(front.to(self.device), tuple(outputs), shape, temperature)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return self.model.hf.state_dict()
+
+    def _unique_weights(self) -> dict[str, torch.Tensor]:
+        """Weights with tied ones under their first name only."""
+        named = (name for name, _ in self.model.hf.named_parameters(remove_duplicate=False))
+        tied = set(named) - {name for name, _ in self.model.hf.named_parameters()}
+        return {name: value for name, value in self._weights().items() if name not in tied}
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """`cuda` is the current GPU."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _checked(path: str | os.PathLike, contents: Collection[str]) -> Path:
+    unknown = sorted(set(contents) - set(_CONTENTS))
+    if unknown:
+        raise ValueError(f"checkpoint contents: {unknown} are unknown. Use some of {', '.join(_CONTENTS)}.")
+    return Path(path)

@@ -1,0 +1,7 @@
+"""Reward managers: from a batch of answers to a batch of scores."""
+
+from verl.workers.reward_manager.naive import NaiveRewardManager
+from verl.workers.reward_manager.registry import get_reward_manager_cls, register
+from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
+
+__all__ = ["NaiveRewardManager", "Sample", "Score", "ScorerPool", "get_reward_manager_cls", "register"]

@@ -1,0 +1,222 @@
+"""ActorRolloutRefWorker: the policy in its parts (training, generation, frozen reference) and their combinations."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from verl.config import ActorRolloutRefConfig, as_config
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.fs import copy_to_local
+from verl.workers.roles.engines import make_engine
+from verl.workers.roles.policy_loss import PolicyLoss
+from verl.workers.roles.updates import micro_batching, run_epochs
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import resolve_dtype
+from verl.workers.sharding_manager import (
+    BroadcastReceiver,
+    BroadcastSender,
+    TransferAddress,
+    TransferGroup,
+    TransferHost,
+    WeightSync,
+)
+
+logger = logging.getLogger(__name__)
+
+PARTS = {
+    "actor": {"actor"},
+    "rollout": {"rollout"},
+    "ref": {"ref"},
+    "actor_rollout": {"actor", "rollout"},
+    "actor_rollout_ref": {"actor", "rollout", "ref"},
+}
+
+
+class ActorRolloutRefWorker(Worker):
+    """One rank of the policy. `role` says which parts it has: actor, rollout, ref, actor_rollout, actor_rollout_ref."""
+
+    def __init__(self, config: Any, role: str) -> None:
+        if str(role) not in PARTS:
+            raise ValueError(f"ActorRolloutRefWorker: role {role!r}; use one of {sorted(PARTS)}.")
+        self.config = as_config(ActorRolloutRefConfig, config)
+        self.parts = PARTS[str(role)]
+        self._rollout_version = -1
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load what this worker's parts need; the engines of all ranks form one model."""
+        self.init_process_group()
+        self.model_path = copy_to_local(self.config.model.path)
+        if "actor" in self.parts:
+            self._init_actor()
+        if "ref" in self.parts:
+            self._init_reference()
+        if "rollout" in self.parts:
+            self._init_rollout()
+
+    # ---------------------------------------------------------------- training
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys`: [batch, response], at the sampling temperature."""
+        self.engine.to("device", model=True, optimizer=False)
+        rollout = self.config.rollout
+        micro = micro_batching(
+            rollout,
+            "log_prob_micro_batch_size_per_gpu",
+            "log_prob_max_token_len_per_gpu",
+            "log_prob_use_dynamic_bsz",
+        )
+        result = self.engine.infer(data, ["log_probs", "entropy"], self._temperature(data), micro)
+        self._rest()
+        return result.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    def update_actor(self, data: DataProto) -> DataProto:
+        """`ppo_epochs` passes over the rows; metrics in `meta_info["metrics"]`."""
+        actor = self.config.actor
+        self.engine.to("device")
+        result = run_epochs(
+            self.engine,
+            data,
+            PolicyLoss(actor),
+            PolicyLoss.OUTPUTS,
+            temperature=self._temperature(data),
+            micro=micro_batching(actor, "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
+            mini_batches=data.meta_info["mini_batches"],
+            epochs=actor.ppo_epochs,
+            prefix="actor",
+        )
+        self._rest()
+        return result
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """`ref_log_prob`: [batch, response], under the frozen reference."""
+        ref = self.config.ref
+        self.ref_engine.to("device", model=True, optimizer=False)
+        micro = micro_batching(
+            ref, "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz"
+        )
+        result = self.ref_engine.infer(data, ["log_probs"], self._temperature(data), micro)
+        if ref.fsdp_config.param_offload:
+            self.ref_engine.to("cpu", model=True, optimizer=False)
+        return result.rename("log_probs", "ref_log_prob")
+
+    # ---------------------------------------------------------------- generation
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """One answer per row."""
+        self.rollout.resume()
+        result = self.rollout.generate_sequences(prompts)
+        if self.config.rollout.free_cache_engine and "actor" in self.parts:
+            self.rollout.release(["kv_cache"])
+        return result
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_rollout_weights(self, version: int) -> None:
+        """Hand the trainer's weights to the engine of the same process, unless it has this version already."""
+        if version == self._rollout_version:
+            return
+        self.engine.to("device", model=True, optimizer=False)
+        WeightSync().sync(self.engine, self.rollout, version)
+        self._rollout_version = version
+        self._rest()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def transfer_address(self) -> TransferAddress | None:
+        """Where engines of other processes meet this group's rank 0 for weights."""
+        if self.rank != 0:
+            return None
+        self._transfer_host = TransferHost(self.get_master_addr_port()[0])
+        return self._transfer_host.address
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def join_transfer(self, address: TransferAddress, receivers: int) -> None:
+        """Join the group for weights: the trainer's rank 0 sends, every rollout rank receives."""
+        backend = "nccl" if self.device_name == "cuda" else "gloo"
+        if "actor" in self.parts:
+            group = None
+            if self.rank == 0:
+                group = TransferGroup(self._transfer_host, 0, 1 + receivers, backend, self.device)
+            dtype = resolve_dtype(self.config.rollout.dtype, self.device)
+            self._sender = BroadcastSender(group, dtype)
+        else:
+            group = TransferGroup(address, 1 + self.rank, 1 + receivers, backend, self.device)
+            self._receiver = BroadcastReceiver(group)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(self, version: int) -> None:
+        """The trainer's half of a hand-over between processes."""
+        self.engine.to("device", model=True, optimizer=False)
+        self._sender.send(self.engine, version)
+        self._rest()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def receive_weights(self, version: int) -> None:
+        """The engine's half."""
+        self._receiver.receive(self.rollout)
+        self._rollout_version = version
+
+    # ---------------------------------------------------------------- checkpoints
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def save_checkpoint(self, path: str) -> None:
+        """Sharded state under `path`; a folder that transformers loads under `path/huggingface`."""
+        contents = self.config.actor.checkpoint.save_contents
+        self.engine.to("device")
+        self.engine.save(path, [part for part in contents if part != "hf_model"])
+        if "hf_model" in contents:
+            self.engine.export_hf(f"{path}/huggingface")
+        self._rest()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Read back what `save_checkpoint` wrote."""
+        contents = self.config.actor.checkpoint.load_contents
+        self.engine.to("device")
+        self.engine.load(path, [part for part in contents if part != "hf_model"])
+        self._rest()
+
+    # ---------------------------------------------------------------- parts
+
+    def _init_actor(self) -> None:
+        actor = self.config.actor
+        self.engine = make_engine(
+            actor.strategy,
+            self.model_path,
+            "causal_lm",
+            self.config.model,
+            actor,
+            self.device,
+            optim=actor.optim,
+            grad_clip=actor.grad_clip,
+            total_steps=actor.optim.total_training_steps,
+        )
+        self.register_mesh_place("actor", self.engine.dp_rank, collect=True)
+        self._rest()
+
+    def _init_reference(self) -> None:
+        ref = self.config.ref
+        self.ref_engine = make_engine(ref.strategy, self.model_path, "causal_lm", self.config.model, ref, self.device)
+        self.register_mesh_place("ref", self.ref_engine.dp_rank, collect=True)
+
+    def _init_rollout(self) -> None:
+        rollout_class: Any = get_rollout_class(self.config.rollout.name)
+        self.rollout = rollout_class(self.model_path, self.config.model, self.config.rollout, self.device)
+        self.register_mesh_place("rollout", self.rank, collect=True)
+
+    def _rest(self) -> None:
+        """Between phases, what the configuration says moves to host memory."""
+        fsdp = self.config.actor.fsdp_config
+        if fsdp.param_offload or fsdp.optimizer_offload:
+            self.engine.to("cpu", model=fsdp.param_offload, optimizer=fsdp.optimizer_offload)
+
+    def _temperature(self, data: DataProto) -> float:
+        return (
+            float(data.meta_info["temperature"]) if "temperature" in data.meta_info else self.config.rollout.temperature
+        )

@@ -1,0 +1,56 @@
+"""Walking through the mini-batches of a training step: forward and backward, optimizer step, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.protocol import DataProto
+from verl.workers.engine.base import LossFn, MicroBatching, TrainEngine
+
+# The same quantity under the name that users' dashboards know.
+ALIASES = {
+    "actor/policy_loss": "actor/pg_loss",
+    "critic/value_loss": "critic/vf_loss",
+}
+
+
+def run_epochs(
+    engine: TrainEngine,
+    data: DataProto,
+    loss_fn: LossFn,
+    outputs: Sequence[str],
+    temperature: float,
+    micro: MicroBatching,
+    mini_batches: int,
+    epochs: int,
+    prefix: str,
+) -> DataProto:
+    """`epochs` passes over this rank's rows, which stand mini-batch by mini-batch; a result with metrics only."""
+    size, rest = divmod(len(data), mini_batches)
+    if rest or size == 0:
+        raise ValueError(f"{len(data)} rows on this rank do not divide into {mini_batches} mini-batches.")
+    totals: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(epochs):
+        for mini_batch in data.split(size):
+            found = engine.forward_backward(mini_batch, loss_fn, outputs, temperature=temperature, micro=micro)
+            step = engine.optimizer_step()
+            for name, (total, count) in found.items():
+                # A part of the step's loss (count 0) counts once per step, shared by the ranks that hold the parts.
+                pair = (total, count) if count else (total, 1.0 / engine.dp_size)
+                totals.setdefault(f"{prefix}/{name}", []).append(pair)
+            for name, value in (("grad_norm", step["grad_norm"]), ("lr", step["lr"])):
+                totals.setdefault(f"{prefix}/{name}", []).append((value, 1.0))
+            totals.setdefault(f"{prefix}/skipped_steps", []).append((step["skipped"], 1.0))
+    for name, alias in ALIASES.items():
+        if name in totals:
+            totals[alias] = totals[name]
+    return DataProto(meta_info={"metrics": totals})
+
+
+def micro_batching(block: Any, size_key: str, tokens_key: str, dynamic_key: str = "use_dynamic_bsz") -> MicroBatching:
+    """How a configuration block cuts this rank's rows into passes."""
+    values: Mapping[str, Any] = block
+    if values[dynamic_key]:
+        return MicroBatching(max_tokens=values[tokens_key])
+    return MicroBatching(size=values[size_key])

@@ -1,0 +1,17 @@
+"""How trained weights reach the rollout engine: by buckets of HF-named tensors, versioned, verified bit for bit."""
+
+from verl.workers.sharding_manager.base import SyncStats, WeightSource
+from verl.workers.sharding_manager.broadcast import BroadcastReceiver, BroadcastSender
+from verl.workers.sharding_manager.in_process import WeightSync
+from verl.workers.sharding_manager.transfer_group import TransferAddress, TransferGroup, TransferHost
+
+__all__ = [
+    "BroadcastReceiver",
+    "BroadcastSender",
+    "SyncStats",
+    "TransferAddress",
+    "TransferGroup",
+    "TransferHost",
+    "WeightSource",
+    "WeightSync",
+]
