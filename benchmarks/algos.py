@@ -98,18 +98,19 @@ class Bench:
         self, name: str, kind: str, inputs: list[str], results: int, run: Callable[[], Any], loop: Callable[[], Any]
     ) -> dict[str, object]:
         moved = sum(self.batch[key].nbytes for key in inputs) + results * self.batch["token_level_rewards"].nbytes
-        seconds, peak = measure(run, self.repeats, self.device)
-        loop_seconds, _ = measure(loop, 1, self.device)
-        loop_seconds *= self.rows / self.loop_rows
+        floor = moved / self.bandwidth
+        seconds, cpu_seconds = measure(run, self.repeats, self.device)
+        loop_seconds = measure(loop, 1, self.device)[0] * self.rows / self.loop_rows
         return {
             "name": name,
             "kind": kind,
             "seconds": round(seconds, 4),
-            "floor_s": round(moved / self.bandwidth, 4),
-            "x_floor": round(seconds / (moved / self.bandwidth), 1),
+            "cpu_s": round(cpu_seconds, 3),
+            "floor_s": round(floor, 4),
+            "x_floor": round(seconds / floor, 1),
             "loop_s": round(loop_seconds, 2),
             "x_loop": round(loop_seconds / seconds, 1),
-            "peak_GB": round(peak / 1e9, 2),
+            "peak_GB": round(peak_bytes(run, self.device) / 1e9, 2),
             "inputs_GB": round(sum(self.batch[key].nbytes for key in inputs) / 1e9, 2),
         }
 
@@ -160,7 +161,7 @@ def sample_loop(name: str, batch: Batch) -> torch.Tensor:
         for i, value in zip(group, group_values(name, own, lengths, len(mask) / max(teaching, 1)), strict=True):
             values[i] = float(value)
     if name == "gdpo":
-        mean, std = np.mean(values), np.std(values, ddof=1)
+        mean, std = float(np.mean(values)), float(np.std(values, ddof=1))
         values = [(value - mean) / (std + 1e-6) for value in values]
     advantages = torch.stack([values[i] * mask[i] for i in range(len(mask))])
     return whiten(advantages, mask) if name == "reinforce_plus_plus_baseline" else advantages
@@ -203,35 +204,34 @@ def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.bool(), (values - own.mean()) / own.std(), 0.0)
 
 
-def measure(run: Callable[[], Any], repeats: int, device: torch.device) -> tuple[float, int]:
-    """Best time, and the most memory held beyond what was held before."""
-    seconds = []
-    base = reset_peak(device)
+def measure(run: Callable[[], Any], repeats: int, device: torch.device) -> tuple[float, float]:
+    """Best wall-clock seconds, and the CPU seconds of that run over all cores (which other programs do not disturb)."""
+    best = (float("inf"), 0.0)
     for _ in range(repeats):
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds), peak_bytes(device) - base
+        best = min(best, (time.perf_counter() - began, time.process_time() - cpu_began))
+    return best
 
 
-def reset_peak(device: torch.device) -> int:
+def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """The most memory held at one time beyond what was held before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    with open("/proc/self/clear_refs", "w") as refs:
-        refs.write("5")
-    return _status("VmRSS")
-
-
-def peak_bytes(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated() if device.type == "cuda" else _status("VmHWM")
-
-
-def _status(key: str) -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    # The process's own size says little: torch's CPU allocator keeps what is freed.
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        run()
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
 
 
 def free_bytes(device: str) -> int:

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 
-from verl.utils.torch_functional import masked_sum
+from verl.algos.returns import keep
 
 Count: TypeAlias = float | torch.Tensor
 
@@ -29,12 +29,13 @@ def agg_loss(
     seq-mean-token-sum-norm  mean over sequences of the sum over their tokens / `loss_scale_factor`
                              (a constant such as the longest response allowed: Dr. GRPO, arXiv 2503.20783)
 
-    `batch_num_tokens` and `global_batch_size` are the tokens (sum of the mask) and sequences (rows with any mask) of
+    `batch_num_tokens` and `global_batch_size` are the tokens (in the mask) and sequences (rows with any mask) of
     the whole optimizer step over all ranks; the results of its parts then add up to the loss of the whole. Without
     them this part is the whole. `dp_size` multiplies the result, for engines that average over that many ranks.
     """
-    tokens, sequences = _sums(loss_mask, batch_num_tokens, global_batch_size)
-    row_sums = masked_sum(loss_mat, loss_mask, axis=-1)
+    loss_mask = loss_mask.bool()
+    tokens, sequences = _counts(loss_mask, batch_num_tokens, global_batch_size)
+    row_sums = keep(loss_mat, loss_mask).sum(dim=-1)
     if loss_agg_mode == "token-mean":
         loss = row_sums.sum() / _nonzero(tokens)
     elif loss_agg_mode == "token-sum":
@@ -42,7 +43,7 @@ def agg_loss(
     elif loss_agg_mode == "seq-mean-token-sum":
         loss = row_sums.sum() / _nonzero(sequences)
     elif loss_agg_mode == "seq-mean-token-mean":
-        row_tokens = loss_mask.to(row_sums.dtype).sum(dim=-1)
+        row_tokens = loss_mask.sum(dim=-1)
         loss = (row_sums / _nonzero(row_tokens)).sum() / _nonzero(sequences)
     elif loss_agg_mode == "seq-mean-token-sum-norm":
         if not loss_scale_factor:
@@ -70,8 +71,9 @@ def global_share(
     """
     if loss_agg_mode not in _NORMALISED_BY:
         raise ValueError(f"loss_agg_mode: {loss_agg_mode!r} is not known. Use one of {', '.join(_NORMALISED_BY)}.")
-    own_tokens, own_sequences = _sums(loss_mask, None, None)
-    tokens, sequences = _sums(loss_mask, batch_num_tokens, global_batch_size)
+    loss_mask = loss_mask.bool()
+    own_tokens, own_sequences = _counts(loss_mask, None, None)
+    tokens, sequences = _counts(loss_mask, batch_num_tokens, global_batch_size)
     shares = {
         "tokens": own_tokens / _nonzero(tokens),
         "sequences": own_sequences / _nonzero(sequences),
@@ -90,13 +92,13 @@ _NORMALISED_BY = {
 LOSS_AGG_MODES = tuple(_NORMALISED_BY)
 
 
-def _sums(mask: torch.Tensor, tokens: Count | None, sequences: Count | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _counts(mask: torch.Tensor, tokens: Count | None, sequences: Count | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and sequences to divide by: as given, else those of the mask. float64: exact for any count."""
-    own_tokens = mask.sum(dtype=torch.float64) if tokens is None else tokens
-    own_sequences = (mask != 0).any(dim=-1).sum(dtype=torch.float64) if sequences is None else sequences
+    tokens = mask.sum() if tokens is None else tokens
+    sequences = mask.any(dim=-1).sum() if sequences is None else sequences
     return (
-        torch.as_tensor(own_tokens, dtype=torch.float64, device=mask.device),
-        torch.as_tensor(own_sequences, dtype=torch.float64, device=mask.device),
+        torch.as_tensor(tokens, dtype=torch.float64, device=mask.device),
+        torch.as_tensor(sequences, dtype=torch.float64, device=mask.device),
     )
 
 

@@ -26,11 +26,21 @@ class Groups:
             raise ValueError(
                 f"index: {ids.shape} ids for {response_mask.shape[0]} rows. Pass one per row, such as the column uid."
             )
-        _, group_of_row = np.unique(ids, return_inverse=True)
+        # As text: ids of any mixture of types can be sorted, and faster than as objects.
+        _, group_of_row = np.unique(ids.astype(str) if ids.dtype == object else ids, return_inverse=True)
         self.of_row = torch.from_numpy(group_of_row.reshape(-1).astype(np.int64)).to(response_mask.device)
         self.count = int(group_of_row.max()) + 1 if len(ids) else 0
-        self.real = (response_mask != 0).any(dim=-1)
+        self.mask = response_mask.bool()
+        self.real = self.mask.any(dim=-1)
         self.size = self.sum(torch.ones_like(self.of_row, dtype=torch.float64))
+
+    def scores(self, token_level_rewards: torch.Tensor) -> torch.Tensor:
+        """What each response earned in all: [batch, response] → [batch]."""
+        return keep(token_level_rewards, self.mask).sum(dim=-1, dtype=torch.float64)
+
+    def spread(self, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """[batch] → [batch, response]: the row's value on each of its model tokens; dtype as `like`, min. float32."""
+        return keep(values.to(torch.promote_types(like.dtype, torch.float32))[:, None], self.mask)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of `values` [batch] over the row's group."""
@@ -55,14 +65,3 @@ class Groups:
         values = torch.where(counted, values.double(), -torch.inf)
         tops = torch.full((self.count,), -torch.inf, dtype=torch.float64, device=values.device)
         return tops.scatter_reduce_(0, self.of_row, values, "amax")[self.of_row]
-
-
-def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """What each response earned in all: [batch, response] → [batch] float64."""
-    return keep(token_level_rewards, response_mask.bool()).sum(dim=-1, dtype=torch.float64)
-
-
-def spread(values: torch.Tensor, response_mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[batch] → [batch, response]: the row's value on each of its model tokens; dtype as `like`, at least float32."""
-    values = values.to(torch.promote_types(like.dtype, torch.float32))
-    return keep(values[:, None], response_mask.bool())

@@ -58,7 +58,7 @@ get_policy_loss_fn = POLICY_LOSSES.get
 
 
 def _text(name: str | Enum) -> str:
-    return str(name.value) if isinstance(name, Enum) else name
+    return str(name.value if isinstance(name, Enum) else name)
 
 
 def _origin(function: Callable[..., Any]) -> tuple[str, str]:

@@ -6,7 +6,6 @@ import torch
 
 from verl.algos.aggregate import agg_loss
 from verl.algos.returns import keep
-from verl.utils.torch_functional import masked_mean
 
 
 def compute_value_loss(
@@ -27,9 +26,6 @@ def compute_value_loss(
     error = (predicted - target) ** 2
     held = predicted.clamp(before - cliprange_value, before + cliprange_value)
     clipped_error = (held - target) ** 2
-    loss = 0.5 * agg_loss(
-        torch.maximum(error, clipped_error), response_mask, loss_agg_mode, loss_scale_factor=loss_scale_factor
-    )
-    with torch.no_grad():
-        clipfrac = masked_mean((clipped_error > error).float(), mask)
+    loss = 0.5 * agg_loss(torch.maximum(error, clipped_error), mask, loss_agg_mode, loss_scale_factor=loss_scale_factor)
+    clipfrac = ((clipped_error > error) & mask).sum() / mask.sum().clamp(min=1)
     return loss, clipfrac

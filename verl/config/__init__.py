@@ -19,7 +19,8 @@ from verl.config.problems import ConfigError, Problem
 from verl.config.ref import RefConfig
 from verl.config.reward import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
 from verl.config.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
-from verl.config.trainer import RayInitConfig, RetrieverConfig, TrainerConfig
+from verl.config.sft import SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig, SFTTrainerConfig
+from verl.config.trainer import RayInitConfig, RetrieverConfig, RunConfig, TrainerConfig
 
 __all__ = [
     "ActorConfig",
@@ -53,6 +54,12 @@ __all__ = [
     "RewardModelModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+    "SFTModelConfig",
+    "SFTOptimConfig",
+    "SFTTrainerConfig",
     "SamplerConfig",
     "StateMaskingConfig",
     "TrainerConfig",

@@ -7,7 +7,7 @@ Hydra alone stops at the first key it does not know, and at `+key` for one it do
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,16 +26,18 @@ _OWN_CONFIG = {
     "-cd": "dir",
 }
 _QUIET_HYDRA = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
+# Groups that can be turned off as a whole: `critic=null`.
+_SWITCHABLE = ("critic", "reward_model")
 _SEARCH_OURS = "hydra.searchpath=[pkg://verl.trainer.config]"
 
 
-def hydra_arguments(argv: Sequence[str]) -> list[str]:
-    """The arguments to give Hydra for what the user typed."""
+def hydra_arguments(argv: Sequence[str], root: str = ROOT) -> list[str]:
+    """The arguments to give Hydra for what the user typed to the program whose defaults are in the file `root`."""
     options, overrides = _split(argv)
-    own = _OwnConfig.of(options)
+    own = _OwnConfig.of(options, root)
     arguments = [argument for name, value in own.options(options) for argument in ((name, value) if value else (name,))]
     for override in overrides:
-        arguments += _rewritten(override, own)
+        arguments += _rewritten(override, own, groups(root))
     typed = " ".join(overrides)
     if own.is_used and not own.configures_hydra and "hydra." not in typed and "hydra/" not in typed:
         arguments += [*_QUIET_HYDRA, _SEARCH_OURS]
@@ -53,12 +55,12 @@ class _OwnConfig:
     extends_groups: bool = False  # --config-dir: there may be options that are not ours
 
     @classmethod
-    def of(cls, options: Sequence[tuple[str, str]]) -> _OwnConfig:
+    def of(cls, options: Sequence[tuple[str, str]], root: str) -> _OwnConfig:
         given = {_OWN_CONFIG[name]: value for name, value in options if name in _OWN_CONFIG}
-        folder, name = given.get("path"), given.get("name", ROOT)
+        folder, name = given.get("path"), given.get("name", root)
         if folder is not None and Path(folder).expanduser().is_dir():
-            folder = str(Path(folder).expanduser().absolute())  # Hydra would look beside main_ppo.py
-        used = folder is not None or name != ROOT
+            folder = str(Path(folder).expanduser().absolute())  # Hydra would look beside the program
+        used = folder is not None or name != root
         file = Path(folder or CONFIG_DIR, name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
         content = OmegaConf.load(file) if used and file.is_file() else OmegaConf.create({})
         keys = set(content) if isinstance(content, DictConfig) else set()
@@ -87,25 +89,21 @@ def _split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     return options, overrides
 
 
-def _rewritten(override: str, own: _OwnConfig) -> list[str]:
-    if override.lstrip("~").partition("=")[0] in _switchable() and override.startswith("~"):
+def _rewritten(override: str, own: _OwnConfig, known: Mapping[str, Sequence[str]]) -> list[str]:
+    switchable = [group for group in _SWITCHABLE if group in known]
+    if override.lstrip("~").partition("=")[0] in switchable and override.startswith("~"):
         return [f"++{override[1:].partition('=')[0]}.enable=false"]
     match = _OVERRIDE.fullmatch(override)
     if match is None or match["key"].partition(".")[0] == "hydra":
         return [override]
     key, value = match["key"], match["value"]
-    if key not in groups():
+    if key not in known:
         return [_quoted(f"++{key}", value)]
-    if value == "null" and key in _switchable():
+    if value == "null" and key in switchable:
         return [f"++{key}.enable=false"]
-    native = own.has_defaults or own.extends_groups or (not own.is_used and value in groups()[key])
+    native = own.has_defaults or own.extends_groups or (not own.is_used and value in known[key])
     # Not Hydra's to select: our loader takes it as the base under the user's blocks, or reports the wrong name.
     return [override] if native else [_quoted(f"++{GROUPS_KEY}.{key}", value)]
-
-
-def _switchable() -> tuple[str, ...]:
-    """Groups that can be turned off as a whole: `critic=null`."""
-    return ("critic", "reward_model")
 
 
 def _quoted(key: str, value: str) -> str:

@@ -11,35 +11,38 @@ from omegaconf import DictConfig, OmegaConf
 
 CONFIG_DIR = Path(__file__).parents[1] / "trainer" / "config"
 ROOT = "ppo_trainer"
+_HYDRAS_OWN = "override "
 
 
 @functools.cache
-def groups() -> dict[str, tuple[str, ...]]:
-    """Every group (`algorithm`, `critic`, …) with its options (`ppo`, `grpo`, …)."""
-    folders = sorted(path for path in CONFIG_DIR.iterdir() if any(path.glob("*.yaml")))
+def groups(root: str = ROOT) -> dict[str, tuple[str, ...]]:
+    """Every group (`algorithm`, `critic`, …) that the file `root` selects from, with its options (`ppo`, `grpo`, …)."""
+    items = _read(CONFIG_DIR / f"{root}.yaml").get("defaults", [])
+    selected = sorted(str(name) for item in items if not isinstance(item, str) for name in item)
+    folders = [CONFIG_DIR / name for name in selected if not name.startswith(_HYDRAS_OWN)]
     return {path.name: tuple(sorted(file.stem for file in path.glob("*.yaml"))) for path in folders}
 
 
-def default_tree(chosen: Mapping[str, str] | None = None) -> dict[str, Any]:
+def default_tree(chosen: Mapping[str, str] | None = None, root: str = ROOT) -> dict[str, Any]:
     """The defaults with these options (`{"algorithm": "grpo"}`), `${…}` as text. Not to be changed by the caller."""
-    return _tree(tuple(sorted((chosen or {}).items())))
+    return _tree(root, tuple(sorted((chosen or {}).items())))
 
 
-def default_values(chosen: Mapping[str, str] | None = None) -> dict[str, Any]:
+def default_values(chosen: Mapping[str, str] | None = None, root: str = ROOT) -> dict[str, Any]:
     """The same with every `${…}` resolved. Not to be changed by the caller."""
-    return _values(tuple(sorted((chosen or {}).items())))
+    return _values(root, tuple(sorted((chosen or {}).items())))
 
 
 @functools.cache
-def _tree(chosen: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    tree = _load(CONFIG_DIR / f"{ROOT}.yaml", dict(chosen))
+def _tree(root: str, chosen: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    tree = _load(CONFIG_DIR / f"{root}.yaml", dict(chosen))
     tree.pop("hydra", None)
     return _plain(tree, resolve=False)
 
 
 @functools.cache
-def _values(chosen: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    return _plain(OmegaConf.create(_tree(chosen)), resolve=True)
+def _values(root: str, chosen: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    return _plain(OmegaConf.create(_tree(root, chosen)), resolve=True)
 
 
 def _plain(tree: DictConfig, resolve: bool) -> dict[str, Any]:
@@ -50,16 +53,21 @@ def _plain(tree: DictConfig, resolve: bool) -> dict[str, Any]:
 
 def _load(file: Path, chosen: Mapping[str, str]) -> DictConfig:
     """One file on top of what its `defaults` list names: an option of a group, or a neighbour it extends."""
-    own = OmegaConf.load(file)
-    assert isinstance(own, DictConfig)
+    own = _read(file)
     tree = OmegaConf.create({})
     for item in own.pop("defaults", []):
         if isinstance(item, str):
             part = own if item == "_self_" else _load(file.parent / f"{item}.yaml", chosen)
         else:
             ((group, option),) = item.items()
-            if group.startswith("override "):
-                continue  # Hydra's own settings
+            if group.startswith(_HYDRAS_OWN):
+                continue
             part = OmegaConf.create({group: _load(file.parent / group / f"{chosen.get(group, option)}.yaml", chosen)})
         tree = OmegaConf.merge(tree, part)  # type: ignore[assignment]
     return OmegaConf.merge(tree, own)  # type: ignore[return-value]
+
+
+def _read(file: Path) -> DictConfig:
+    tree = OmegaConf.load(file)
+    assert isinstance(tree, DictConfig)
+    return tree

@@ -11,7 +11,7 @@ from typing import Any
 from verl.config.compose import CONFIG_DIR, default_tree, groups
 from verl.config.convert import range_words
 from verl.config.obsolete import OBSOLETE
-from verl.config.ppo import PPOConfig
+from verl.config.roots import PPO, SFT, Root
 from verl.config.schema import Block, Entry, alias_table, entries, join, pick
 
 _INTRO = """# Configuration
@@ -30,12 +30,20 @@ Every key of `python -m verl.trainer.main_ppo key=value …`, its default, and w
 - From Python: `from verl.config import load_config, batch_plan`; `load_config({...}, ["trainer.nnodes=2"])`.
 """
 
+_SFT_INTRO = """# Supervised fine-tuning
+
+Every key of `python -m verl.trainer.main_sft key=value …`; all that is said above holds for them too. There are no
+groups. Several ranks (`trainer.n_gpus_per_node=2`) run on Ray, one runs in the calling process.
+"""
+
 _TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
 
 
 def render() -> str:
     """The whole page."""
-    return "\n".join([_INTRO, *_groups(), *_blocks(PPOConfig, ""), *_aliases(), *_obsolete()])
+    ppo = [_INTRO, *_groups(), *_blocks(PPO, PPO.cls, ""), *_aliases(PPO), *_obsolete()]
+    sft = [_SFT_INTRO, *_blocks(SFT, SFT.cls, "", heading="SFT: "), *_aliases(SFT, heading="SFT: ")]
+    return "\n".join([*ppo, *sft])
 
 
 def _groups() -> Iterator[str]:
@@ -49,30 +57,31 @@ def _groups() -> Iterator[str]:
 
 
 def _is_default(group: str, option: str) -> bool:
-    return f"- {group}: {option}\n" in (CONFIG_DIR / "ppo_trainer.yaml").read_text()
+    return f"- {group}: {option}\n" in (CONFIG_DIR / f"{PPO.yaml}.yaml").read_text()
 
 
-def _blocks(cls: type[Block], path: str, doc: str = "") -> Iterator[str]:
-    """A heading and a table for the block, then the blocks below it."""
+def _blocks(root: Root, cls: type[Block], path: str, doc: str = "", heading: str = "") -> Iterator[str]:
+    """A heading and a table for the block, then the blocks below it; headings of one page are all different."""
     if path:
-        yield f"{'#' * min(4, 2 + path.count('.'))} {path}\n"
+        yield f"{'#' * min(4, 2 + path.count('.'))} {heading}{path}\n"
         yield f"{doc}\n"
     else:
-        yield "## Top level\n"
+        yield f"## {heading}Top level\n"
     rows = [(name, entry) for name, entry in entries(cls).items() if entry.block is None]
     if rows:
         yield "| key | type | default | meaning |"
         yield "|---|---|---|---|"
         for name, entry in rows:
-            yield _row(join(path, name), name, entry)
+            yield _row(root, join(path, name), name, entry)
         yield ""
     for name, entry in entries(cls).items():
         if entry.block is not None:
-            yield from _blocks(entry.block, join(path, name), entry.key.doc)
+            yield from _blocks(root, entry.block, join(path, name), entry.key.doc, heading)
 
 
-def _row(path: str, name: str, entry: Entry) -> str:
-    cells = (f"`{name}`", _type(entry.type), _default(pick(default_tree(), path)), _meaning(path, entry))
+def _row(root: Root, path: str, name: str, entry: Entry) -> str:
+    default = _default(pick(default_tree(root=root.yaml), path))
+    cells = (f"`{name}`", _type(entry.type), default, _meaning(root, path, entry))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -93,7 +102,7 @@ def _default(value: Any) -> str:
     return f"`{json.dumps(value) if not isinstance(value, float) else format(value, 'g')}`"
 
 
-def _meaning(path: str, entry: Entry) -> str:
+def _meaning(root: Root, path: str, entry: Entry) -> str:
     key = entry.key
     parts = [key.doc]
     if key.choices:
@@ -107,18 +116,18 @@ def _meaning(path: str, entry: Entry) -> str:
         parts.append(f"Null: {key.null}.")
     if key.required:
         parts.append("**Required.**")
-    others = [alias for alias, canonical in alias_table(PPOConfig).items() if canonical == path]
+    others = [alias for alias, canonical in alias_table(root.cls).items() if canonical == path]
     if others:
         parts.append(f"Also: {', '.join(f'`{other}`' for other in others)}.")
     return " ".join(parts)
 
 
-def _aliases() -> Iterator[str]:
-    yield "## Other spellings\n"
+def _aliases(root: Root, heading: str = "") -> Iterator[str]:
+    yield f"## {heading}Other spellings\n"
     yield "Both are accepted; set differently, they are a mistake.\n"
     yield "| also accepted | is |"
     yield "|---|---|"
-    for alias, canonical in sorted(alias_table(PPOConfig).items()):
+    for alias, canonical in sorted(alias_table(root.cls).items()):
         yield f"| `{alias}` | `{canonical}` |"
     yield ""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from verl.config.plan import BLOCK_OF_ROLE, active_roles
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
-from verl.config.schema import pick
+from verl.config.schema import Block, pick
+from verl.config.trainer import RunConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
@@ -22,10 +24,7 @@ _EXTRAS = ("vllm", "sglang", "megatron", "wandb", "tensorboard")
 
 def check_environment(config: PPOConfig, report: Report) -> None:
     """Report every path that does not exist here and every package that is asked for and missing."""
-    for key in ("train_files", "val_files"):
-        for file in config.data[key] or ():
-            if not _is_hub_dataset(file):
-                _must_exist(f"data.{key}", file, report)
+    check_data_files(config.data, report)
     models: dict[str, str | None] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
     if config.critic.enable:
         models["critic.model.path"] = config.critic.model.path
@@ -34,44 +33,72 @@ def check_environment(config: PPOConfig, report: Report) -> None:
         models["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
     shown = set()
     for key, path in models.items():
-        if path and _looks_local(path) and path not in shown:
-            _must_exist(key, path, report)
+        if path and path not in shown:
+            check_model(key, path, report)
             shown.add(path)
     _check_code_and_resume(config, report)
     _check_packages(config, report)
 
 
+def check_data_files(data: Block, report: Report) -> None:
+    """Report data files that are not here; hub names may be anywhere."""
+    for key in ("train_files", "val_files"):
+        for file in data[key] or ():
+            if not _is_hub_dataset(file):
+                must_exist(f"data.{key}", file, report)
+
+
+def check_model(key: str, path: str, report: Report) -> None:
+    """Report a model folder that is not here; hub names and URLs may be anywhere."""
+    if _looks_local(path):
+        must_exist(key, path, report)
+
+
+def check_user_code(key: str, path: str | None, report: Report) -> None:
+    """Report a Python file that is not here; a module may come from anywhere."""
+    if path and ("/" in path or path.endswith(".py")):
+        must_exist(key, path, report)
+
+
+def check_loggers(loggers: Sequence[str], report: Report) -> None:
+    """Report trackers whose package is not installed."""
+    for name in loggers:
+        _check_package("trainer.logger", name, _LOGGER_MODULES.get(name), report)
+
+
 def _check_code_and_resume(config: PPOConfig, report: Report) -> None:
-    files = {
-        "data.custom_cls.path": config.data.custom_cls.path,
-        "data.sampler.path": config.data.sampler.path,
-        "custom_reward_function.path": config.custom_reward_function.path,
-        "actor_rollout_ref.rollout.multi_turn.tool_config_path": (
-            config.actor_rollout_ref.rollout.multi_turn.tool_config_path
-        ),
-    }
-    if config.trainer.resume_mode == "resume_path":
-        files["trainer.resume_from_path"] = config.trainer.resume_from_path
-    for key, path in files.items():
-        is_module = path is not None and "/" not in path and not path.endswith((".py", ".yaml", ".yml"))
-        if path and not (is_module and key.endswith(("cls.path", "sampler.path", "function.path"))):
-            _must_exist(key, path, report)
+    check_user_code("data.custom_cls.path", config.data.custom_cls.path, report)
+    check_user_code("data.sampler.path", config.data.sampler.path, report)
+    check_user_code("custom_reward_function.path", config.custom_reward_function.path, report)
+    tools = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
+    if tools:
+        must_exist("actor_rollout_ref.rollout.multi_turn.tool_config_path", tools, report)
+    check_resume(config.trainer, report)
+
+
+def check_resume(trainer: RunConfig, report: Report) -> None:
+    """Report a checkpoint to resume from that is not here."""
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path:
+        must_exist("trainer.resume_from_path", trainer.resume_from_path, report)
 
 
 def _check_packages(config: PPOConfig, report: Report) -> None:
     rollout = config.actor_rollout_ref.rollout.name
-    wanted = [("actor_rollout_ref.rollout.name", rollout, _ENGINE_MODULES.get(rollout))]
-    wanted += [("trainer.logger", name, _LOGGER_MODULES.get(name)) for name in config.trainer.logger]
+    _check_package("actor_rollout_ref.rollout.name", rollout, _ENGINE_MODULES.get(rollout), report)
+    check_loggers(config.trainer.logger, report)
     for role in active_roles(config):
         if role in BLOCK_OF_ROLE and pick(config, BLOCK_OF_ROLE[role]).strategy == "megatron":
-            wanted.append((f"{BLOCK_OF_ROLE[role]}.strategy", "megatron", "megatron"))
-    for key, name, module in wanted:
-        if module is not None and importlib.util.find_spec(module) is None:
-            how = f"pip install -e .[{name}]" if name in _EXTRAS else f"pip install {module}"
-            report.problem(key, name, f"{module} is not installed here", f"Run {how}, or choose another")
+            _check_package(f"{BLOCK_OF_ROLE[role]}.strategy", "megatron", "megatron", report)
 
 
-def _must_exist(key: str, path: str, report: Report) -> None:
+def _check_package(key: str, name: str, module: str | None, report: Report) -> None:
+    if module is not None and importlib.util.find_spec(module) is None:
+        how = f"pip install -e .[{name}]" if name in _EXTRAS else f"pip install {module}"
+        report.problem(key, name, f"{module} is not installed here", f"Run {how}, or choose another")
+
+
+def must_exist(key: str, path: str, report: Report) -> None:
+    """Report a local path that does not exist, with what was probably meant."""
     if "://" in path or Path(path).exists():
         return
     unset = re.findall(r"\$\{?(\w+)", path)

@@ -1,51 +1,57 @@
-"""One strict load: YAML defaults + what the user set -> `PPOConfig`, or one ConfigError with every problem in it."""
+"""One strict load: YAML defaults + what the user set -> a whole config, or one ConfigError with every problem in it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.compose import default_tree, default_values, groups
 from verl.config.convert import Converter
-from verl.config.files import check_environment
-from verl.config.plan import batch_plan
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
-from verl.config.resolve import resolve
+from verl.config.roots import Root, root_of
 from verl.config.schema import Block, alias_table, join, pick, walk
-from verl.config.validate import validate
 
 B = TypeVar("B", bound=Block)
 Config = PPOConfig | DictConfig | Mapping[str, Any]
+Given = Block | DictConfig | Mapping[str, Any] | None
 
 # Where the command line notes which options of our groups were chosen when Hydra cannot (verl.trainer.main_ppo).
 GROUPS_KEY = "_groups_"
 _ABSENT = object()
 
 
-def load_config(cfg: Config | None = None, overrides: Sequence[str] = (), check_files: bool = True) -> PPOConfig:
-    """The complete, resolved and validated configuration.
+@overload
+def load_config(cfg: Given = None, overrides: Sequence[str] = (), check_files: bool = True) -> PPOConfig: ...
+
+
+@overload
+def load_config(cfg: Given = None, overrides: Sequence[str] = (), check_files: bool = True, *, root: type[B]) -> B: ...
+
+
+def load_config(
+    cfg: Given = None, overrides: Sequence[str] = (), check_files: bool = True, *, root: type[Block] = PPOConfig
+) -> Block:
+    """The complete, resolved and validated configuration of the program that `root` belongs to.
 
     `cfg` holds some or all blocks; `overrides` are `key=value` (or `group=option`) on top. `check_files=False` leaves
     out what depends on this machine: files, folders and installed engines. Raises ConfigError with all problems.
     """
-    if isinstance(cfg, PPOConfig):
+    if isinstance(cfg, root):
         if not overrides:
             return cfg
         cfg = cfg.to_dict()
-    report = Report()
-    user = _plain(cfg)
-    chosen, changes = _split_overrides(user.pop(GROUPS_KEY, None) or {}, overrides, report)
-    values = _merged(_merged(default_tree(chosen), user), _plain(OmegaConf.from_dotlist(changes)))
-    config = _build(values, default_values(chosen), report)
-    validate(config, report)
-    for problem in batch_plan(config).problems:
-        report.add(problem)
+    kind, report = root_of(root), Report()
+    user = _plain(cfg, root)
+    chosen, changes = _split_overrides(user.pop(GROUPS_KEY, None) or {}, overrides, groups(kind.yaml), report)
+    values = _merged(_merged(default_tree(chosen, kind.yaml), user), _plain(OmegaConf.from_dotlist(changes), root))
+    config = _build(kind, values, default_values(chosen, kind.yaml), report)
+    kind.validate(config, report)
     if check_files:
-        check_environment(config, report)
+        kind.check_environment(config, report)
     report.raise_if_any()
     config.notices = report.notices
     return config
@@ -65,28 +71,27 @@ def as_config(cls: type[B], cfg: B | DictConfig | Mapping[str, Any] | None, at: 
     for name in reversed(place.split(".") if place else ()):
         values = {name: values}
     defaults = default_values()
-    config = _build(_merged(defaults, values), defaults, report)
+    config = _build(root_of(PPOConfig), _merged(defaults, values), defaults, report)
     report.problems = [problem for problem in report.problems if problem.key.startswith(place)]
     report.raise_if_any()
     return pick(config, place)
 
 
-def _build(values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> PPOConfig:
+def _build(kind: Root, values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> Any:
     """Plain merged values -> resolved blocks; problems go to the report."""
-    _move_aliases(values, defaults, report)
+    _move_aliases(values, alias_table(kind.cls), defaults, report)
     values = _interpolated(values, defaults, report)
-    config = Converter(PPOConfig, defaults, report, extended=bool(values.get("external_libs"))).convert(values)
-    assert isinstance(config, PPOConfig)
-    resolve(config, report)
+    config = Converter(kind.cls, defaults, report, extended=bool(values.get("external_libs"))).convert(values)
+    kind.resolve(config, report)
     return config
 
 
-def _plain(cfg: DictConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+def _plain(cfg: Given, root: type[Block]) -> dict[str, Any]:
     """What the user set as plain dicts; `${…}` still stand as text."""
     if cfg is None:
         return {}
     if not isinstance(cfg, Mapping | DictConfig):
-        raise TypeError(f"config: a DictConfig, a mapping or a PPOConfig is expected, not {type(cfg).__name__}.")
+        raise TypeError(f"config: a DictConfig, a mapping or a {root.__name__} is expected, not {type(cfg).__name__}.")
     tree = cfg if isinstance(cfg, DictConfig) else OmegaConf.create(dict(cfg))
     values = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(values, dict)
@@ -102,7 +107,7 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def _split_overrides(
-    chosen: Mapping[str, Any], overrides: Sequence[str], report: Report
+    chosen: Mapping[str, Any], overrides: Sequence[str], known: Mapping[str, Sequence[str]], report: Report
 ) -> tuple[dict[str, str], list[str]]:
     """Group choices and plain `key=value` changes; a `+` in front changes nothing, every key may be set."""
     wanted, changes = {str(group): str(option) for group, option in chosen.items()}, []
@@ -110,21 +115,23 @@ def _split_overrides(
         key, equals, value = override.lstrip("+").partition("=")
         if not equals:
             report.problem(override, None, "is not an override", "Write it as key=value")
-        elif key in groups() and value != "null" and not value.startswith("{"):
+        elif key in known and value != "null" and not value.startswith("{"):
             wanted[key] = value
         else:
             changes.append(f"{key}={value}")
     for group, option in list(wanted.items()):
-        options = groups().get(group, ())
+        options = known.get(group, ())
         if option not in options:
             report.problem(group, option, f"{group} has no option of that name", f"Set one of {', '.join(options)}")
             del wanted[group]
     return wanted, changes
 
 
-def _move_aliases(values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> None:
+def _move_aliases(
+    values: dict[str, Any], aliases: Mapping[str, str], defaults: Mapping[str, Any], report: Report
+) -> None:
     """Values under another spelling go to their key; two spellings that disagree are a problem."""
-    for alias, canonical in alias_table(PPOConfig).items():
+    for alias, canonical in aliases.items():
         given = _take(values, alias)
         for below, value in [] if given is _ABSENT else _leaves(given):
             target, spelled = _below(canonical, below), _below(alias, below)

@@ -10,7 +10,8 @@ from verl.config.devices import visible_gpus
 from verl.config.plan import ACTOR, ROLLOUT, layout_of
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
-from verl.config.schema import entries, join, pick, put, walk
+from verl.config.schema import Block, entries, join, pick, put, walk
+from verl.config.trainer import RunConfig
 
 GLOBAL_POOL, REWARD_POOL = "global_pool", "reward_pool"
 DEFAULT_GROUP_SIZE = 4
@@ -20,11 +21,11 @@ DEFAULT_MICRO_BATCH = 4
 
 def resolve(config: PPOConfig, report: Report) -> None:
     """Fill in every null that stands for something; the order follows who depends on whom."""
-    _devices(config)
-    _names(config)
+    resolve_run(config.trainer)
+    _precisions(config)
     _sampling(config, report)
     _clip_bounds(config, report)
-    _empty_lists(config)
+    empty_lists(config)
     _follow(config, only=("trainer.n_gpus_per_node", "strategy", "ulysses_sequence_parallel_size", "megatron_config"))
     _pools(config, report)
     _critic(config)
@@ -33,25 +34,25 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _lengths(config)
 
 
-def _devices(config: PPOConfig) -> None:
-    trainer, gpus = config.trainer, visible_gpus()
+def resolve_run(trainer: RunConfig) -> None:
+    """Which devices, and where checkpoints go."""
+    gpus = visible_gpus()
     if trainer.device == "auto":
         trainer.device = "cuda" if gpus else "cpu"
-    on_gpu = trainer.device == "cuda"
     if trainer.n_gpus_per_node is None:
-        trainer.n_gpus_per_node = max(1, gpus) if on_gpu else 1
+        trainer.n_gpus_per_node = max(1, gpus) if trainer.device == "cuda" else 1
+    if trainer.default_local_dir is None:
+        trainer.default_local_dir = f"./checkpoints/{trainer.project_name}/{trainer.experiment_name}"
+
+
+def _precisions(config: PPOConfig) -> None:
+    on_gpu = config.trainer.device == "cuda"
     for block in (config.actor_rollout_ref.actor, config.critic, config.reward_model):
         if block.fsdp_config.mixed_precision is None:
             block.fsdp_config.mixed_precision = "bf16" if on_gpu else "fp32"
     rollout = config.actor_rollout_ref.rollout
     if rollout.dtype == "auto":
         rollout.dtype = "bfloat16" if on_gpu else "float32"
-
-
-def _names(config: PPOConfig) -> None:
-    trainer = config.trainer
-    if trainer.default_local_dir is None:
-        trainer.default_local_dir = f"./checkpoints/{trainer.project_name}/{trainer.experiment_name}"
 
 
 def _sampling(config: PPOConfig, report: Report) -> None:
@@ -79,9 +80,9 @@ def _clip_bounds(config: PPOConfig, report: Report) -> None:
         )
 
 
-def _empty_lists(config: PPOConfig) -> None:
+def empty_lists(config: Block) -> None:
     """A null list that means "none" is an empty list, so nobody has to ask."""
-    for path, entry in walk(PPOConfig):
+    for path, entry in walk(type(config)):
         if entry.key.null == "none" and not entry.optional and pick(config, path) is None:
             put(config, path, [])
 

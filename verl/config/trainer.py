@@ -9,25 +9,19 @@ from verl.config.schema import Block, key
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainerConfig(Block):
+class RunConfig(Block):
+    """What every training program asks about its run."""
+
     nnodes: int = key("Nodes.", min=1)
     n_gpus_per_node: int = key(
         "GPUs per node; processes per node where there is no GPU.", null="GPUs found here, 1 if none", min=1
     )
     device: str = key("auto: cuda where a GPU is found, else cpu.", choices=("auto", "cuda", "cpu"))
-    total_epochs: int = key("Passes over the training prompts.", min=1)
+    total_epochs: int = key("Passes over the training data.", min=1)
     total_training_steps: int | None = key(
         "Training steps after which the run ends.", null="total_epochs decide", min=1, synonyms={-1: None}
     )
-    critic_warmup: int = key("Steps in which only the critic learns.", min=0)
-    balance_batch: bool = key("Even out tokens over data-parallel ranks.")
-    save_freq: int = key("Steps between checkpoints; 0 or less: only the last.")
-    test_freq: int = key("Steps between validations; 0 or less: only the last.")
     val_before_train: bool = key("Validate before the first step.")
-    val_only: bool = key("Validate and stop.")
-    log_val_generations: int = key(
-        "Validation answers shown in the logs.", min=0, aliases=("val_generations_to_log_to_wandb",)
-    )
     logger: list[str] = key("Where metrics go: one name or a list.", choices=names.LOGGERS)
     project_name: str = key("Project in trackers and in the checkpoint path.")
     experiment_name: str = key("Run in trackers and in the checkpoint path.")
@@ -39,11 +33,23 @@ class TrainerConfig(Block):
         "auto: the newest whole checkpoint in default_local_dir.", choices=("auto", "disable", "resume_path")
     )
     resume_from_path: str | None = key("The global_step_N folder of resume_path.", null="not set", path=True)
-    max_actor_ckpt_to_keep: int | None = key("Older actor checkpoints are deleted.", null="keep all", min=1)
-    max_critic_ckpt_to_keep: int | None = key("Older critic checkpoints are deleted.", null="keep all", min=1)
     max_nonfinite_steps: int = key(
         "Skipped steps in a row (NaN or infinite gradient) after which the run stops.", min=1
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig(RunConfig):
+    save_freq: int = key("Steps between checkpoints; 0 or less: only the last.")
+    test_freq: int = key("Steps between validations; 0 or less: only the last.")
+    critic_warmup: int = key("Steps in which only the critic learns.", min=0)
+    balance_batch: bool = key("Even out tokens over data-parallel ranks.")
+    val_only: bool = key("Validate and stop.")
+    log_val_generations: int = key(
+        "Validation answers shown in the logs.", min=0, aliases=("val_generations_to_log_to_wandb",)
+    )
+    max_actor_ckpt_to_keep: int | None = key("Older actor checkpoints are deleted.", null="keep all", min=1)
+    max_critic_ckpt_to_keep: int | None = key("Older critic checkpoints are deleted.", null="keep all", min=1)
     dump_steps: list[int] = key("Steps whose batch is written as debug_step_N.pt.", null="none")
     rollout_data_dir: str | None = key("Folder for training answers as JSONL.", null="not written", path=True)
     validation_data_dir: str | None = key("Folder for validation answers as JSONL.", null="not written", path=True)

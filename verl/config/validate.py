@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from verl.config import names
-from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles
+from verl.config.data import CustomClassConfig, SamplerConfig
+from verl.config.engine import OptimConfig
+from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, batch_plan
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
 from verl.config.schema import Block, entries, join, pick
+from verl.config.trainer import RunConfig
 
 _TINY_DISCOUNT = 1e-3
 
 
 def validate(config: PPOConfig, report: Report) -> None:
     """Report every rule that a resolved configuration breaks."""
-    _values_present(config, "", report)
+    values_present(config, "", report)
     for rule in (
         _estimator,
         _kl,
@@ -28,15 +31,17 @@ def validate(config: PPOConfig, report: Report) -> None:
         _user_code,
     ):
         rule(config, report)
+    for problem in batch_plan(config).problems:
+        report.add(problem)
 
 
-def _values_present(block: Block, path: str, report: Report) -> None:
+def values_present(block: Block, path: str, report: Report) -> None:
     """After resolving, a key has a value unless its type says that it may be without one."""
     for name, entry in entries(type(block)).items():
         where, value = join(path, name), block[name]
         if isinstance(value, Block):
             if entry.key.follows is None:  # else what is missing is missing in the block it follows
-                _values_present(value, where, report)
+                values_present(value, where, report)
         elif entry.key.required is not None:
             if not value:
                 report.broken(where, value, "is required", f"Set it, e.g. {where}={entry.key.required}")
@@ -127,15 +132,18 @@ def _turns(config: PPOConfig, report: Report) -> None:
 
 
 def _optimizers(config: PPOConfig, report: Report) -> None:
-    blocks = {f"{ACTOR}.optim": config.actor_rollout_ref.actor.optim}
+    optimizer_rules(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim, report)
     if config.critic.enable:
-        blocks["critic.optim"] = config.critic.optim
-    for path, optim in blocks.items():
-        if optim.lr_warmup_steps > 0 and optim.lr_warmup_steps_ratio > 0:
-            why = f"{path}.lr_warmup_steps_ratio = {optim.lr_warmup_steps_ratio:g} sets the warm-up too"
-            report.problem(f"{path}.lr_warmup_steps", optim.lr_warmup_steps, why, "Keep one of the two")
-        if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-            report.problem(f"{path}.betas", optim.betas, "are two numbers from 0 to below 1", "Set e.g. [0.9,0.999]")
+        optimizer_rules("critic.optim", config.critic.optim, report)
+
+
+def optimizer_rules(path: str, optim: OptimConfig, report: Report) -> None:
+    """Report what the optimizer block at `path` contradicts itself in."""
+    if optim.lr_warmup_steps > 0 and optim.lr_warmup_steps_ratio > 0:
+        why = f"{path}.lr_warmup_steps_ratio = {optim.lr_warmup_steps_ratio:g} sets the warm-up too"
+        report.problem(f"{path}.lr_warmup_steps", optim.lr_warmup_steps, why, "Keep one of the two")
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        report.problem(f"{path}.betas", optim.betas, "are two numbers from 0 to below 1", "Set e.g. [0.9,0.999]")
 
 
 def _engines(config: PPOConfig, report: Report) -> None:
@@ -209,14 +217,7 @@ def _run(config: PPOConfig, report: Report) -> None:
             )
         else:
             report.notice("data.val_files is not set: no validation.")
-    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
-        why, fix = "trainer.resume_mode = resume_path needs a folder", "Set it to a …/global_step_N folder"
-        report.problem("trainer.resume_from_path", None, why, fix)
-    if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
-        report.notice(
-            f"trainer.resume_from_path = {show(trainer.resume_from_path)} has no effect with trainer.resume_mode = "
-            f"{trainer.resume_mode}. Set trainer.resume_mode=resume_path to start from it."
-        )
+    resume_rules(trainer, report)
     if trainer.node_rank is not None and trainer.node_rank >= trainer.nnodes:
         why = f"is not below trainer.nnodes = {trainer.nnodes}"
         report.problem("trainer.node_rank", trainer.node_rank, why, f"Set it from 0 to {trainer.nnodes - 1}")
@@ -225,9 +226,26 @@ def _run(config: PPOConfig, report: Report) -> None:
         report.problem("trainer.master_addr", None, why, "Set it to the address of node 0")
 
 
+def resume_rules(trainer: RunConfig, report: Report) -> None:
+    """Report where the mode and the folder to resume from do not fit each other."""
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        why, fix = "trainer.resume_mode = resume_path needs a folder", "Set it to a …/global_step_N folder"
+        report.problem("trainer.resume_from_path", None, why, fix)
+    if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
+        report.notice(
+            f"trainer.resume_from_path = {show(trainer.resume_from_path)} has no effect with trainer.resume_mode = "
+            f"{trainer.resume_mode}. Set trainer.resume_mode=resume_path to start from it."
+        )
+
+
 def _user_code(config: PPOConfig, report: Report) -> None:
-    for key, block in (("data.custom_cls", config.data.custom_cls), ("data.sampler", config.data.sampler)):
-        if (block.path is None) != (block.name is None):
-            missing, given = ("name", "path") if block.name is None else ("path", "name")
-            why = f"{key}.{given} = {block[given]} is set, and both are needed"
-            report.problem(f"{key}.{missing}", None, why, f"Set {key}.{missing}")
+    user_code_rules("data.custom_cls", config.data.custom_cls, report)
+    user_code_rules("data.sampler", config.data.sampler, report)
+
+
+def user_code_rules(key: str, block: CustomClassConfig | SamplerConfig, report: Report) -> None:
+    """Report a class of the user of which only the file or only the name is given."""
+    if (block.path is None) != (block.name is None):
+        missing, given = ("name", "path") if block.name is None else ("path", "name")
+        why = f"{key}.{given} = {block[given]} is set, and both are needed"
+        report.problem(f"{key}.{missing}", None, why, f"Set {key}.{missing}")

@@ -38,9 +38,10 @@ def read_config(path: str, trust_remote_code: bool = False, override_config: Map
 def switch_dropout_off(config: Any, keep: Mapping[str, Any] | None = None) -> None:
     """Every dropout probability of a config becomes 0, except those named in `keep`."""
     names = ("dropout", "pdrop", "dropout_prob", "drop_rate")
-    for key, value in vars(config).items():
-        if isinstance(value, float) and key.endswith(names) and key not in (keep or {}):
-            setattr(config, key, 0.0)
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for key, value in list(vars(part).items()):
+            if isinstance(value, float) and key.endswith(names) and key not in (keep or {}):
+                setattr(part, key, 0.0)
 
 
 def empty_model(config: Any, kind: ModelKind, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
@@ -73,7 +74,7 @@ def stored_head(path: str) -> dict[str, torch.Tensor]:
     head = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            head.update({name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith("score.")})  # noqa: SIM118
+            head.update({name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith("score.")})
     return head
 
 

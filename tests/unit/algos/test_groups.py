@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.algos.groups import Groups, outcome_scores, spread
+from verl.algos.groups import Groups
 
 MASK = torch.tensor([[1, 1], [1, 0], [1, 0], [0, 0], [0, 1]])
 VALUES = torch.tensor([1.0, 10.0, 3.0, 100.0, 30.0])
@@ -23,7 +23,13 @@ def test_statistics_by_hand():
 
 
 @pytest.mark.parametrize(
-    "ids", [np.array(UIDS, dtype=object), np.array([7, 8, 7, 7, 8]), torch.tensor([7, 8, 7, 7, 8])]
+    "ids",
+    [
+        np.array(UIDS, dtype=object),
+        np.array([7, 8, 7, 7, 8]),
+        torch.tensor([7, 8, 7, 7, 8]),
+        np.array([None, "b", None, None, "b"], dtype=object),
+    ],
 )
 def test_ids_of_any_kind(ids):
     assert Groups(ids, MASK).mean(VALUES).tolist() == [2, 20, 2, 2, 20]
@@ -41,5 +47,6 @@ def test_one_id_per_row_is_needed():
 
 def test_scores_and_spreading():
     rewards = torch.tensor([[0.5, 1.0], [2.0, 9.0], [0.0, 9.0], [9.0, 9.0], [9.0, 1.0]])
-    assert outcome_scores(rewards, MASK).tolist() == [1.5, 2.0, 0.0, 0.0, 1.0]
-    assert spread(VALUES, MASK, rewards).tolist() == [[1, 1], [10, 0], [3, 0], [0, 0], [0, 30]]
+    groups = Groups(UIDS, MASK)
+    assert groups.scores(rewards).tolist() == [1.5, 2.0, 0.0, 0.0, 1.0]
+    assert groups.spread(VALUES, like=rewards).tolist() == [[1, 1], [10, 0], [3, 0], [0, 0], [0, 30]]

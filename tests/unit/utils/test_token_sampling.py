@@ -86,7 +86,9 @@ def test_ends_are_not_drawn_before_the_minimum_length():
     assert batch.banned([2, 3]) == [(0, 0), (0, 1)]
     keys = [SamplingParams(key=i, min_new_tokens=1, eos_token_ids=frozenset([0])) for i in range(3000)]
     batch = SamplingBatch(keys, CPU)
-    tokens, log_probs = sample_tokens(LOGITS.expand(3000, -1), batch, torch.zeros(3000).long(), batch.banned([0] * 3000))
+    tokens, log_probs = sample_tokens(
+        LOGITS.expand(3000, -1), batch, torch.zeros(3000).long(), batch.banned([0] * 3000)
+    )
     assert 0 not in tokens
     torch.testing.assert_close(log_probs, LOGITS.log_softmax(dim=-1)[tokens])
 
@@ -121,7 +123,9 @@ def test_a_rows_sample_does_not_depend_on_the_batch_it_is_drawn_in(params, seed)
 
 
 def test_working_in_blocks_changes_nothing(monkeypatch):
-    batch = SamplingBatch([SamplingParams(key=i, min_new_tokens=1, stop_token_ids=frozenset([i])) for i in range(7)], CPU)
+    batch = SamplingBatch(
+        [SamplingParams(key=i, min_new_tokens=1, stop_token_ids=frozenset([i])) for i in range(7)], CPU
+    )
     logits = torch.randn(7, 9)
     whole = sample_tokens(logits, batch, torch.arange(7), batch.banned([0] * 7))
     monkeypatch.setattr(token_sampling, "_BLOCK_ELEMENTS", 20)

@@ -7,7 +7,7 @@ import torch
 from verl.algos.registry import register_adv_est
 from verl.algos.returns import batch_major, scan_back, time_major, where_model
 from verl.algos.types import Advantages
-from verl.utils.torch_functional import masked_whiten
+from verl.algos.whiten import whiten_
 
 
 @register_adv_est("gae")
@@ -23,7 +23,8 @@ def compute_gae_advantage_return(
     All [batch, response]. δ_t = r_t + γ V_next - V_t and A_t = δ_t + γ λ A_next, where next is the model's next token:
     observations between two turns are passed over. After the last token V and A are 0.
     """
-    mask_TB = response_mask.bool().t().contiguous()
+    mask = response_mask.bool()
+    mask_TB = mask.t().contiguous()
     values_TB = time_major(values, mask_TB)
     # The value at each position, or at the model's next one; shifted by one it is what follows each token.
     following_TB = scan_back(values_TB.clone(), where_model(mask_TB, 0.0, 1.0, values))
@@ -34,4 +35,4 @@ def compute_gae_advantage_return(
     scan_back(advantages_TB, where_model(mask_TB, gamma * lam, 1.0, token_level_rewards))
     advantages_TB.masked_fill_(~mask_TB, 0.0)
     returns = batch_major(values_TB.add_(advantages_TB))
-    return masked_whiten(batch_major(advantages_TB), response_mask), returns
+    return whiten_(batch_major(advantages_TB), mask), returns

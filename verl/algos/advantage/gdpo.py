@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from verl.algos.groups import Groups, Index, outcome_scores, spread
+from verl.algos.groups import Groups, Index
 from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 
@@ -28,7 +28,7 @@ def compute_gdpo_outcome_advantage(
     """
     groups = Groups(index, response_mask)
     if reward_dimensions is None:
-        reward_dimensions = outcome_scores(token_level_rewards, response_mask)[:, None]
+        reward_dimensions = groups.scores(token_level_rewards)[:, None]
     dimensions = reward_dimensions.double().unbind(dim=-1)
     weights = [1.0] * len(dimensions) if reward_weights is None else list(reward_weights)
     if len(weights) != len(dimensions):
@@ -38,5 +38,5 @@ def compute_gdpo_outcome_advantage(
         total += weight * groups.centred(rewards) / (groups.std(rewards) + epsilon)
     whole_batch = Groups(torch.zeros_like(groups.of_row), response_mask)
     normalised = whole_batch.centred(total) / (whole_batch.std(total) + epsilon)
-    advantages = spread(normalised, response_mask, token_level_rewards)
+    advantages = groups.spread(normalised, like=token_level_rewards)
     return advantages, advantages

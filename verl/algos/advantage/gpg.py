@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.groups import Groups, Index, outcome_scores, spread
+from verl.algos.groups import Groups, Index
 from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 
@@ -23,8 +23,9 @@ def compute_gpg_outcome_advantage(
     Groups with equal scores have no gradient but count in the mean over the batch; α undoes that. Scores within
     `epsilon` of each other count as equal.
     """
-    groups, scores = Groups(index, response_mask), outcome_scores(token_level_rewards, response_mask)
+    groups = Groups(index, response_mask)
+    scores = groups.scores(token_level_rewards)
     teaches = groups.real & (groups.max(scores) + groups.max(-scores) > epsilon)
     alpha = groups.real.sum() / teaches.sum().clamp(min=1)
-    advantages = spread(alpha * groups.centred(scores) / f_norm, response_mask, token_level_rewards)
+    advantages = groups.spread(alpha * groups.centred(scores) / f_norm, like=token_level_rewards)
     return advantages, advantages

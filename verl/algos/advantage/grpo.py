@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.groups import Groups, Index, outcome_scores, spread
+from verl.algos.groups import Groups, Index
 from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 from verl.config import AlgorithmConfig, as_config
@@ -23,12 +23,13 @@ def compute_grpo_outcome_advantage(
 
     Rewards and mask [batch, response], `index` one prompt id per row. Rewards 1, 0, 1, 0 give ±0.5, with std ±0.866.
     """
-    groups, scores = Groups(index, response_mask), outcome_scores(token_level_rewards, response_mask)
+    groups = Groups(index, response_mask)
+    scores = groups.scores(token_level_rewards)
     advantages = groups.centred(scores)
     if divide_by_std(norm_adv_by_std_in_grpo, config):
         advantages = advantages / (groups.std(scores) + epsilon)
-    spread_out = spread(advantages, response_mask, token_level_rewards)
-    return spread_out, spread_out
+    advantages = groups.spread(advantages, like=token_level_rewards)
+    return advantages, advantages
 
 
 def divide_by_std(given: bool | None, config: AlgorithmLike) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from verl.algos.advantage.grpo import divide_by_std
-from verl.algos.groups import Groups, Index, outcome_scores, spread
+from verl.algos.groups import Groups, Index
 from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 
@@ -23,7 +23,8 @@ def compute_grpo_passk_outcome_advantage(
 
     With `norm_adv_by_std_in_grpo` divided by the group's standard deviation. Two equally good answers add nothing.
     """
-    groups, scores = Groups(index, response_mask), outcome_scores(token_level_rewards, response_mask)
+    groups = Groups(index, response_mask)
+    scores = groups.scores(token_level_rewards)
     best = groups.max(scores)
     is_best = scores == best
     runner_up = groups.max(scores, among=~is_best)
@@ -31,5 +32,5 @@ def compute_grpo_passk_outcome_advantage(
     lead = torch.where(alone, scores - runner_up, 0.0)
     if divide_by_std(norm_adv_by_std_in_grpo, config):
         lead = lead / (groups.std(scores) + epsilon)
-    advantages = spread(lead, response_mask, token_level_rewards)
+    advantages = groups.spread(lead, like=token_level_rewards)
     return advantages, advantages

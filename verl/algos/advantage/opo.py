@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.groups import Groups, Index, outcome_scores, spread
+from verl.algos.groups import Groups, Index
 from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 
@@ -18,8 +18,9 @@ def compute_opo_outcome_advantage(
     config: AlgorithmLike = None,
 ) -> Advantages:
     """score - Σ length × score / Σ length over the group; length counts model tokens. `epsilon` is not used."""
-    groups, scores = Groups(index, response_mask), outcome_scores(token_level_rewards, response_mask)
-    lengths = response_mask.bool().sum(dim=-1).double()
+    groups = Groups(index, response_mask)
+    scores = groups.scores(token_level_rewards)
+    lengths = groups.mask.sum(dim=-1).double()
     baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1.0)
-    advantages = spread(scores - baseline, response_mask, token_level_rewards)
+    advantages = groups.spread(scores - baseline, like=token_level_rewards)
     return advantages, advantages

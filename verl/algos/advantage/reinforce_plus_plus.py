@@ -7,8 +7,8 @@ import torch
 from verl.algos.registry import register_adv_est
 from verl.algos.returns import discounted_returns
 from verl.algos.types import Advantages, AlgorithmLike
+from verl.algos.whiten import whiten_
 from verl.config import AlgorithmConfig, as_config
-from verl.utils.torch_functional import masked_whiten
 
 
 @register_adv_est("reinforce_plus_plus")
@@ -20,5 +20,6 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> Advantages:
     """Reward from each token on, discounted by `gamma` (or `config.gamma`) per model token; whitened over the batch."""
     gamma = as_config(AlgorithmConfig, config).gamma if gamma is None else gamma
-    returns = discounted_returns(token_level_rewards, response_mask, gamma)
-    return masked_whiten(returns, response_mask), returns
+    mask = response_mask.bool()
+    returns = discounted_returns(token_level_rewards, mask, gamma)
+    return whiten_(returns.clone(), mask), returns

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.groups import Groups, Index, outcome_scores, spread
+from verl.algos.groups import Groups, Index
 from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
-from verl.utils.torch_functional import masked_whiten
+from verl.algos.whiten import whiten_
 
 
 @register_adv_est("reinforce_plus_plus_baseline")
@@ -19,7 +19,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     config: AlgorithmLike = None,
 ) -> Advantages:
     """score - group mean on every token, whitened over all model tokens of the batch. `epsilon` is not used."""
-    groups, scores = Groups(index, response_mask), outcome_scores(token_level_rewards, response_mask)
-    centred = spread(groups.centred(scores), response_mask, token_level_rewards)
-    advantages = masked_whiten(centred, response_mask)
+    groups = Groups(index, response_mask)
+    scores = groups.scores(token_level_rewards)
+    centred = groups.spread(groups.centred(scores), like=token_level_rewards)
+    advantages = whiten_(centred, groups.mask)
     return advantages, advantages

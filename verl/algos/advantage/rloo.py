@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.groups import Groups, Index, outcome_scores, spread
+from verl.algos.groups import Groups, Index
 from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 
@@ -18,7 +18,8 @@ def compute_rloo_outcome_advantage(
     config: AlgorithmLike = None,
 ) -> Advantages:
     """score - mean of the others = n / (n - 1) × (score - group mean); 0 in a group of one. `epsilon` is not used."""
-    groups, scores = Groups(index, response_mask), outcome_scores(token_level_rewards, response_mask)
+    groups = Groups(index, response_mask)
+    scores = groups.scores(token_level_rewards)
     leave_one_out = groups.centred(scores) * groups.size / (groups.size - 1).clamp(min=1.0)
-    advantages = spread(leave_one_out, response_mask, token_level_rewards)
+    advantages = groups.spread(leave_one_out, like=token_level_rewards)
     return advantages, advantages

@@ -30,4 +30,4 @@ def compute_policy_loss_cispo(
     weight = ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high)
     losses = -weight * terms.advantages * terms.log_prob
     metrics = {"clipfrac": weight != ratio}
-    return finish(losses, terms, response_mask, loss_agg_mode, config, rollout_is_weights, metrics)
+    return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, metrics)

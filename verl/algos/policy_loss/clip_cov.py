@@ -40,4 +40,4 @@ def compute_policy_loss_clip_cov(
     chosen = torch.zeros_like(candidates).flatten().index_fill_(0, drawn, True).view_as(candidates)
     losses = losses.masked_fill(chosen, 0.0)
     metrics = {"clipfrac": clipped | chosen, "clip_cov_fraction": chosen}
-    return finish(losses, terms, response_mask, loss_agg_mode, config, rollout_is_weights, metrics)
+    return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, metrics)

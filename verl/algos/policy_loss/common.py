@@ -12,7 +12,6 @@ from verl.algos.kl import MAX_LOG_RATIO
 from verl.algos.returns import keep
 from verl.algos.types import PolicyLoss
 from verl.config import ActorConfig
-from verl.utils.torch_functional import masked_mean
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,8 @@ def clipped_surrogate(
 def covariance(terms: Terms) -> torch.Tensor:
     """Each token's share in the covariance of log-prob and advantage over this micro-batch, detached."""
     log_prob = terms.log_prob.detach()
-    return (log_prob - masked_mean(log_prob, terms.mask)) * (
-        terms.advantages - masked_mean(terms.advantages, terms.mask)
-    )
+    means = [token_mean(values, terms.mask) for values in (log_prob, terms.advantages)]
+    return (log_prob - means[0]) * (terms.advantages - means[1])
 
 
 def share_of_tokens(mask: torch.Tensor, share: float) -> int:
@@ -65,7 +63,6 @@ def share_of_tokens(mask: torch.Tensor, share: float) -> int:
 def finish(
     losses: torch.Tensor,
     terms: Terms,
-    response_mask: torch.Tensor,
     loss_agg_mode: str,
     config: ActorConfig,
     rollout_is_weights: torch.Tensor | None,
@@ -74,9 +71,13 @@ def finish(
     """Weigh, aggregate and measure. `metrics` are per token here (boolean or number) and come back as means."""
     if rollout_is_weights is not None:
         losses = losses * keep(rollout_is_weights.detach(), terms.mask)
-    loss = agg_loss(losses, response_mask, loss_agg_mode, loss_scale_factor=config.loss_scale_factor)
-    with torch.no_grad():
-        log_ratio = terms.log_ratio.detach()
-        per_token = {"approx_kl": -log_ratio, "ppo_ratio": log_ratio.exp()} | metrics
-        means = {name: masked_mean(values.detach().float(), terms.mask) for name, values in per_token.items()}
-    return loss, means
+    loss = agg_loss(losses, terms.mask, loss_agg_mode, loss_scale_factor=config.loss_scale_factor)
+    log_ratio = terms.log_ratio.detach()
+    per_token = {"approx_kl": -log_ratio, "ppo_ratio": log_ratio.exp()} | metrics
+    return loss, {name: token_mean(values.detach(), terms.mask) for name, values in per_token.items()}
+
+
+def token_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean over the mask of a number or the share of a condition; 0 when the mask is empty."""
+    kept = values & mask if values.dtype == torch.bool else keep(values, mask)
+    return kept.sum(dtype=torch.float32) / mask.sum().clamp(min=1)

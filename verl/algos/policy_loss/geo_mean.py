@@ -36,4 +36,4 @@ def compute_policy_loss_geo_mean(
     sequence_ratio = masked_mean(held, terms.mask, axis=-1).exp()[:, None]
     losses = -terms.advantages * sequence_ratio
     metrics = {"clipfrac": held != terms.log_ratio, "sequence_ratio": sequence_ratio.expand_as(losses)}
-    return finish(losses, terms, response_mask, loss_agg_mode, config, rollout_is_weights, metrics)
+    return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, metrics)

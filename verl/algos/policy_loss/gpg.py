@@ -24,4 +24,4 @@ def compute_policy_loss_gpg(
     config = as_config(ActorConfig, config)
     terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
     losses = -terms.advantages * terms.log_prob
-    return finish(losses, terms, response_mask, loss_agg_mode, config, rollout_is_weights, {})
+    return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, {})

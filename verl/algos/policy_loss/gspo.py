@@ -33,4 +33,4 @@ def compute_policy_loss_gspo(
     ratio = torch.exp(sequence_log_ratio + terms.log_prob - terms.log_prob.detach())
     losses, clipped = clipped_surrogate(ratio, terms.advantages, config.clip_ratio_low, config.clip_ratio_high)
     metrics = {"clipfrac": clipped, "sequence_ratio": ratio}
-    return finish(losses, terms, response_mask, loss_agg_mode, config, rollout_is_weights, metrics)
+    return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, metrics)

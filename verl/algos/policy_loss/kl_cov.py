@@ -34,4 +34,4 @@ def compute_policy_loss_kl_cov(
     losses = -terms.advantages * terms.log_ratio.exp()
     losses = losses + torch.where(held, options.ppo_kl_coef * terms.log_ratio.abs(), torch.zeros_like(losses))
     metrics = {"kl_cov_fraction": held}
-    return finish(losses, terms, response_mask, loss_agg_mode, config, rollout_is_weights, metrics)
+    return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, metrics)

@@ -31,4 +31,4 @@ def compute_policy_loss_sapo(
     tau = torch.where(terms.advantages > 0, *temperatures)
     gate = 4.0 / tau * torch.sigmoid(tau * (terms.log_ratio.exp() - 1.0))
     losses = -terms.advantages * gate
-    return finish(losses, terms, response_mask, loss_agg_mode, config, rollout_is_weights, {})
+    return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, {})

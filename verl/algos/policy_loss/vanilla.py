@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from verl.algos.aggregate import agg_loss
-from verl.algos.policy_loss.common import Terms, clipped_surrogate, finish, policy_terms
+from verl.algos.policy_loss.common import Terms, clipped_surrogate, finish, policy_terms, token_mean
 from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
 from verl.config import ActorConfig, as_config
-from verl.utils.torch_functional import masked_mean
 
 
 @register_policy_loss("vanilla")
@@ -31,7 +30,7 @@ def compute_policy_loss_vanilla(
     terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
     losses, clipped, bounded = _dual_clip(terms, config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c)
     metrics = {"clipfrac": clipped, "clipfrac_lower": bounded}
-    return finish(losses, terms, response_mask, loss_agg_mode, config, rollout_is_weights, metrics)
+    return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, metrics)
 
 
 def compute_policy_loss(
@@ -60,10 +59,11 @@ def compute_policy_loss(
         raise ValueError(f"clip_ratio_c: {clip_ratio_c} must be above 1, the ratio of an unchanged policy. Use 3.0.")
     terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
     losses, clipped, bounded = _dual_clip(terms, low, high, clip_ratio_c)
-    loss = agg_loss(losses, response_mask, loss_agg_mode, loss_scale_factor=loss_scale_factor)
-    with torch.no_grad():
-        means = [masked_mean(values.float(), terms.mask) for values in (clipped, -terms.log_ratio, bounded)]
-    return loss, means[0], means[1], means[2]
+    loss = agg_loss(losses, terms.mask, loss_agg_mode, loss_scale_factor=loss_scale_factor)
+    clipfrac, ppo_kl, clipfrac_lower = (
+        token_mean(values, terms.mask) for values in (clipped, -terms.log_ratio.detach(), bounded)
+    )
+    return loss, clipfrac, ppo_kl, clipfrac_lower
 
 
 def _dual_clip(terms: Terms, low: float, high: float, bound: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -102,6 +102,10 @@ class WorkerGroup(ABC):
     def world_size(self) -> int:
         return self._world_size
 
+    @classmethod
+    def reserve(cls, pools: Sequence[ResourcePool]) -> None:
+        """Reserve what the pools ask for, or say what is missing; nothing to do where there is nothing to reserve."""
+
     @abstractmethod
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, Any]:
         """A group for each of the named colocated roles, over the same processes."""

@@ -120,6 +120,11 @@ class RayWorkerGroup(WorkerGroup):
             raise
 
     @classmethod
+    def reserve(cls, pools: Sequence[Any]) -> None:
+        for pool in pools:
+            pool.get_placement_groups()
+
+    @classmethod
     def from_detached(
         cls,
         name_prefix: str | None = None,

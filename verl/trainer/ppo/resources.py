@@ -18,13 +18,11 @@ class ResourcePoolManager:
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
-        """Reserve every pool that a role uses. More than the cluster has is one error, before anything is loaded."""
+        """Make a pool for every name that a role uses; starting a group in it reserves its devices."""
         used = set(self.mapping.values())
         for name, processes in self.resource_pool_spec.items():
             if name in used and name not in self.resource_pool_dict:
                 self.resource_pool_dict[name] = RayResourcePool(processes, self.use_gpu, name_prefix=name)
-        for pool in self.resource_pool_dict.values():
-            pool.get_placement_groups()
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:
         """The pool of a role."""

@@ -30,6 +30,8 @@ def start_groups(trainer: RayPPOTrainer) -> dict[Role, Any]:
     """Start and load the groups of all registered roles."""
     manager = trainer.resource_pool_manager
     manager.create_resource_pool()
+    # All pools first: more than the cluster has is one error, before anything is loaded.
+    trainer.ray_worker_group_cls.reserve(list(manager.resource_pool_dict.values()))
     by_pool: dict[str, dict[Role, RayClassWithInitArgs]] = {}
     for role, cls in trainer.role_worker_mapping.items():
         by_pool.setdefault(manager.mapping[role], {})[role] = _class_of(trainer, role, cls)

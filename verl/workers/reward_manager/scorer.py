@@ -1,8 +1,9 @@
 """ScorerPool: reward functions in processes of their own, where hanging or dying costs one sample and no more.
 
 `submit(sample)` gives a future. One thread deals samples out to idle scorers and watches the clock: a sample that takes
-long is set aside with its process (at low priority) while a fresh scorer takes the place, so many hanging samples wait
-out their time limits at once; at the limit the process is killed. See `verl.utils.reward_score.scorer_process`.
+long is set aside with its process, stopped, while a fresh scorer takes the place; when all others are done, those set
+aside go on together, each for the rest of its time, and are then killed. So any number of hanging samples costs the
+others nothing and the batch one time limit. The far side: `verl.utils.reward_score.scorer_process`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from verl.utils.reward_score.scorer_process import FORK, KILL, NUMBER, attempt
 _LONG = 20
 _LONG_SECONDS = 0.02
 _MOST_SET_ASIDE = 256
+# Without other work for so long, those set aside go on.
+_IDLE_SECONDS = 0.2
 _MOST_PER_MESSAGE = 32
 _LOW_PRIORITY = 19
 _SERVE = (
@@ -76,6 +79,7 @@ class _Scorer:
     tasks: deque[_Task] = field(default_factory=deque)  # sent to it and not yet answered; the first one is running
     since: float = 0.0
     aside: bool = False
+    frozen_after: float | None = None  # seconds its sample had run when it was stopped; None: it is running
 
 
 class ScorerPool:
@@ -93,6 +97,7 @@ class ScorerPool:
         self._scorers: dict[int, _Scorer] = {}
         self._submitted = 0
         self._typical_seconds = 0.02
+        self._busy_at = 0.0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -246,20 +251,21 @@ class ScorerPool:
                 task = scorer.tasks.popleft()
                 assert task.number == number
                 task.future.set_result(Score(*fields))
-                now = time.monotonic()
-                self._typical_seconds += 0.05 * (now - scorer.since - self._typical_seconds)
-                scorer.since = now
                 if scorer.aside:  # the samples behind this one have gone to others
                     self._remove(scorer)
                     return
+                now = time.monotonic()
+                self._typical_seconds += 0.05 * (now - scorer.since - self._typical_seconds)
+                scorer.since = now
         except (EOFError, ConnectionError):
             self._bury(scorer)
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
         aside = sum(scorer.aside for scorer in self._scorers.values())
+        self._freeze_or_thaw(now, room=aside < _MOST_SET_ASIDE)
         for scorer in list(self._scorers.values()):
-            if not scorer.tasks:
+            if not scorer.tasks or scorer.frozen_after is not None:
                 continue
             if now - scorer.since >= self._timeout:
                 self._fail(scorer, f"the reward function took longer than {self._timeout:g} s and was stopped")
@@ -268,8 +274,32 @@ class ScorerPool:
                 self._give_back(scorer, keep=1)
                 scorer.aside = True
                 aside += 1
-                with contextlib.suppress(OSError):
-                    os.setpriority(os.PRIO_PGRP, scorer.pid, _LOW_PRIORITY)
+                self._freeze(scorer, now)
+
+    def _freeze_or_thaw(self, now: float, room: bool) -> None:
+        """Those set aside stand still while there is other work, and go on when there is none or they are too many."""
+        brisk = (s for s in self._scorers.values() if s.tasks and not s.aside and now - s.since < self._long())
+        if self._waiting or any(brisk):
+            self._busy_at = now
+        idle = now - self._busy_at >= _IDLE_SECONDS
+        for scorer in self._scorers.values():
+            if scorer.aside and (idle or not room):
+                self._thaw(scorer, now)
+            elif scorer.aside and now == self._busy_at:
+                self._freeze(scorer, now)
+
+    def _freeze(self, scorer: _Scorer, now: float) -> None:
+        if scorer.frozen_after is None:
+            scorer.frozen_after = now - scorer.since
+            with contextlib.suppress(OSError):  # it may have ended; then its pipe says so
+                os.killpg(scorer.pid, signal.SIGSTOP)
+
+    def _thaw(self, scorer: _Scorer, now: float) -> None:
+        if scorer.frozen_after is not None:
+            scorer.since, scorer.frozen_after = now - scorer.frozen_after, None
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PGRP, scorer.pid, _LOW_PRIORITY)
+                os.killpg(scorer.pid, signal.SIGCONT)
 
     def _long(self) -> float:
         return max(_LONG_SECONDS, _LONG * self._typical_seconds)
@@ -280,10 +310,11 @@ class ScorerPool:
 
     def _seconds_to_next_event(self) -> float | None:
         """Until some sample is to be set aside or stopped; None: until a message comes."""
-        running = [scorer for scorer in self._scorers.values() if scorer.tasks]
+        running = [s for s in self._scorers.values() if s.tasks and s.frozen_after is None]
         if not running:
-            return None
-        aside = sum(scorer.aside for scorer in running)
+            frozen = any(scorer.aside for scorer in self._scorers.values())
+            return _IDLE_SECONDS if frozen else None
+        aside = sum(scorer.aside for scorer in self._scorers.values())
         deadlines = [
             scorer.since + (self._long() if self._may_step_aside(scorer, aside) else self._timeout)
             for scorer in running

@@ -53,7 +53,7 @@ class HFRollout(BaseRollout):
             self._unfit = "load_format=dummy: the first weights come from the trainer, by an update."
         self._pending_version = 0
         runner = HFRunner(self.model, config.max_num_batched_tokens)
-        self._loop = RequestLoop(runner, config.max_num_seqs, config.max_model_len, self._on_engine_thread)
+        self._loop = RequestLoop(runner, config.max_num_seqs, config.max_model_len)
 
     @property
     def version(self) -> int:
@@ -120,9 +120,9 @@ class HFRollout(BaseRollout):
         self._loop.halt("release")
         if "kv_cache" in tags:
             self._loop.recompute()
-        if "weights" in tags and "weights" not in self._released:
-            self._weights.offload()
         if self.device.type == "cuda":
+            if "weights" in tags and "weights" not in self._released:
+                self._weights.offload()
             torch.cuda.empty_cache()
         self._released |= set(tags)
 
@@ -136,10 +136,6 @@ class HFRollout(BaseRollout):
 
     def close(self) -> None:
         self._loop.close()
-
-    def _on_engine_thread(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
 
 
 def _load_model(

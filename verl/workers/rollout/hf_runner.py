@@ -49,6 +49,9 @@ class HFRunner:
     @torch.inference_mode()
     def prefill(self, joining: Sequence[Activity]) -> Sampled:
         """Run the tokens these sequences have and add their rows; (sequence, next token, log-prob) of each."""
+        if self._device.type == "cuda":
+            # A new thread starts on device 0; every batch starts here.
+            torch.cuda.set_device(self._device)
         rows = [row for row in self._rows if row is not None]
         cached, last_tokens = [len(row) - 1 for row in rows], [row.output.token_ids[-1] for row in rows]
         parts = [] if self._cache is None else [(self._cache, self._live_rows())]

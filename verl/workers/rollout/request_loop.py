@@ -10,7 +10,7 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Protocol
 
@@ -64,12 +64,11 @@ class Runner(Protocol):
 class RequestLoop:
     """Runs requests on a runner in a thread of its own, started by the first request."""
 
-    def __init__(self, runner: Runner, max_sequences: int, max_length: int, on_start: Callable[[], None]) -> None:
+    def __init__(self, runner: Runner, max_sequences: int, max_length: int) -> None:
         self.version = 0
         self._runner = runner
         self._max_sequences = max_sequences
         self._max_length = max_length
-        self._on_start = on_start
         self._waiting: deque[Activity] = deque()
         self._running: list[Activity] = []
         self._changed = threading.Condition()
@@ -172,7 +171,6 @@ class RequestLoop:
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        self._on_start()
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_work)

@@ -24,7 +24,7 @@ class EngineWeights:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._groups.setdefault(parameter.data_ptr(), []).append(name)
         self._arrived: set[str] = set()
-        self._offloaded: dict[str, torch.Tensor] = {}
+        self._offloaded: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
 
     def check_manifest(self, manifest: Mapping[str, TensorSpec] | None) -> None:
         """Refuse a trainer whose model is another one, before anything is overwritten."""
@@ -61,20 +61,18 @@ class EngineWeights:
             )
 
     def offload(self) -> None:
-        """Move the values to host memory and free the device's; tensors and views stay what they are."""
-        for names in self._groups.values():
-            tensor = self._tensors[names[0]]
-            if tensor.device.type != "cpu":
-                self._offloaded[names[0]] = tensor.to("cpu")
-                tensor.untyped_storage().resize_(0)
+        """Move the values to host memory and free the device's; tensors, views and ties stay what they are."""
+        storages = [self._tensors[names[0]].untyped_storage() for names in self._groups.values()]
+        for storage in {storage.data_ptr(): storage for storage in storages}.values():
+            self._offloaded.append((storage, _bytes_of(storage).to("cpu", copy=True)))
+            storage.resize_(0)
 
     def onload(self) -> None:
         """Bring them back."""
-        for name, values in self._offloaded.items():
-            tensor = self._tensors[name]
-            tensor.untyped_storage().resize_(values.untyped_storage().nbytes())
-            tensor.copy_(values)
-        self._offloaded = {}
+        for storage, values in self._offloaded:
+            storage.resize_(values.numel())
+            _bytes_of(storage).copy_(values)
+        self._offloaded = []
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._tensors:
@@ -87,3 +85,7 @@ class EngineWeights:
         for group in self._groups.values():
             if not names.intersection(group):
                 raise WeightMismatchError(f"weights: {group[0]!r} {trouble}. The engine would mix two models.")
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

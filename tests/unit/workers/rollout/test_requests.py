@@ -168,7 +168,9 @@ def test_new_weights_in_the_middle_continue_the_sequence_under_the_new_version(s
             ids = torch.tensor([prompt + output.token_ids])
             old, new = (m(ids).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1) for m in (old_model, new_model))
         picked = torch.tensor(output.token_ids).unsqueeze(1)
-        expected = torch.where(torch.tensor(output.versions) == 0, old.gather(1, picked)[:, 0], new.gather(1, picked)[:, 0])
+        expected = torch.where(
+            torch.tensor(output.versions) == 0, old.gather(1, picked)[:, 0], new.gather(1, picked)[:, 0]
+        )
         torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-5, rtol=1e-4)
 
 

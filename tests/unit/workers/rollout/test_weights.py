@@ -8,6 +8,7 @@ from tiny import save_tiny_model, tiny_model
 
 from verl.utils.weight_fingerprint import fingerprints
 from verl.workers.rollout.base import Request, SamplingParams, WeightMismatchError
+from verl.workers.rollout.weights import EngineWeights
 
 ASK = Request("a", [5, 6, 7], SamplingParams(max_new_tokens=5))
 
@@ -46,7 +47,7 @@ def test_tied_weights_may_come_under_either_name(start, tmp_path, sent):
 
 def test_a_trainer_that_does_not_tie_what_the_rollout_ties_is_noticed(start, tmp_path):
     engine = start(save_tiny_model(tmp_path, tie_word_embeddings=True))
-    with pytest.raises(WeightMismatchError, match="'model.embed_tokens.weight' differs"):
+    with pytest.raises(WeightMismatchError, match=r"'model.embed_tokens.weight' differs"):
         engine.update_weights(tiny_model(seed=9).state_dict().items())
 
 
@@ -104,6 +105,20 @@ def test_dummy_weights_generate_nothing_before_the_first_update_and_disturb_no_r
         engine.submit([ASK])
     engine.update_weights(tiny_model().state_dict().items(), version=0)
     assert only_token_versions(engine) == {0}
+
+
+def test_offloaded_weights_take_no_memory_and_come_back_whole_ties_included():
+    model = tiny_model(tie_word_embeddings=True)
+    ids = torch.arange(5, 25).view(2, 10)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    logits = model(ids).logits
+    weights = EngineWeights(model, torch.float32)
+    weights.offload()
+    assert sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()) == 0
+    weights.onload()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert torch.equal(model(ids).logits, logits)
 
 
 def test_auto_precision_is_that_of_the_device(start):

@@ -59,7 +59,10 @@ def test_after_a_sync_the_rollout_has_the_trainers_weights_bit_for_bit(make_roll
     stats = WeightSync(bucket_bytes=20_000).sync(trainer, rollout, version=7)
     assert trainer.buckets_sent > 3
     assert rollout.version == 7
-    assert (stats.tensors, stats.bytes) == (27, sum(t.to(rollout.weight_dtype).nbytes for t in trainer.weights.values()))
+    assert (stats.tensors, stats.bytes) == (
+        27,
+        sum(t.to(rollout.weight_dtype).nbytes for t in trainer.weights.values()),
+    )
     for name, tensor in trainer.weights.items():
         assert torch.equal(rollout.model.state_dict()[name], tensor.to(rollout.weight_dtype)), name
     output = rollout.submit([Request("a", [5, 6], SamplingParams(max_new_tokens=3))])[0].result(timeout=30)
@@ -83,7 +86,9 @@ def test_data_damaged_on_the_way_is_named(make_rollout):
         load({k: t if k != name else t.flip(0) * 1.0001 for k, t in tensors.items()})
 
     rollout.load_bucket = damaging
-    with pytest.raises(WeightMismatchError, match="'model.layers.0.self_attn.q_proj.weight' differs from the trainer's"):
+    with pytest.raises(
+        WeightMismatchError, match=r"'model.layers.0.self_attn.q_proj.weight' differs from the trainer's"
+    ):
         WeightSync().sync(WholeModel(tiny_model(seed=5)), rollout, version=1)
 
 

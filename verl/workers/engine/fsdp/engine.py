@@ -64,6 +64,7 @@ class FSDPEngine:
         self.kind: ModelKind = kind
         self.compute_dtype = sharding.compute_dtype(engine_config, self.device)
         self.mesh = sharding.build_mesh(self.device, engine_config.fsdp_size)
+        self._place = {"model": self.device, "optimizer": self.device}
         self._grad_clip = grad_clip
         self._source = "" if isinstance(model, nn.Module) else str(model)
         self._trust_remote_code = model_config.trust_remote_code
@@ -167,11 +168,14 @@ class FSDPEngine:
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move weights (with any gradients) and moments to host memory ("cpu") or back ("device")."""
         target = self.device if device == "device" else torch.device(device)
-        if model:
+        wanted = {"model": model, "optimizer": optimizer and self._optimizer is not None}
+        moves = {part for part, asked in wanted.items() if asked and self._place[part] != target}
+        if "model" in moves:
             self.model.to(target)
-        if optimizer and self._optimizer is not None:
+        if "optimizer" in moves and self._optimizer is not None:
             self._optimizer.to(target)
-        if self.device.type == "cuda":
+        self._place.update(dict.fromkeys(moves, target))
+        if moves and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
@@ -200,7 +204,7 @@ class FSDPEngine:
             checkpoint.load_tensors(self._unique_weights(), folder / "model")
         if "optimizer" in contents and self._optimizer is not None:
             stored = checkpoint.stored_names(folder / "optimizer")
-            checkpoint.load_tensors(self._optimizer.prepare(stored), folder / "optimizer")
+            checkpoint.load_tensors(self._optimizer.prepare(stored, self._place["optimizer"]), folder / "optimizer")
         if "extra" in contents:
             extra = torch.load(folder / "extra.pt", weights_only=True)
             if self._schedule is not None and self._optimizer is not None:

@@ -72,14 +72,14 @@ class ShardedAdamW:
                 found[f"{name}/{key}"] = _sharded_like(self._named[name], value) if key in _MOMENTS else value
         return found
 
-    def prepare(self, stored: set[str]) -> dict[str, torch.Tensor]:
-        """Make room for a stored state of these names, replacing the present one; returns where to read it into."""
+    def prepare(self, stored: set[str], device: torch.device) -> dict[str, torch.Tensor]:
+        """Make room on `device` for a stored state of these names, replacing the present one; returns that room."""
         self.adamw.state.clear()
         for name, shard in self._shards.items():
             if f"{name}/step" in stored:
                 local = _local(self._named[name])
-                state = {key: torch.zeros_like(local) for key in _MOMENTS}
-                self.adamw.state[shard] = {"step": torch.zeros((), device=local.device), **state}
+                state = {key: torch.zeros_like(local, device=device) for key in _MOMENTS}
+                self.adamw.state[shard] = {"step": torch.zeros((), device=device), **state}
         return self.tensors()
 
 

@@ -1,0 +1,203 @@
+"""Whole runs on the in-process controller: what PPO and its relatives must obey, resuming, failing well."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from training_harness import make_task, make_trainer, overrides, run_training, weights
+
+from verl.trainer.ppo.guard import NonFiniteError
+from verl.utils.plain_store import load_plain
+
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> dict[str, str]:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def without_times(history: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf"))} for row in history]
+
+
+def test_the_first_update_starts_from_the_policy_that_generated(task, tmp_path):
+    """One optimizer step per batch: ratio 1 and KL 0 exactly where nothing has moved yet."""
+    one_step = ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.use_kl_loss=True")
+    trainer = run_training(overrides(task, tmp_path, *one_step))
+    first, second = trainer.history[:2]
+    assert first["kl/mean"] == 0, "the reference's log-probs equal the initial actor's"
+    assert second["kl/mean"] != 0
+    for row in trainer.history:
+        assert row["actor/ppo_ratio"] == pytest.approx(1.0, abs=1e-5)
+        assert row["actor/approx_kl"] == pytest.approx(0.0, abs=1e-5)
+        assert row["rollout/log_prob_diff_max"] < 1e-4, "generation and training agree on the log-probs"
+        assert row["actor/grad_norm"] > 0
+        assert row["critic/grad_norm"] > 0
+
+
+def test_six_steps_equal_three_resumed_and_three_more_bit_for_bit(task, tmp_path):
+    more = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "data.train_batch_size=8")
+    schedule = ("actor_rollout_ref.actor.optim.total_training_steps=12", "critic.optim.total_training_steps=12")
+    whole = run_training(overrides(task, tmp_path / "whole", *more, *schedule, "trainer.total_training_steps=6"))
+    first = run_training(overrides(task, tmp_path / "parts", *more, *schedule, "trainer.total_training_steps=3"))
+    second = run_training(overrides(task, tmp_path / "parts", *more, *schedule, "trainer.total_training_steps=6"))
+    assert [row["step"] for row in second.history] == [4, 5, 6]
+    assert without_times(first.history)[:2] == without_times(whole.history)[:2]
+    assert without_times(second.history)[:2] == without_times(whole.history)[3:5]
+    for name, value in whole.final_weights.items():
+        assert torch.equal(value, second.final_weights[name]), name
+
+
+def test_the_reward_rises(task, tmp_path):
+    steps = ("trainer.total_training_steps=25", "actor_rollout_ref.actor.optim.lr=3e-3", "data.val_files=[]")
+    trainer = run_training(overrides(task, tmp_path, *GRPO, *steps))
+    rewards = [row["reward/mean"] for row in trainer.history]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15, rewards
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    ["gae", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "opo", "gpg"],
+)
+def test_every_estimator_trains(task, tmp_path, estimator):
+    n = "1" if estimator in ("gae", "reinforce_plus_plus") else "4"
+    run = overrides(
+        task,
+        tmp_path,
+        f"algorithm.adv_estimator={estimator}",
+        f"actor_rollout_ref.rollout.n={n}",
+        "trainer.total_training_steps=1",
+        "data.val_files=[]",
+    )
+    trainer = run_training(run)
+    before = make_weights(task)
+    assert trainer.history[0]["actor/grad_norm"] > 0
+    assert any(not torch.equal(before[name], value) for name, value in trainer.final_weights.items())
+    assert all(torch.isfinite(value).all() for value in trainer.final_weights.values())
+
+
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean"])
+def test_every_policy_loss_trains(task, tmp_path, loss):
+    run = overrides(
+        task,
+        tmp_path,
+        *GRPO,
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}",
+        "trainer.total_training_steps=1",
+        "data.val_files=[]",
+    )
+    trainer = run_training(run)
+    assert trainer.history[0]["actor/grad_norm"] > 0
+
+
+def test_micro_batches_do_not_change_the_result(task, tmp_path):
+    """The same step in micro-batches of 1 and of all: the same weights to rounding."""
+    runs = []
+    for size in (1, 16):
+        micro = f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={size}"
+        run = overrides(task, tmp_path / str(size), *GRPO, micro, "trainer.total_training_steps=1", "data.val_files=[]")
+        runs.append(run_training(run))
+    assert runs[0].history[0]["actor/loss"] == pytest.approx(runs[1].history[0]["actor/loss"], rel=1e-4, abs=1e-6)
+    assert runs[0].history[0]["actor/grad_norm"] == pytest.approx(runs[1].history[0]["actor/grad_norm"], rel=1e-4)
+
+
+def test_a_loss_that_is_not_finite_never_reaches_the_weights(task, tmp_path, monkeypatch):
+    """A user's loss that returns NaN: steps are skipped and counted, their batches dumped; then the run stops."""
+    (tmp_path / "nan_loss_lib.py").write_text(
+        "from verl.trainer.ppo.core_algos import register_policy_loss\n"
+        "@register_policy_loss('always_nan')\n"
+        "def compute_policy_loss_always_nan(old_log_prob, log_prob, advantages, response_mask, **kwargs):\n"
+        "    return log_prob.sum() * float('nan'), {}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import nan_loss_lib  # noqa: F401
+
+    run = overrides(
+        task,
+        tmp_path,
+        *GRPO,
+        "external_libs=[nan_loss_lib]",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=always_nan",
+        "trainer.max_nonfinite_steps=2",
+        "trainer.total_training_steps=9",
+        "data.val_files=[]",
+    )
+    trainer = make_trainer(run)
+    trainer.init_workers()
+    with pytest.raises(NonFiniteError, match=r"not finite in 2 training steps.*actor_rollout_ref.actor.optim.lr"):
+        trainer.fit()
+    trainer.reward_fn.close()
+    assert [row["actor/skipped_steps"] for row in trainer.history] == [1.0, 1.0]
+    before = make_weights(task)
+    for name, value in weights(trainer).items():
+        assert torch.equal(before[name], value), name
+    assert (tmp_path / "checkpoints" / "debug_step_1.pt").exists()
+
+
+def test_validation_only_changes_nothing_and_writes_its_answers(task, tmp_path):
+    run = overrides(task, tmp_path, "trainer.val_only=True", f"trainer.validation_data_dir={tmp_path / 'val'}")
+    trainer = run_training(run)
+    assert [row["step"] for row in trainer.history] == [0]
+    assert "val/toy/accuracy" in trainer.history[0]
+    rows = [json.loads(line) for line in (tmp_path / "val" / "0.jsonl").read_text().splitlines()]
+    assert len(rows) == 6
+    assert {"input", "output", "score", "step"} <= rows[0].keys()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_batches_and_answers_are_written_where_asked(task, tmp_path):
+    run = overrides(
+        task,
+        tmp_path,
+        *GRPO,
+        "trainer.dump_steps=[2]",
+        f"trainer.rollout_data_dir={tmp_path / 'answers'}",
+        "data.val_files=[]",
+    )
+    run_training(run)
+    batch = load_plain(tmp_path / "checkpoints" / "debug_step_2.pt")
+    assert batch["responses"].shape[0] == 32
+    assert {"advantages", "old_log_probs", "token_level_scores"} <= batch.keys()
+    assert not (tmp_path / "checkpoints" / "debug_step_1.pt").exists()
+    rows = [json.loads(line) for line in (tmp_path / "answers" / "1.jsonl").read_text().splitlines()]
+    assert len(rows) == 32
+    assert rows[0]["data_source"] == "toy"
+
+
+def test_the_actor_waits_for_the_critic(task, tmp_path):
+    trainer = run_training(overrides(task, tmp_path, "trainer.critic_warmup=1", "data.val_files=[]"))
+    assert "actor/loss" not in trainer.history[0]
+    assert "critic/loss" in trainer.history[0]
+    assert "actor/loss" in trainer.history[1]
+
+
+def test_a_checkpoint_is_a_model_that_transformers_loads(task, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    trainer = run_training(overrides(task, tmp_path, *GRPO, "data.val_files=[]"))
+    folder = tmp_path / "checkpoints" / "global_step_2" / "actor" / "huggingface"
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, value in trainer.final_weights.items():
+        assert torch.equal(state[name], value), name
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    assert json.loads((tmp_path / "checkpoints" / "global_step_2" / "config.json").read_text())["trainer"]
+
+
+def test_asking_to_stop_finishes_the_step_and_saves(task, tmp_path):
+    trainer = make_trainer(overrides(task, tmp_path, *GRPO, "trainer.total_training_steps=50", "data.val_files=[]"))
+    trainer.init_workers()
+    trainer.stop_requested.set()
+    trainer.fit()
+    assert trainer.global_steps == 1
+    assert (tmp_path / "checkpoints" / "global_step_1").is_dir()
+    trainer.reward_fn.close()
+
+
+def make_weights(task: dict[str, str]) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(Path(task["model"])).state_dict())

@@ -1,0 +1,135 @@
+"""Whole training runs for tests: a tiny model, a toy task with a reward that it can really raise, any overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tiny import save_tiny_model, tiny_tokenizer
+
+REWARD_FILE = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """The share of characters below "P" in the alphabet of bytes: easy to raise, never the same for all answers."""
+    return sum(c < "P" for c in solution_str) / max(1, len(solution_str))
+'''
+
+
+def make_task(folder: Path, rows: int = 32, **model: Any) -> dict[str, str]:
+    """Model, data and reward on disk: paths by name."""
+    save_tiny_model(folder / "model", **model)
+    table = [
+        {
+            "data_source": "toy",
+            "prompt": [{"role": "user", "content": f"Say {i} {'very ' * (i % 4)}well"}],
+            "ability": "toy",
+            "reward_model": {"style": "rule", "ground_truth": str(i)},
+            "extra_info": {"index": i, "split": "train"},
+        }
+        for i in range(rows)
+    ]
+    pq.write_table(pa.Table.from_pylist(table), folder / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(table[:6]), folder / "val.parquet")
+    (folder / "reward.py").write_text(REWARD_FILE)
+    names = {"model": "model", "train": "train.parquet", "val": "val.parquet", "reward": "reward.py"}
+    return {name: str(folder / file) for name, file in names.items()}
+
+
+def overrides(task: dict[str, str], folder: Path, *more: str) -> list[str]:
+    """The command line of a small run."""
+    return [
+        f"data.train_files={task['train']}",
+        f"data.val_files={task['val']}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=48",
+        "data.max_response_length=8",
+        "data.dataloader_num_workers=0",
+        f"actor_rollout_ref.model.path={task['model']}",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "critic.ppo_mini_batch_size=4",
+        f"custom_reward_function.path={task['reward']}",
+        f"trainer.default_local_dir={folder / 'checkpoints'}",
+        "trainer.n_gpus_per_node=1",
+        "trainer.device=cpu",
+        "trainer.logger=[file]",
+        "trainer.val_before_train=False",
+        "trainer.log_val_generations=0",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "trainer.total_training_steps=2",
+        *more,
+    ]
+
+
+def make_trainer(arguments: list[str], group_cls: Any = None, trainer_cls: Any = None) -> Any:
+    """A trainer on the in-process controller (or another group class), with its metrics kept in `.history`."""
+    from verl.config import load_config
+    from verl.single_controller.local import LocalWorkerGroup
+    from verl.trainer.main_ppo import TaskRunner, create_rl_dataset, create_rl_sampler
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    config = load_config(None, arguments)
+    runner = TaskRunner()
+    for register in ("actor_rollout", "critic", "reward_model", "ref_policy"):
+        getattr(runner, f"add_{register}_worker")(config)
+    tokenizer = tiny_tokenizer()
+
+    class Recording(trainer_cls or RayPPOTrainer):
+        history: list[dict[str, float]]
+
+        def _log(self, metrics: dict[str, float], step: int) -> None:
+            self.history.append({"step": step, **metrics})
+
+    train = create_rl_dataset(config.data.train_files, config.data, tokenizer, None)
+    val = (
+        create_rl_dataset(config.data.val_files, config.data, tokenizer, None, is_train=False)
+        if config.data.val_files
+        else None
+    )
+    reward = load_reward_manager(config, tokenizer, num_examine=0)
+    trainer = Recording(
+        config,
+        tokenizer,
+        runner.role_worker_mapping,
+        runner.init_resource_pool_mgr(config),
+        ray_worker_group_cls=group_cls or LocalWorkerGroup,
+        reward_fn=reward,
+        val_reward_fn=reward,
+        train_dataset=train,
+        val_dataset=val,
+        train_sampler=create_rl_sampler(config.data, train),
+        device_name="cpu",
+    )
+    trainer.history = []
+    return trainer
+
+
+def run_training(arguments: list[str], group_cls: Any = None, trainer_cls: Any = None) -> Any:
+    """Train to the end; the trainer, with `.history` and `.final_weights`."""
+    trainer = make_trainer(arguments, group_cls, trainer_cls)
+    try:
+        trainer.init_workers()
+        trainer.fit()
+        trainer.final_weights = weights(trainer)
+    finally:
+        close(trainer)
+    return trainer
+
+
+def close(trainer: Any) -> None:
+    trainer.reward_fn.close()
+    trainer.resource_pool_manager.release()
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """The actor's weights (in-process groups only)."""
+    host = getattr(trainer.actor_wg, "_host", None)
+    if host is None:
+        return {}
+    engine = host._workers[trainer.actor_wg.role].engine
+    return {name: tensor.clone() for bucket in engine.buckets(None, 1 << 30) for name, tensor in bucket.items()}

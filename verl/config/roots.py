@@ -1,0 +1,39 @@
+"""The configurations that can be loaded whole: each a root block, the YAML file of its defaults, and its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config import files, resolve, sft_rules, validate
+from verl.config.ppo import PPOConfig
+from verl.config.problems import Report
+from verl.config.schema import Block
+from verl.config.sft import SFTConfig
+
+# Called with the config (a `Root.cls`) and the report; a table of several config types cannot say that in types.
+Rule = Callable[[Any, Report], None]
+
+
+@dataclass(frozen=True)
+class Root:
+    """One program's configuration."""
+
+    cls: type[Block]
+    yaml: str  # the file in verl/trainer/config, without its ending
+    resolve: Rule  # nulls become what they stand for
+    validate: Rule  # rules between keys
+    check_environment: Rule  # what must exist on this machine
+
+
+PPO = Root(PPOConfig, "ppo_trainer", resolve.resolve, validate.validate, files.check_environment)
+SFT = Root(SFTConfig, "sft_trainer", sft_rules.resolve, sft_rules.validate, sft_rules.check_environment)
+
+
+def root_of(cls: type[Block]) -> Root:
+    """The program whose whole configuration is a `cls`."""
+    for root in (PPO, SFT):
+        if root.cls is cls:
+            return root
+    raise ValueError(f"root: {cls.__name__} is a block, not a whole configuration. Use PPOConfig or SFTConfig.")

@@ -1,0 +1,83 @@
+"""The rules of `SFTConfig`: what its nulls stand for, what does not fit together, what must exist here."""
+
+from __future__ import annotations
+
+from verl.config import files
+from verl.config.plan import count
+from verl.config.problems import Report
+from verl.config.resolve import DEFAULT_MICRO_BATCH, empty_lists, resolve_run
+from verl.config.sft import SFTConfig
+from verl.config.validate import optimizer_rules, resume_rules, user_code_rules, values_present
+
+_RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")
+
+
+def resolve(config: SFTConfig, report: Report) -> None:
+    """Fill in every null that stands for something."""
+    data = config.data
+    resolve_run(config.trainer)
+    empty_lists(config)
+    if config.fsdp_config.mixed_precision is None:
+        config.fsdp_config.mixed_precision = "bf16" if config.trainer.device == "cuda" else "fp32"
+    if data.micro_batch_size_per_gpu is None:
+        data.micro_batch_size_per_gpu = min(DEFAULT_MICRO_BATCH, max(1, data.train_batch_size // config.ranks))
+    if data.val_batch_size is None:
+        data.val_batch_size = data.train_batch_size
+
+
+def validate(config: SFTConfig, report: Report) -> None:
+    """Report every rule that a resolved configuration breaks."""
+    values_present(config, "", report)
+    _batches(config, report)
+    optimizer_rules("optim", config.optim, report)
+    resume_rules(config.trainer, report)
+    user_code_rules("data.custom_cls", config.data.custom_cls, report)
+    size, ranks = config.fsdp_config.fsdp_size, config.ranks
+    if size == 0 or (size > 0 and ranks % size):
+        why = f"does not divide the {count(ranks, 'rank')}"
+        report.problem("fsdp_config.fsdp_size", size, why, "Set it to -1 (all ranks), or a divisor", _RANKS)
+    if not config.data.val_files:
+        report.notice("data.val_files is not set: no validation.")
+
+
+def _batches(config: SFTConfig, report: Report) -> None:
+    data, ranks = config.data, config.ranks
+    rows, micro = data.train_batch_size, data.micro_batch_size_per_gpu
+    if rows % ranks:
+        below, above = rows // ranks * ranks, (rows // ranks + 1) * ranks
+        why = f"does not divide over the {count(ranks, 'rank')}"
+        fix = f"Set it to {above}" if below == 0 else f"Set it to {below} or {above}"
+        report.problem("data.train_batch_size", rows, why, fix, _RANKS)
+    elif not data.use_dynamic_bsz and micro > rows // ranks:
+        why = f"is more than the {count(rows // ranks, 'row')} of a training step on each rank"
+        fix = f"Set it to {rows // ranks} or less, or raise data.train_batch_size"
+        report.problem("data.micro_batch_size_per_gpu", micro, why, fix, ("data.train_batch_size", *_RANKS))
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu < data.max_length:
+        why = f"a row of data.max_length = {data.max_length} tokens does not fit"
+        fix = f"Set it to {data.max_length} or more"
+        report.problem("data.max_token_len_per_gpu", data.max_token_len_per_gpu, why, fix, ("data.max_length",))
+
+
+def check_environment(config: SFTConfig, report: Report) -> None:
+    """Report every path that does not exist here and every package that is asked for and missing."""
+    files.check_data_files(config.data, report)
+    if config.model.path:
+        files.check_model("model.path", config.model.path, report)
+    files.check_user_code("data.custom_cls.path", config.data.custom_cls.path, report)
+    files.check_resume(config.trainer, report)
+    files.check_loggers(config.trainer.logger, report)
+
+
+def describe(config: SFTConfig) -> str:
+    """The batches of a training step in one readable line, for the log."""
+    data, ranks = config.data, config.ranks
+    share = data.train_batch_size // ranks
+    if data.use_dynamic_bsz:
+        micro = f"micro-batches of up to {data.max_token_len_per_gpu} tokens"
+    else:
+        size = data.micro_batch_size_per_gpu
+        micro = f"{count(-(-share // size), 'micro-batch')} of {count(size, 'row')}"
+    return (
+        f"Batch plan: {count(data.train_batch_size, 'row')} of up to {data.max_length} tokens per step over "
+        f"{count(ranks, 'rank')} ({config.trainer.device}), {share} each in {micro}"
+    )
