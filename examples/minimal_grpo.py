@@ -1,21 +1,21 @@
 """All of GRPO in one file: sample groups of answers, score them, compare within the group, update. No Ray, no config.
 
-    python examples/minimal_grpo.py [--steps 60] [--help]
+    python examples/minimal_grpo.py [--steps 50] [--help]
 
-The task can be checked by a rule: put some digits in order (`4 0 7 >` → `0 4 7 .`). The model is a tiny Qwen2 with random
-weights, made here. A short supervised phase teaches it the format and nothing else: it answers with the prompt's digits
-in any order. GRPO then finds the right order from rewards alone: 1 if the answer is right, else 0.
+The task can be checked by a rule: put some digits in order (`4 0 7 >` → `0 4 7 .`). The model is a tiny Qwen2 with
+random weights, made here. A short supervised phase teaches it the format and nothing else: it answers with the
+prompt's digits in any order. GRPO then finds the right order from rewards alone: 1 if the answer is right, else 0.
 
-GRPO is arXiv 2402.03300. The mathematics is the library's (`verl.trainer.ppo.core_algos`, the functions of a full run).
+GRPO is arXiv 2402.03300. The mathematics is the library's: these functions are those of a full run.
 Left out of the full algorithm, and why:
 
-- Padding. Prompts have one length here, so nothing stands on their left; answers may still end early, and `mask` says where.
-- A generation engine. The whole sequence is read again for every token; with a handful of tokens a cache gains nothing.
-- Handing weights over. One model samples and learns, so the sampler's policy *is* the old policy: its log-probs are taken
-  with the samples, where a full run recomputes them in the trainer (engines round differently) and logs the difference.
-- Micro-batches and ranks. Everything fits at once; a full run adds up gradients and divides by counts of all ranks.
-- Checkpoints, trackers, failing rewards, non-finite gradients: see `verl/trainer/ppo/ray_trainer.py`, whose `_train_step`
-  has the phases of `train` below under the same names.
+- Padding. Prompts have one length here, so nothing stands on their left; answers may end early, and `mask` says where.
+- A generation engine. The sequence is read anew for every token; with a handful of tokens a cache gains nothing.
+- Handing weights over. One model samples and learns, so the policy that sampled *is* the old policy: its log-probs come
+  with the samples. A full run has two engines, computes them anew in the trainer, and logs the difference.
+- Micro-batches and ranks. Everything fits at once; a full run adds up gradients and divides by counts over all ranks.
+- Checkpoints, trackers, failing rewards, non-finite gradients. `verl/trainer/ppo/ray_trainer.py` has them; its
+  `_train_step` goes through the same phases as `train` below.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ VOCABULARY = "0123456789>."
 class Options:
     """What a full run calls: data.train_batch_size, rollout.n, actor.ppo_mini_batch_size, actor.optim.lr, …"""
 
-    steps: int = 60
-    prompts: int = 32
+    steps: int = 50
+    prompts: int = 16
     answers: int = 8
-    mini_batch_prompts: int = 16
+    mini_batch_prompts: int = 8
     digits: int = 3
     learning_rate: float = 1e-3
     clip_low: float = 0.2
     clip_high: float = 0.28
     kl_coef: float = 0.001
     temperature: float = 1.0
-    warm_up_steps: int = 200
+    warm_up_steps: int = 120
     seed: int = 0
 
 
 @dataclass
 class Samples:
-    """One step's answers: rows of one prompt stand together. [batch, …]; column t belongs to answer token t."""
+    """One step's answers; those to one prompt stand together. Column t belongs to the answer's token t."""
 
     input_ids: torch.Tensor  # [batch, prompt + response]
     responses: torch.Tensor  # [batch, response]
@@ -120,12 +120,10 @@ def warm_up(model: PreTrainedModel, prompts: list[list[int]], options: Options) 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     chooser = random.Random(options.seed)
     for _ in range(options.warm_up_steps):
-        chosen = chooser.choices(prompts, k=128)
+        chosen = chooser.choices(prompts, k=64)
         answers = [[*chooser.sample(prompt[:-1], k=options.digits), END] for prompt in chosen]
         input_ids = torch.tensor([prompt + answer for prompt, answer in zip(chosen, answers, strict=True)])
-        loss = -logprobs_from_logits(
-            answer_logits(model, input_ids, options.digits + 1), torch.tensor(answers)
-        ).mean()
+        loss = -logprobs_from_logits(answer_logits(model, input_ids, options.digits + 1), torch.tensor(answers)).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -167,7 +165,7 @@ def update(
     reference_log_probs: torch.Tensor,
     options: Options,
 ) -> dict[str, float]:
-    """One pass over the samples in mini-batches of whole prompts: clipped ratio, and a little KL to the reference."""
+    """Mini-batches of whole prompts, once each: clipped ratio and a little KL to the reference. Metrics of the last."""
     rows_per_step = options.mini_batch_prompts * options.answers
     metrics: dict[str, float] = {}
     for rows in torch.arange(len(samples.index)).split(rows_per_step):
@@ -242,7 +240,7 @@ def main(options: Options) -> None:
     print(f"warm-up: {time.perf_counter() - started:.1f} s; held-out accuracy {accuracy(model, held_out, options):.2f}")
     show(model, held_out[:3], options)
     train(model, training, options)
-    print(f"GRPO: {time.perf_counter() - started:.1f} s in all; held-out accuracy {accuracy(model, held_out, options):.2f}")
+    print(f"in all: {time.perf_counter() - started:.1f} s; held-out accuracy {accuracy(model, held_out, options):.2f}")
     show(model, held_out[:3], options)
 
 

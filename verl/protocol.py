@@ -140,7 +140,7 @@ class DataProto:
         """Tensor entries become `batch`; non-tensor entries (`NonTensorStack`, `NonTensorData`) object arrays."""
         tensors: dict[str, torch.Tensor] = {}
         arrays: dict[str, np.ndarray] = {}
-        for key in tensor_dict.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not keys
+        for key in tensor_dict.keys():
             value = tensor_dict.get(key)
             if isinstance(value, torch.Tensor):
                 tensors[key] = value

@@ -28,8 +28,8 @@ CHAT_TEMPLATE = (
 VOCABULARY = 400
 MODEL = {
     "hidden_size": 128,
-    "intermediate_size": 288,
-    "num_hidden_layers": 3,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 128,

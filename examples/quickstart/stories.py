@@ -68,20 +68,20 @@ def _problem(rng: random.Random) -> Problem:
     in_boxes = rng.random() < 0.4
     steps: list[tuple[str, int]] = []
     if in_boxes:
-        start, each = rng.randint(3, 9), rng.randint(3, 9)
+        start, each = rng.randint(2, 6), rng.randint(2, 6)
         steps.append(("*", each))
         sentences = [f"{who} has {start} {rng.choice(BOXES)} of {each} {things}."]
         # Small enough that no choice of operators goes below zero.
         largest = start + each - 1
     else:
-        start = rng.randint(20, 50)
+        start = rng.randint(10, 20)
         sentences = [f"{who} has {start} {things}."]
-        largest = 9
+        largest = 5
     for _ in range(rng.choice((1, 2, 2)) - len(steps)):
-        number = rng.randint(2, min(9, largest))
+        number = rng.randint(1, min(5, largest))
         operator = rng.choice("+-")
         event = rng.choice(GAINS if operator == "+" else LOSSES).format(who=who, other=other)
         steps.append((operator, number))
         sentences.append(f"{event} {number}.")
-    sentences.append(f"How many {things} does {who} have?")
+    sentences.append(f"How many {things} now?")
     return Problem(" ".join(sentences), start, tuple(steps))

@@ -33,7 +33,7 @@ class SFTDataConfig(Block):
     truncation: str = key("What to do with a longer row.", choices=("error", "left", "right", "middle"))
     shuffle: bool = key("Shuffle the training rows every epoch.")
     seed: int = key("Seed of the run: the order of rows.", min=0)
-    dataloader_num_workers: int = key("Processes that load data.", min=0)
+    dataloader_num_workers: int = key("Processes that load data; 0: the controller itself.", min=0)
     train_max_samples: int = key("Use only the first rows of the training set; -1: all.", min=-1)
     val_max_samples: int = key("Use only the first rows of the validation set; -1: all.", min=-1)
     apply_chat_template_kwargs: dict[str, Any] = key("Arguments for the tokenizer's chat template.")

@@ -36,6 +36,9 @@ def validate(config: SFTConfig, report: Report) -> None:
     if size == 0 or (size > 0 and ranks % size):
         why = f"does not divide the {count(ranks, 'rank')}"
         report.problem("fsdp_config.fsdp_size", size, why, "Set it to -1 (all ranks), or a divisor", _RANKS)
+    for name in ("param_offload", "optimizer_offload", "grad_offload"):
+        if config.fsdp_config[name]:
+            report.notice(f"fsdp_config.{name} has no effect: nothing else needs the device between training steps.")
     if not config.data.val_files:
         report.notice("data.val_files is not set: no validation.")
 

@@ -10,6 +10,9 @@ _DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "true",
     "NCCL_DEBUG": "WARN",
     "VLLM_LOGGING_LEVEL": "WARN",
+    # One bar per loaded model and rank would drown the log.
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
 }
 # Passed on where set: workers on other nodes do not see the environment of this process.
 _PASSED_ON = (

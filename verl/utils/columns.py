@@ -23,7 +23,7 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
         raise ValueError(f"union: batch sizes {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}.")
     merged = tensor_dict1.copy()
     for key, value in tensor_dict2.items():
-        if key not in merged.keys():  # noqa: SIM118 - a TensorDict iterates over rows, not keys
+        if key not in merged.keys():
             merged[key] = value
         elif not same(merged[key], value):
             raise ValueError(f"union: {key!r} differs in the two: {describe_difference(merged[key], value)}.")

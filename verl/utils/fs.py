@@ -16,11 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from verl.utils.checkpoint.manifest import MANIFEST
+
 logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow", ".txt", ".py", ".yaml", ".yml")
 _SHARED_MEMORY = Path("/dev/shm")
+_STEP_FOLDER = re.compile(r"global_step_\d+")
+# Where a step folder holds the model as transformers loads it: of supervised learning, of reinforcement learning.
+_EXPORTS = ("huggingface", "actor/huggingface")
 
 
 def copy_to_local(
@@ -53,6 +58,29 @@ def copy_to_local(
     else:
         raise ValueError(f"{key}: there is no {local!r} (looked at {os.path.abspath(local)}). Check the path.")
     return _copy_to_shared_memory(Path(path)) if use_shm else path
+
+
+def resolve_model_path(path: str | os.PathLike[str], key: str = "model.path") -> str:
+    """The local folder that transformers loads for `path`: what `copy_to_local` gives, except for checkpoints of ours.
+
+    A step folder (`…/global_step_N` of supervised or reinforcement learning, local or at a URL) stands for the model
+    that was exported into it; of a step at a URL only that part is fetched.
+    """
+    location = expand_path(path).rstrip("/")
+    if "://" in location and _STEP_FOLDER.fullmatch(os.path.basename(location)):
+        fs, remote = filesystem_of(location, key)
+        inside = next((f"/{part}" for part in _EXPORTS if fs.exists(f"{remote}/{part}/config.json")), "")
+        return copy_to_local(location + inside, key=key)
+    folder = Path(copy_to_local(location, key=key))
+    for part in _EXPORTS:
+        if (folder / part / "config.json").is_file():
+            return str(folder / part)
+    if _STEP_FOLDER.fullmatch(folder.name) and (folder / MANIFEST).is_file():
+        raise ValueError(
+            f"{key}: {folder} is a checkpoint without an exported model (looked for {' and '.join(_EXPORTS)}). "
+            "Save one by having hf_model in checkpoint.save_contents, or choose another step."
+        )
+    return str(folder)
 
 
 def expand_path(path: str | os.PathLike[str]) -> str:

@@ -200,6 +200,16 @@ class Worker:
         """The compute method running now, or None."""
         return self._computing
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def peak_memory_gb(self, reset: bool = True) -> float:
+        """Most device memory in use since the last reset, in GB; 0 without a GPU."""
+        if self.device_name != "cuda":
+            return 0.0
+        peak = torch.cuda.max_memory_allocated(self.device) / 2**30
+        if reset:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
     def check_cancelled(self) -> None:
         """Long compute methods call this between pieces of work; raises `CallCancelled` once cancelled."""
         if self._cancel_requested.is_set():

@@ -103,8 +103,9 @@ class WorkerGroup(ABC):
         return self._world_size
 
     @classmethod
+    @abstractmethod
     def reserve(cls, pools: Sequence[ResourcePool]) -> None:
-        """Reserve what the pools ask for, or say what is missing; nothing to do where there is nothing to reserve."""
+        """Reserve what the pools ask for, or say at once what is missing."""
 
     @abstractmethod
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, Any]:

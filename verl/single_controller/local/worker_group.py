@@ -58,6 +58,10 @@ class LocalWorkerGroup(WorkerGroup):
         info = RankInfo(0, 1, 0, 1, "127.0.0.1", 0, device_name)
         self._raise_if_failed(self._host.construct(info, ray_cls_with_init), "__init__")
 
+    @classmethod
+    def reserve(cls, pools: Sequence[ResourcePool]) -> None:
+        """This process is all there is."""
+
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, LocalWorkerGroup]:
         return {prefix: self._view(prefix) for prefix in check_prefixes(prefix_set, self._all_specs)}
 

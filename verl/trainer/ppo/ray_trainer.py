@@ -60,7 +60,7 @@ class RayPPOTrainer:
         tokenizer: Any,
         role_worker_mapping: dict[Role, type],
         resource_pool_manager: ResourcePoolManager,
-        ray_worker_group_cls: type = RayWorkerGroup,
+        ray_worker_group_cls: Any = RayWorkerGroup,
         processor: Any = None,
         reward_fn: Any = None,
         val_reward_fn: Any = None,
@@ -148,7 +148,7 @@ class RayPPOTrainer:
     def _step(self, batch: DataProto) -> None:
         """One step with its validation, checkpoint and log."""
         trainer, step = self.config.trainer, self.global_steps
-        self.phases = Phases(self.console)
+        self.phases = Phases(self.console, self._peak_memory if self.device_name == "cuda" else None)
         last = step >= self.total_training_steps
         with self.phases("step"):
             metrics = self._train_step(batch)
@@ -165,6 +165,7 @@ class RayPPOTrainer:
                 self._save_checkpoint()
         metrics |= {"training/global_step": step, "training/epoch": (step - 1) // max(1, len(self.train_dataloader))}
         metrics |= compute_timing_metrics(self._last_batch, self.phases.seconds)
+        metrics |= {f"memory_gb/{name}": value for name, value in self.phases.memory_gb.items()}
         metrics |= compute_throughout_metrics(
             self._last_batch, self.phases.seconds, self.resource_pool_manager.get_n_gpus()
         )
@@ -322,6 +323,10 @@ class RayPPOTrainer:
             logger.info("batch of step %d written to %s", step, dump_batch(batch, trainer.default_local_dir, step))
         if trainer.rollout_data_dir is not None:
             dump_rows(batch, self.tokenizer, trainer.rollout_data_dir, step)
+
+    def _peak_memory(self) -> float:
+        """Largest since the last call, over the policy's ranks and what shares their processes."""
+        return max(self.actor_wg.peak_memory_gb())
 
     # ---------------------------------------------------------------- checkpoints and logs
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Sampler
 
 
-class AbstractSampler(Sampler[int]):
+class AbstractSampler(Sampler[int], ABC):
     """What `data.sampler.{path,name}` names: iterates over row numbers of `data_source`.
 
     With `state_dict` and `load_state_dict` its position is saved and restored with the run.

@@ -4,9 +4,10 @@ Forking makes a fresh scorer in a millisecond, whatever the function imports, so
 regret. Nothing of the trainer is inherited: this process starts from scratch, with one thread. It ends, and takes its
 scorers with it, when the pool closes the control socket or the pool's process is gone.
 
-Control messages are `F` (fork; a socket comes along; the answer is the process id) and `K` + id (kill and reap that
-scorer and what it started; the answer is how it ended, as in `subprocess.Popen.returncode`). A scorer gets lists of
-(number, arguments) and answers each with (number, Score fields), one by one.
+Control messages are `F` (fork; a socket comes along; the answer is the process id), `K` + id (kill that scorer and what
+it started) and `E` + id (the same for one that has ended by itself); the answer to these is how it ended, as in
+`subprocess.Popen.returncode`. A scorer gets lists of (number, arguments) and answers each with (number, fields of its
+Score), one by one.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-FORK, KILL = b"F", b"K"
+FORK, KILL, ENDED = b"F", b"K", b"E"
 NUMBER = struct.Struct("!q")
 _LOOK_FOR_PARENT_SECONDS = 2.0
 _TRACE_LINES = 6
+_ENDING_SECONDS = 1.0
 
 
 def main(control_fd: int) -> None:
     """Load the function that comes first over the control socket, say whether that worked, then serve."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which may still want scores
     control = socket.socket(fileno=control_fd)
-    parent = os.getppid()
     with Connection(os.dup(control_fd)) as pipe:
         try:
             compute = _load(pipe.recv_bytes())
@@ -43,10 +45,16 @@ def main(control_fd: int) -> None:
             pipe.send(traceback.format_exc())
             return
         pipe.send(None)
+    _serve(control, compute)
+
+
+def _serve(control: socket.socket, compute: Callable[..., Any]) -> None:
+    parent = os.getppid()
     children: set[int] = set()
+    dying: set[int] = set()
     try:
-        while select.select([control], [], [], _LOOK_FOR_PARENT_SECONDS)[0] or os.getppid() == parent:
-            if not select.select([control], [], [], 0)[0]:
+        while os.getppid() == parent:
+            if not select.select([control], [], [], _LOOK_FOR_PARENT_SECONDS)[0]:
                 continue
             message, descriptors, _, _ = socket.recv_fds(control, 1 + NUMBER.size, 1)
             if not message:
@@ -56,12 +64,16 @@ def main(control_fd: int) -> None:
                 children.add(answer)
             else:
                 pid = NUMBER.unpack(message[1:])[0]
-                answer = _reap(pid)
-                children.discard(pid)
+                code = _kill(pid, _ENDING_SECONDS if message[:1] == ENDED else 0.0)
+                children.remove(pid)
+                if code is None:
+                    dying.add(pid)
+                answer = -signal.SIGKILL if code is None else code
             control.sendall(NUMBER.pack(answer))
+            dying = {pid for pid in dying if not os.waitpid(pid, os.WNOHANG)[0]}
     finally:
         for pid in children:
-            _reap(pid)
+            _kill(pid, 0.0)
 
 
 def normalised(result: Any) -> tuple[float, dict[str, Any], str | None]:
@@ -130,13 +142,19 @@ def _score_until_closed(compute: Callable[..., Any], pipe: Connection) -> None:
                 pipe.send_bytes(message)
 
 
-def _reap(pid: int) -> int:
-    """Kill a scorer and its process group; how it ended, had it already ended by itself."""
+def _kill(pid: int, patience: float) -> int | None:
+    """Kill a scorer and its process group. How it ended, if it had by itself within `patience`; else None: it is not
+    waited for, since dying takes a while on a busy machine, and must be reaped later.
+    """
+    give_up = time.monotonic() + patience
     ended, status = os.waitpid(pid, os.WNOHANG)
-    # Before the child's own setpgid the group does not exist; after its end others of the group may go on.
+    while not ended and time.monotonic() < give_up:
+        time.sleep(0.002)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    # The group outlives its first process where that started others.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    if not ended:
-        os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
+    if ended:
+        return os.waitstatus_to_exitcode(status)
+    os.kill(pid, signal.SIGKILL)
+    return None

@@ -105,7 +105,10 @@ class TrainEngine(Protocol):
         """Move to host memory ("cpu") between phases, and back to the engine's own ("device")."""
 
     def save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
-        """Write `model`, `optimizer`, `extra` (schedule, random states of all ranks) in shards under `path`."""
+        """Write `model`, `optimizer`, `extra` (schedule, random states of all ranks) in shards under `path`.
+
+        Saving and loading bring the engine back to its device first.
+        """
 
     def load(self, path: str | os.PathLike, contents: Collection[str]) -> None:
         """Read back what `save` wrote, also with another number of ranks."""

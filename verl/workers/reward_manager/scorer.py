@@ -30,7 +30,7 @@ from typing import Any
 
 from verl.utils.import_utils import register_user_modules_by_value
 from verl.utils.reward_score import registry
-from verl.utils.reward_score.scorer_process import FORK, KILL, NUMBER, attempt
+from verl.utils.reward_score.scorer_process import ENDED, FORK, KILL, NUMBER, attempt
 
 # A sample takes long when it takes this many times what samples typically take, and not less than that.
 _LONG = 20
@@ -269,6 +269,7 @@ class ScorerPool:
                 continue
             if now - scorer.since >= self._timeout:
                 self._fail(scorer, f"the reward function took longer than {self._timeout:g} s and was stopped")
+                self._give_back(scorer, keep=0)
                 self._remove(scorer)
             elif now - scorer.since >= self._long() and self._may_step_aside(scorer, aside):
                 self._give_back(scorer, keep=1)
@@ -323,7 +324,7 @@ class ScorerPool:
 
     def _bury(self, scorer: _Scorer) -> None:
         """A scorer died: its running sample is to blame, the others go to another."""
-        code = self._remove(scorer, give_back=False)
+        code = self._remove(scorer, ENDED)
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         self._fail(scorer, f"the reward function ended its process {how}")
         self._give_back(scorer, keep=0)
@@ -346,14 +347,12 @@ class ScorerPool:
         self._selector.register(scorer.pipe, selectors.EVENT_READ, scorer)
         return scorer
 
-    def _remove(self, scorer: _Scorer, give_back: bool = True) -> int:
-        """Kill a scorer, if it still lives; how it ended."""
+    def _remove(self, scorer: _Scorer, message: bytes = KILL) -> int:
+        """Take a scorer out and have it killed, if it still lives; how it ended."""
         self._selector.unregister(scorer.pipe)
         scorer.pipe.close()
         del self._scorers[scorer.pid]
-        self._control.sendall(KILL + NUMBER.pack(scorer.pid))
-        if give_back:
-            self._give_back(scorer, keep=0)
+        self._control.sendall(message + NUMBER.pack(scorer.pid))
         return self._answer()
 
     def _answer(self) -> int:

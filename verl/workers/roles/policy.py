@@ -79,11 +79,12 @@ class ActorRolloutRefWorker(Worker):
         """`ppo_epochs` passes over the rows; metrics in `meta_info["metrics"]`."""
         actor = self.config.actor
         self.engine.to("device")
+        loss = PolicyLoss(actor)
         result = run_epochs(
             self.engine,
             data,
-            PolicyLoss(actor),
-            PolicyLoss.OUTPUTS,
+            loss,
+            loss.outputs,
             temperature=self._temperature(data),
             micro=micro_batching(actor, "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
             mini_batches=data.meta_info["mini_batches"],

@@ -9,18 +9,16 @@ import torch
 from verl.algos import agg_loss, compute_kl_loss, get_policy_loss_fn, global_share
 from verl.config import ActorConfig
 from verl.protocol import DataProto
-from verl.utils.torch_functional import masked_sum
 from verl.workers.engine.base import Counts
 
 
 class PolicyLoss:
-    """A `LossFn` for the engine; what it needs of the batch stands in `COLUMNS`."""
-
-    OUTPUTS = ("log_probs", "entropy")
-    COLUMNS = ("old_log_probs", "advantages", "response_mask")
+    """A `LossFn` for the engine; `outputs` are the fields it needs."""
 
     def __init__(self, config: ActorConfig) -> None:
         self.config = config
+        # Entropy with its gradient costs about a quarter of the step: only where it is part of the loss.
+        self.outputs = ("log_probs", "entropy") if config.entropy_coeff else ("log_probs",)
         self.policy_loss_fn = get_policy_loss_fn(config.policy_loss.loss_mode)
 
     def __call__(
@@ -41,12 +39,12 @@ class PolicyLoss:
         policy_loss = loss * share
         total = policy_loss
         tokens = mask.sum()
-        entropy = output["entropy"]
         metrics: dict[str, Any] = {name: (value * tokens, tokens) for name, value in found.items()}
-        metrics["entropy_update"] = (masked_sum(entropy.detach(), mask), tokens)
         if config.entropy_coeff:
-            bonus = agg_loss(entropy, mask, config.loss_agg_mode, loss_scale_factor=config.loss_scale_factor) * share
-            total = total - config.entropy_coeff * bonus
+            scale = config.loss_scale_factor
+            entropy = agg_loss(output["entropy"], mask, config.loss_agg_mode, loss_scale_factor=scale) * share
+            total = total - config.entropy_coeff * entropy
+            metrics["entropy_loss"] = _part(entropy)
         if config.use_kl_loss:
             kl = compute_kl_loss(
                 output["log_probs"],
@@ -65,5 +63,5 @@ class PolicyLoss:
 
 
 def _part(value: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """A term of a sum over micro-batches and ranks; `whole_sums` gives it its count."""
+    """A term of a sum over micro-batches and ranks; `run_epochs` gives it its count."""
     return value.detach(), 0.0

@@ -413,6 +413,23 @@ def test_offloading_and_coming_back_changes_no_result(tmp_path):
     assert all(torch.equal(found[name], wanted[name]) for name in BOTH)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="host memory is all there is")
+def test_offloading_frees_the_memory_of_the_device():
+    data, engine = make_batch(), make_engine(tiny_model(hidden_size=512, intermediate_size=2048))
+    train(engine, data)
+    full = torch.cuda.memory_allocated()
+    engine.to("cpu", model=False)
+    without_moments = torch.cuda.memory_allocated()
+    engine.to("cpu")
+    empty = torch.cuda.memory_allocated()
+    weights = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in engine.manifest().values())
+    assert full - without_moments >= 2 * weights
+    assert without_moments - empty >= weights
+    engine.to("device")
+    assert train(engine, data)[0]["skipped"] == 0
+
+
 # ---------------------------------------------------------------- loading and refusing
 
 

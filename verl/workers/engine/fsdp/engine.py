@@ -182,6 +182,7 @@ class FSDPEngine:
     def save(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
         """Write the named contents in shards under `path`; `hf_model` is `export_hf`'s and not written here."""
         folder = _checked(path, contents)
+        self.to("device")
         if "model" in contents:
             checkpoint.save_tensors(self._unique_weights(), folder / "model")
         if "optimizer" in contents and self._optimizer is not None:
@@ -200,11 +201,12 @@ class FSDPEngine:
     def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
         """Read back what `save` wrote, with this or another number of ranks."""
         folder = _checked(path, contents)
+        self.to("device")
         if "model" in contents:
             checkpoint.load_tensors(self._unique_weights(), folder / "model")
         if "optimizer" in contents and self._optimizer is not None:
             stored = checkpoint.stored_names(folder / "optimizer")
-            checkpoint.load_tensors(self._optimizer.prepare(stored, self._place["optimizer"]), folder / "optimizer")
+            checkpoint.load_tensors(self._optimizer.prepare(stored), folder / "optimizer")
         if "extra" in contents:
             extra = torch.load(folder / "extra.pt", weights_only=True)
             if self._schedule is not None and self._optimizer is not None:

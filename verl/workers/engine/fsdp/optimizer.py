@@ -26,7 +26,8 @@ class ShardedAdamW:
 
     def __init__(self, named: Mapping[str, nn.Parameter], optim: OptimConfig, mesh: DeviceMesh) -> None:
         self._named: dict[str, Any] = dict(named)
-        self._shards = {name: nn.Parameter(_local(value)) for name, value in self._named.items()}
+        # Stand-ins for AdamW; they hold memory only during a step, so that offloading the model really frees it.
+        self._shards = {name: nn.Parameter(_local(value).new_empty(0)) for name, value in self._named.items()}
         self._group = mesh.get_group("shard")
         self.adamw = build_optimizer(self._shards.values(), optim)
 
@@ -48,21 +49,23 @@ class ShardedAdamW:
         """One AdamW step of every parameter that has a gradient."""
         for name, parameter in self._named.items():
             shard = self._shards[name]
-            shard.data = _local(parameter)  # the model may have been to host memory and back
+            shard.data = _local(parameter)
             shard.grad = None if parameter.grad is None else _local(parameter.grad)
         self.adamw.step()
         for shard in self._shards.values():
             shard.grad = None
+            shard.data = shard.data.new_empty(0)
 
     def zero_grad(self) -> None:
         for parameter in self._named.values():
             parameter.grad = None
 
     def to(self, device: torch.device) -> None:
-        """Move the moments."""
+        """Move the moments; in host memory they are page-locked, which is several times faster."""
         for state in self.adamw.state.values():
             for key, value in state.items():
-                state[key] = value.to(device, non_blocking=True)
+                room = torch.empty_like(value, device=device, pin_memory=value.is_cuda and device.type == "cpu")
+                state[key] = room.copy_(value, non_blocking=True)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state as `parameter/key`, sharded like the parameter; empty before the first step. Shares memory."""
@@ -72,14 +75,14 @@ class ShardedAdamW:
                 found[f"{name}/{key}"] = _sharded_like(self._named[name], value) if key in _MOMENTS else value
         return found
 
-    def prepare(self, stored: set[str], device: torch.device) -> dict[str, torch.Tensor]:
-        """Make room on `device` for a stored state of these names, replacing the present one; returns that room."""
+    def prepare(self, stored: set[str]) -> dict[str, torch.Tensor]:
+        """Make room for a stored state of these names, replacing the present one; returns that room."""
         self.adamw.state.clear()
         for name, shard in self._shards.items():
             if f"{name}/step" in stored:
                 local = _local(self._named[name])
-                state = {key: torch.zeros_like(local, device=device) for key in _MOMENTS}
-                self.adamw.state[shard] = {"step": torch.zeros((), device=device), **state}
+                state = {key: torch.zeros_like(local) for key in _MOMENTS}
+                self.adamw.state[shard] = {"step": torch.zeros((), device=local.device), **state}
         return self.tensors()
 
 

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# PPO on GSM8K with DeepSeek-LLM 7B: eight GPUs, optimizer states in host memory between phases.
+# bash examples/ppo_trainer/run_deepseek7b_llm.sh [key=value …]
+set -euo pipefail
+
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=gae \
+    data.train_files="$HOME/data/gsm8k/train.parquet" \
+    data.val_files="$HOME/data/gsm8k/test.parquet" \
+    data.train_batch_size=256 \
+    data.max_prompt_length=1024 \
+    data.max_response_length=512 \
+    actor_rollout_ref.model.path=deepseek-ai/deepseek-llm-7b-chat \
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.4 \
+    critic.optim.lr=1e-5 \
+    critic.ppo_mini_batch_size=64 \
+    critic.ppo_micro_batch_size_per_gpu=8 \
+    critic.fsdp_config.optimizer_offload=True \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes=1 \
+    trainer.total_epochs=15 \
+    trainer.save_freq=20 \
+    trainer.test_freq=5 \
+    trainer.logger='["console","tensorboard"]' \
+    trainer.project_name=ppo_gsm8k \
+    trainer.experiment_name=deepseek_llm_7b \
+    "$@"

@@ -1,0 +1,113 @@
+"""Killed at any moment, a run resumes from a whole step; asked to stop, it saves and exits 0."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from training_harness import make_task, overrides
+
+from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, find_latest_ckpt_path
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> dict[str, str]:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def start(task: dict[str, str], folder: Path, *more: str) -> subprocess.Popen:
+    """The real command, as a user runs it: Ray, one rank."""
+    folder.mkdir(exist_ok=True)
+    run = overrides(
+        task,
+        folder,
+        "algorithm.adv_estimator=grpo",
+        "data.val_files=[]",
+        "trainer.save_freq=1",
+        "trainer.logger=[console]",
+        *more,
+    )
+    environment = {**os.environ, "PYTHONPATH": ""}
+    log = (folder / "log.txt").open("a")
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *run]
+    return subprocess.Popen(
+        command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=folder, start_new_session=True
+    )
+
+
+def wait_for_step(folder: Path, process: subprocess.Popen, step: int, timeout: float = 150) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        assert process.poll() is None, (folder / "log.txt").read_text()[-3000:]
+        if (folder / "checkpoints" / f"global_step_{step}").is_dir():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"step {step} was not saved in {timeout} s\n" + (folder / "log.txt").read_text()[-3000:])
+
+
+def kill_everything(process: subprocess.Popen) -> None:
+    """SIGKILL to the driver and to every process of its cluster, as a machine that loses power."""
+    import psutil
+
+    family = psutil.Process(process.pid).children(recursive=True)
+    for member in [psutil.Process(process.pid), *family]:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait()
+
+
+def latest_step(folder: Path) -> int:
+    path = find_latest_ckpt_path(folder / "checkpoints")
+    return int(Path(path).name.rsplit("_", 1)[1]) if path else 0
+
+
+def survive(task: dict[str, str], folder: Path, kills: int, seed: int) -> None:
+    rng = random.Random(seed)
+    reached = 0
+    for _ in range(kills):
+        process = start(task, folder, "trainer.total_training_steps=1000")
+        wait_for_step(folder, process, reached + 1)
+        time.sleep(rng.uniform(0, 1.5))  # in the middle of a step, or of a save
+        kill_everything(process)
+        whole = latest_step(folder)
+        assert whole > reached, "what was saved before the kill is whole"
+        reached = whole
+    process = start(task, folder, f"trainer.total_training_steps={reached + 1}")
+    assert process.wait(timeout=200) == 0, (folder / "log.txt").read_text()[-3000:]
+    assert latest_step(folder) == reached + 1
+    assert f"global_step_{reached}: step {reached}" in (folder / "log.txt").read_text(), (
+        "it resumed from the whole step"
+    )
+    assert CheckpointManager.verify(folder / "checkpoints" / f"global_step_{reached + 1}") == []
+
+
+def test_killed_at_random_moments_a_run_continues_from_a_whole_step(task, tmp_path):
+    survive(task, tmp_path, kills=3, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_killed_many_times_a_run_continues_from_a_whole_step(task, tmp_path):
+    survive(task, tmp_path, kills=20, seed=1)
+
+
+def test_sigterm_finishes_the_step_saves_and_exits_0(task, tmp_path):
+    process = start(
+        task, tmp_path, "trainer.total_training_steps=1000", "trainer.save_freq=-1", "trainer.dump_steps=[1]"
+    )
+    deadline = time.monotonic() + 150
+    while not (tmp_path / "checkpoints" / "debug_step_1.pt").exists():
+        assert process.poll() is None, (tmp_path / "log.txt").read_text()[-3000:]
+        assert time.monotonic() < deadline, (tmp_path / "log.txt").read_text()[-3000:]
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 0, (tmp_path / "log.txt").read_text()[-3000:]
+    assert latest_step(tmp_path) >= 1

@@ -1,0 +1,247 @@
+"""Supervised fine-tuning learns exactly the answer tokens, as a plain loop would, and resumes bit for bit."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import save_tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from verl.config import SFTConfig, load_config
+from verl.protocol import DataProto
+from verl.trainer.main_sft import run_sft
+from verl.trainer.ppo.guard import NonFiniteError
+from verl.trainer.sft.data import create_sft_dataset, prompt_response_batch, train_loader
+from verl.trainer.sft.trainer import SFTTrainer
+from verl.utils.fs import resolve_model_path
+from verl.workers.roles.sft import SFTWorker, token_mean_loss
+
+ROWS = [
+    {"prompt": f"{'please ' * (i % 3)}add {i} and {j}", "response": f"{i}+{j}={i + j}" + "!" * (j % 4)}
+    for i in range(4)
+    for j in range(4)
+]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return str(save_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    (tmp_path / "val.jsonl").write_text("\n".join(map(json.dumps, ROWS[:7])))
+    return tmp_path
+
+
+def make_config(model_path, *overrides):
+    given = [
+        f"model.path={model_path}",
+        "data.train_files=train.jsonl",
+        "data.train_batch_size=5",
+        "data.max_length=64",
+        "model.enable_gradient_checkpointing=False",
+        "optim.lr=1e-3",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+        "trainer.default_local_dir=steps",
+        "trainer.logger=file",
+    ]
+    return load_config(None, [*given, *overrides], root=SFTConfig)
+
+
+def logged(folder):
+    lines = (folder / "runs" / "verl" / "sft" / "metrics.jsonl").read_text().splitlines()
+    return [(record["step"], record["data"]) for record in map(json.loads, lines)]
+
+
+def first_batch(config):
+    loader = train_loader(create_sft_dataset(config.data, tiny_tokenizer(), is_train=True), config.data, 0)
+    return DataProto.from_dict(next(iter(loader)))
+
+
+def started_worker(config):
+    config.optim.total_training_steps = 100
+    worker = SFTWorker(config)
+    worker.init_model()
+    return worker
+
+
+def plain_loss(model, rows):
+    """The mean over all answer tokens, the way any tutorial writes it: labels, -100 on the prompt, right padding."""
+    tokenizer = tiny_tokenizer()
+    texts = [(f"<|user|>{row['prompt']}<|end|><|assistant|>", f"{row['response']}<|end|>") for row in rows]
+    pairs = [(tokenizer(before)["input_ids"], tokenizer(after)["input_ids"]) for before, after in texts]
+    width = max(len(before) + len(after) for before, after in pairs)
+    ids, labels, attended = [], [], []
+    for before, after in pairs:
+        padding = width - len(before) - len(after)
+        ids.append(before + after + [0] * padding)
+        labels.append([-100] * len(before) + after + [-100] * padding)
+        attended.append([1] * (width - padding) + [0] * padding)
+    output = model(input_ids=torch.tensor(ids), attention_mask=torch.tensor(attended), labels=torch.tensor(labels))
+    return output.loss
+
+
+@pytest.mark.parametrize(
+    "cutting",
+    [
+        ["data.micro_batch_size_per_gpu=5"],
+        ["data.micro_batch_size_per_gpu=2", "model.enable_gradient_checkpointing=True"],
+        ["data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=70"],
+    ],
+)
+def test_loss_and_gradient_equal_a_plain_transformers_loop(model_path, files, cutting):
+    config = make_config(model_path, "data.shuffle=False", *cutting)
+    worker = started_worker(config)
+    found = worker.engine.forward_backward(first_batch(config), token_mean_loss, ["log_probs"], micro=worker._micro())
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    loss = plain_loss(model, ROWS[:5])
+    loss.backward()
+    total, tokens = found["loss"]
+    assert total / tokens == pytest.approx(float(loss), rel=1e-5)
+    ours = {name: weight.grad.full_tensor() for name, weight in worker.engine.model.hf.named_parameters()}
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(ours[name], weight.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_rows_with_nothing_to_learn_change_nothing(model_path, files):
+    """Cut so short that no answer token is left, a row has no say: not in the loss, not in what it is divided by."""
+    config = make_config(model_path)
+    batch = first_batch(config)
+    alone = batch.select_idxs([0, 1, 2])
+    silent = batch.select_idxs([0, 1, 2, 3, 4])
+    silent.batch["response_mask"][3:] = 0
+    gradients = []
+    for data in (alone, silent):
+        worker = started_worker(config)
+        found = worker.engine.forward_backward(data, token_mean_loss, ["log_probs"])
+        gradients.append(
+            {name: weight.grad.full_tensor() for name, weight in worker.engine.model.hf.named_parameters()}
+        )
+        assert found["loss"][1] == float(alone.batch["response_mask"].sum())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_only_the_answer_and_its_end_are_learned(model_path, files):
+    tokenizer = tiny_tokenizer()
+    batch = first_batch(make_config(model_path, "data.shuffle=False")).batch
+    for row, given in enumerate(ROWS[:5]):
+        learned = batch["responses"][row][batch["response_mask"][row] == 1]
+        assert tokenizer.decode(learned) == f"{given['response']}<|end|>"
+        prompt = batch["prompts"][row]
+        assert tokenizer.decode(prompt[prompt != 0]) == f"<|user|>{given['prompt']}<|end|><|assistant|>"
+        assert batch["attention_mask"][row].sum() == len(learned) + (prompt != 0).sum()
+
+
+def test_multiturn_learns_every_answer_and_nothing_between(model_path, files):
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "bye"},
+        {"role": "assistant", "content": "later"},
+    ]
+    (files / "train.jsonl").write_text(json.dumps({"messages": messages}))
+    tokenizer = tiny_tokenizer()
+    for multiturn, learned in (("True", "hello<|end|>later<|end|>"), ("False", "later<|end|>")):
+        config = make_config(model_path, f"data.multiturn={multiturn}")
+        dataset = create_sft_dataset(config.data, tokenizer, is_train=True)
+        batch = prompt_response_batch([dataset[0]], pad_token_id=0)
+        assert tokenizer.decode(batch["responses"][batch["response_mask"] == 1]) == learned
+        assert tokenizer.decode(batch["input_ids"][0]) == tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def test_a_tiny_set_is_learned_by_heart_and_the_export_answers_it(model_path, files):
+    (files / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS[:4])))
+    size = ["data.train_batch_size=4", "trainer.total_epochs=60", "trainer.save_freq=0", "optim.lr=1e-2"]
+    run_sft(make_config(model_path, *size))
+    losses = [data["train/loss"] for _, data in logged(files)]
+    assert losses[0] > 5
+    assert losses[-1] < 0.2
+    folder = resolve_model_path(files / "steps" / "global_step_60")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    asked = [{"role": "user", "content": ROWS[1]["prompt"]}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == f"{ROWS[1]['response']}<|end|>"
+
+
+@pytest.mark.parametrize(("cut", "workers"), [(2, 0), (3, 0), (2, 1)])
+def test_a_run_in_two_parts_equals_one_bit_for_bit(model_path, files, cut, workers):
+    """An epoch has 3 steps: the first part ends inside one, or exactly with one."""
+    common = ["optim.total_training_steps=5", "trainer.save_freq=0", f"data.dataloader_num_workers={workers}"]
+    run_sft(make_config(model_path, *common, "trainer.total_training_steps=5", "trainer.default_local_dir=whole"))
+    whole = logged(files)
+    (files / "runs" / "verl" / "sft" / "metrics.jsonl").unlink()
+    run_sft(make_config(model_path, *common, f"trainer.total_training_steps={cut}"))
+    run_sft(make_config(model_path, *common, "trainer.total_training_steps=5"))
+    parts = logged(files)
+    names = ("train/loss", "train/grad_norm", "train/lr", "train/learned_tokens")
+    assert [[data[name] for name in names] for _, data in parts] == [
+        [data[name] for name in names] for _, data in whole
+    ]
+    one = load_file(files / "whole" / "global_step_5" / "huggingface" / "model.safetensors")
+    two = load_file(files / "steps" / "global_step_5" / "huggingface" / "model.safetensors")
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert len({data["train/loss"] for _, data in whole}) == 5
+
+
+def test_validation_is_the_mean_over_all_answer_tokens(model_path, files):
+    config = make_config(
+        model_path, "data.val_files=val.jsonl", "data.val_batch_size=4", "trainer.total_training_steps=1"
+    )
+    run_sft(config)
+    (before, first), (_, step) = logged(files)
+    with torch.no_grad():
+        expected = float(plain_loss(AutoModelForCausalLM.from_pretrained(model_path), ROWS[:7]))
+    assert before == 0
+    assert first["val/loss"] == pytest.approx(expected, rel=1e-5)
+    exported = AutoModelForCausalLM.from_pretrained(resolve_model_path(files / "steps" / "global_step_1"))
+    with torch.no_grad():
+        assert step["val/loss"] == pytest.approx(float(plain_loss(exported, ROWS[:7])), rel=1e-5)
+    assert step["perf/tokens_per_second"] == pytest.approx(
+        step["perf/total_num_tokens"] / step["perf/time_per_step"], rel=1e-6
+    )
+
+
+def test_warm_up_then_cosine(model_path, files):
+    size = ["trainer.total_training_steps=6", "optim.lr_warmup_steps_ratio=0.34", "optim.min_lr_ratio=0.1"]
+    run_sft(make_config(model_path, *size, "trainer.save_freq=0"))
+    rates = [data["train/lr"] for _, data in logged(files)]
+    cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * part / 4)) / 2 for part in range(4)]
+    assert rates == pytest.approx([0.0, 5e-4, *(1e-3 * share for share in cosine)])
+
+
+def test_asked_to_stop_it_finishes_the_step_and_saves(model_path, files):
+    with SFTTrainer(make_config(model_path)) as trainer:
+        trainer.start()
+        trainer.stop_requested.set()
+        trainer.fit()
+    assert [step for step, _ in logged(files)] == [1]
+    assert (files / "steps" / "global_step_1" / "trainer.pt").is_file()
+
+
+def test_gradients_that_are_not_finite_stop_the_run_and_leave_the_weights(files):
+    folder = save_tiny_model(files / "broken")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    model.save_pretrained(folder)
+    with SFTTrainer(make_config(folder, "trainer.max_nonfinite_steps=2")) as trainer:
+        trainer.start()
+        with pytest.raises(NonFiniteError, match=r"2 training steps in a row.*optim\.lr"):
+            trainer.fit()
+        engine = trainer.worker_group._host._workers["SFTWorker"].engine
+        for name, weight in engine.model.hf.named_parameters():
+            assert torch.equal(weight.full_tensor().nan_to_num(), model.get_parameter(name).nan_to_num()), name
+    assert {path.name for path in (files / "steps").iterdir()} == {"debug_step_1.pt", "debug_step_2.pt"}
+
+
+def test_too_few_rows_for_a_batch_is_one_clear_error(model_path, files):
+    with pytest.raises(ValueError, match=r"data\.train_batch_size = 64: data\.train_files hold only 16 rows"):
+        SFTTrainer(make_config(model_path, "data.train_batch_size=64"))

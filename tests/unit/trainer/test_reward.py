@@ -1,0 +1,117 @@
+"""Rewards of a run: the manager and function its configuration names, checked before training, masked on failure."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tiny import tiny_tokenizer
+
+from verl import DataProto
+from verl.trainer.ppo.reward import check_rewards, compute_reward, get_custom_reward_fn, load_reward_manager
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.workers.reward_manager import NaiveRewardManager
+
+TOKENIZER = tiny_tokenizer()
+FUNCTION = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, format_score=0.0):
+    if solution_str == "boom":
+        raise RuntimeError("boom")
+    return 1.0 if solution_str == ground_truth else format_score
+
+def short(solution_str, ground_truth):
+    return 0.5
+
+def wrong(text):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "my_reward.py").write_text(FUNCTION)
+    return str(tmp_path / "my_reward.py")
+
+
+def batch(texts, truth="yes") -> DataProto:
+    ids = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts]
+    mask = torch.tensor([[1] * len(row) + [0] * (8 - len(row)) for row in ids])
+    tensors = {
+        "responses": torch.tensor([row + [0] * (8 - len(row)) for row in ids]),
+        "attention_mask": mask,
+        "response_mask": mask.clone(),
+    }
+    rows = {
+        "data_source": ["mine"] * len(texts),
+        "reward_model": [{"style": "rule", "ground_truth": truth}] * len(texts),
+    }
+    return DataProto.from_dict(tensors, rows)
+
+
+def test_without_a_path_there_is_no_custom_function():
+    assert get_custom_reward_fn({}) is None
+    assert get_custom_reward_fn(OmegaConf.create({"custom_reward_function": {"path": None}})) is None
+
+
+def test_a_custom_function_scores_with_its_arguments_in_scorer_processes(file):
+    config = {"custom_reward_function": {"path": file, "reward_kwargs": {"format_score": 0.1}}}
+    manager = load_reward_manager(OmegaConf.create(config), TOKENIZER, num_examine=0, num_processes=1)
+    try:
+        scores, extra = compute_reward(batch(["yes", "no"]), manager)
+    finally:
+        manager.close()
+    assert scores.sum(-1).tolist() == pytest.approx([1.0, 0.1])
+    assert extra == {"scoring_failed": [0.0, 0.0]}
+
+
+def test_a_function_may_leave_out_what_it_does_not_need(file):
+    config = {"custom_reward_function": {"path": file, "name": "short"}, "reward_model": {"on_error": "fail"}}
+    manager = load_reward_manager(config, TOKENIZER, 0, num_processes=0)
+    assert compute_reward(batch(["x"]), manager)[0].sum() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ({"name": "wrong"}, r"custom_reward_function\.path: wrong\(text\).* does not accept solution_str"),
+        ({"name": "nothing"}, r"it does not define 'nothing'"),
+        ({"reward_kwargs": {"bonus": 1}}, r"custom_reward_function\.reward_kwargs: .*does not take bonus"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_when_loaded(file, block, expected):
+    with pytest.raises(ValueError, match=expected):
+        get_custom_reward_fn({"custom_reward_function": {"path": file, **block}})
+
+
+def test_the_manager_gets_what_the_configuration_says():
+    config = {
+        "reward_model": {"on_error": "zero", "reward_kwargs": {"timeout": 3.0}},
+        "data": {"reward_fn_key": "task"},
+    }
+    manager = load_reward_manager(config, TOKENIZER, 2)
+    assert isinstance(manager, NaiveRewardManager)
+    assert (manager.on_error, manager.reward_fn_key, manager.num_examine) == ("zero", "task", 2)
+    with pytest.raises(ValueError, match=r"reward_model\.reward_kwargs: NaiveRewardManager does not take timout"):
+        load_reward_manager({"reward_model": {"reward_kwargs": {"timout": 3.0}}}, TOKENIZER, 0)
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("mask", [3, 0]), ("zero", [3, 4])])
+def test_samples_that_could_not_be_scored_are_masked_where_the_policy_says_so(file, policy, kept):
+    config = {"custom_reward_function": {"path": file}, "reward_model": {"on_error": policy}}
+    data = batch(["yes", "boom"])
+    scores, extra = compute_reward(data, load_reward_manager(config, TOKENIZER, 0, num_processes=0))
+    assert scores.sum(-1).tolist() == [1.0, 0.0]
+    assert data.batch["response_mask"].sum(-1).tolist() == kept
+    assert extra["scoring_failed"] == [0.0, 1.0]
+
+
+def test_rows_that_no_function_scores_are_refused_before_training_unless_the_user_brings_one(tmp_path, file):
+    row = {"data_source": "mine", "prompt": "1+1?"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    dataset = RLHFDataset(str(tmp_path / "a.jsonl"), TOKENIZER, {})
+    with pytest.raises(ValueError, match=r"(?s)no reward function is known for data_source 'mine'.*no ground truth"):
+        check_rewards(dataset, {})
+    check_rewards(dataset, {"custom_reward_function": {"path": file}})
+    check_rewards(dataset, {"reward_model": {"enable": True, "path": "a/model"}})

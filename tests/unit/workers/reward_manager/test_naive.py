@@ -1,0 +1,155 @@
+"""The naive reward manager: scores on the right token, extra fields in order, failures by policy."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tiny import tiny_tokenizer
+
+from verl import DataProto
+from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls, register
+from verl.workers.reward_manager.naive import RewardError
+
+TOKENIZER = tiny_tokenizer()
+WIDTH = 24
+
+
+def batch(texts, masks=None, **columns) -> DataProto:
+    """Prompts of three tokens, answers right-padded; `masks` marks tokens that are the model's own."""
+    ids = [TOKENIZER(text + "<|end|>", add_special_tokens=False)["input_ids"] for text in texts]
+    lengths = [len(row) for row in ids]
+    responses = torch.tensor([row + [0] * (WIDTH - len(row)) for row in ids])
+    present = torch.tensor([[1] * length + [0] * (WIDTH - length) for length in lengths])
+    tensors = {
+        "prompts": torch.full((len(texts), 3), 9),
+        "responses": responses,
+        "attention_mask": torch.cat([torch.tensor([[0, 1, 1]] * len(texts)), present], dim=1),
+        "response_mask": present if masks is None else torch.tensor(masks),
+    }
+    rows = {
+        "data_source": ["openai/gsm8k"] * len(texts),
+        "reward_model": [{"style": "rule", "ground_truth": "72"}] * len(texts),
+        "extra_info": [{"index": i} for i in range(len(texts))],
+        **columns,
+    }
+    return DataProto.from_dict(tensors, rows)
+
+
+@pytest.fixture
+def naive():
+    made = []
+
+    def make(compute_score=None, **kwargs):
+        made.append(NaiveRewardManager(TOKENIZER, kwargs.pop("num_examine", 0), compute_score, **kwargs))
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+def test_a_score_sits_on_the_last_token_that_the_model_sampled(naive):
+    reward = naive()(batch(["#### 72", "it is #### 73", "#### 72"]))
+    assert reward.dtype == torch.float32
+    expected = torch.zeros(3, WIDTH)
+    expected[0, 7] = expected[2, 7] = 1.0  # seven characters and the end token
+    assert torch.equal(reward, expected)
+
+
+def test_with_tool_output_at_the_end_the_score_sits_on_the_models_own_last_token(naive):
+    own = [[1] * 4 + [0] * (WIDTH - 4), [0] * WIDTH]
+    reward = naive()(batch(["#### 72", "#### 72"], masks=own))
+    assert reward[0].nonzero().tolist() == [[3]]
+    assert not reward[1].any()
+
+
+def test_the_function_sees_only_the_tokens_that_are_there(naive):
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return {"score": 1.0, "text": solution_str, "truth": ground_truth, "index": extra_info["index"]}
+
+    data = batch(["ab", "c"])
+    data.batch["responses"][1, 3:] = 77  # whatever stands behind the end is not part of the answer
+    extra = naive(compute_score, num_processes=1)(data, return_dict=True)["reward_extra_info"]
+    assert extra["text"] == ["ab", "c"]
+    assert extra["truth"] == ["72", "72"]
+    assert extra["index"] == [0, 1]
+
+
+def test_a_ground_truth_beside_the_reward_model_and_another_key_column_are_used(naive):
+    def compute_score(data_source, solution_str, ground_truth):
+        return {"score": 0.0, "told": (data_source, ground_truth)}
+
+    data = batch(["x"], reward_model=[{"style": "rule"}], ground_truth=["7"], task=["sums"])
+    manager = naive(compute_score, reward_fn_key="task", num_processes=0)
+    assert manager(data, return_dict=True)["reward_extra_info"]["told"] == [("sums", "7")]
+    with pytest.raises(ValueError, match=r"data\.reward_fn_key: the batch has no 'level'"):
+        naive(compute_score, reward_fn_key="level", num_processes=0)(data)
+
+
+def test_scores_of_a_reward_model_are_the_result(naive):
+    data = batch(["x"])
+    data.batch["rm_scores"] = torch.full((1, WIDTH), 0.5)
+    assert torch.equal(naive()(data), data.batch["rm_scores"])
+    assert naive()(data, return_dict=True)["reward_extra_info"] == {}
+
+
+def sometimes_failing(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1 / (1 - extra_info["index"]), "acc": 1.0}
+
+
+@pytest.mark.parametrize("policy", ["zero", "mask"])
+def test_failed_samples_score_zero_are_counted_and_shown_once(naive, policy, caplog):
+    manager = naive(sometimes_failing, on_error=policy, num_processes=0)
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        result = manager(batch(["a", "b", "c"]), return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, -1.0]
+    assert result["reward_extra_info"]["scoring_failed"] == [0.0, 1.0, 0.0]
+    assert result["reward_extra_info"]["acc"] == [1.0, None, 1.0]
+    assert "1 of 3 samples could not be scored" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+    assert "answer: 'b'" in caplog.text
+
+
+def test_the_policy_fail_stops_with_the_example(naive):
+    with pytest.raises(RewardError, match=r"(?s)1 of 3 samples.*ZeroDivisionError.*answer: 'b'"):
+        naive(sometimes_failing, on_error="fail", num_processes=0)(batch(["a", "b", "c"]))
+    with pytest.raises(ValueError, match=r"reward_model\.on_error: 'ignore' is not one of fail, zero, mask"):
+        naive(on_error="ignore")
+
+
+@pytest.mark.parametrize(
+    ("texts", "cause"),
+    [
+        (["hm", "so"], "no answer was found in any text"),
+        (["#### 1", "hm"], "answers were found in 1 texts, and all are"),
+    ],
+)
+def test_a_first_batch_of_zeros_says_why(naive, caplog, texts, cause):
+    manager = naive(num_processes=0)
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        manager(batch(texts))
+        manager(batch(texts))
+    assert caplog.text.count(cause) == 1
+
+
+def test_as_many_samples_per_source_are_logged_as_asked_for(naive, caplog):
+    data = batch(["#### 72", "#### 72", "#### 72"], data_source=["openai/gsm8k", "openai/gsm8k", "gsm8k"])
+    with caplog.at_level(logging.INFO, logger="verl"):
+        naive(num_examine=1, num_processes=0)(data)
+    assert caplog.text.count("score 1") == 2
+
+
+def test_managers_are_registered_by_name():
+    assert get_reward_manager_cls("naive") is NaiveRewardManager
+
+    @register("mine")
+    class Mine:
+        pass
+
+    assert get_reward_manager_cls("mine") is Mine
+    with pytest.raises(ValueError, match=r"'nave' is not registered \(known: .*naive"):
+        get_reward_manager_cls("nave")
+    with pytest.raises(ValueError, match="NaiveRewardManager has this name"):
+        register("naive")(Mine)

@@ -1,0 +1,104 @@
+"""Supervised fine-tuning: `python -m verl.trainer.main_sft key=value …` -> configuration -> SFTTrainer.
+
+Neither torch nor ray is imported until the configuration is known to be right.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from verl.config import ConfigError, SFTConfig, load_config
+from verl.config.command_line import hydra_arguments
+from verl.config.sft_rules import describe
+from verl.trainer.main_ppo import RayUnavailableError, _start_ray
+
+logger = logging.getLogger("verl.trainer.main_sft")  # not "__main__", which is outside the one logging setup
+
+_CONFIG_NAME = "sft_trainer"
+
+
+def main() -> None:
+    """Compose the command line with Hydra and run; a wrong configuration or wrong data lists every problem, exit 2."""
+    typed = sys.argv[1:]
+    sys.argv[1:] = hydra_arguments(typed, root=_CONFIG_NAME)
+    try:
+        _main()
+    finally:
+        sys.argv[1:] = typed
+
+
+@hydra.main(config_path="config", config_name=_CONFIG_NAME, version_base=None)
+def _main(config: DictConfig) -> None:
+    from verl.utils.logging_setup import setup_logging
+
+    setup_logging()
+    try:
+        run_sft(config)
+    except RayUnavailableError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(1)
+    except ValueError as error:
+        if not (isinstance(error, ConfigError) or _is_about_data(error)):
+            raise
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
+
+
+def run_sft(config: SFTConfig | DictConfig | Mapping[str, Any]) -> None:
+    """Check the configuration, read the data, start the ranks (on Ray, if there are several) and train."""
+    config = load_config(config, root=SFTConfig)
+    for notice in config.notices:
+        logger.warning(notice)
+    logger.info(describe(config))
+
+    from verl.trainer.sft.trainer import SFTTrainer
+
+    with SFTTrainer(config) as trainer:
+        if config.ranks > 1:
+            import ray
+
+            if not ray.is_initialized():
+                _start_ray(config)  # type: ignore[arg-type]  # it reads ray_init, which both configurations have
+        trainer.start()
+        with _stop_on_signals(trainer.stop_requested):
+            trainer.fit()
+
+
+@contextmanager
+def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
+    """SIGTERM and Ctrl-C ask the run to finish its step and save; a second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        logger.warning("stopping: this step is finished and saved first (again to stop at once)")
+        for known, handler in before.items():
+            signal.signal(known, handler)
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_about_data(error: ValueError) -> bool:
+    from verl.utils.dataset.problems import DataError
+
+    return isinstance(error, DataError)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""SFTTrainer: the loop of supervised fine-tuning, over one rank in this process or several on Ray."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from verl.config import SFTConfig
+from verl.protocol import DataProto
+from verl.trainer.ppo.console import Console
+from verl.trainer.ppo.dumps import dump_batch
+from verl.trainer.ppo.guard import NonFiniteError
+from verl.trainer.ppo.phases import Phases
+from verl.trainer.sft import checkpointing
+from verl.trainer.sft.data import create_sft_dataset, train_loader, val_loader
+from verl.trainer.sft.ranks import Ranks
+from verl.utils import hf_tokenizer
+from verl.utils.balancing import get_seqlen_balanced_partitions
+from verl.utils.fs import resolve_model_path
+from verl.utils.metric import reduce_metrics
+from verl.utils.tracking import Tracking
+
+logger = logging.getLogger(__name__)
+
+
+class SFTTrainer:
+    """Reads the data when constructed; `start()` loads the model, `fit()` trains, `close()` ends what was started."""
+
+    def __init__(self, config: SFTConfig) -> None:
+        self.config = config = copy.deepcopy(config)
+        trainer, data, model = config.trainer, config.data, config.model
+        self.tokenizer = hf_tokenizer(resolve_model_path(model.path), trust_remote_code=model.trust_remote_code)
+        padding = self.tokenizer.pad_token_id
+        self.train_dataloader = train_loader(create_sft_dataset(data, self.tokenizer, is_train=True), data, padding)
+        self.val_dataloader = None
+        if data.val_files:
+            self.val_dataloader = val_loader(create_sft_dataset(data, self.tokenizer, is_train=False), data, padding)
+        self.steps_per_epoch = len(self.train_dataloader)
+        self.total_training_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
+        if config.optim.total_training_steps is None:
+            config.optim.total_training_steps = self.total_training_steps
+        self.global_steps = 0
+        self.stop_requested = threading.Event()
+        self._skipped_in_a_row = 0
+        self._ranks: Ranks | None = None
+
+    def start(self) -> None:
+        """Start the ranks and load the model."""
+        self._ranks = Ranks(self.config)
+        self.worker_group = self._ranks.group
+        self.worker_group.init_model()
+
+    def close(self) -> None:
+        """End the ranks; safe to call twice."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+
+    def __enter__(self) -> SFTTrainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- the loop
+
+    def fit(self) -> None:
+        """Train until the steps are done, or until asked to stop: then finish the step, save and return."""
+        trainer = self.config.trainer
+        tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict())
+        with tracking as self.tracking:
+            checkpointing.load(self)
+            self.console = Console(self.total_training_steps, self.global_steps)
+            try:
+                if trainer.val_before_train and self.val_dataloader is not None:
+                    self.tracking.log(self._validate(), self.global_steps)
+                self._train()
+            finally:
+                self.console.close()
+
+    def _train(self) -> None:
+        if self.global_steps >= self.total_training_steps:
+            logger.info("nothing left to train: step %d of %d", self.global_steps, self.total_training_steps)
+        while self.global_steps < self.total_training_steps:
+            for rows in self.train_dataloader:
+                self.global_steps += 1
+                self._step(DataProto.from_dict(rows))
+                if self.global_steps >= self.total_training_steps or self.stop_requested.is_set():
+                    return
+
+    def _step(self, batch: DataProto) -> None:
+        """One training step with its validation, checkpoint and log."""
+        trainer, step = self.config.trainer, self.global_steps
+        phases = Phases(self.console)
+        with phases("step"):
+            metrics = self._train_step(batch)
+        stopping = self.stop_requested.is_set()
+        if self.val_dataloader is not None and not stopping and self._is_due(trainer.test_freq):
+            with phases("testing"):
+                metrics |= self._validate()
+        if stopping or self._is_due(trainer.save_freq):
+            with phases("save_checkpoint"):
+                logger.info("saved to %s", checkpointing.save(self))
+        seconds, tokens = phases.seconds["step"], float(batch.batch["attention_mask"].sum())
+        metrics |= {
+            "training/global_step": step,
+            "training/epoch": (step - 1) // self.steps_per_epoch,
+            "train/learned_tokens": float(batch.batch["response_mask"].sum()),
+            "perf/total_num_tokens": tokens,
+            "perf/time_per_step": seconds,
+            "perf/tokens_per_second": tokens / seconds,
+            "perf/throughput": tokens / seconds / self.config.ranks,
+        }
+        metrics |= {f"timing_s/{name}": value for name, value in phases.seconds.items()}
+        self.tracking.log(metrics, step)
+        self.console.step_done()
+        self._check_finite(batch, metrics)
+
+    def _train_step(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step; every rank gets as many rows and about as many tokens."""
+        if self.config.ranks > 1:
+            lengths = batch.batch["attention_mask"].sum(dim=1).tolist()
+            parts = get_seqlen_balanced_partitions(lengths, self.config.ranks, equal_size=True)
+            batch = batch.select_idxs(torch.tensor([row for part in parts for row in part]))
+        return reduce_metrics(self.worker_group.train_batch(batch).meta_info["metrics"])
+
+    def _validate(self) -> dict[str, float]:
+        """`val/loss`: the mean over all answer tokens of the validation rows."""
+        assert self.val_dataloader is not None
+        found: dict[str, list[Any]] = {}
+        for rows in self.val_dataloader:
+            result = self.worker_group.evaluate(DataProto.from_dict(rows, auto_padding=True))
+            for name, values in result.meta_info["metrics"].items():
+                found.setdefault(name, []).extend(values)
+        return reduce_metrics(found)
+
+    def _is_due(self, freq: int | None) -> bool:
+        every = self.steps_per_epoch if freq is None else freq
+        return self.global_steps >= self.total_training_steps or (every > 0 and self.global_steps % every == 0)
+
+    def _check_finite(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        """A skipped update (its gradient was not finite) is written down; too many in a row end the run."""
+        trainer = self.config.trainer
+        if not metrics["train/skipped_steps"]:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        dumped = dump_batch(batch, trainer.default_local_dir, self.global_steps)
+        logger.warning("the gradient is not finite: update skipped, weights unchanged, batch in %s", dumped)
+        if self._skipped_in_a_row >= trainer.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"the gradient was not finite in {self._skipped_in_a_row} training steps in a row "
+                "(trainer.max_nonfinite_steps). The weights are those before the first of them. Lower optim.lr, then "
+                "optim.grad_clip; look at the batches that were dumped, and at the weights in model.path."
+            )

@@ -1,0 +1,98 @@
+"""SFTWorker: a causal LM that learns to predict the marked tokens of its rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl.config import SFTConfig, load_config
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.fs import resolve_model_path
+from verl.workers.engine.base import Counts, MicroBatching
+from verl.workers.roles.engines import make_engine
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def token_mean_loss(
+    output: dict[str, torch.Tensor], data: DataProto, counts: Counts
+) -> tuple[torch.Tensor, dict[str, Pair]]:
+    """A `LossFn`: the mean over all marked tokens of the step, whichever rank and micro-batch they are in."""
+    total, tokens = negative_log_likelihood(output["log_probs"], data.batch["response_mask"])
+    return total / max(1.0, counts.tokens), {"loss": (total, tokens)}
+
+
+def negative_log_likelihood(log_probs: torch.Tensor, mask: torch.Tensor) -> Pair:
+    """(its sum over the marked tokens, their number); `log_probs`, `mask`: [batch, response]."""
+    return -(log_probs * mask).sum(), mask.sum()
+
+
+class SFTWorker(Worker):
+    """One rank of supervised fine-tuning. Batches have a rollout's columns; `response_mask` marks what to learn."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = load_config(config, check_files=False, root=SFTConfig)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model and shard it over the ranks."""
+        config = self.config
+        self.init_process_group()
+        torch.manual_seed(config.data.seed + self.rank)  # for dropout, where the model is told to have some
+        self.engine = make_engine(
+            config.strategy,
+            resolve_model_path(config.model.path),
+            "causal_lm",
+            config.model,
+            config,
+            self.device,
+            optim=config.optim,
+            grad_clip=config.optim.grad_clip,
+            total_steps=config.optim.total_training_steps,
+        )
+        self.register_mesh_place("sft", self.engine.dp_rank, collect=True)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
+    def train_batch(self, data: DataProto) -> DataProto:
+        """One optimizer step on the rows of all ranks; metrics in `meta_info["metrics"]`."""
+        found = self.engine.forward_backward(data, token_mean_loss, ["log_probs"], micro=self._micro())
+        step = self.engine.optimizer_step()
+        metrics: dict[str, Any] = {
+            "train/loss": found["loss"],
+            "train/grad_norm": step["grad_norm"],
+            "train/lr": step["lr"],
+            "train/skipped_steps": step["skipped"],
+        }
+        if self.device.type == "cuda":
+            metrics["perf/memory_allocated_gb_max"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
+    def evaluate(self, data: DataProto) -> DataProto:
+        """The same loss without learning; rows that only fill up a rank's share are masked."""
+        log_probs = self.engine.infer(data, ["log_probs"], micro=self._micro()).batch["log_probs"]
+        total, tokens = negative_log_likelihood(log_probs, data.batch["response_mask"])
+        return DataProto(meta_info={"metrics": {"val/loss": (float(total), float(tokens))}})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        """Sharded state under `path`; a folder that transformers loads under `path/huggingface`."""
+        contents = self.config.checkpoint.save_contents
+        self.engine.save(path, [part for part in contents if part != "hf_model"])
+        if "hf_model" in contents:
+            self.engine.export_hf(f"{path}/huggingface")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        """Read back what `save_checkpoint` wrote."""
+        contents = self.config.checkpoint.load_contents
+        self.engine.load(path, [part for part in contents if part != "hf_model"])
+
+    def _micro(self) -> MicroBatching:
+        data = self.config.data
+        if data.use_dynamic_bsz:
+            return MicroBatching(max_tokens=data.max_token_len_per_gpu)
+        return MicroBatching(size=data.micro_batch_size_per_gpu)
