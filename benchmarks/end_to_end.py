@@ -106,6 +106,7 @@ def run(folder: Path, name: str, args: argparse.Namespace, *more: str) -> list[d
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={args.micro}",
         "actor_rollout_ref.actor.optim.lr=1e-6",
         f"critic.ppo_mini_batch_size={args.prompts}",
+        f"critic.ppo_micro_batch_size_per_gpu={args.micro}",
         f"custom_reward_function.path={folder / 'reward.py'}",
         f"trainer.total_training_steps={args.steps}",
         "trainer.n_gpus_per_node=1",

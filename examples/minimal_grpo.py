@@ -48,11 +48,11 @@ class Options:
     """What a full run calls: data.train_batch_size, rollout.n, actor.ppo_mini_batch_size, actor.optim.lr, …"""
 
     steps: int = 50
-    prompts: int = 16
+    prompts: int = 32
     answers: int = 8
-    mini_batch_prompts: int = 8
+    mini_batch_prompts: int = 16
     digits: int = 3
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     clip_low: float = 0.2
     clip_high: float = 0.28
     kl_coef: float = 0.001

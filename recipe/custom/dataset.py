@@ -1,8 +1,8 @@
 """`CustomRLHFDataset`: a template for a dataset of your own. Copy it, change what you need, and name it:
 
-    python3 -m verl.trainer.main_ppo … data.custom_cls.path=recipe/custom/dataset.py data.custom_cls.name=CustomRLHFDataset
+    python3 -m verl.trainer.main_ppo … data.custom_cls.path=mine.py data.custom_cls.name=CustomRLHFDataset
 
-It travels by content to every node, so it may import what is installed there and nothing that lies beside it.
+It is loaded from that one file: it may import what is installed, and nothing that lies beside it.
 """
 
 from __future__ import annotations

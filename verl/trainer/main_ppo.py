@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import hydra
@@ -24,7 +21,15 @@ from verl.config import ConfigError, PPOConfig, batch_plan, load_config
 from verl.config.command_line import hydra_arguments
 from verl.config.load import Config
 from verl.config.plan import active_roles
-from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+from verl.trainer.cluster import (
+    RayUnavailableError,
+    joins_a_head,
+    serve_as_node,
+    start_head,
+    start_ray,
+    stop_head,
+    wait_for_nodes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +64,21 @@ def run_ppo(config: Config, task_runner_class: Any = None) -> None:
     import ray
 
     if not ray.is_initialized():
-        _start_ray(config)
+        if joins_a_head(config):
+            return serve_as_node(config)
+        start_head(config)
+        start_ray(config.ray_init.num_cpus if config.trainer.node_rank is None else None)
+        wait_for_nodes(config)
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
     if not hasattr(runner_class, "remote"):
         # Two threads: one runs, the other takes the request to stop.
         runner_class = ray.remote(num_cpus=1, max_concurrency=2)(runner_class)
     runner = runner_class.remote()
-    with _stop_on_signals(runner):
-        ray.get(runner.run.remote(config))
+    try:
+        with _stop_on_signals(runner):
+            ray.get(runner.run.remote(config))
+    finally:
+        stop_head(config)
 
 
 @contextmanager
@@ -102,9 +114,9 @@ class TaskRunner:
     def run(self, config: PPOConfig) -> None:
         """Register the roles, load tokenizer, rewards and data, start the workers, train."""
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-        from verl.trainer.ppo.reward import load_reward_manager
+        from verl.trainer.ppo.reward import check_rewards, load_reward_manager
         from verl.utils import hf_processor, hf_tokenizer
-        from verl.utils.fs import copy_to_local
+        from verl.utils.fs import resolve_model_path
         from verl.utils.logging_setup import setup_logging
 
         setup_logging()
@@ -117,7 +129,7 @@ class TaskRunner:
         self.add_ref_policy_worker(config)
         resource_pool_manager = self.init_resource_pool_mgr(config)
         model = config.actor_rollout_ref.model
-        local_path = copy_to_local(model.path)
+        local_path = resolve_model_path(model.path)
         tokenizer = hf_tokenizer(local_path, trust_remote_code=model.trust_remote_code)
         processor = hf_processor(local_path, trust_remote_code=model.trust_remote_code)
         data = config.data
@@ -129,6 +141,8 @@ class TaskRunner:
             val_dataset = create_rl_dataset(
                 data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
             )
+        for dataset in filter(None, (train_dataset, val_dataset)):
+            check_rewards(dataset, config)
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
         val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1)
         self._trainer = RayPPOTrainer(
@@ -239,55 +253,6 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
         cls = load_user_object(custom.path, custom.name, key="data.sampler.path", required_params=("data_source",))
         return cls(data_source=dataset, data_config=config)
     return make_sampler(config, dataset)
-
-
-class RayUnavailableError(RuntimeError):
-    """Ray could not be started or joined; the message says what to run."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"Ray cannot start or join its cluster ({reason}). "
-            "A stale cluster is the usual cause: run `ray stop`, then `ray start --head`, and try again."
-        )
-
-
-def _start_ray(config: PPOConfig) -> None:
-    """Join the cluster that runs here, or start one."""
-    import ray
-
-    logger.info("Initializing Ray...")
-    _check_cluster_answers(_known_cluster())
-    num_cpus, runtime_env = config.ray_init.num_cpus, get_ppo_ray_runtime_env()
-    try:
-        try:
-            ray.init(num_cpus=num_cpus, runtime_env=runtime_env)
-        except ValueError:
-            if num_cpus is None:
-                raise
-            # Ray refuses a number of CPUs for a cluster that is already running.
-            ray.init(runtime_env=runtime_env)
-            logger.warning("ray_init.num_cpus has no effect: a running Ray cluster was joined.")
-    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-        raise RayUnavailableError((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
-
-
-def _known_cluster() -> str | None:
-    """Address of the cluster that `ray.init` would join: the environment's, or the one noted by `ray start`."""
-    if os.environ.get("RAY_ADDRESS"):
-        return os.environ["RAY_ADDRESS"]
-    note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
-    return note.read_text().strip() if note.is_file() else None
-
-
-def _check_cluster_answers(address: str | None) -> None:
-    """Ray itself would wait for minutes for a cluster that is gone."""
-    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
-    if not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        raise RayUnavailableError(f"nothing answers at {address}: {error}") from error
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from verl.config import ConfigError, SFTConfig, load_config
 from verl.config.command_line import hydra_arguments
 from verl.config.sft_rules import describe
-from verl.trainer.main_ppo import RayUnavailableError, _start_ray
+from verl.trainer.cluster import RayUnavailableError, start_ray
 
 logger = logging.getLogger("verl.trainer.main_sft")  # not "__main__", which is outside the one logging setup
 
@@ -67,7 +67,7 @@ def run_sft(config: SFTConfig | DictConfig | Mapping[str, Any]) -> None:
             import ray
 
             if not ray.is_initialized():
-                _start_ray(config)  # type: ignore[arg-type]  # it reads ray_init, which both configurations have
+                start_ray(config.ray_init.num_cpus)
         trainer.start()
         with _stop_on_signals(trainer.stop_requested):
             trainer.fit()

@@ -45,6 +45,9 @@ def test_plain_and_remote_runners_get_the_resolved_configuration(tmp_path):
             config = {GIVEN!r} | {{"external_libs": ["mine"], "ray_init": {{"num_cpus": 2}}}}
 
             class Mine(TaskRunner):
+                def add_actor_rollout_worker(self, config):
+                    raise NotImplementedError("far enough for this test")
+
                 def run(self, config):
                     try:
                         super().run(config)

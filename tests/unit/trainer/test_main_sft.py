@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import signal
+import sys
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.config import SFTConfig, load_config
 from verl.protocol import DataProto
-from verl.trainer.main_sft import run_sft
+from verl.trainer.main_sft import main, run_sft
 from verl.trainer.ppo.guard import NonFiniteError
 from verl.trainer.sft.data import create_sft_dataset, prompt_response_batch, train_loader
 from verl.trainer.sft.trainer import SFTTrainer
@@ -103,7 +106,7 @@ def test_loss_and_gradient_equal_a_plain_transformers_loop(model_path, files, cu
     loss = plain_loss(model, ROWS[:5])
     loss.backward()
     total, tokens = found["loss"]
-    assert total / tokens == pytest.approx(float(loss), rel=1e-5)
+    assert total / tokens == pytest.approx(loss.item(), rel=1e-5)
     ours = {name: weight.grad.full_tensor() for name, weight in worker.engine.model.hf.named_parameters()}
     for name, weight in model.named_parameters():
         torch.testing.assert_close(ours[name], weight.grad, rtol=1e-4, atol=1e-6, msg=name)
@@ -217,13 +220,18 @@ def test_warm_up_then_cosine(model_path, files):
     assert rates == pytest.approx([0.0, 5e-4, *(1e-3 * share for share in cosine)])
 
 
-def test_asked_to_stop_it_finishes_the_step_and_saves(model_path, files):
-    with SFTTrainer(make_config(model_path)) as trainer:
-        trainer.start()
-        trainer.stop_requested.set()
-        trainer.fit()
+def test_sigterm_finishes_the_step_and_saves(model_path, files, monkeypatch):
+    train_step, handler = SFTTrainer._train_step, signal.getsignal(signal.SIGTERM)
+
+    def interrupted(self, batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(self, batch)
+
+    monkeypatch.setattr(SFTTrainer, "_train_step", interrupted)
+    run_sft(make_config(model_path))
     assert [step for step, _ in logged(files)] == [1]
     assert (files / "steps" / "global_step_1" / "trainer.pt").is_file()
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_gradients_that_are_not_finite_stop_the_run_and_leave_the_weights(files):
@@ -245,3 +253,15 @@ def test_gradients_that_are_not_finite_stop_the_run_and_leave_the_weights(files)
 def test_too_few_rows_for_a_batch_is_one_clear_error(model_path, files):
     with pytest.raises(ValueError, match=r"data\.train_batch_size = 64: data\.train_files hold only 16 rows"):
         SFTTrainer(make_config(model_path, "data.train_batch_size=64"))
+
+
+def test_bad_rows_are_named_with_file_and_line_and_no_traceback(model_path, files, monkeypatch, capsys):
+    (files / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": 7}\n')
+    monkeypatch.setattr(sys, "argv", ["main_sft", "data.train_files=rows.jsonl", f"model.path={model_path}"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-2:]
+    assert said[0] == "1 problem in the data:"
+    assert "rows.jsonl" in said[1]
+    assert "response" in said[1]

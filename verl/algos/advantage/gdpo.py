@@ -36,7 +36,9 @@ def compute_gdpo_outcome_advantage(
     total = torch.zeros_like(groups.size)
     for rewards, weight in zip(dimensions, weights, strict=True):
         total += weight * groups.centred(rewards) / (groups.std(rewards) + epsilon)
-    whole_batch = Groups(torch.zeros_like(groups.of_row), response_mask)
-    normalised = whole_batch.centred(total) / (whole_batch.std(total) + epsilon)
+    rows = groups.real.sum()
+    centred = torch.where(groups.real, total - total.sum() / rows.clamp(min=1), 0.0)
+    std = (centred.square().sum() / (rows - 1).clamp(min=1)).sqrt()
+    normalised = centred / (std + epsilon)
     advantages = groups.spread(normalised, like=token_level_rewards)
     return advantages, advantages

@@ -22,7 +22,8 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, dict[str, float]]:
     """`token_level_rewards` = `token_level_scores` - coefficient × KL(policy ‖ reference); moves the controller."""
     mask = data.batch["response_mask"]
-    kl = kl_estimate(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty) * mask
+    estimate = kl_estimate(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty)
+    kl = torch.where(mask.bool(), estimate, 0.0)
     coefficient = kl_ctrl.value
     data.batch["token_level_rewards"] = data.batch["token_level_scores"] - coefficient * kl
     per_sequence = float(masked_mean(kl, mask, axis=-1).mean())

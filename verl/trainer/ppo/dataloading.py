@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.config import DataConfig
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
+from verl.utils.dataset.sampler import EpochSampler
 
 
 def make_dataloader(
@@ -38,12 +38,6 @@ def make_dataloader(
     )
 
 
-def make_sampler(config: DataConfig, dataset: Any) -> torch.utils.data.Sampler:
-    """Shuffled by `data.seed` every epoch, or in order; both resume where they stopped."""
-    from torchdata.stateful_dataloader.sampler import RandomSampler
-
-    if not config.shuffle:
-        return torch.utils.data.SequentialSampler(dataset)
-    generator = torch.Generator()
-    generator.manual_seed(config.seed)
-    return RandomSampler(dataset, generator=generator)
+def make_sampler(config: DataConfig, dataset: Any) -> EpochSampler:
+    """Shuffled by `data.seed` every epoch, or in order; resumes where it stopped, at the end of an epoch too."""
+    return EpochSampler(dataset, config.seed, config.shuffle, batch_size=config.gen_batch_size)

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
-from verl.algos import AdvantageEstimator, get_kl_controller
+from verl.algos import AdvantageEstimator, correct_rollout, get_kl_controller
 from verl.config import PPOConfig, load_config
 from verl.config.plan import batch_plan, layout_of
 from verl.protocol import DataProto, object_array
@@ -236,12 +237,16 @@ class RayPPOTrainer:
             if name in batch.batch.keys()
         ]
         local = _local(batch, names)
+        mask = local.batch["response_mask"].clone()
         scores, extra = compute_reward(local, self.reward_fn)
         batch.batch["token_level_scores"] = scores
+        if not torch.equal(mask, local.batch["response_mask"]):
+            batch.batch["response_mask"] = local.batch["response_mask"]  # samples that could not be scored
         for name, values in extra.items():
             batch.non_tensor_batch[name] = object_array(list(values))
-            if all(isinstance(value, int | float | np.number) for value in values):
-                metrics[f"reward/{name}/mean"] = float(np.mean([float(value) for value in values]))
+            known = [float(value) for value in values if isinstance(value, int | float | np.number)]
+            if known:
+                metrics[f"reward/{name}/mean"] = float(np.mean(known))
         return batch
 
     def _compute_old_log_prob(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
@@ -277,6 +282,17 @@ class RayPPOTrainer:
         )
         for name in ("token_level_rewards", "advantages", "returns"):
             batch.batch[name] = local.batch[name]
+        correction = correct_rollout(
+            local.batch["old_log_probs"],
+            local.batch["rollout_log_probs"],
+            local.batch["response_mask"],
+            algorithm.rollout_correction,
+        )
+        metrics |= correction.metrics
+        if correction.weights is not None:
+            batch.batch["rollout_is_weights"] = correction.weights
+        if algorithm.rollout_correction.rollout_rs is not None:
+            batch.batch["response_mask"] = correction.response_mask
         local.meta_info |= {
             "max_response_length": self.config.data.max_response_length,
             "max_prompt_length": self.config.data.max_prompt_length,

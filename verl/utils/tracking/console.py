@@ -9,7 +9,14 @@ from typing import Any, TextIO
 from verl.utils.tracking.backends import Sample
 
 # What a person looks for first, under the short names used in the documentation.
-_HEADLINE = {"reward/mean": "reward_mean", "kl/mean": "kl", "actor/loss": "actor_loss", "critic/loss": "critic_loss"}
+_HEADLINE = {
+    "reward/mean": "reward_mean",
+    "kl/mean": "kl",
+    "actor/loss": "actor_loss",
+    "critic/loss": "critic_loss",
+    "train/loss": "train_loss",
+    "val/loss": "val_loss",
+}
 _SAMPLE_CHARS = 200
 
 

@@ -172,6 +172,7 @@ class ScorerPool:
         self._ringer.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._control, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="scorer-pool", daemon=True)
         self._thread.start()
 
@@ -202,7 +203,6 @@ class ScorerPool:
             self._waiting.clear()
         for scorer in self._scorers.values():
             scorer.pipe.close()
-        self._scorers.clear()
         self._selector.close()
         for end in (self._control, self._bell, self._ringer):
             end.close()
@@ -211,6 +211,11 @@ class ScorerPool:
         except subprocess.TimeoutExpired:
             os.killpg(self._server.pid, signal.SIGKILL)
             self._server.wait()
+        if self._server.returncode:  # it did not end in order, so its scorers are still there
+            for pid in self._scorers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+        self._scorers.clear()
         for task in abandoned:
             if not task.future.done():
                 task.future.set_exception(RuntimeError(f"reward: {reason} before the sample was scored."))
@@ -241,7 +246,11 @@ class ScorerPool:
                 while self._bell.recv(4096):
                     pass
             return
+        if ready.fileobj is self._control:  # answers are read where they are asked for: this is its end
+            raise EOFError("its process ended")
         scorer: _Scorer = ready.data
+        if scorer.pid not in self._scorers:
+            return
         if not scorer.tasks:  # an idle scorer has nothing to say: it ended
             self._bury(scorer)
             return
@@ -349,11 +358,12 @@ class ScorerPool:
 
     def _remove(self, scorer: _Scorer, message: bytes = KILL) -> int:
         """Take a scorer out and have it killed, if it still lives; how it ended."""
+        self._control.sendall(message + NUMBER.pack(scorer.pid))
+        ending = self._answer()
         self._selector.unregister(scorer.pipe)
         scorer.pipe.close()
         del self._scorers[scorer.pid]
-        self._control.sendall(message + NUMBER.pack(scorer.pid))
-        return self._answer()
+        return ending
 
     def _answer(self) -> int:
         received = self._control.recv(NUMBER.size, socket.MSG_WAITALL)

@@ -11,7 +11,7 @@ from verl.config import CriticConfig, as_config
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils.fs import copy_to_local
+from verl.utils.fs import resolve_model_path
 from verl.utils.torch_functional import masked_mean
 from verl.workers.engine.base import Counts
 from verl.workers.roles.engines import make_engine
@@ -63,7 +63,7 @@ class CriticWorker(Worker):
         self.init_process_group()
         self.engine = make_engine(
             config.strategy,
-            copy_to_local(config.model.path),
+            resolve_model_path(config.model.path),
             "value",
             config.model,
             config,

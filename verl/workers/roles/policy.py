@@ -9,7 +9,7 @@ from verl.config import ActorRolloutRefConfig, as_config
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils.fs import copy_to_local
+from verl.utils.fs import resolve_model_path
 from verl.workers.roles.engines import make_engine
 from verl.workers.roles.policy_loss import PolicyLoss
 from verl.workers.roles.updates import micro_batching, run_epochs
@@ -49,7 +49,7 @@ class ActorRolloutRefWorker(Worker):
     def init_model(self) -> None:
         """Load what this worker's parts need; the engines of all ranks form one model."""
         self.init_process_group()
-        self.model_path = copy_to_local(self.config.model.path)
+        self.model_path = resolve_model_path(self.config.model.path)
         if "actor" in self.parts:
             self._init_actor()
         if "ref" in self.parts:

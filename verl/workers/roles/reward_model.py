@@ -11,7 +11,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import hf_tokenizer
-from verl.utils.fs import copy_to_local
+from verl.utils.fs import resolve_model_path
 from verl.utils.model import compute_position_id_with_mask
 from verl.workers.roles.engines import make_engine
 from verl.workers.roles.updates import micro_batching
@@ -30,12 +30,12 @@ class RewardModelWorker(Worker):
         if config.path is None:
             raise ValueError("reward_model.path: not set. Give the folder or hub name of a sequence classifier.")
         self.init_process_group()
-        path = copy_to_local(config.path)
+        path = resolve_model_path(config.path)
         self.engine = make_engine(config.strategy, path, "sequence_classification", config.model, config, self.device)
         self.tokenizer = hf_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
         self.input_tokenizer = None
         if config.model.input_tokenizer is not None:
-            other = hf_tokenizer(copy_to_local(config.model.input_tokenizer))
+            other = hf_tokenizer(resolve_model_path(config.model.input_tokenizer))
             if not _same_tokenizer(other, self.tokenizer):
                 self.input_tokenizer = other
         self.register_mesh_place("reward_model", self.engine.dp_rank, collect=True)

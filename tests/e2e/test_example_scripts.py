@@ -1,0 +1,279 @@
+"""What `examples/` and `recipe/` ship works: scripts compose and validate, data converts, the minimal GRPO learns."""
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import hydra
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from tiny import tiny_tokenizer
+
+from verl.config import SFTConfig, batch_plan, load_config
+from verl.config.command_line import hydra_arguments
+from verl.trainer.main_ppo import create_rl_dataset
+from verl.utils.dataset.check import check_files
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT)) for folder in ("examples", "recipe") for path in ROOT.glob(f"{folder}/**/*.sh")
+)
+KNOWN = [
+    "examples/ppo_trainer/run_gemma.sh",
+    "examples/ppo_trainer/run_deepseek7b_llm.sh",
+    "examples/ppo_trainer/run_qwen2-7b_seq_balance.sh",
+    "examples/ppo_trainer/run_qwen2-7b_rm.sh",
+    "examples/ppo_trainer/run_qwen2-7b_math_megatron.sh",
+    "examples/grpo_trainer/run_qwen2-7b.sh",
+    "examples/grpo_trainer/run_qwen2.5-0.5b_cpu.sh",
+    "recipe/retool/run_qwen2_7b_dapo.sh",
+]
+DOCUMENTS = [
+    *ROOT.glob("examples/*/README.md"),
+    *ROOT.glob("recipe/*/README.md"),
+    ROOT / "docs/guide.md",
+    ROOT / "docs/troubleshooting.md",
+]
+RETOOL = "recipe/retool/run_qwen2_7b_dapo.sh"
+
+
+# ---------------------------------------------------------------- scripts
+
+
+def run_script(script, tmp_path, *extra, exit_code=0):
+    """Run it for real, with a `python3` that only notes its arguments; (exit code, those arguments)."""
+    programs = tmp_path / "bin"
+    programs.mkdir(exist_ok=True)
+    noted = tmp_path / "arguments"
+    noted.unlink(missing_ok=True)
+    python3 = programs / "python3"
+    python3.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" > '{noted}'\nexit {exit_code}\n")
+    python3.chmod(0o755)
+    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "HOME": "/home/user", "DATA_ROOT": "/data"}
+    done = subprocess.run(["bash", script, *extra], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == exit_code, done.stderr
+    return noted.read_text().removesuffix("\0").split("\0")
+
+
+def load(arguments):
+    """The configuration that `python3 -m module key=value …` would run with, whatever files this machine has."""
+    flag, module, *typed = arguments
+    assert flag == "-m"
+    root, options = {
+        "verl.trainer.main_ppo": ("ppo_trainer", {}),
+        "verl.trainer.main_sft": ("sft_trainer", {"root": SFTConfig}),
+    }[module]
+    given = hydra_arguments(typed) if not options else hydra_arguments(typed, root=root)
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        return load_config(hydra.compose(root, overrides=given), check_files=False, **options)
+
+
+def test_the_promised_scripts_are_there():
+    assert set(KNOWN) <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_composes_validates_and_takes_overrides(script, tmp_path):
+    config = load(run_script(script, tmp_path))
+    assert config.notices == []  # nothing obsolete, nothing without effect
+    changed = load(run_script(script, tmp_path, "trainer.experiment_name=of my own", "trainer.total_epochs=7"))
+    assert (changed.trainer.experiment_name, changed.trainer.total_epochs) == ("of my own", 7)
+    assert config.trainer.experiment_name != "of my own"
+
+
+@pytest.mark.parametrize("script", KNOWN)
+def test_a_script_fails_when_the_run_fails(script, tmp_path):
+    run_script(script, tmp_path, exit_code=3)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_explained_in_the_readme_beside_it(script):
+    path = ROOT / script
+    assert path.name in (path.parent / "README.md").read_text()
+
+
+def test_configuration_keys_in_documents_exist():
+    ppo = load_config(None, ["data.train_files=a/b", "actor_rollout_ref.model.path=a/b"], check_files=False)
+    sft = load_config(None, ["data.train_files=a/b", "model.path=a/b"], check_files=False, root=SFTConfig)
+    # Paths that begin with a block's name; those that end in a dot or a star stand for several.
+    written = re.compile(rf"(?<![\w./])((?:{'|'.join(block for block in ppo if block != 'custom')})(?:\.[a-z_0-9]+)+)")
+    for file in DOCUMENTS:
+        for key in sorted(set(written.findall(file.read_text()))):
+            assert _has(ppo, key) or _has(sft, key), f"{file.relative_to(ROOT)}: {key}"
+
+
+def _has(config, key):
+    for part in key.split("."):
+        if isinstance(config, dict):
+            return True  # free-form: arguments for someone's function
+        if not hasattr(config, "keys") or part not in config:
+            return False
+        config = config[part]
+    return True
+
+
+def test_the_retool_recipe_has_the_published_settings(tmp_path):
+    config = load(run_script(RETOOL, tmp_path))
+    actor, rollout, model = (config.actor_rollout_ref[name] for name in ("actor", "rollout", "model"))
+    assert config.algorithm.adv_estimator == "grpo"
+    assert (config.algorithm.use_kl_in_reward, actor.use_kl_loss) == (False, False)
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.2, 0.28)
+    assert (config.data.train_batch_size, actor.ppo_mini_batch_size, rollout.n, rollout.val_kwargs.n) == (
+        64,
+        16,
+        16,
+        30,
+    )
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 16384)
+    turns = rollout.multi_turn
+    assert (turns.enable, turns.max_user_turns, turns.max_assistant_turns, turns.format) == (True, 16, 16, "hermes")
+    assert (rollout.name, rollout.mode) == ("vllm", "async")
+    assert (rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization) == (4, 0.9)
+    assert (actor.use_dynamic_bsz, actor.ulysses_sequence_parallel_size) == (True, 4)
+    assert (actor.fsdp_config.param_offload, actor.fsdp_config.optimizer_offload) == (True, True)
+    assert (model.use_remove_padding, model.enable_gradient_checkpointing) == (True, True)
+    assert model.path == "checkpoint/multiturn-sft-qwen-2.5-7b-instruct/global_step_372"
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (1, 8)
+    assert config.data.train_files == ["/data/dataset/BytedTsinghua-SIA/DAPO-Math-17k"]
+    assert config.data.val_files == ["/data/dataset/yentinglin/aime_2025"]
+    assert turns.tool_config_path == "recipe/retool/sandbox_fusion_tool_config.yaml"
+    assert batch_plan(config).samples == 64 * 16
+
+
+def test_the_tools_of_the_retool_recipe_are_functions_a_model_can_be_told():
+    (tool,) = yaml.safe_load((ROOT / "recipe/retool/sandbox_fusion_tool_config.yaml").read_text())["tools"]
+    function = tool["tool_schema"]["function"]
+    assert tool["tool_schema"]["type"] == "function"
+    assert function["name"]
+    assert function["description"]
+    assert set(function["parameters"]["required"]) <= set(function["parameters"]["properties"])
+    assert tool["class_name"].startswith("verl.agent.tools.")
+
+
+# ---------------------------------------------------------------- data
+
+
+def python(*arguments, timeout=280):
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def write_lines(path, rows):
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+
+
+def converted(raw, tmp_path, *options):
+    done = python(
+        "examples/data_preprocess/hh_rlhf.py",
+        "--local_dataset_path",
+        str(raw),
+        "--local_save_dir",
+        str(tmp_path / "out"),
+        *options,
+    )
+    assert done.returncode == 0, done.stderr
+    return {split: pq.read_table(tmp_path / "out" / f"{split}.parquet").to_pylist() for split in ("train", "test")}
+
+
+def test_preference_rows_become_prompts_that_a_reward_model_judges(tmp_path):
+    raw = tmp_path / "pairs"
+    raw.mkdir()
+    write_lines(raw / "train_clean.jsonl", [{"prompt": "Hello?", "chosen": "Hi.", "rejected": "No."}])
+    dialogue = "\n\nHuman: One?\n\nAssistant: 1.\n\nHuman: Two?\n\nAssistant:"
+    write_lines(
+        raw / "eval.jsonl.gz",
+        [
+            {"chosen": f"{dialogue} 2.", "rejected": f"{dialogue} 3."},
+            {"prompt": dialogue, "chosen": " 2.", "rejected": " 3."},
+            {"prompt": " ", "chosen": "a", "rejected": "b"},
+        ],
+    )
+    rows = converted(raw, tmp_path)
+    assert rows["train"] == [
+        {
+            "data_source": "pairs",
+            "prompt": [{"role": "user", "content": "Hello?"}],
+            "ability": "alignment",
+            "reward_model": {"style": "model", "ground_truth": "Hi."},
+            "extra_info": {"split": "train", "index": 0, "rejected": "No."},
+        }
+    ]
+    whole, split = rows["test"]  # the one without a prompt is gone
+    assert [(message["role"], message["content"]) for message in whole["prompt"]] == [
+        ("user", "One?"),
+        ("assistant", "1."),
+        ("user", "Two?"),
+    ]
+    assert split["prompt"] == whole["prompt"]
+    assert split["reward_model"] == whole["reward_model"] == {"style": "model", "ground_truth": "2."}
+    assert check_files(str(tmp_path / "out" / "test.parquet"), any_source=True).problems == []
+
+
+def test_rows_that_are_no_preferences_are_refused_with_their_place(tmp_path):
+    write_lines(tmp_path / "train.jsonl", [{"question": "?", "answer": "!"}])
+    done = python(
+        "examples/data_preprocess/hh_rlhf.py", "--local_dataset_path", str(tmp_path), "--local_save_dir", str(tmp_path)
+    )
+    assert done.returncode != 0
+    assert "train row 0: no 'chosen' (found: question, answer)" in done.stderr
+
+
+@pytest.mark.skipif(not (ROOT / "../shared/data/ultrafeedback").is_dir(), reason="an UltraFeedback subset is not here")
+def test_ultrafeedback_converts_whole(tmp_path):
+    rows = converted(ROOT / "../shared/data/ultrafeedback", tmp_path)
+    assert (len(rows["train"]), len(rows["test"])) == (1000, 200)
+    assert rows["train"][0]["data_source"] == "ultrafeedback"
+
+
+def test_the_dataset_template_is_loaded_by_its_path_and_changes_prompt_and_extra_info(tmp_path):
+    rows = [{"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    data = {
+        "train_files": [str(tmp_path / "rows.jsonl")],
+        "max_prompt_length": 128,
+        "custom_cls": {"path": str(ROOT / "recipe/custom/dataset.py"), "name": "CustomRLHFDataset"},
+    }
+    tokenizer = tiny_tokenizer()
+    config = load_config({"data": data}, ["actor_rollout_ref.model.path=a/b"], check_files=False).data
+    row = create_rl_dataset(config.train_files, config, tokenizer, None)[0]
+    length = int(row["attention_mask"].sum())
+    text = tokenizer.decode(row["input_ids"][-length:])
+    assert text.startswith("<|system|>You are a careful assistant.")
+    assert text.endswith("<|user|>1+1?<|end|><|assistant|>")
+    assert row["extra_info"]["prompt_tokens"] == length
+
+
+# ---------------------------------------------------------------- GRPO in one file
+
+
+def rewards_of(output):
+    return [float(value) for value in re.findall(r"reward=([\d.]+)", output)]
+
+
+def test_minimal_grpo_raises_its_reward_within_ten_steps():
+    small = ["--steps", "10", "--prompts", "16", "--mini_batch_prompts", "8", "--warm_up_steps", "90"]
+    done = python("examples/minimal_grpo.py", *small)
+    assert done.returncode == 0, done.stderr
+    first, last = rewards_of(done.stdout)
+    assert last > first + 0.2
+
+
+@pytest.mark.slow
+def test_minimal_grpo_solves_held_out_problems():
+    done = python("examples/minimal_grpo.py")
+    assert done.returncode == 0, done.stderr
+    before, after = (float(value) for value in re.findall(r"held-out accuracy ([\d.]+)", done.stdout))
+    assert before < 0.4
+    assert after > 0.85
+    assert "import ray" not in (ROOT / "examples/minimal_grpo.py").read_text()
+
+
+def test_minimal_grpo_fits_on_a_few_screens():
+    assert len((ROOT / "examples/minimal_grpo.py").read_text().splitlines()) <= 270

@@ -1,0 +1,115 @@
+"""`python -m verl.trainer.main_sft` as users run it: the example script, mistakes, and two ranks on Ray."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import save_tiny_model
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parents[2]
+RAW = [
+    {"question": f"Tom has {i} apples and gets {j}. How many?", "answer": f"{i}+{j}=<<{i}+{j}={i + j}>>\n#### {i + j}"}
+    for i in range(3)
+    for j in range(3)
+]
+
+
+def run(command, cwd, timeout=120):
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # `python3` of the scripts is ours
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"PATH": path}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def main_sft(*arguments, cwd):
+    return run([sys.executable, "-m", "verl.trainer.main_sft", *arguments], cwd)
+
+
+def test_the_example_trains_on_preprocessed_gsm8k_and_its_checkpoint_is_a_model(tmp_path):
+    training_row = runpy.run_path(str(ROOT / "examples" / "data_preprocess" / "gsm8k.py"))["training_row"]
+    for split in ("train", "test"):
+        rows = [training_row(item, index, split) for index, item in enumerate(RAW)]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
+    save_tiny_model(tmp_path / "tiny")
+    script = ROOT / "examples" / "sft" / "run_gsm8k_sft.sh"
+    small = ["model.path=tiny", "data.train_batch_size=4", "trainer.total_epochs=2", "trainer.device=cpu"]
+    done = run(["env", "DATA_DIR=.", "bash", str(script), *small, "optim.lr=1e-3"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert [line.split(":")[0] for line in lines] == ["step 0", "step 1", "step 2", "step 3", "step 4"]
+    assert "val/loss" in lines[0]
+    assert "val/loss" in lines[-1]
+    assert "Batch plan: 4 rows" in done.stderr
+    folder = tmp_path / "checkpoints" / "gsm8k-sft" / "qwen2.5-0.5b-instruct" / "global_step_4" / "huggingface"
+    trained = AutoModelForCausalLM.from_pretrained(folder)
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
+    assert not torch.equal(trained.lm_head.weight, first.lm_head.weight)
+
+
+def test_mistakes_are_all_listed_before_anything_heavy_is_imported(tmp_path):
+    done = main_sft(
+        "data.train_files=no.parquet", "data.train_batch_size=6", "optim.lr=fast", "optm.lr=1", cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert {line.split(" = ")[0] for line in lines[1:]} == {
+        "1. optm.lr",
+        "2. optim.lr",
+        "3. model.path",
+        "4. data.train_files",
+    }
+    assert list(tmp_path.iterdir()) == []
+    program = "import sys, verl.trainer.main_sft; print({'torch', 'ray', 'transformers'} & set(sys.modules))"
+    assert run([sys.executable, "-c", program], tmp_path).stdout.strip() == "set()"
+
+
+@pytest.mark.slow
+def test_two_ranks_on_ray_learn_what_one_learns(tmp_path, monkeypatch, ray_cluster):
+    from verl.config import SFTConfig, load_config
+    from verl.trainer.main_sft import run_sft
+
+    monkeypatch.chdir(tmp_path)
+    save_tiny_model(tmp_path / "tiny")
+    rows = [{"prompt": row["question"] * (1 + i % 3), "response": row["answer"]} for i, row in enumerate(RAW)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for ranks in (1, 2):
+        common = {"train_files": "rows.jsonl", "val_files": "rows.jsonl", "train_batch_size": 4, "val_batch_size": 3}
+        config = {
+            "data": common | {"micro_batch_size_per_gpu": 1},
+            "model": {"path": str(tmp_path / "tiny")},
+            "optim": {"lr": 1e-3},
+            "trainer": {
+                "n_gpus_per_node": ranks,
+                "device": "cpu",
+                "total_epochs": 2,
+                "experiment_name": str(ranks),
+                "logger": "file",
+            },
+        }
+        run_sft(load_config(config, root=SFTConfig))
+    runs = [logged(tmp_path / "runs" / "verl" / name) for name in ("1", "2")]
+    names = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
+    for one, two in zip(*runs, strict=True):
+        assert [one[name] for name in names if name in one] == pytest.approx(
+            [two[name] for name in names if name in two], rel=1e-5
+        )
+    weights = [
+        load_file(tmp_path / "checkpoints" / "verl" / name / "global_step_4" / "huggingface" / "model.safetensors")
+        for name in ("1", "2")
+    ]
+    for name, weight in weights[0].items():
+        # A weight whose gradient is about 0 moves by the sign of rounding errors: by at most the learning rate a step.
+        torch.testing.assert_close(weights[1][name], weight, rtol=0, atol=2e-5, msg=name)
+
+
+def logged(folder):
+    return [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]

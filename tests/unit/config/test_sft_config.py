@@ -1,0 +1,109 @@
+"""SFTConfig loads as strictly as PPOConfig: one default per key, all problems at once, no groups."""
+
+import hydra
+import pytest
+
+from verl.config import ConfigError, SFTConfig, load_config
+from verl.config.command_line import hydra_arguments
+from verl.config.compose import default_tree, groups
+from verl.config.docs import render
+from verl.config.schema import alias_table, pick, walk
+from verl.config.sft_rules import describe
+
+GIVEN = ("data.train_files=openai/gsm8k", "model.path=a/b", "trainer.n_gpus_per_node=2", "trainer.device=cpu")
+
+
+def load(*overrides, cfg=None):
+    return load_config(cfg, [*GIVEN, *overrides], check_files=False, root=SFTConfig)
+
+
+def problems(*overrides, cfg=None):
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides, cfg=cfg)
+    return {problem.key: str(problem) for problem in caught.value.problems}
+
+
+def test_yaml_holds_a_default_for_exactly_the_declared_keys():
+    tree = default_tree(root="sft_trainer")
+    for path, entry in walk(SFTConfig):
+        value = pick(tree, path)
+        if entry.block is not None:
+            assert set(value) == {below.rpartition(".")[2] for below, _ in walk(entry.block) if "." not in below}, path
+    assert set(tree) == {path for path, _ in walk(SFTConfig) if "." not in path}
+    assert groups("sft_trainer") == {}
+
+
+def test_keys_are_explained_and_other_spellings_are_not_keys():
+    declared = dict(walk(SFTConfig))
+    for path, entry in declared.items():
+        assert entry.key.doc.endswith("."), path
+        assert len(entry.key.doc) < 120, path
+    assert not set(alias_table(SFTConfig)) & set(declared)
+    page = render()
+    for path, entry in declared.items():
+        assert entry.block is None or f" SFT: {path}\n" in page
+
+
+def test_nulls_are_resolved_and_a_loaded_config_loads_again():
+    config = load("data.train_batch_size=6")
+    assert (config.data.micro_batch_size_per_gpu, config.data.val_batch_size, config.ranks) == (3, 6, 2)
+    assert (config.fsdp_config.mixed_precision, config.trainer.default_local_dir) == ("fp32", "./checkpoints/verl/sft")
+    assert load_config(config.to_dict(), check_files=False, root=SFTConfig) == config
+    assert load_config(config, root=SFTConfig) is config
+    assert "6 rows of up to 1024 tokens per step over 2 ranks (cpu), 3 each in 1 micro-batch of 3 rows" in describe(
+        config
+    )
+
+
+def test_other_spellings_are_accepted():
+    config = load(
+        "optim.clip_grad=0.5",
+        "optim.warmup_steps=3",
+        "optim.lr_warmup_steps_ratio=0",
+        "trainer.max_actor_ckpt_to_keep=2",
+    )
+    assert (config.optim.grad_clip, config.optim.lr_warmup_steps, config.trainer.max_ckpt_to_keep) == (0.5, 3, 2)
+
+
+def test_all_problems_come_at_once():
+    found = problems(
+        "data.train_batch_size=7",
+        "data.max_token_len_per_gpu=100",
+        "data.use_dynamic_bsz=True",
+        "optim.lr_warmup_steps=3",
+        "data.custom_cls.path=x.py",
+        "trainer.resume_mode=resume_path",
+        "fsdp_config.fsdp_size=3",
+        "strategy=megatron",
+        "algorithm.adv_estimator=grpo",
+    )
+    assert set(found) == {
+        "data.train_batch_size",
+        "data.max_token_len_per_gpu",
+        "optim.lr_warmup_steps",
+        "data.custom_cls.name",
+        "trainer.resume_from_path",
+        "fsdp_config.fsdp_size",
+        "strategy",
+        "algorithm.adv_estimator",
+    }
+    assert "Set it to 6 or 8" in found["data.train_batch_size"]
+    assert "Set it to 4 or less" in problems("data.train_batch_size=8", "data.micro_batch_size_per_gpu=5").popitem()[1]
+
+
+def test_the_command_line_composes_and_knows_no_groups():
+    typed = [*GIVEN, "data.response_key=extra_info.answer", "+trainer.total_epochs=2", "trainer.logger=[console,file]"]
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        composed = hydra.compose("sft_trainer", overrides=hydra_arguments(typed, root="sft_trainer"))
+    config = load_config(composed, check_files=False, root=SFTConfig)
+    assert (config.data.response_key, config.trainer.total_epochs) == ("extra_info.answer", 2)
+    assert config.trainer.logger == ["console", "file"]
+    assert hydra_arguments(["data=rlhf", "critic=null"], root="sft_trainer") == ["++data=rlhf", "++critic=null"]
+
+
+def test_a_block_or_the_other_programs_config_is_no_sft_config():
+    ppo = load_config(None, ["data.train_files=a/b", "actor_rollout_ref.model.path=a/b"], check_files=False)
+    with pytest.raises(TypeError, match="a SFTConfig is expected, not PPOConfig"):
+        load_config(ppo, root=SFTConfig)
+    with pytest.raises(ValueError, match="not a whole configuration"):
+        load_config(None, root=type(load().data))
