@@ -61,12 +61,13 @@ def run_ppo(config: Config, task_runner_class: Any = None) -> None:
         logger.warning(notice)
     logger.info(batch_plan(config).render())
 
+    if joins_a_head(config):
+        return serve_as_node(config)
+    start_head(config)  # before Ray is imported: it reads its settings then
+
     import ray
 
     if not ray.is_initialized():
-        if joins_a_head(config):
-            return serve_as_node(config)
-        start_head(config)
         start_ray(config.ray_init.num_cpus if config.trainer.node_rank is None else None)
         wait_for_nodes(config)
     runner_class = TaskRunner if task_runner_class is None else task_runner_class

@@ -1,0 +1,100 @@
+"""The same runs on Ray: two ranks give one rank's results, roles in pools of their own, a reward model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_tokenizer
+from training_harness import make_task, overrides, run_training
+
+from verl.single_controller.ray import RayWorkerGroup
+
+SAME = ("reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "kl/mean", "actor/entropy")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> dict[str, str]:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def ppo(task: dict[str, str], folder: Path, *more: str) -> list[str]:
+    return overrides(task, folder, "actor_rollout_ref.actor.use_kl_loss=True", "data.val_files=[]", *more)
+
+
+def assert_same_run(one: list[dict], other: list[dict]) -> None:
+    assert len(one) == len(other)
+    for mine, theirs in zip(one, other, strict=True):
+        for name in SAME:
+            assert mine[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-5), (mine["step"], name)
+
+
+def test_two_ranks_give_the_results_of_one(task, tmp_path, ray_cluster):
+    """Samples, losses and gradients do not depend on the number of ranks; colocated actor, critic and reference."""
+    alone = run_training(ppo(task, tmp_path / "one"))
+    together = run_training(ppo(task, tmp_path / "two", "trainer.n_gpus_per_node=2"), RayWorkerGroup)
+    assert_same_run(alone.history, together.history)
+
+
+def test_rollout_actor_and_critic_in_pools_of_their_own(task, tmp_path, ray_cluster):
+    """Weights cross processes; the results are those of one process."""
+    pools = (
+        "resource_pool_spec={train: [1], generate: [1], judge: [1]}",
+        "role_mapping={actor: train, ref: train, rollout: generate, critic: judge}",
+    )
+    alone = run_training(ppo(task, tmp_path / "one"))
+    split = run_training(ppo(task, tmp_path / "split", *pools), RayWorkerGroup)
+    assert_same_run(alone.history, split.history)
+    assert all(row["rollout/log_prob_diff_max"] < 1e-4 for row in split.history), "the engine has the new weights"
+
+
+def test_a_reward_model_with_another_tokenizer_scores_the_answers(task, tmp_path, ray_cluster):
+    """An encoder classifier (no chat template): it reads (prompt, answer) pairs in its own tokens."""
+    judge = save_classifier(tmp_path / "judge")
+    reward = ("reward_model.enable=True", f"reward_model.path={judge}", "algorithm.use_kl_in_reward=True")
+    trainer = run_training(ppo(task, tmp_path, *reward, "trainer.total_training_steps=1"))
+    scores = trainer._last_batch.batch["rm_scores"]
+    mask = trainer._last_batch.batch["response_mask"]
+    assert torch.equal((scores != 0).sum(-1), torch.ones(len(scores), dtype=torch.long)), "one score per answer"
+    last = mask.cumsum(-1).argmax(-1)
+    assert (scores[torch.arange(len(scores)), last] != 0).all(), "on its last token"
+    assert torch.equal(trainer._last_batch.batch["token_level_scores"], scores)
+    assert expected_scores(judge, trainer) == pytest.approx(scores.sum(-1).tolist(), abs=1e-4)
+
+
+def save_classifier(folder: Path) -> Path:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(1)
+    config = BertConfig(
+        vocab_size=300,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def expected_scores(folder: Path, trainer) -> list[float]:
+    """The same texts through transformers alone, one by one."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    batch = trainer._last_batch.batch
+    prompts = trainer.tokenizer.batch_decode(batch["prompts"], skip_special_tokens=True)
+    answers = trainer.tokenizer.batch_decode(batch["responses"], skip_special_tokens=True)
+    scores = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            encoded = tokenizer(prompt, answer, return_tensors="pt")
+            scores.append(float(model(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"]).logits))
+    return scores

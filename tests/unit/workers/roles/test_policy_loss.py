@@ -1,0 +1,79 @@
+"""PPO by hand on a model of two tokens, and what the actor's loss does with counts, KL and entropy."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from verl.config import ActorConfig, as_config
+from verl.protocol import DataProto
+from verl.workers.engine.base import Counts
+from verl.workers.roles.policy_loss import PolicyLoss
+
+
+def loss_of(theta: torch.Tensor, token: int, advantage: float, old: float, **config) -> torch.Tensor:
+    log_probs = theta.log_softmax(0)[token].view(1, 1)
+    data = DataProto.from_dict(
+        {
+            "old_log_probs": torch.tensor([[old]]),
+            "advantages": torch.tensor([[advantage]]),
+            "response_mask": torch.ones(1, 1),
+            "ref_log_prob": torch.tensor([[math.log(0.5)]]),
+        }
+    )
+    entropy = -(theta.softmax(0) * theta.log_softmax(0)).sum().view(1, 1)
+    loss = PolicyLoss(as_config(ActorConfig, config))
+    return loss({"log_probs": log_probs, "entropy": entropy}, data, Counts(tokens=1, sequences=1))[0]
+
+
+def test_a_ppo_step_by_hand_on_a_model_of_two_tokens():
+    """Logits θ = (0, 0), so p = (1/2, 1/2). Token 1 was sampled, its advantage is +1.
+
+    First pass: ratio 1, loss -1. dloss/dθ = -A · ratio · (onehot - p) = -(0 - 1/2, 1 - 1/2) = (+1/2, -1/2).
+    A step of size 1: θ = (-1/2, +1/2), p₁ = 1 / (1 + e⁻¹) = 0.7311, ratio = 0.7311 / 0.5 = 1.4621.
+    Second pass: 1.4621 > 1 + 0.2, so the loss is -1.2 and its gradient 0.
+    """
+    theta = torch.zeros(2, requires_grad=True)
+    old = math.log(0.5)
+    loss = loss_of(theta, token=1, advantage=1.0, old=old, clip_ratio=0.2)
+    loss.backward()
+    assert loss.item() == pytest.approx(-1.0)
+    assert theta.grad.tolist() == pytest.approx([0.5, -0.5])
+    theta = (theta - theta.grad).detach().requires_grad_()
+    assert theta.softmax(0)[1].item() == pytest.approx(1 / (1 + math.exp(-1)))
+    second = loss_of(theta, token=1, advantage=1.0, old=old, clip_ratio=0.2)
+    second.backward()
+    assert second.item() == pytest.approx(-1.2)
+    assert theta.grad.tolist() == [0.0, 0.0]
+
+
+def test_kl_and_entropy_enter_with_their_coefficients():
+    """p₁ = e^0.4 / (1 + e^0.4); k1 = log p₁ - log 1/2; entropy H(p)."""
+    theta = torch.tensor([0.0, 0.4], requires_grad=True)
+    p = math.exp(0.4) / (1 + math.exp(0.4))
+    entropy = -(p * math.log(p) + (1 - p) * math.log(1 - p))
+    base = loss_of(theta, 1, 1.0, math.log(p)).item()
+    with_kl = loss_of(theta, 1, 1.0, math.log(p), use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="kl").item()
+    with_entropy = loss_of(theta, 1, 1.0, math.log(p), entropy_coeff=0.01).item()
+    assert base == pytest.approx(-1.0)
+    assert with_kl - base == pytest.approx(0.1 * (math.log(p) - math.log(0.5)), abs=1e-6)
+    assert with_entropy - base == pytest.approx(-0.01 * entropy, abs=1e-6)
+
+
+def test_parts_of_a_step_add_up_to_the_whole():
+    """Cut into single rows, the losses with global counts sum to the loss of all rows."""
+    torch.manual_seed(0)
+    rows, width = 6, 5
+    mask = (torch.arange(width) < torch.tensor([5, 3, 1, 4, 2, 5])[:, None]).float()
+    data = DataProto.from_dict(
+        {"old_log_probs": torch.randn(rows, width), "advantages": torch.randn(rows, width), "response_mask": mask}
+    )
+    log_probs = torch.randn(rows, width)
+    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        loss = PolicyLoss(as_config(ActorConfig, {"loss_agg_mode": mode}))
+        counts = Counts(tokens=float(mask.sum()), sequences=float(rows))
+        whole = loss({"log_probs": log_probs}, data, counts)[0]
+        parts = [loss({"log_probs": log_probs[i : i + 1]}, data[i : i + 1], counts)[0] for i in range(rows)]
+        assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-5)
