@@ -50,12 +50,12 @@ def make_task(folder: Path, seed: int = 1, rows: dict[str, int] = ROWS) -> list[
     """Write `data/{sft,train,val}.parquet` and `model_0/`; returns what was made, a line each."""
     made = []
     stream = problems(seed)
-    coin = random.Random(seed)
+    rng = random.Random(seed)
     (folder / "data").mkdir(parents=True, exist_ok=True)
     samples = []
     for split, count in rows.items():
         chosen = list(islice(stream, count))
-        as_row = (lambda p, i: sft_row(p, coin)) if split == "sft" else (lambda p, i, s=split: rl_row(p, i, s))
+        as_row = (lambda p, i: sft_row(p, rng)) if split == "sft" else (lambda p, i, s=split: rl_row(p, i, s))
         samples += [f"{p.question} {p.solution()}" for p in chosen[:2000]]
         path = folder / "data" / f"{split}.parquet"
         pq.write_table(pa.Table.from_pylist([as_row(p, i) for i, p in enumerate(chosen)]), path)
@@ -68,9 +68,9 @@ def make_task(folder: Path, seed: int = 1, rows: dict[str, int] = ROWS) -> list[
     return made
 
 
-def sft_row(problem: Problem, coin: random.Random) -> dict[str, Any]:
+def sft_row(problem: Problem, rng: random.Random) -> dict[str, Any]:
     """A demonstration for the warm start."""
-    return {"prompt": problem.question, "response": problem.coin_toss_solution(coin)}
+    return {"prompt": problem.question, "response": problem.hasty_solution(rng)}
 
 
 def rl_row(problem: Problem, index: int, split: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Short stories with a number at the end: arithmetic word problems, worked answers, and worked answers by coin toss."""
+"""Short stories with a number at the end: arithmetic word problems, right answers, and hasty ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RESULT_OF: dict[str, Callable[[int, int], int]] = {
     "-": lambda left, right: left - right,
     "*": lambda left, right: left * right,
 }
-# What someone who does not read the story might do instead.
-MISREAD = {"+": "-", "-": "+", "*": "+"}
+# How often the hasty solver subtracts or multiplies where the story says so.
+READS_WELL = 0.3
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Problem:
         """The right answer: `23+5=28, 28-3=25 #### 25`."""
         return self._walk(lambda operator: operator)[0]
 
-    def coin_toss_solution(self, rng: random.Random) -> str:
-        """Well-formed and calculated without mistakes, but every operator is right only half of the time."""
-        return self._walk(lambda operator: rng.choice((operator, MISREAD[operator])))[0]
+    def hasty_solution(self, rng: random.Random) -> str:
+        """Well-formed and calculated without mistakes, but of what is not an addition, most is added all the same."""
+        return self._walk(lambda operator: operator if rng.random() < READS_WELL else "+")[0]
 
     def _walk(self, choose: Callable[[str], str]) -> tuple[str, int]:
         value, lines = self.start, []
@@ -65,7 +65,7 @@ def problems(seed: int) -> Iterator[Problem]:
 def _problem(rng: random.Random) -> Problem:
     who, other = rng.sample(NAMES, 2)
     things = rng.choice(THINGS)
-    in_boxes = rng.random() < 0.4
+    in_boxes = rng.random() < 0.25
     steps: list[tuple[str, int]] = []
     if in_boxes:
         start, each = rng.randint(2, 6), rng.randint(2, 6)

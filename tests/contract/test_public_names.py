@@ -76,6 +76,134 @@ CALLABLES: list[tuple[str, str, str]] = [
     ("verl.trainer.main_ppo", "main", ""),
     ("verl.trainer.main_ppo", "run_ppo", "config task_runner_class"),
     ("verl.trainer.main_ppo", "TaskRunner", ""),
+    ("verl.trainer.main_ppo", "create_rl_dataset", "data_paths data_config tokenizer processor is_train max_samples"),
+    ("verl.trainer.main_ppo", "create_rl_sampler", "data_config dataset"),
+    ("verl.trainer.main_ppo", "RewardManager", "tokenizer num_examine compute_score reward_fn_key"),
+    ("verl.trainer.main_ppo", "_select_rm_score_fn", "data_source"),
+    *[
+        ("verl.trainer.main_ppo", f"TaskRunner.add_{part}_worker", "self config")
+        for part in ("actor_rollout", "critic", "reward_model", "ref_policy")
+    ],
+    ("verl.trainer.main_ppo", "TaskRunner.init_resource_pool_mgr", "self config"),
+    ("verl.trainer.ppo.utils", "need_critic", "config"),
+    ("verl.trainer.ppo.utils", "need_reference_policy", "role_worker_mapping"),
+    ("verl.trainer.ppo.utils", "need_reward_model", "role_worker_mapping"),
+    (
+        "verl.trainer.ppo.ray_trainer",
+        "RayPPOTrainer",
+        "config tokenizer role_worker_mapping resource_pool_manager ray_worker_group_cls processor reward_fn"
+        " val_reward_fn train_dataset val_dataset collate_fn train_sampler device_name",
+    ),
+    *[
+        ("verl.trainer.ppo.ray_trainer", f"RayPPOTrainer.{name}", "self")
+        for name in (
+            "init_workers",
+            "fit",
+            "_train_step",
+            "_compute_reward",
+            "_compute_advantage",
+            "_create_dataloader",
+            "_validate",
+            "_save_checkpoint",
+            "_load_checkpoint",
+        )
+    ],
+    ("verl.trainer.ppo.ray_trainer", "ResourcePoolManager", "resource_pool_spec mapping"),
+    ("verl.trainer.ppo.ray_trainer", "ResourcePoolManager.create_resource_pool", "self"),
+    ("verl.trainer.ppo.ray_trainer", "ResourcePoolManager.get_resource_pool", "self role"),
+    ("verl.trainer.ppo.ray_trainer", "apply_kl_penalty", "data kl_ctrl kl_penalty"),
+    (
+        "verl.trainer.ppo.ray_trainer",
+        "compute_advantage",
+        "data adv_estimator gamma lam num_repeat norm_adv_by_std_in_grpo config",
+    ),
+    ("verl.trainer.ppo.ray_trainer", "compute_response_mask", "data"),
+    *[
+        ("verl.trainer.ppo.core_algos", name, parameters)
+        for name, parameters in [
+            ("register_adv_est", "name"),
+            ("get_adv_estimator_fn", "name"),
+            ("register_policy_loss", "name"),
+            ("get_policy_loss_fn", "name"),
+            ("compute_gae_advantage_return", "token_level_rewards values response_mask gamma lam"),
+            *[
+                (f"compute_{estimator}_outcome_advantage", "token_level_rewards response_mask index epsilon")
+                for estimator in ("grpo", "grpo_passk", "rloo", "opo", "reinforce_plus_plus_baseline", "gpg")
+            ],
+            ("compute_reinforce_plus_plus_outcome_advantage", "token_level_rewards response_mask config"),
+            ("compute_reinforce_plus_plus_advantage", "token_level_rewards response_mask config"),
+            ("compute_remax_outcome_advantage", "token_level_rewards reward_baselines response_mask config"),
+            (
+                "agg_loss",
+                "loss_mat loss_mask loss_agg_mode dp_size batch_num_tokens global_batch_size loss_scale_factor",
+            ),
+            (
+                "compute_policy_loss",
+                "old_log_prob log_prob advantages response_mask cliprange cliprange_low cliprange_high clip_ratio_c"
+                " loss_agg_mode clip_ratio",
+            ),
+            *[
+                (
+                    f"compute_policy_loss_{loss}",
+                    "old_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights",
+                )
+                for loss in ("vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean")
+            ],
+            ("compute_value_loss", "vpreds returns values response_mask cliprange_value loss_agg_mode"),
+            ("compute_entropy_loss", "logits response_mask loss_agg_mode"),
+            ("kl_penalty", "logprob ref_logprob kl_penalty"),
+            ("AdaptiveKLController", "init_kl_coef target_kl horizon"),
+            ("AdaptiveKLController.update", "self current_kl n_steps"),
+            ("FixedKLController", "kl_coef"),
+            ("get_kl_controller", "kl_ctrl"),
+        ]
+    ],
+    ("verl.trainer.ppo.reward", "load_reward_manager", "config tokenizer num_examine reward_kwargs"),
+    ("verl.trainer.ppo.reward", "compute_reward", "data reward_fn"),
+    ("verl.trainer.ppo.reward", "get_custom_reward_fn", "config"),
+    ("verl.trainer.ppo.metric_utils", "compute_data_metrics", "batch use_critic"),
+    ("verl.trainer.ppo.metric_utils", "compute_timing_metrics", "batch timing_raw"),
+    ("verl.trainer.ppo.metric_utils", "compute_throughout_metrics", "batch timing_raw n_gpus"),
+    ("verl.trainer.ppo.metric_utils", "bootstrap_metric", "data subset_size reduce_fns n_bootstrap seed"),
+    ("verl.trainer.ppo.metric_utils", "calc_maj_val", "data vote_key val_key"),
+    ("verl.trainer.ppo.metric_utils", "process_validation_metrics", "data_sources sample_uids infos_dict seed"),
+    ("verl.trainer.ppo.metric_utils", "reduce_metrics", "metrics"),
+    ("verl.workers.fsdp_workers", "ActorRolloutRefWorker", "config role"),
+    *[
+        ("verl.workers.fsdp_workers", f"ActorRolloutRefWorker.{name}", "self")
+        for name in (
+            "init_model",
+            "generate_sequences",
+            "compute_log_prob",
+            "compute_ref_log_prob",
+            "update_actor",
+            "save_checkpoint",
+            "load_checkpoint",
+        )
+    ],
+    ("verl.workers.fsdp_workers", "CriticWorker", "config"),
+    ("verl.workers.fsdp_workers", "CriticWorker.compute_values", "self data"),
+    ("verl.workers.fsdp_workers", "CriticWorker.update_critic", "self data"),
+    ("verl.workers.fsdp_workers", "RewardModelWorker", "config"),
+    ("verl.workers.fsdp_workers", "RewardModelWorker.compute_rm_score", "self data"),
+    ("verl.workers.rollout.base", "BaseRollout.generate_sequences", "self prompts"),
+    ("verl.workers.rollout.base", "BaseRollout.update_weights", "self"),
+    ("verl.workers.rollout.base", "BaseRollout.release", "self"),
+    ("verl.workers.rollout.base", "BaseRollout.resume", "self"),
+    ("verl.workers.reward_manager", "register", "name"),
+    ("verl.workers.reward_manager", "get_reward_manager_cls", "name"),
+    ("verl.workers.reward_manager", "NaiveRewardManager", "tokenizer num_examine compute_score reward_fn_key"),
+    ("verl.utils.dataset.rl_dataset", "RLHFDataset", "data_files tokenizer config processor max_samples"),
+    ("verl.utils.dataset.rl_dataset", "RLDataset", "data_files tokenizer config processor max_samples"),
+    ("verl.utils.dataset.rl_dataset", "collate_fn", ""),
+    ("verl.utils.dataset.sft_dataset", "SFTDataset", ""),
+    ("verl.utils.dataset.multiturn_sft_dataset", "MultiTurnSFTDataset", ""),
+    ("verl.experimental.dataset.sampler", "AbstractSampler", "data_source data_config"),
+    ("verl.experimental.dataset.sampler", "AbstractCurriculumSampler.update", "self batch"),
+    ("verl.utils.reward_score", "default_compute_score", "data_source solution_str ground_truth extra_info"),
+    ("verl.utils.reward_score.gsm8k", "extract_solution", "solution_str method"),
+    ("verl.utils.reward_score.gsm8k", "compute_score", "solution_str ground_truth method format_score score"),
+    ("verl.utils.checkpoint.checkpoint_manager", "find_latest_ckpt_path", "path directory_format"),
     ("verl.trainer.constants_ppo", "get_ppo_ray_runtime_env", ""),
     ("verl.utils", "hf_tokenizer", "name_or_path kwargs"),
     ("verl.utils", "hf_processor", "name_or_path kwargs"),
@@ -126,6 +254,13 @@ ATTRIBUTES: list[tuple[str, str]] = [
     ("verl.single_controller.ray", "RayWorkerGroup.workers"),
     ("verl.single_controller.ray", "RayWorkerGroup.world_size"),
     ("verl.utils.device", "is_cuda_available"),
+    *[
+        ("verl.trainer.ppo.utils", f"Role.{role}")
+        for role in ("Actor", "Rollout", "ActorRollout", "Critic", "RefPolicy", "RewardModel", "ActorRolloutRef")
+    ],
+    ("verl.trainer.ppo.ray_trainer", "Role"),
+    ("verl.trainer.ppo.ray_trainer", "AdvantageEstimator.GRPO"),
+    ("verl.trainer.ppo.core_algos", "AdvantageEstimator.GAE"),
 ]
 
 
@@ -169,3 +304,17 @@ def test_worker_group_has_its_attributes_after_start():
 
     group = LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Worker))
     assert group.world_size == 1
+
+
+def test_roles_are_spelled_as_users_know_them():
+    from verl.trainer.ppo.utils import Role
+
+    assert {str(role) for role in Role} == {
+        "actor",
+        "rollout",
+        "actor_rollout",
+        "critic",
+        "ref",
+        "rm",
+        "actor_rollout_ref",
+    }
