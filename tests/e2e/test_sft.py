@@ -45,8 +45,8 @@ def test_the_example_trains_on_preprocessed_gsm8k_and_its_checkpoint_is_a_model(
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
     assert [line.split(":")[0] for line in lines] == ["step 0", "step 1", "step 2", "step 3", "step 4"]
-    assert "val/loss" in lines[0]
-    assert "val/loss" in lines[-1]
+    assert "val_loss" in lines[0]
+    assert "val_loss" in lines[-1]
     assert "Batch plan: 4 rows" in done.stderr
     folder = tmp_path / "checkpoints" / "gsm8k-sft" / "qwen2.5-0.5b-instruct" / "global_step_4" / "huggingface"
     trained = AutoModelForCausalLM.from_pretrained(folder)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from training_harness import make_task, make_trainer, overrides, run_training, weights
 
+from verl.algos.registry import POLICY_LOSSES
 from verl.trainer.ppo.guard import NonFiniteError
 from verl.utils.plain_store import load_plain
 
@@ -114,6 +115,8 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(task, tmp_path, mon
         "    return log_prob.sum() * float('nan'), {}\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
+    known = dict(POLICY_LOSSES._functions)
+    monkeypatch.setattr(POLICY_LOSSES, "_functions", known)  # what it registers goes with the test
     import nan_loss_lib  # noqa: F401
 
     run = overrides(

@@ -30,6 +30,7 @@ from verl.trainer.cluster import (
     stop_head,
     wait_for_nodes,
 )
+from verl.trainer.ppo.unbuilt import refuse_unbuilt
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def _main(config: DictConfig) -> None:
 def run_ppo(config: Config, task_runner_class: Any = None) -> None:
     """Check the configuration, start or join Ray, and wait for a TaskRunner (plain or Ray remote class) to finish."""
     config = load_config(config)
+    refuse_unbuilt(config)
     for notice in config.notices:
         logger.warning(notice)
     logger.info(batch_plan(config).render())
@@ -234,7 +236,8 @@ def create_rl_dataset(
     config = as_config(DataConfig, data_config)
     custom = config.custom_cls
     if custom.path is not None and custom.name is not None:
-        cls = load_user_object(custom.path, custom.name, key="data.custom_cls.path", required_params=("data_files",))
+        takes = ("data_files", "tokenizer", "config", "processor", "max_samples")
+        cls = load_user_object(custom.path, custom.name, key="data.custom_cls.path", required_params=takes)
         return cls(
             data_files=data_paths, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples
         )
@@ -251,7 +254,8 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
     config = as_config(DataConfig, data_config)
     custom = config.sampler
     if custom.path is not None and custom.name is not None:
-        cls = load_user_object(custom.path, custom.name, key="data.sampler.path", required_params=("data_source",))
+        takes = ("data_source", "data_config")
+        cls = load_user_object(custom.path, custom.name, key="data.sampler.path", required_params=takes)
         return cls(data_source=dataset, data_config=config)
     return make_sampler(config, dataset)
 

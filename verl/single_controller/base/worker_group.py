@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -54,9 +55,13 @@ class ClassWithInitArgs:
         self.cls: type = getattr(getattr(cls, "__ray_metadata__", None), "modified_class", cls)
         self.cls = getattr(self.cls, "__ray_actor_class__", self.cls)
         self.args, self.kwargs = args, kwargs
+        # Modules imported before it is constructed, so that what users register exists in every process.
+        self.imports: list[str] = []
 
     def __call__(self) -> Any:
         """Construct it here."""
+        for module in self.imports:
+            importlib.import_module(module)
         return self.cls(*self.args, **self.kwargs)
 
     def roles(self) -> dict[str, ClassWithInitArgs]:

@@ -13,6 +13,9 @@ import numpy as np
 from verl.protocol import DataProto
 from verl.utils.plain_store import save_plain
 
+# JSON leaves these as they are, but readers that split text into lines do not.
+_LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
+
 
 def dump_batch(batch: DataProto, folder: str, step: int) -> Path:
     """`debug_step_N.pt`: the step's tensors, readable with `torch.load(..., weights_only=True)` through load_plain."""
@@ -40,7 +43,7 @@ def write_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> Path:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as stream:
         for row in rows:
-            stream.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+            stream.write(json.dumps(row, ensure_ascii=False, default=_plain).translate(_LINE_BREAKS) + "\n")
     os.replace(temporary, path)
     return path
 

@@ -31,10 +31,26 @@ class Phases:
             self.memory_gb[name] = max(self.memory_gb.get(name, 0.0), self._peak_memory())
 
 
-def bottleneck(seconds: dict[str, float], step_seconds: float) -> tuple[str, float]:
-    """The phase that took most of the step, and its share."""
-    phases = {name: value for name, value in seconds.items() if name not in ("step",)}
-    if not phases or step_seconds <= 0:
-        return "", 0.0
+# What helps where a phase takes most of the time.
+_REMEDIES = {
+    "gen": "a faster engine (actor_rollout_ref.rollout.name), shorter answers (data.max_response_length)",
+    "reward": "a faster reward function, more scorers (reward_model.reward_kwargs.num_processes)",
+    "ref": "no KL (use_kl_loss, use_kl_in_reward), larger ref.log_prob_micro_batch_size_per_gpu",
+    "old_log_prob": "larger actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    "values": "larger critic.forward_micro_batch_size_per_gpu",
+    "update_actor": "larger actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, no gradient checkpointing",
+    "update_critic": "larger critic.ppo_micro_batch_size_per_gpu, or an estimator without a critic (grpo)",
+    "testing": "a larger trainer.test_freq, fewer validation rows (data.val_max_samples)",
+    "save_checkpoint": "a larger trainer.save_freq",
+}
+
+
+def verdict(seconds: dict[str, float]) -> str:
+    """One line: which phase takes most of the run, and what would help."""
+    phases = {name: value for name, value in seconds.items() if name != "step"}
+    total = sum(phases.values())
+    if total <= 0:
+        return "no step was timed"
     name = max(phases, key=lambda phase: phases[phase])
-    return name, phases[name] / step_seconds
+    remedy = _REMEDIES.get(name)
+    return f"{name} took {phases[name] / total:.0%} of the time" + (f"; what helps: {remedy}" if remedy else "")

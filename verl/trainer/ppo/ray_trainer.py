@@ -29,7 +29,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
     reduce_metrics,
 )
-from verl.trainer.ppo.phases import Phases
+from verl.trainer.ppo.phases import Phases, verdict
 from verl.trainer.ppo.resources import ResourcePoolManager
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.utils import Role
@@ -84,6 +84,7 @@ class RayPPOTrainer:
         self.global_steps = 0
         self.policy_version = 0  # updates of the actor so far: what the rollout's weights are stamped with
         self.stop_requested = threading.Event()
+        self._seconds: dict[str, float] = {}
         self._guard = NonFiniteGuard(self.config.trainer.max_nonfinite_steps)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
 
@@ -129,6 +130,7 @@ class RayPPOTrainer:
                 self._log(self._validate(), self.global_steps)
             if not trainer.val_only:
                 self._train()
+                logger.info("Where the time went: %s.", verdict(self._seconds))
         finally:
             self.console.close()
             self.tracking.close()
@@ -170,6 +172,8 @@ class RayPPOTrainer:
         metrics |= compute_throughout_metrics(
             self._last_batch, self.phases.seconds, self.resource_pool_manager.get_n_gpus()
         )
+        for name, value in self.phases.seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + value
         self._log(metrics, step)
         self.console.step_done()
         self._guard.check(metrics)

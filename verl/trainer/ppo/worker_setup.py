@@ -34,7 +34,9 @@ def start_groups(trainer: RayPPOTrainer) -> dict[Role, Any]:
     trainer.ray_worker_group_cls.reserve(list(manager.resource_pool_dict.values()))
     by_pool: dict[str, dict[Role, RayClassWithInitArgs]] = {}
     for role, cls in trainer.role_worker_mapping.items():
-        by_pool.setdefault(manager.mapping[role], {})[role] = _class_of(trainer, role, cls)
+        prepared = _class_of(trainer, role, cls)
+        prepared.imports = list(trainer.config.external_libs)
+        by_pool.setdefault(manager.mapping[role], {})[role] = prepared
     groups: dict[Role, Any] = {}
     for pool, classes in by_pool.items():
         logger.info("Creating %s worker pool...", " + ".join(role.name for role in classes))

@@ -25,7 +25,12 @@ def create_sft_dataset(config: SFTDataConfig, tokenizer: Any, is_train: bool) ->
     limit = config.train_max_samples if is_train else config.val_max_samples
     custom = config.custom_cls
     if custom.path is not None and custom.name is not None:
-        cls = load_user_object(custom.path, custom.name, key="data.custom_cls.path", required_params=("data_files",))
+        cls = load_user_object(
+            custom.path,
+            custom.name,
+            key="data.custom_cls.path",
+            required_params=("data_files", "tokenizer", "config", "max_samples"),
+        )
         return cls(data_files=files, tokenizer=tokenizer, config=config, max_samples=limit)
     own: type[SFTDataset] = MultiTurnSFTDataset if config.multiturn else SFTDataset
     return own(files, tokenizer, config.to_dict(), max_samples=limit, split="train" if is_train else "validation")
