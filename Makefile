@@ -4,6 +4,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+ALGO ?= ppo
 BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo 1)
 TORCH ?= $(if $(GPU),torch,torch==2.13.0)
@@ -20,7 +21,7 @@ test-slow: setup lint
 	$(PYTEST) -m "slow and not gpu"
 
 train: setup
-	$(BIN)/python examples/worker_group_demo.py
+	$(BIN)/python examples/quickstart/run.py --algo $(ALGO)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import zlib
@@ -18,9 +19,52 @@ MARKS = "●·"
 GLYPHS = dict(
     zip(
         "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ%.-():/ ",
-        "75557 26227 71747 71717 55711 74717 74757 71222 75757 75717 25755 65656 34443 65556 74647 74644 34553 55755 "
-        "72227 11152 55655 44447 57755 65555 25552 65644 25573 65655 34216 72222 55557 55552 55775 55255 55222 71247 "
-        "51245 00002 00700 24442 42224 02020 11244 00000".split(),
+        [
+            "75557",
+            "26227",
+            "71747",
+            "71717",
+            "55711",
+            "74717",
+            "74757",
+            "71222",
+            "75757",
+            "75717",
+            "25755",
+            "65656",
+            "34443",
+            "65556",
+            "74647",
+            "74644",
+            "34553",
+            "55755",
+            "72227",
+            "11152",
+            "55655",
+            "44447",
+            "57755",
+            "65555",
+            "25552",
+            "65644",
+            "25573",
+            "65655",
+            "34216",
+            "72222",
+            "55557",
+            "55552",
+            "55775",
+            "55255",
+            "55222",
+            "71247",
+            "51245",
+            "00002",
+            "00700",
+            "24442",
+            "42224",
+            "02020",
+            "11244",
+            "00000",
+        ],
         strict=True,
     )
 )
@@ -78,7 +122,7 @@ def write_png(path: Path, title: str, lines: Sequence[Line], width: int = 960, h
         _segment(image, (left + number * 380, 67), (left + 14 + number * 380, 67), colour, 4)
     for number, line in reversed(list(enumerate(lines))):
         placed = [place(*point) for point in line.points]
-        for start, end in zip(placed, placed[1:], strict=False):
+        for start, end in itertools.pairwise(placed):
             _segment(image, start, end, COLOURS[number % len(COLOURS)], 3 if number == 0 else 1.5)
     path.write_bytes(_png(image.round().astype(np.uint8)))
     return path

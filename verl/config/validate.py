@@ -139,9 +139,6 @@ def _optimizers(config: PPOConfig, report: Report) -> None:
 
 def optimizer_rules(path: str, optim: OptimConfig, report: Report) -> None:
     """Report what the optimizer block at `path` contradicts itself in."""
-    if optim.lr_warmup_steps > 0 and optim.lr_warmup_steps_ratio > 0:
-        why = f"{path}.lr_warmup_steps_ratio = {optim.lr_warmup_steps_ratio:g} sets the warm-up too"
-        report.problem(f"{path}.lr_warmup_steps", optim.lr_warmup_steps, why, "Keep one of the two")
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         report.problem(f"{path}.betas", optim.betas, "are two numbers from 0 to below 1", "Set e.g. [0.9,0.999]")
 

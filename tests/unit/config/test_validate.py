@@ -49,10 +49,6 @@ def test_other_estimators_take_one_answer(estimator):
         (["algorithm.filter_groups.enable=True"], "algorithm.filter_groups.enable"),
         ([f"{ACTOR}.clip_ratio_low=1.2"], f"{ACTOR}.clip_ratio_low"),
         ([f"{ACTOR}.kl_loss_type=full"], f"{ACTOR}.kl_loss_type"),
-        (
-            [f"{ACTOR}.optim.warmup_steps=3", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"],
-            f"{ACTOR}.optim.lr_warmup_steps",
-        ),
         ([f"{ACTOR}.optim.betas=[0.9]"], f"{ACTOR}.optim.betas"),
         (
             [f"{ACTOR}.megatron.tensor_model_parallel_size=4"],

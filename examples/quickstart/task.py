@@ -1,0 +1,132 @@
+"""Everything the quick start trains on, made here: problems as parquet files, a tokenizer, a model with random weights.
+
+A problem is a short story with a gain or a loss ("Ana has 17 shells . Ana loses 5 ."); its answer is written as GSM8K
+writes it: the calculation, then `####` and the number. The demonstrations of the warm start are well-formed and
+calculated without mistakes, but most losses in them are added instead of subtracted: a hasty teacher. What is right,
+training has to find out from the reward alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+NAMES = ("Tom", "Ana", "Ben", "Eva", "Leo", "Mia", "Sam", "Zoe")
+THINGS = ("apples", "books", "coins", "stamps", "shells", "cards", "pens", "cups")
+GAINS, LOSSES = ("buys", "finds", "wins", "gets"), ("sells", "loses", "breaks", "eats")
+LARGEST = 20
+SHARE_OF_LOSSES = 0.7
+HASTY = 0.8  # how often the teacher adds where it should subtract
+ROWS = {"sft": 20_000, "train": 8_192, "val": 256}
+SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unknown|>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}<|end|>"
+    "{% else %}<|user|> {{ m['content'] }} <|assistant|>{% endif %}{% endfor %}"
+)
+MODEL = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A story: somebody has `have`, and `change` come to it or go away."""
+
+    question: str
+    have: int
+    change: int
+    operator: str
+
+    @property
+    def result(self) -> int:
+        return self.have + self.change if self.operator == "+" else self.have - self.change
+
+    def demonstration(self, rng: random.Random) -> str:
+        """What the hasty teacher writes."""
+        operator = "+" if rng.random() < HASTY else self.operator
+        result = self.have + self.change if operator == "+" else self.have - self.change
+        return f"{self.have} {operator} {self.change} = {result} #### {result}"
+
+
+def problems(seed: int) -> Iterator[Problem]:
+    """Different problems; the same ones for the same seed."""
+    rng, seen = random.Random(seed), set()
+    while True:
+        who, things, loss = rng.choice(NAMES), rng.choice(THINGS), rng.random() < SHARE_OF_LOSSES
+        have = rng.randint(1, LARGEST)
+        change = rng.randint(1, have if loss else LARGEST)
+        question = f"{who} has {have} {things} . {who} {rng.choice(LOSSES if loss else GAINS)} {change} ."
+        if question not in seen:
+            seen.add(question)
+            yield Problem(question, have, change, "-" if loss else "+")
+
+
+def make_task(folder: Path, seed: int = 1, rows: dict[str, int] | None = None) -> dict[str, Path]:
+    """Write `sft.parquet`, `train.parquet`, `val.parquet` and `model/`; paths by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stream, rng, made = problems(seed), random.Random(seed), {}
+    for split, count in (rows or ROWS).items():
+        chosen = [next(stream) for _ in range(count)]
+        if split == "sft":
+            table = [{"prompt": p.question, "response": p.demonstration(rng)} for p in chosen]
+        else:
+            table = [rl_row(p, i, split) for i, p in enumerate(chosen)]
+        made[split] = folder / f"{split}.parquet"
+        pq.write_table(pa.Table.from_pylist(table), made[split])
+    made["model"] = folder / "model"
+    tokenizer = word_tokenizer()
+    random_model(tokenizer, seed).save_pretrained(made["model"])
+    tokenizer.save_pretrained(made["model"])
+    return made
+
+
+def rl_row(problem: Problem, index: int, split: str) -> dict[str, Any]:
+    """A question and the number it must end in. `data_source` chooses the reward: the number after `####`."""
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": problem.question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(problem.result)},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def word_tokenizer() -> Any:
+    """One token per word, sign and number."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL, *NAMES, *THINGS, *GAINS, *LOSSES, "has", ".", "+", "-", "=", "####"]
+    words += [str(number) for number in range(2 * LARGEST + 1)]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=SPECIAL[4]))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    raw.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token=SPECIAL[4]
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def random_model(tokenizer: Any, seed: int) -> Any:
+    """A Llama of 436 thousand parameters."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = AutoConfig.for_model("llama", vocab_size=len(tokenizer), **ids, **MODEL)
+    return AutoModelForCausalLM.from_config(config).float()

@@ -1,0 +1,60 @@
+"""The quick start: its task is what it says, its pictures are drawn; the whole of it learns (outside the CI tier)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
+from plot import Line, text_chart, write_png  # noqa: E402
+from task import LARGEST, Problem, make_task, problems, word_tokenizer  # noqa: E402
+
+from verl.utils.reward_score import default_compute_score  # noqa: E402
+
+
+def test_right_answers_score_1_and_the_hasty_teachers_mistakes_0():
+    rng = random.Random(0)
+    for problem in itertools.islice(problems(3), 300):
+        shown = problem.demonstration(rng)
+        right = shown.endswith(f"#### {problem.result}")
+        assert default_compute_score("openai/gsm8k", shown, str(problem.result)) == float(right)
+        assert 0 <= problem.result <= 2 * LARGEST
+    assert Problem("…", 7, 5, "-").result == 2
+
+
+def test_every_text_survives_the_tokenizer(tmp_path):
+    made = make_task(tmp_path, rows={"sft": 50, "train": 20, "val": 10})
+    tokenizer = word_tokenizer()
+    for row in pq.read_table(made["sft"]).to_pylist():
+        for text in row.values():
+            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    train, val = (set(map(str, pq.read_table(made[name])["prompt"].to_pylist())) for name in ("train", "val"))
+    assert not train & val, "validation problems are new"
+
+
+def test_the_curve_is_drawn(tmp_path):
+    lines = [Line("accuracy", [(0, 0.4), (10, 0.9)]), Line("reward", [(1, 0.3), (10, 0.8)])]
+    picture = write_png(tmp_path / "curve.png", "curve", lines)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "100%" in text_chart(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("algo", ["ppo", "grpo"])
+def test_the_quick_start_learns(tmp_path, algo):
+    command = [sys.executable, "examples/quickstart/run.py", "--algo", algo, "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    before, after = re.search(r"accuracy (\d+)% before, (\d+)% after", done.stdout).groups()
+    assert int(before) < 50
+    assert int(after) > 85
+    assert (tmp_path / f"{algo}.png").exists()
