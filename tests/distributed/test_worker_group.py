@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import ray
 import torch
@@ -196,6 +198,18 @@ def test_the_local_group_has_one_rank():
 def test_classes_wrapped_with_ray_remote_are_accepted():
     assert RayClassWithInitArgs(ray.remote(Counter), 5).cls is Counter
     assert RayClassWithInitArgs(ray.remote(num_cpus=0)(Counter), 5).cls is Counter
+
+
+def test_user_modules_are_imported_before_a_worker_is_constructed(tmp_path, monkeypatch):
+    (tmp_path / "users_library.py").write_text("LOADED = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    prepared = ClassWithInitArgs(Counter, 1)
+    prepared.imports = ["users_library"]
+    LocalWorkerGroup(ray_cls_with_init=prepared)
+    assert sys.modules.pop("users_library").LOADED
+    prepared.imports = ["no_such_library"]
+    with pytest.raises(RuntimeError, match="No module named 'no_such_library'"):
+        LocalWorkerGroup(ray_cls_with_init=prepared)
 
 
 def test_colocated_roles_share_a_process_and_keep_their_own_methods(cpu_pool):
