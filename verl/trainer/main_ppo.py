@@ -31,6 +31,7 @@ from verl.trainer.cluster import (
     wait_for_nodes,
 )
 from verl.trainer.ppo.unbuilt import refuse_unbuilt
+from verl.trainer.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +75,20 @@ def run_ppo(config: Config, task_runner_class: Any = None) -> None:
         wait_for_nodes(config)
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
     if not hasattr(runner_class, "remote"):
-        # Two threads: one runs, the other takes the request to stop.
-        runner_class = ray.remote(num_cpus=1, max_concurrency=2)(runner_class)
+        # Three threads: one runs, the others take the request to stop and say where the run stands.
+        runner_class = ray.remote(num_cpus=1, max_concurrency=3)(runner_class)
     runner = runner_class.remote()
     try:
-        with _stop_on_signals(runner):
+        with _stop_on_signals(runner), progress_bar(lambda: _standing_of(runner)):
             ray.get(runner.run.remote(config))
     finally:
         stop_head(config)
+
+
+def _standing_of(runner: Any) -> Any:
+    import ray
+
+    return ray.get(runner.standing.remote()) if hasattr(runner, "standing") else None
 
 
 @contextmanager
@@ -176,6 +183,11 @@ class TaskRunner:
         self._stop_requested = True
         if self._trainer is not None:
             self._trainer.stop_requested.set()
+
+    def standing(self) -> Any:
+        """Step and phase of the run, for whoever has a terminal; None before it trains."""
+        console = getattr(self._trainer, "console", None)
+        return None if console is None else console.standing()
 
     def add_actor_rollout_worker(self, config: PPOConfig) -> None:
         """The policy: one hybrid role, or training and generation apart where their pools differ."""

@@ -1,14 +1,11 @@
-"""What a run shows: progress bars on a terminal, plain lines in a file. Metrics go through Tracking."""
+"""Where a run stands: its step and the phase that is running. The driver draws it; metrics go through Tracking."""
 
 from __future__ import annotations
 
-import logging
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-logger = logging.getLogger(__name__)
+from dataclasses import dataclass, replace
 
 # What users know the phases as.
 BAR_NAMES = {
@@ -19,39 +16,37 @@ BAR_NAMES = {
 }
 
 
+@dataclass(frozen=True)
+class Standing:
+    """A moment of a run."""
+
+    step: int
+    total: int
+    phase: str = ""
+    phase_seconds: float = 0.0
+
+
 class Console:
-    """Progress of the steps, and of the phase that is running."""
+    """Kept by the trainer, which runs in an actor without a terminal; whoever has one asks for `standing()`."""
 
     def __init__(self, total_steps: int, done_steps: int = 0) -> None:
-        self._progress: Any = None
-        if sys.stderr.isatty():
-            from rich.console import Console as RichConsole
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=RichConsole(stderr=True), transient=True)
-            self._progress.start()
-            self._steps = self._progress.add_task("steps", total=total_steps, completed=done_steps)
+        self._standing = Standing(done_steps, total_steps)
+        self._phase_start = time.monotonic()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show which phase runs."""
-        task = None
-        if self._progress is not None:
-            task = self._progress.add_task(f"  {BAR_NAMES.get(name, name)}", total=None)
+        """Say which phase runs; the one around it is back afterwards."""
+        outer, outer_start = self._standing.phase, self._phase_start
+        self._standing, self._phase_start = replace(self._standing, phase=BAR_NAMES.get(name, name)), time.monotonic()
         try:
             yield
         finally:
-            if task is not None:
-                self._progress.remove_task(task)
+            self._standing, self._phase_start = replace(self._standing, phase=outer), outer_start
 
     def step_done(self) -> None:
         """One more step is complete."""
-        if self._progress is not None:
-            self._progress.advance(self._steps)
+        self._standing = replace(self._standing, step=self._standing.step + 1)
 
-    def close(self) -> None:
-        """Take the bars off the screen."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+    def standing(self) -> Standing:
+        """Where the run stands now."""
+        return replace(self._standing, phase_seconds=time.monotonic() - self._phase_start)

@@ -132,7 +132,6 @@ class RayPPOTrainer:
                 self._train()
                 logger.info("Where the time went: %s.", verdict(self._seconds))
         finally:
-            self.console.close()
             self.tracking.close()
 
     def _train(self) -> None:

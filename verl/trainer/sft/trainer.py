@@ -16,6 +16,7 @@ from verl.trainer.ppo.console import Console
 from verl.trainer.ppo.dumps import dump_batch
 from verl.trainer.ppo.guard import NonFiniteError
 from verl.trainer.ppo.phases import Phases
+from verl.trainer.progress import progress_bar
 from verl.trainer.sft import checkpointing
 from verl.trainer.sft.data import create_sft_dataset, train_loader, val_loader
 from verl.trainer.sft.ranks import Ranks
@@ -78,12 +79,10 @@ class SFTTrainer:
         with tracking as self.tracking:
             checkpointing.load(self)
             self.console = Console(self.total_training_steps, self.global_steps)
-            try:
+            with progress_bar(self.console.standing):
                 if trainer.val_before_train and self.val_dataloader is not None:
                     self.tracking.log(self._validate(), self.global_steps)
                 self._train()
-            finally:
-                self.console.close()
 
     def _train(self) -> None:
         if self.global_steps >= self.total_training_steps:
