@@ -7,11 +7,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Continuous integration looks at the same examples every time; new ones are searched for on developers' machines.
+hypothesis.settings.register_profile("ci", derandomize=True, print_blob=True)
+if os.environ.get("CI"):
+    hypothesis.settings.load_profile("ci")
 
 # Worker classes of the tests must be importable in the processes that Ray starts, too.
 _WORKERS = os.pathsep.join([str(Path(__file__).parent / "distributed"), str(Path(__file__).parent)])

@@ -70,7 +70,6 @@ def test_all_problems_come_at_once():
         "data.train_batch_size=7",
         "data.max_token_len_per_gpu=100",
         "data.use_dynamic_bsz=True",
-        "optim.lr_warmup_steps=3",
         "data.custom_cls.path=x.py",
         "trainer.resume_mode=resume_path",
         "fsdp_config.fsdp_size=3",
@@ -80,7 +79,6 @@ def test_all_problems_come_at_once():
     assert set(found) == {
         "data.train_batch_size",
         "data.max_token_len_per_gpu",
-        "optim.lr_warmup_steps",
         "data.custom_cls.name",
         "trainer.resume_from_path",
         "fsdp_config.fsdp_size",

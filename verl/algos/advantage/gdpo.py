@@ -10,6 +10,8 @@ from verl.algos.groups import Groups, Index
 from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 
+_ROUNDING = 1e-6
+
 
 @register_adv_est("gdpo")
 def compute_gdpo_outcome_advantage(
@@ -35,7 +37,10 @@ def compute_gdpo_outcome_advantage(
         raise ValueError(f"reward_weights: {len(weights)} weights for {len(dimensions)} rewards. Give one for each.")
     total = torch.zeros_like(groups.size)
     for rewards, weight in zip(dimensions, weights, strict=True):
-        total += weight * groups.centred(rewards) / (groups.std(rewards) + epsilon)
+        std = groups.std(rewards)
+        # Equal rewards differ from their mean by rounding only; dividing by epsilon twice would blow that up.
+        differ = std > _ROUNDING * rewards.abs().max().clamp(min=1.0)
+        total += torch.where(differ, weight * groups.centred(rewards) / (std + epsilon), 0.0)
     rows = groups.real.sum()
     centred = torch.where(groups.real, total - total.sum() / rows.clamp(min=1), 0.0)
     std = (centred.square().sum() / (rows - 1).clamp(min=1)).sqrt()
