@@ -90,20 +90,26 @@ def serve_as_node(config: PPOConfig) -> None:
     logger.info("The head is gone: this node is done.")
 
 
-def start_head(config: PPOConfig) -> None:
-    """With `trainer.node_rank=0`: start the head that the other nodes join."""
+def start_head(config: PPOConfig) -> subprocess.Popen | None:
+    """With `trainer.node_rank=0`: start the head that the other nodes join. `stop_head` ends it."""
     trainer = config.trainer
     if trainer.node_rank != 0:
-        return
+        return None
     os.environ.setdefault("RAY_AUTH_MODE", _AUTH_MODE)
-    address = [] if trainer.master_addr is None else [f"--node-ip-address={trainer.master_addr}"]
-    command = _ray(
-        "start", "--head", f"--port={trainer.master_port}", "--include-dashboard=false", *address, *_cpus(config)
-    )
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RayUnavailableError((done.stderr.strip() or done.stdout.strip()).splitlines()[-1])
-    os.environ["RAY_ADDRESS"] = f"{trainer.master_addr or '127.0.0.1'}:{trainer.master_port}"
+    host = trainer.master_addr or "127.0.0.1"
+    options = [f"--node-ip-address={host}", f"--port={trainer.master_port}", "--include-dashboard=false"]
+    # --block: the head is this command, so ending it ends this head and no other Ray of the machine.
+    head = subprocess.Popen(_ray("start", "--head", "--block", *options, *_cpus(config)), stdout=subprocess.DEVNULL)
+    _wait_for(host, trainer.master_port, alive=head)
+    os.environ["RAY_ADDRESS"] = f"{host}:{trainer.master_port}"
+    return head
+
+
+def stop_head(head: subprocess.Popen | None) -> None:
+    """End the head that this process started, and with it the nodes that joined."""
+    if head is not None:
+        head.terminate()
+        head.wait(timeout=60)
 
 
 def wait_for_nodes(config: PPOConfig) -> None:
@@ -119,20 +125,14 @@ def wait_for_nodes(config: PPOConfig) -> None:
         time.sleep(1)
 
 
-def stop_head(config: PPOConfig) -> None:
-    """End the head that this process started, and with it the nodes that joined."""
-    if config.trainer.node_rank == 0:
-        subprocess.run(_ray("stop"), capture_output=True, check=False)
-
-
-def _wait_for(host: str, port: int) -> None:
+def _wait_for(host: str, port: int, alive: subprocess.Popen | None = None) -> None:
     deadline = time.monotonic() + _JOIN_TIMEOUT_S
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
             return
         except OSError as error:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or (alive is not None and alive.poll() is not None):
                 raise RayUnavailableError(f"no head answers at {host}:{port}: {error}") from error
             time.sleep(1)
 

@@ -66,23 +66,25 @@ def run_ppo(config: Config, task_runner_class: Any = None) -> None:
 
     if joins_a_head(config):
         return serve_as_node(config)
-    start_head(config)  # before Ray is imported: it reads its settings then
+    head = start_head(config)  # before Ray is imported: it reads its settings then
+    try:
+        _run_on_ray(config, TaskRunner if task_runner_class is None else task_runner_class)
+    finally:
+        stop_head(head)
 
+
+def _run_on_ray(config: PPOConfig, runner_class: Any) -> None:
     import ray
 
     if not ray.is_initialized():
         start_ray(config.ray_init.num_cpus if config.trainer.node_rank is None else None)
         wait_for_nodes(config)
-    runner_class = TaskRunner if task_runner_class is None else task_runner_class
     if not hasattr(runner_class, "remote"):
         # Three threads: one runs, the others take the request to stop and say where the run stands.
         runner_class = ray.remote(num_cpus=1, max_concurrency=3)(runner_class)
     runner = runner_class.remote()
-    try:
-        with _stop_on_signals(runner), progress_bar(lambda: _standing_of(runner)):
-            ray.get(runner.run.remote(config))
-    finally:
-        stop_head(config)
+    with _stop_on_signals(runner), progress_bar(lambda: _standing_of(runner)):
+        ray.get(runner.run.remote(config))
 
 
 def _standing_of(runner: Any) -> Any:
