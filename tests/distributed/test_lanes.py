@@ -33,10 +33,3 @@ def test_control_calls_answer_during_a_long_compute_call_and_cancel_it(ray_count
 def test_a_cancel_does_not_touch_the_next_call(ray_counters):
     ray_counters.cancel()
     assert ray_counters.long_compute(0.05).get() == ["finished"] * 2
-
-
-def test_control_calls_run_beside_each_other(ray_counters):
-    threads = [future.get() for future in [ray_counters.long_compute(0.01)]]
-    assert threads == [["finished"] * 2]
-    compute_thread_free = ray_counters.ping()
-    assert len(compute_thread_free) == 2
