@@ -14,8 +14,9 @@ import torch.multiprocessing as mp
 from tiny import save_tiny_model, tiny_model
 
 from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams
-from verl.workers.rollout.hf_rollout import HFRollout
+from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 from verl.workers.sharding_manager import (
     BroadcastReceiver,
     BroadcastSender,
@@ -80,13 +81,15 @@ def trainer(rank: int, port: int, rollouts: int, addresses: Any, results: Any, t
     dist.destroy_process_group()
 
 
-def rollout(rank: int, port: int, rollouts: int, addresses: Any, results: Any, path: str) -> None:
+def rollout(
+    rank: int, port: int, rollouts: int, addresses: Any, results: Any, path: str, name: str, tied: bool
+) -> None:
     join_own_group(port, rank, rollouts)
     group = TransferGroup(TransferAddress(*addresses.get(timeout=60)), 1 + rank, 1 + rollouts, timeout_s=60)
     model = as_config(ModelConfig, {"path": path}, "actor_rollout_ref.model")
-    engine = HFRollout(path, model, as_config(RolloutConfig, {"load_format": "dummy"}))
+    config = as_config(RolloutConfig, {"name": name, "load_format": "dummy"})
+    engine: Any = get_rollout_class(name)(path, model, config)
     receiver = BroadcastReceiver(group)
-    tied = engine.model.config.tie_word_embeddings
     said: list[Any] = []
     for seed in (11, 12):
         said.append(receiver.receive(engine).tensors)
@@ -103,8 +106,8 @@ def rollout(rank: int, port: int, rollouts: int, addresses: Any, results: Any, p
     dist.destroy_process_group()
 
 
-def holds_weights_of(engine: HFRollout, model: torch.nn.Module) -> bool:
-    ours = engine.model.state_dict()
+def holds_weights_of(engine: EmbeddedRollout, model: torch.nn.Module) -> bool:
+    ours = engine.weights
     return all(torch.equal(ours[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -122,19 +125,24 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize(("rollouts", "tied"), [(1, True), (2, False)])
-def test_sharded_trainers_and_rollouts_exchange_versions_in_their_own_group(tmp_path: Path, rollouts: int, tied: bool):
+@pytest.mark.parametrize(("name", "rollouts", "tied"), [("native", 1, True), ("native", 2, False), ("hf", 1, True)])
+def test_sharded_trainers_and_rollouts_exchange_versions_in_their_own_group(
+    tmp_path: Path, name: str, rollouts: int, tied: bool
+):
     path = str(save_tiny_model(tmp_path, tie_word_embeddings=tied))
     # One process imports torch and transformers, the ranks are its forks: seconds instead of half a minute.
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["verl.workers.rollout.hf_rollout", "verl.workers.sharding_manager"])
+    engines = ["verl.workers.rollout.hf_rollout", "verl.workers.rollout.native_rollout"]
+    context.set_forkserver_preload([*engines, "verl.workers.sharding_manager"])
     addresses, results = context.Queue(), context.Queue()
     ports = free_port(), free_port()
     processes = [
         context.Process(target=trainer, args=(rank, ports[0], rollouts, addresses, results, tied), daemon=True)
         for rank in range(TRAINERS)
     ] + [
-        context.Process(target=rollout, args=(rank, ports[1], rollouts, addresses, results, path), daemon=True)
+        context.Process(
+            target=rollout, args=(rank, ports[1], rollouts, addresses, results, path, name, tied), daemon=True
+        )
         for rank in range(rollouts)
     ]
     for process in processes:

@@ -44,23 +44,32 @@ class ValueModel(nn.Module):
 
 
 def logit_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """hidden [N, H] -> float32 logits [N, vocab], exactly as the causal LM `model` computes them.
-
-    Models that do something to their logits after the linear map say so in their config.
-    """
-    config = model.config.get_text_config()
+    """hidden [N, H] -> float32 logits [N, vocab], exactly as the causal LM `model` computes them."""
     linear = model.get_output_embeddings()
-    softcap = getattr(config, "final_logit_softcapping", None)
-    scale = getattr(config, "logit_scale", None) or 1.0
-    scale /= getattr(config, "logits_scaling", None) or 1.0
+    adjusted = logit_adjustment(model.config)
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         values = linear(hidden).float()
+        return values if adjusted is None else adjusted(values)
+
+    return logits
+
+
+def logit_adjustment(config: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What a model of this config does to its float32 logits after the linear map; None: nothing."""
+    config = config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    scale = getattr(config, "logit_scale", None) or 1.0
+    scale /= getattr(config, "logits_scaling", None) or 1.0
+    if softcap is None and scale == 1.0:
+        return None
+
+    def adjusted(values: torch.Tensor) -> torch.Tensor:
         if scale != 1.0:
             values = values * scale
         return values if softcap is None else torch.tanh(values / softcap) * softcap
 
-    return logits
+    return adjusted
 
 
 def label_statistics(

@@ -26,6 +26,9 @@ def read_config(path: str, trust_remote_code: bool = False, override_config: Map
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     overrides = dict(override_config or {})
     switch_dropout_off(config, keep=overrides)
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        # torch's fused attention has no soft-capping, and not every transformers version knows that.
+        overrides.setdefault("attn_implementation", "eager")
     for key, value in overrides.items():
         if not hasattr(config, key) and key != "attn_implementation":
             raise ValueError(

@@ -22,6 +22,13 @@ def test_an_override_replaces_a_key_and_an_unknown_one_is_refused(tmp_path):
         read_config(str(tmp_path), override_config={"rms_norm_epsi": 0.5})
 
 
+def test_soft_capped_attention_is_not_left_to_kernels_that_cannot_do_it(tmp_path):
+    save_tiny_model(tmp_path, "gemma2", head_dim=16, attn_logit_softcapping=20.0)
+    assert read_config(str(tmp_path))._attn_implementation == "eager"
+    chosen = read_config(str(tmp_path), override_config={"attn_implementation": "flex_attention"})
+    assert chosen._attn_implementation == "flex_attention"
+
+
 @pytest.mark.parametrize("kind", ["causal_lm", "value", "sequence_classification"])
 def test_an_empty_model_has_all_names_and_no_memory(kind):
     model = empty_model(tiny_config(num_labels=1), kind, torch.bfloat16)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from verl.utils import token_sampling
 from verl.utils.counter_noise import sample_keys
-from verl.utils.token_sampling import SamplingBatch, SamplingParams, sample_tokens
+from verl.utils.token_sampling import SamplingBatch, SamplingParams, banned_tokens, sample_tokens
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0])
@@ -17,8 +17,12 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0])
 
 def draw(count: int, logits: torch.Tensor = LOGITS, **params):
     """`count` independent samples of one distribution."""
-    batch = SamplingBatch([SamplingParams(key=sample_keys(0, 0, "u", i), **params) for i in range(count)], CPU)
-    return sample_tokens(logits.expand(count, -1), batch, torch.full((count,), 11))
+    batch = SamplingBatch.of([SamplingParams(key=sample_keys(0, 0, "u", i), **params) for i in range(count)], CPU)
+    return sample_tokens(logits.expand(count, -1), batch, torch.full((count,), 11))[:2]
+
+
+def banned(params: list[SamplingParams], generated: int) -> list[tuple[int, int]]:
+    return banned_tokens((row, p, generated) for row, p in enumerate(params))
 
 
 def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> float:
@@ -82,15 +86,29 @@ def test_ends_are_not_drawn_before_the_minimum_length():
     params = SamplingParams(
         eos_token_ids=frozenset([0]), stop_token_ids=frozenset([1]), min_new_tokens=3, max_new_tokens=9
     )
-    batch = SamplingBatch([params] * 2, CPU)
-    assert batch.banned([2, 3]) == [(0, 0), (0, 1)]
+    assert banned_tokens([(0, params, 2), (1, params, 3)]) == [(0, 0), (0, 1)]
     keys = [SamplingParams(key=i, min_new_tokens=1, eos_token_ids=frozenset([0])) for i in range(3000)]
-    batch = SamplingBatch(keys, CPU)
-    tokens, log_probs = sample_tokens(
-        LOGITS.expand(3000, -1), batch, torch.zeros(3000).long(), batch.banned([0] * 3000)
+    batch = SamplingBatch.of(keys, CPU)
+    tokens, log_probs, _, drawn = sample_tokens(
+        LOGITS.expand(3000, -1), batch, torch.zeros(3000).long(), banned(keys, 0)
     )
     assert 0 not in tokens
     torch.testing.assert_close(log_probs, LOGITS.log_softmax(dim=-1)[tokens])
+    torch.testing.assert_close(drawn, LOGITS[1:].log_softmax(dim=-1)[tokens - 1])
+
+
+def test_log_probs_of_the_full_the_raw_and_the_drawn_distribution():
+    """Probabilities .5 .3 .2 at temperature 1; at 0.5 they are squared: .25 .09 .04 over .38; top-k 2 leaves two."""
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(64, 3)
+    params = [SamplingParams(key=i, temperature=0.5, top_k=2) for i in range(63)] + [SamplingParams(do_sample=False)]
+    tokens, log_probs, raw, drawn = sample_tokens(logits, SamplingBatch.of(params, CPU), torch.arange(64))
+    assert set(tokens.tolist()) == {0, 1}
+    full = torch.tensor([0.25, 0.09]) / 0.38
+    torch.testing.assert_close(log_probs[:-1].exp(), full[tokens[:-1]])
+    torch.testing.assert_close(raw.exp(), torch.tensor([0.5, 0.3])[tokens])
+    torch.testing.assert_close(drawn[:-1].exp(), (torch.tensor([0.25, 0.09]) / 0.34)[tokens[:-1]])
+    assert tokens[-1] == 0
+    assert drawn[-1] == 0
 
 
 params_strategy = st.builds(
@@ -112,32 +130,30 @@ def test_a_rows_sample_does_not_depend_on_the_batch_it_is_drawn_in(params, seed)
     rows = len(params)
     logits = torch.randn(rows, 11, generator=torch.Generator().manual_seed(seed))
     positions = torch.arange(rows)
-    batch = SamplingBatch(params, CPU)
-    tokens, log_probs = sample_tokens(logits, batch, positions, batch.banned([1] * rows))
+    batch = SamplingBatch.of(params, CPU)
+    whole = sample_tokens(logits, batch, positions, banned(params, 1))
     for row in range(rows):
-        alone = SamplingBatch(params[row : row + 1], CPU)
+        alone = SamplingBatch.of(params[row : row + 1], CPU)
         here = slice(row, row + 1)
-        token, log_prob = sample_tokens(logits[here], alone, positions[here], alone.banned([1]))
-        assert token.item() == tokens[row].item()
-        torch.testing.assert_close(log_prob, log_probs[here])
+        single = sample_tokens(logits[here], alone, positions[here], banned(params[here], 1))
+        for found, expected in zip(single, whole, strict=True):
+            torch.testing.assert_close(found, expected[here])
 
 
 def test_working_in_blocks_changes_nothing(monkeypatch):
-    batch = SamplingBatch(
-        [SamplingParams(key=i, min_new_tokens=1, stop_token_ids=frozenset([i])) for i in range(7)], CPU
-    )
+    params = [SamplingParams(key=i, min_new_tokens=1, stop_token_ids=frozenset([i])) for i in range(7)]
+    batch = SamplingBatch.of(params, CPU)
     logits = torch.randn(7, 9)
-    whole = sample_tokens(logits, batch, torch.arange(7), batch.banned([0] * 7))
+    whole = sample_tokens(logits, batch, torch.arange(7), banned(params, 0))
     monkeypatch.setattr(token_sampling, "_BLOCK_ELEMENTS", 20)
-    in_blocks = sample_tokens(logits, batch, torch.arange(7), batch.banned([0] * 7))
-    assert torch.equal(whole[0], in_blocks[0])
-    assert torch.equal(whole[1], in_blocks[1])
+    in_blocks = sample_tokens(logits, batch, torch.arange(7), banned(params, 0))
+    assert all(torch.equal(one, other) for one, other in zip(whole, in_blocks, strict=True))
 
 
 def test_log_probs_of_half_precision_logits_are_computed_in_float32():
     logits = (torch.randn(1, 50_000) * 3).bfloat16()
-    batch = SamplingBatch([SamplingParams(temperature=0.7)], CPU)
-    token, log_prob = sample_tokens(logits, batch, torch.tensor([0]))
+    batch = SamplingBatch.of([SamplingParams(temperature=0.7)], CPU)
+    token, log_prob, *_ = sample_tokens(logits, batch, torch.tensor([0]))
     exact = (logits.double() / 0.7).log_softmax(dim=-1)[0, token]
     assert log_prob.dtype == torch.float32
     torch.testing.assert_close(log_prob.double(), exact, atol=1e-5, rtol=1e-6)

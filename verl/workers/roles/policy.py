@@ -209,7 +209,9 @@ class ActorRolloutRefWorker(Worker):
     def _init_rollout(self) -> None:
         rollout_class: Any = get_rollout_class(self.config.rollout.name)
         self.rollout = rollout_class(self.model_path, self.config.model, self.config.rollout, self.device)
-        self.register_mesh_place("rollout", self.rank, collect=True)
+        # The ranks of a tensor-parallel engine get the same rows; the first of them answers.
+        ranks = self.config.rollout.tensor_model_parallel_size
+        self.register_mesh_place("rollout", self.rank // ranks, collect=self.rank % ranks == 0)
 
     def _rest(self) -> None:
         """Between phases, what the configuration says moves to host memory."""

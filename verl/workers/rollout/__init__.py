@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["ROLLOUT_CLASSES", "get_rollout_class"]
 
 ROLLOUT_CLASSES: dict[str, str] = {
-    # The embedded engine takes this place when it is built; until then the default generates through the HF module.
-    "native": "verl.workers.rollout.hf_rollout:HFRollout",
+    "native": "verl.workers.rollout.native_rollout:NativeRollout",
     "hf": "verl.workers.rollout.hf_rollout:HFRollout",
 }
 

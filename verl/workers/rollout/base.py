@@ -8,12 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from verl.config import RolloutConfig
+from verl.inference.weights import TensorSpec, WeightMismatchError
 from verl.protocol import DataProto
+from verl.utils.device import resolve_dtype
+from verl.utils.progress import counted
 from verl.utils.weight_fingerprint import tensor_fingerprint
 from verl.workers.rollout.output import assemble_outputs
 from verl.workers.rollout.prompts import requests_from_prompts, sampling_params
@@ -32,19 +35,6 @@ __all__ = [
 
 PAUSE_MODES = ("finish", "keep", "abort")
 RELEASE_TAGS = ("weights", "kv_cache")
-
-
-class TensorSpec(Protocol):
-    """What a manifest says about a tensor."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-class WeightMismatchError(RuntimeError):
-    """The engine's weights are not the trainer's. It generates nothing until an update succeeds."""
 
 
 class BaseRollout(ABC):
@@ -98,7 +88,7 @@ class BaseRollout(ABC):
         `validate`, `eos_token_id`, `pad_token_id`, `pad_to_max` and sampling parameters.
         """
         requests, shape = self._requests(prompts, sampling_overrides)
-        futures = self.submit(requests)
+        futures = counted(self.submit(requests), len(requests))
         try:
             outputs = [future.result() for future in futures]
         finally:
@@ -109,7 +99,8 @@ class BaseRollout(ABC):
     def stream(self, prompts: DataProto, **sampling_overrides: Any) -> Iterator[tuple[int, DataProto]]:
         """(row, its sample as a batch of one) as each is finished. Closing the iterator aborts what is left."""
         requests, shape = self._requests(prompts, sampling_overrides)
-        return self._as_finished(prompts, requests, self.submit(requests), shape)
+        futures = counted(self.submit(requests), len(requests))
+        return self._as_finished(prompts, requests, futures, shape)
 
     def _as_finished(
         self, prompts: DataProto, requests: list[Request], futures: list[Future[Output]], shape: dict[str, Any]
@@ -188,10 +179,3 @@ class BaseRollout(ABC):
 
 def _put_row(finished: queue.SimpleQueue[int], row: int, _: Future[Output]) -> None:
     finished.put(row)
-
-
-def resolve_dtype(name: str, device: torch.device | str) -> torch.dtype:
-    """`rollout.dtype` as torch's type; auto is bfloat16 on a GPU and float32 on a CPU."""
-    if name == "auto":
-        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-    return getattr(torch, name)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from verl.utils.token_sampling import SamplingBatch, sample_tokens
-from verl.workers.rollout.request_loop import Activity, Sampled
+from verl.inference.sequence import Sequence
+from verl.utils.token_sampling import SamplingBatch, banned_tokens, sample_tokens
 
 __all__ = ["HFRunner"]
 
 # A finished row costs compute until it is removed, removing costs a copy of the cache: remove when this share is done.
 _COMPACT_SHARE = 0.25
 _GROWTH_COLUMNS = 64
+
+# Who, the token, and its log-prob at the row's temperature, raw, and as drawn.
+Sampled = list[tuple[Sequence, int, float, float, float]]
 
 
 class HFRunner:
@@ -36,7 +40,7 @@ class HFRunner:
 
     def clear(self) -> None:
         """Forget all rows and their KV."""
-        self._rows: list[Activity | None] = []
+        self._rows: list[Sequence | None] = []
         self._cache: Cache | None = None
 
     # Made by `_rebuild`: tokens in each row's cache [rows], the token each row feeds next [rows], valid columns of the
@@ -47,8 +51,8 @@ class HFRunner:
     _batch: SamplingBatch
 
     @torch.inference_mode()
-    def prefill(self, joining: Sequence[Activity]) -> Sampled:
-        """Run the tokens these sequences have and add their rows; (sequence, next token, log-prob) of each."""
+    def prefill(self, joining: SequenceOf[Sequence]) -> Sampled:
+        """Run the tokens these sequences have and add their rows; the next token of each."""
         if self._device.type == "cuda":
             # A new thread starts on device 0; every batch starts here.
             torch.cuda.set_device(self._device)
@@ -57,15 +61,15 @@ class HFRunner:
         parts = [] if self._cache is None else [(self._cache, self._live_rows())]
         sampled: Sampled = []
         for chunk in self._chunks(joining):
-            cache, owner, logits = self._run_prompts([activity.token_ids for activity in chunk])
-            batch = SamplingBatch([activity.request.params for activity in chunk], self._device)
-            lengths = [len(activity) for activity in chunk]
+            cache, owner, logits = self._run_prompts([sequence.token_ids for sequence in chunk])
+            batch = SamplingBatch.of([sequence.request.params for sequence in chunk], self._device)
+            lengths = [len(sequence) for sequence in chunk]
             new = self._sample(logits.index_select(0, owner), chunk, batch, self._tensor(lengths))
             sampled += new
             parts.append((cache, owner))
             rows += chunk
             cached += lengths
-            last_tokens += [token for _, token, _ in new]
+            last_tokens += [token for _, token, *_ in new]
         self._rebuild(parts, rows, cached, last_tokens)
         return sampled
 
@@ -84,7 +88,7 @@ class HFRunner:
         self._cached = self._cached + 1
         return self._sample(logits, self._rows, self._batch, self._cached)
 
-    def leave(self, leaving: Sequence[Activity]) -> None:
+    def leave(self, leaving: SequenceOf[Sequence]) -> None:
         """Their rows die; dead rows are removed once that is worth a copy."""
         gone = set(leaving)
         self._rows = [None if row in gone else row for row in self._rows]
@@ -96,14 +100,15 @@ class HFRunner:
             self._rebuild(parts, live, [len(row) - 1 for row in live], [row.output.token_ids[-1] for row in live])
 
     def _sample(
-        self, logits: torch.Tensor, rows: Sequence[Activity | None], batch: SamplingBatch, positions: torch.Tensor
+        self, logits: torch.Tensor, rows: SequenceOf[Sequence | None], batch: SamplingBatch, positions: torch.Tensor
     ) -> Sampled:
         """A token for each row of `logits` [rows, vocab]; dead rows are computed along and left out."""
-        generated = [len(row.output.token_ids) if row is not None else 0 for row in rows]
-        tokens, log_probs = sample_tokens(logits, batch, positions, batch.banned(generated))
-        self._last_tokens = tokens
-        found = zip(rows, tokens.tolist(), log_probs.tolist(), strict=True)
-        return [(row, token, log_prob) for row, token, log_prob in found if row is not None]
+        live = [(index, row) for index, row in enumerate(rows) if row is not None]
+        banned = banned_tokens((index, row.request.params, len(row.output.token_ids)) for index, row in live)
+        drawn = sample_tokens(logits, batch, positions, banned)
+        self._last_tokens = drawn.tokens
+        columns = [column.tolist() for column in drawn]
+        return [(row, *values) for row, *values in zip(rows, *columns, strict=True) if row is not None]
 
     def _run_prompts(self, prompts: list[list[int]]) -> tuple[Cache, torch.Tensor, torch.Tensor]:
         """Equal prompts are computed once. Returns their cache, which of its rows each prompt owns [prompts], and the
@@ -127,8 +132,8 @@ class HFRunner:
     @torch.inference_mode()
     def _rebuild(
         self,
-        parts: Sequence[tuple[Cache, torch.Tensor]],
-        rows: Sequence[Activity],
+        parts: SequenceOf[tuple[Cache, torch.Tensor]],
+        rows: SequenceOf[Sequence],
         cached: list[int],
         last_tokens: list[int],
     ) -> None:
@@ -141,16 +146,16 @@ class HFRunner:
         self._cached = self._tensor(cached)
         self._last_tokens = self._tensor(last_tokens)
         self._mask = _left_padded_mask(self._cached, width)
-        self._batch = SamplingBatch([row.request.params for row in rows], self._device)
+        self._batch = SamplingBatch.of([row.request.params for row in rows], self._device)
 
-    def _chunks(self, joining: Sequence[Activity]) -> Iterator[list[Activity]]:
+    def _chunks(self, joining: SequenceOf[Sequence]) -> Iterator[list[Sequence]]:
         """Sequences of similar length together, at most `max_batched_tokens` of padded input at a time."""
-        chunk: list[Activity] = []
-        for activity in sorted(joining, key=len):
-            if chunk and (len(chunk) + 1) * len(activity) > self._max_batched_tokens:
+        chunk: list[Sequence] = []
+        for sequence in sorted(joining, key=len):
+            if chunk and (len(chunk) + 1) * len(sequence) > self._max_batched_tokens:
                 yield chunk
                 chunk = []
-            chunk.append(activity)
+            chunk.append(sequence)
         if chunk:
             yield chunk
 
@@ -170,7 +175,7 @@ class _GrowingLayer(DynamicLayer):
     _value_room: torch.Tensor
 
     @classmethod
-    def joined(cls, layers: Sequence[Any], rows: Sequence[torch.Tensor], width: int) -> _GrowingLayer:
+    def joined(cls, layers: SequenceOf[Any], rows: SequenceOf[torch.Tensor], width: int) -> _GrowingLayer:
         """The last `width` columns of the chosen `rows` of each layer, shorter ones padded on the left."""
         self = cls()
         self.lazy_initialization(layers[0].keys, layers[0].values)
@@ -193,7 +198,7 @@ class _GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def _stacked(states: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+def _stacked(states: SequenceOf[torch.Tensor], rows: SequenceOf[torch.Tensor], width: int) -> torch.Tensor:
     """`states` [batch, heads, columns, dim] each → the chosen rows of all, [rows, heads, width + room, dim]."""
     total = sum(len(index) for index in rows)
     _, heads, _, dim = states[0].shape

@@ -20,9 +20,29 @@ from verl.workers.rollout.request import Request, SamplingParams
 __all__ = ["requests_from_prompts", "sampling_params"]
 
 _SERIAL = itertools.count()
-_FROM_CONFIG = ("temperature", "top_p", "top_k", "min_p", "do_sample", "max_new_tokens", "stop_token_ids", "ignore_eos")
+_FROM_CONFIG = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "do_sample",
+    "max_new_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+)
 # What a batch may say about its own sampling in meta_info, under these names.
-_FROM_BATCH = ("do_sample", "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "min_new_tokens", "ignore_eos")
+_FROM_BATCH = (
+    "do_sample",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_new_tokens",
+    "min_new_tokens",
+    "stop",
+    "ignore_eos",
+)
 _OTHER_SPELLINGS = {"response_length": "max_new_tokens", "eos_token_id": "eos_token_ids"}
 _SETTABLE = {field.name for field in fields(SamplingParams)} - {"key"}
 
@@ -46,6 +66,8 @@ def sampling_params(
     for name in ("eos_token_ids", "stop_token_ids"):
         ids = values[name]
         values[name] = frozenset([ids] if isinstance(ids, int) else (int(i) for i in ids or ()))
+    stop = values["stop"]
+    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
     return SamplingParams(**values)
 
 
@@ -53,20 +75,21 @@ def requests_from_prompts(prompts: DataProto, params: SamplingParams, seed: int)
     """One request per row, in row order.
 
     Noise belongs to (seed, step, uid, sample_index). Without `sample_index`, rows of one uid are numbered in order;
-    without `uid`, a prompt's tokens stand for it.
+    without `uid`, a prompt's tokens stand for it. A column `do_sample` says for each row whether it is sampled.
     """
     step = int(prompts.meta_info.get("step", 0))
     token_lists = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"])
     uids = [str(uid) for uid in prompts.non_tensor_batch.get("uid", [_uid_of(ids) for ids in token_lists])]
     indices = prompts.non_tensor_batch.get("sample_index", _occurrence(uids))
+    sampled = prompts.non_tensor_batch.get("do_sample", [params.do_sample] * len(uids))
     return [
         Request(
             id=f"{uid}/{int(index)}#{next(_SERIAL)}",
             prompt_ids=ids,
-            params=replace(params, key=sample_keys(seed, step, uid, int(index))),
+            params=replace(params, key=sample_keys(seed, step, uid, int(index)), do_sample=bool(one_sampled)),
             group=uid,
         )
-        for ids, uid, index in zip(token_lists, uids, indices, strict=True)
+        for ids, uid, index, one_sampled in zip(token_lists, uids, indices, sampled, strict=True)
     ]
 
 

@@ -12,7 +12,8 @@ from tiny import save_tiny_model
 
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.protocol import DataProto
-from verl.workers.rollout.hf_rollout import HFRollout
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 
 
 @pytest.fixture(scope="session")
@@ -21,15 +22,21 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture
-def start(model_path: Path) -> Iterator[Callable[..., HFRollout]]:
-    """Start an engine; keywords are configuration keys."""
-    started: list[HFRollout] = []
+@pytest.fixture(params=["hf", "native"])
+def engine_name(request: pytest.FixtureRequest) -> str:
+    """What a rollout promises, every engine keeps."""
+    return request.param
 
-    def start_engine(path: Path = model_path, **keys) -> HFRollout:
+
+@pytest.fixture
+def start(model_path: Path, engine_name: str) -> Iterator[Callable[..., EmbeddedRollout]]:
+    """Start an engine; keywords are configuration keys."""
+    started: list[EmbeddedRollout] = []
+
+    def start_engine(path: Path = model_path, **keys) -> EmbeddedRollout:
         model = as_config(ModelConfig, {"path": str(path)}, "actor_rollout_ref.model")
-        config = as_config(RolloutConfig, {"name": "hf", "max_new_tokens": 24, **keys})
-        started.append(HFRollout(str(path), model, config))
+        config = as_config(RolloutConfig, {"name": engine_name, "max_new_tokens": 24, **keys})
+        started.append(get_rollout_class(engine_name)(str(path), model, config))
         return started[-1]
 
     yield start_engine

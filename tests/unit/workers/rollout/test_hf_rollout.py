@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tiny import save_tiny_model
+from tiny import save_tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from verl.protocol import DataProto
@@ -71,11 +72,13 @@ def test_columns_are_those_of_the_schema(start, make_prompts, ending_model):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_those_of_a_full_forward_pass_at_the_same_temperature(start, make_prompts, temperature):
+def test_log_probs_are_those_of_a_full_forward_pass_at_the_same_temperature(
+    start, make_prompts, model_path, temperature
+):
     engine = start(temperature=temperature, top_p=0.8, top_k=50)
     tensors = engine.generate_sequences(make_prompts()).batch
     with torch.no_grad():
-        logits = engine.model(
+        logits = AutoModelForCausalLM.from_pretrained(model_path)(
             input_ids=tensors["input_ids"],
             attention_mask=tensors["attention_mask"],
             position_ids=tensors["position_ids"],
@@ -101,7 +104,7 @@ def test_greedy_equals_transformers_generate(start, make_prompts, tmp_path, fami
     engine = start(save_tiny_model(tmp_path, family, **changes), do_sample=False)
     prompts = make_prompts(rows=5)
     ours = answers(engine.generate_sequences(prompts))
-    theirs = engine.model.generate(
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).generate(
         input_ids=prompts.batch["input_ids"],
         attention_mask=prompts.batch["attention_mask"],
         do_sample=False,
@@ -197,7 +200,7 @@ def test_first_tokens_follow_the_models_distribution(start, tmp_path):
     )
     tokens = engine.generate_sequences(prompts, max_new_tokens=1, temperature=0.5).batch["responses"].flatten()
     with torch.no_grad():
-        probs = (engine.model(ids).logits[0, -1].double() / 0.5).softmax(dim=-1)
+        probs = (AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits[0, -1].double() / 0.5).softmax(dim=-1)
     counts = torch.bincount(tokens, minlength=8)
     chi_square = ((counts - probs * rows) ** 2 / (probs * rows)).sum()
     assert chi_square < 29.9, "the 99.99 % quantile with 7 degrees of freedom"
@@ -286,10 +289,19 @@ def test_engines_are_chosen_by_name():
         get_rollout_class("vllm")
 
 
-@pytest.mark.parametrize("keys", [{"tensor_model_parallel_size": 2}, {"stop": ["\n"]}])
-def test_what_the_engine_cannot_do_is_refused_at_the_start(start, keys):
-    with pytest.raises(ValueError, match=f"rollout.{next(iter(keys))}: "):
-        start(**keys)
+def test_an_answer_ends_at_the_token_that_completes_a_stop_string(start, make_prompts):
+    prompts, decode = make_prompts(rows=1), tiny_tokenizer().decode
+    whole = start(ignore_eos=True).generate_sequences(prompts).batch["responses"][0].tolist()
+    # A token is a byte: the first two in a row that are characters make a string that spans tokens.
+    stop = next(pair for pair in map(decode, pairwise(whole)) if len(pair) == 2 and pair.isascii())
+    answer = start(ignore_eos=True, stop=[stop]).generate_sequences(prompts).batch["responses"][0].tolist()
+    assert answer == whole[: next(n for n in range(len(whole) + 1) if stop in decode(whole[:n]))]
+    assert len(answer) < len(whole)
+
+
+def test_what_the_engine_cannot_do_is_refused_at_the_start(start):
+    with pytest.raises(ValueError, match=r"rollout\.tensor_model_parallel_size: "):
+        start(tensor_model_parallel_size=2)
 
 
 def test_a_prompt_that_fills_the_context_is_refused_and_a_shorter_one_ends_there(start, make_prompts):

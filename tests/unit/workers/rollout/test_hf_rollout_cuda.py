@@ -1,23 +1,35 @@
-"""The same engine on a GPU: bfloat16, memory given back, noise equal to the CPU's."""
+"""The engines on a GPU: bfloat16, memory given back at the same addresses, noise equal to the CPU's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
+from tiny import tiny_model
 
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.utils.counter_noise import gumbel_noise
-from verl.workers.rollout.hf_rollout import HFRollout
+from verl.utils.weight_fingerprint import fingerprints, tensor_fingerprint
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def engine(model_path):
-    model = as_config(ModelConfig, {"path": str(model_path)}, "actor_rollout_ref.model")
-    config = as_config(RolloutConfig, {"name": "hf", "max_new_tokens": 24})
-    with HFRollout(str(model_path), model, config, device="cuda") as engine:
-        yield engine
+def start_on_gpu(model_path, engine_name) -> Iterator[Callable[..., EmbeddedRollout]]:
+    started: list[EmbeddedRollout] = []
+
+    def start(dtype: torch.dtype | None = None, **keys) -> EmbeddedRollout:
+        model = as_config(ModelConfig, {"path": str(model_path)}, "actor_rollout_ref.model")
+        config = as_config(RolloutConfig, {"name": engine_name, "max_new_tokens": 24, "max_num_seqs": 16, **keys})
+        started.append(get_rollout_class(engine_name)(str(model_path), model, config, "cuda", dtype))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()
 
 
 def test_noise_is_the_cpus_to_the_last_place():
@@ -26,24 +38,57 @@ def test_noise_is_the_cpus_to_the_last_place():
     torch.testing.assert_close(gumbel_noise(keys.cuda(), positions.cuda(), 5000).cpu(), here, rtol=2e-6, atol=2e-6)
 
 
-def test_float32_samples_do_not_depend_on_the_batch(make_prompts, model_path):
+def test_fingerprints_are_the_cpus():
+    shapes = [(3,), (1000, 77), (1,), (70000,), (64, 64)]
+    weights = {str(i): torch.randn(shape) for i, shape in enumerate(shapes)}
+    weights |= {"slice": torch.randn(50, 40)[7:31], "odd": torch.randn(1001)[3:], "steps": torch.arange(9)}
+    for dtype in (torch.float32, torch.bfloat16):
+        found = fingerprints({name: tensor.cuda() for name, tensor in weights.items()}, dtype)
+        assert found == {name: int(tensor_fingerprint(tensor, dtype)) for name, tensor in weights.items()}
+
+
+def test_float32_samples_do_not_depend_on_the_batch(start_on_gpu, make_prompts):
     """Exact on one device; another device rounds otherwise, and near-ties may fall the other way."""
-    model = as_config(ModelConfig, {"path": str(model_path)}, "actor_rollout_ref.model")
-    config = as_config(RolloutConfig, {"name": "hf", "max_new_tokens": 24})
     prompts = make_prompts()
-    with HFRollout(str(model_path), model, config, device="cuda", dtype=torch.float32) as engine:
-        whole = engine.generate_sequences(prompts, pad_to_max=True).batch["responses"]
-        halves = [engine.generate_sequences(part, pad_to_max=True).batch["responses"] for part in prompts.split(2)]
+    engine = start_on_gpu(torch.float32)
+    whole = engine.generate_sequences(prompts, pad_to_max=True).batch["responses"]
+    halves = [engine.generate_sequences(part, pad_to_max=True).batch["responses"] for part in prompts.split(2)]
     assert torch.equal(torch.cat(halves), whole)
 
 
-def test_release_gives_the_weights_memory_back_and_resume_restores_the_samples(engine, make_prompts):
+@pytest.mark.parametrize("mode", ["keep", "offload", "drop"])
+def test_sleep_gives_memory_back_and_the_samples_come_again(start_on_gpu, make_prompts, mode):
+    engine = start_on_gpu()
     assert engine.weight_dtype == torch.bfloat16
     before = engine.generate_sequences(make_prompts()).batch
-    held = torch.cuda.memory_allocated()
-    size = sum(parameter.nbytes for parameter in engine.model.parameters())
-    engine.release()
-    assert torch.cuda.memory_allocated() <= held - size
-    engine.resume()
+    addresses = [tensor.data_ptr() for tensor in engine.weights.values()]
+    held = torch.cuda.mem_get_info()[0]
+    engine.sleep(weights=mode)
+    freed = torch.cuda.mem_get_info()[0] - held
+    kv = 0 if engine._kv is None else engine._kv.region.size
+    weights = 0 if mode == "keep" else sum(tensor.nbytes for tensor in engine.weights.values())
+    assert freed >= kv + weights
+    engine.wake_up()
+    assert [tensor.data_ptr() for tensor in engine.weights.values()] == addresses
+    if mode == "drop":
+        engine.update_weights(tiny_model().state_dict().items())
     after = engine.generate_sequences(make_prompts()).batch
     assert torch.equal(after["responses"], before["responses"])
+
+
+def test_an_update_in_the_middle_of_a_generation_is_stamped_at_the_right_token(start_on_gpu, make_prompts):
+    engine = start_on_gpu(torch.float32, ignore_eos=True, max_new_tokens=200, max_model_len=256)
+    stream = engine.stream(make_prompts(rows=2))
+    engine.update_weights(tiny_model(seed=1).state_dict().items())
+    models = [tiny_model(seed=0), tiny_model(seed=1)]
+    for _, sample in stream:
+        versions = sample.batch["rollout_versions"][0]
+        assert versions.tolist() == sorted(versions.tolist())
+        prompt = sample.batch["prompts"].shape[1]
+        with torch.no_grad():
+            inputs = {name: sample.batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+            logits = [model(**inputs).logits[0, prompt - 1 : -1].log_softmax(-1) for model in models]
+        picked = sample.batch["responses"][0].unsqueeze(1)
+        old, new = (part.gather(1, picked)[:, 0] for part in logits)
+        expected = torch.where(versions == 0, old, new)
+        torch.testing.assert_close(sample.batch["rollout_log_probs"][0], expected, atol=1e-3, rtol=1e-3)

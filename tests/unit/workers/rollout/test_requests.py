@@ -96,7 +96,7 @@ def test_cancelling_the_awaiting_task_aborts_its_request(start):
 
     async def start_and_cancel() -> None:
         task = asyncio.create_task(engine.generate(request()))
-        while not engine._loop._running:
+        while not any(sequence.output.token_ids for sequence in engine._loop._everyone()):
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -124,9 +124,9 @@ def test_pause_keep_stops_at_a_token_and_goes_on_from_there(start):
     futures = engine.submit([request()])
     tokens_so_far(engine, 10)
     engine.pause_generation("keep")
-    stopped_at = len(engine._loop._running[0].output.token_ids)
+    stopped_at = len(engine._loop._everyone()[0].output.token_ids)
     time.sleep(0.1)
-    assert len(engine._loop._running[0].output.token_ids) == stopped_at < 240
+    assert len(engine._loop._everyone()[0].output.token_ids) == stopped_at < 240
     engine.resume_generation()
     assert only(futures).token_ids == whole.token_ids
 
@@ -214,7 +214,7 @@ def test_two_requests_of_one_id_are_refused(start):
 
 def test_weights_that_overflow_fail_the_requests_and_not_the_engine(start):
     engine = start()
-    good = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    good = {name: tensor.clone() for name, tensor in engine.weights.items()}
     engine.update_weights({**good, "model.norm.weight": torch.full((64,), torch.nan)}.items())
     with pytest.raises(FloatingPointError, match="weights of version 1 give log-prob nan"):
         only(engine.submit([request()]))

@@ -7,8 +7,9 @@ import torch
 from tiny import save_tiny_model, tiny_model
 
 from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams, WeightMismatchError
-from verl.workers.rollout.hf_rollout import HFRollout
+from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 from verl.workers.sharding_manager import WeightSync
 
 
@@ -35,14 +36,15 @@ class WholeModel:
         yield bucket
 
 
-@pytest.fixture
-def make_rollout(tmp_path):
+@pytest.fixture(params=["hf", "native"])
+def make_rollout(request, tmp_path):
     engines = []
 
-    def make(tied: bool = False, **keys) -> HFRollout:
+    def make(tied: bool = False, **keys) -> EmbeddedRollout:
         path = save_tiny_model(tmp_path / f"model-{len(engines)}", tie_word_embeddings=tied)
         model = as_config(ModelConfig, {"path": str(path)}, "actor_rollout_ref.model")
-        engines.append(HFRollout(str(path), model, as_config(RolloutConfig, {"max_new_tokens": 8, **keys})))
+        config = as_config(RolloutConfig, {"name": request.param, "max_new_tokens": 8, **keys})
+        engines.append(get_rollout_class(request.param)(str(path), model, config))
         return engines[-1]
 
     yield make
@@ -64,7 +66,7 @@ def test_after_a_sync_the_rollout_has_the_trainers_weights_bit_for_bit(make_roll
         sum(t.to(rollout.weight_dtype).nbytes for t in trainer.weights.values()),
     )
     for name, tensor in trainer.weights.items():
-        assert torch.equal(rollout.model.state_dict()[name], tensor.to(rollout.weight_dtype)), name
+        assert torch.equal(rollout.weights[name], tensor.to(rollout.weight_dtype)), name
     output = rollout.submit([Request("a", [5, 6], SamplingParams(max_new_tokens=3))])[0].result(timeout=30)
     assert output.versions == [7] * 3
 

@@ -1,0 +1,71 @@
+"""What each rank of a tensor-parallel engine does; the processes import it by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny import tiny_model
+
+from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.protocol import DataProto, object_array
+from verl.utils.weight_fingerprint import fingerprints
+from verl.workers.rollout.native_rollout import NativeRollout
+
+
+def make_rollout(path: str, **keys: Any) -> NativeRollout:
+    config = as_config(RolloutConfig, {"max_new_tokens": 12, "max_num_seqs": 6, "max_model_len": 64, **keys})
+    return NativeRollout(path, as_config(ModelConfig, {"path": path}), config)
+
+
+def make_prompts(rows: int = 8) -> DataProto:
+    """Ragged, left-padded; two rows of one prompt each."""
+    torch.manual_seed(3)
+    width = 9
+    ids = torch.randint(5, 260, (rows // 2, width)).repeat_interleave(2, dim=0)
+    lengths = torch.tensor([3, 9, 5, 7][: rows // 2]).repeat_interleave(2)
+    mask = (torch.arange(width) >= width - lengths.unsqueeze(1)).long()
+    batch = DataProto.from_dict({"input_ids": ids * mask, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1})
+    batch.non_tensor_batch["uid"] = object_array([str(row // 2) for row in range(rows)])
+    batch.meta_info = {"seed": 5, "step": 1}
+    return batch
+
+
+def generated(rollout: NativeRollout) -> dict[str, torch.Tensor] | None:
+    """What the first rank of an engine answers; None on the others."""
+    result = rollout.generate_sequences(make_prompts())
+    return dict(result.batch.items()) if len(result) else None
+
+
+def weights_of(family: str, seed: int, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return tiny_model(family, seed, **changes).state_dict()
+
+
+def run_rank(rank: int, world: int, port: int, ranks: int, family: str, changes: dict[str, Any], folder: str) -> None:
+    """Generate, take new weights, sleep, wake, generate; a wrong fingerprint is refused by every rank."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    torch.set_num_threads(1)
+    rollout = make_rollout(f"{folder}/model", tensor_model_parallel_size=ranks)
+    found: dict[str, Any] = {"first": generated(rollout)}
+    new = weights_of(family, 7, changes)
+    for version in (1, 2):
+        rollout.begin_update(version, new)
+        rollout.load_bucket(new)
+        rollout.finish_update(fingerprints(new, torch.float32))
+        rollout.release(["kv_cache"])
+        rollout.resume()
+        found[f"updated {version}"] = generated(rollout)
+    try:
+        rollout.begin_update(3, new)
+        rollout.load_bucket(new)
+        wrong = fingerprints(new, torch.float32)
+        wrong["model.layers.0.self_attn.k_proj.weight"] += 1
+        rollout.finish_update(wrong)
+    except Exception as error:
+        found["refused"] = f"{type(error).__name__}: {error}"
+    torch.save(found, Path(folder) / f"found-{rank}.pt")
+    rollout.close()
+    dist.barrier()
+    dist.destroy_process_group()

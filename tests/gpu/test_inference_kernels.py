@@ -1,0 +1,210 @@
+"""Triton kernels of the embedded engine against plain torch, on a real GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl.inference.models import torch_ops
+from verl.utils.counter_noise import gumbel_noise
+from verl.utils.weight_fingerprint import fingerprints, tensor_fingerprint
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+PAGE, BLOCKS = 16, 64
+LENGTHS = [1, 5, 37, 70, 130]
+# (query heads, kv heads, head size): groups that are no power of two, and a head size that is none.
+HEADS = [(14, 2, 64), (4, 4, 32), (32, 8, 128), (6, 2, 80)]
+KINDS = [(None, None), (20, None), (None, 30.0)]
+
+
+def attention(query, key, value, scale, window, softcap):
+    """float32 reference: `query` [n, heads, dim] are the last tokens of `key`, `value` [length, kv, dim]."""
+    count, heads, _ = query.shape
+    length = len(key)
+    key, value = (x.float().repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    scores = torch.einsum("nhd,lhd->hnl", query.float(), key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(length - count, length, device=CUDA).unsqueeze(1)
+    other = torch.arange(length, device=CUDA)
+    visible = other <= position
+    if window is not None:
+        visible &= other > position - window
+    return torch.einsum("hnl,lhd->nhd", scores.masked_fill(~visible, -torch.inf).softmax(dim=-1), value)
+
+
+class Cache:
+    """Five sequences in blocks that lie in random order."""
+
+    def __init__(self, kv: int, dim: int, dtype: torch.dtype) -> None:
+        self.keys = torch.randn(BLOCKS, PAGE, kv, dim, device=CUDA, dtype=dtype)
+        self.values = torch.randn_like(self.keys)
+        order = torch.randperm(BLOCKS)
+        self.tables = torch.zeros(len(LENGTHS), 16, dtype=torch.int32)
+        used = 0
+        for row, length in enumerate(LENGTHS):
+            count = -(-length // PAGE)
+            self.tables[row, :count] = order[used : used + count]
+            used += count
+        self.tables = self.tables.to(CUDA)
+        self.lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=CUDA)
+
+    def sequence(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        at = torch.arange(LENGTHS[row], device=CUDA)
+        block = self.tables[row].long()[at // PAGE]
+        return self.keys[block, at % PAGE], self.values[block, at % PAGE]
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 2e-2 if found.dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("window", "softcap"), KINDS)
+@pytest.mark.parametrize(("heads", "kv", "dim"), HEADS)
+@pytest.mark.parametrize("programs", [1, 512])
+def test_decode_attention_is_attention(heads, kv, dim, window, softcap, dtype, programs, monkeypatch):
+    """Also when several programs share a sequence, some of them without any of its tokens."""
+    from verl.inference.kernels import paged_attention
+
+    monkeypatch.setattr(paged_attention, "_WANTED_PROGRAMS", programs)
+    torch.manual_seed(0)
+    cache = Cache(kv, dim, dtype)
+    query = torch.randn(len(LENGTHS), heads, dim, device=CUDA, dtype=dtype)
+    found = paged_attention.decode_attention(
+        query, cache.keys, cache.values, cache.tables, cache.lengths, dim**-0.5, window, softcap
+    )
+    for row in range(len(LENGTHS)):
+        expected = attention(query[row : row + 1], *cache.sequence(row), dim**-0.5, window, softcap)
+        assert_near(found[row : row + 1], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("window", "softcap"), KINDS)
+@pytest.mark.parametrize(("heads", "kv", "dim"), HEADS)
+def test_varlen_attention_is_attention_for_any_mix_of_pieces(heads, kv, dim, window, softcap, dtype):
+    """Single tokens, whole prompts, last pieces; empty sequences and padding tokens at the end."""
+    from verl.inference.kernels.paged_attention import varlen_attention
+
+    torch.manual_seed(0)
+    cache = Cache(kv, dim, dtype)
+    counts = [1, 3, 37, 40, 1]
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count)
+    query = torch.randn(starts[-1] + 5, heads, dim, device=CUDA, dtype=dtype)
+    nobody = 2
+    found = varlen_attention(
+        query,
+        cache.keys,
+        cache.values,
+        torch.tensor(starts + starts[-1:] * nobody, dtype=torch.int32, device=CUDA),
+        torch.cat([cache.tables, cache.tables[:nobody]]),
+        torch.cat([cache.lengths, cache.lengths[:nobody]]),
+        dim**-0.5,
+        window,
+        softcap,
+    )
+    for row in range(len(LENGTHS)):
+        here = slice(starts[row], starts[row + 1])
+        assert_near(found[here], attention(query[here], *cache.sequence(row), dim**-0.5, window, softcap))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_and_gate_are_those_of_torch(dtype):
+    from verl.inference.kernels import pointwise
+
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 5, 96, device=CUDA, dtype=dtype)
+    weight = torch.randn(96, device=CUDA, dtype=dtype)
+    assert_near(pointwise.rms_norm(x, weight, 1e-6), torch_ops.rms_norm(x, weight, 1e-6).float())
+    ours, theirs = residual.clone(), residual.clone()
+    found, expected = (
+        pointwise.add_rms_norm(x, ours, weight, 1e-6),
+        torch_ops.add_rms_norm(x, theirs, weight, 1e-6),
+    )
+    assert_near(found, expected.float())
+    assert torch.equal(ours, theirs)
+    gate_up = torch.randn(5, 140, device=CUDA, dtype=dtype)
+    assert_near(pointwise.gated_silu(gate_up), torch_ops.gated_silu(gate_up).float())
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rotation_is_that_of_torch_and_fills_the_cache(dtype, normed):
+    from verl.inference.kernels.pointwise import rotate_and_cache
+
+    torch.manual_seed(0)
+    heads, kv, dim, tokens = 6, 2, 32, 7
+    qkv = torch.randn(tokens, (heads + 2 * kv) * dim, device=CUDA, dtype=dtype)
+    positions = torch.randint(0, 50, (tokens,), device=CUDA)
+    angles = torch.arange(50, device=CUDA).unsqueeze(1) / 10000 ** (torch.arange(0, dim, 2, device=CUDA) / dim)
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    weights = torch.rand(2, dim, device=CUDA, dtype=dtype) + 0.5
+    norms = (weights[0], weights[1], 1e-6) if normed else None
+    keys, values = torch.zeros(2, 4, 8, kv, dim, device=CUDA, dtype=dtype)
+    slots = torch.randperm(32, device=CUDA)[:tokens]
+    query, key, value = qkv.clone().view(tokens, -1, dim).split([heads, kv, kv], dim=1)
+    if normed:
+        query, key = torch_ops.rms_norm(query, weights[0], 1e-6), torch_ops.rms_norm(key, weights[1], 1e-6)
+    cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
+    rotate_and_cache(qkv, positions, table, slots, keys, values, norms)
+    assert_near(qkv.view(tokens, -1, dim)[:, :heads], torch_ops.rotated(query, cos, sin).float())
+    assert_near(keys.view(-1, kv, dim)[slots], torch_ops.rotated(key, cos, sin).float())
+    assert torch.equal(values.view(-1, kv, dim)[slots], value)
+    assert keys.count_nonzero() <= tokens * kv * dim, "nothing else of the cache was written"
+
+
+@pytest.mark.parametrize("vocab", [37, 2048, 9001, 151_936])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_pass_sampling_draws_what_the_noise_says(vocab, dtype):
+    from verl.inference.kernels.sampling import sample_rows
+
+    torch.manual_seed(0)
+    rows = 16
+    logits = torch.randn(rows, vocab, device=CUDA, dtype=dtype) * 3
+    slots = torch.randperm(20, device=CUDA)[:rows]
+    keys = torch.randint(-(2**62), 2**62, (20,), device=CUDA)
+    temperature = torch.tensor([1.0, 0.7, 2.0, 0.5] * 5, device=CUDA).unsqueeze(1)
+    greedy = torch.arange(20, device=CUDA) % 5 == 0
+    positions = torch.arange(rows, device=CUDA) + 11
+    found = sample_rows(logits, slots, positions, keys, temperature, greedy)
+    scores = logits.float() / temperature[slots]
+    noisy = scores + gumbel_noise(keys[slots], positions, vocab).masked_fill(greedy[slots].unsqueeze(1), 0.0)
+    tokens = noisy.argmax(dim=-1)
+    assert torch.equal(found.tokens, tokens)
+    full = scores.log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    raw = logits.float().log_softmax(dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(found.log_probs, full, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.raw_log_probs, raw, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.drawn_log_probs, full.masked_fill(greedy[slots], 0.0), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_fingerprints_of_many_tensors_are_those_of_each(dtype):
+    tensors = {
+        str(i): (torch.randn(*shape, device=CUDA) * 100).to(dtype)
+        for i, shape in enumerate([(3,), (16384,), (16385,), (100, 777), (0, 4)])
+    }
+    assert fingerprints(tensors) == {name: int(tensor_fingerprint(tensor)) for name, tensor in tensors.items()}
+
+
+def test_a_region_gives_memory_back_and_takes_it_again_at_the_same_address():
+    from verl.inference.memory import Region
+
+    size = 2**30 + 5
+    region = Region(size, CUDA)
+    before, _ = torch.cuda.mem_get_info()
+    address = region.bytes.data_ptr()
+    region.bytes.fill_(7)
+    region.release()
+    assert torch.cuda.mem_get_info()[0] - before >= 2**30
+    region.restore()
+    assert region.bytes.data_ptr() == address
+    region.bytes.fill_(9)
+    assert int(region.bytes[-1]) == 9
+    region.close()
+    assert torch.cuda.mem_get_info()[0] - before >= 2**30

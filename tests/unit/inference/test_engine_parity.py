@@ -1,0 +1,219 @@
+"""The whole engine against transformers: the same greedy tokens and log-probs, however the work is cut and shared."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from verl.inference.attention.torch_attention import TorchAttention
+from verl.inference.block_manager import BlockManager
+from verl.inference.engine import Engine
+from verl.inference.kv_memory import KVMemory
+from verl.inference.model_runner import ModelRunner
+from verl.inference.models.fused import FusedModel
+from verl.inference.models.generic import GenericModel
+from verl.inference.request import Output, Request, SamplingParams
+from verl.inference.scheduler import Scheduler, StepPlan
+from verl.inference.sequence import Sequence
+
+MAX_LENGTH = 64
+NEW = 12
+GREEDY = SamplingParams(do_sample=False, max_new_tokens=NEW)
+LENGTHS = (17, 1, 8, 26, 5)
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2-fused": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-fused": ("qwen3", {"head_dim": 16}),
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "llama-fused": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": 6}),
+    "mistral-fused": ("mistral", {"sliding_window": MAX_LENGTH}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 2.0,
+            "attn_implementation": "eager",
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "phi": ("phi", {}),
+    "phi3": ("phi3", {"sliding_window": 6}),
+}
+
+
+@dataclass
+class Case:
+    """A model, and what transformers makes of it."""
+
+    module: Any
+    model: FusedModel | GenericModel
+    answers: list[list[int]]
+
+    def log_probs(self, prompt: list[int], answer: list[int], temperature: float = 1.0) -> torch.Tensor:
+        with torch.no_grad():
+            logits = self.module(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        return (logits.double() / temperature).log_softmax(-1).gather(-1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+
+
+def prompts() -> list[list[int]]:
+    dice = random.Random(2)
+    return [[dice.randrange(5, 264) for _ in range(length)] for length in LENGTHS]
+
+
+_MADE: dict[str, Case] = {}
+
+
+def case_of(name: str) -> Case:
+    if name not in _MADE:
+        family, changes = CASES[name]
+        module = tiny_model(family, **changes)
+        answers = [
+            module.generate(torch.tensor([p]), do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
+            for p in prompts()
+        ]
+        if name.endswith("-fused"):
+            model: Any = FusedModel(module.config, MAX_LENGTH, torch.float32, "cpu")
+            for weight, tensor in model.named_weights().items():
+                tensor.copy_(module.state_dict()[weight])
+        else:
+            model = GenericModel(tiny_model(family, **changes), MAX_LENGTH)
+        _MADE[name] = Case(module, model, [a[0, len(p) :].tolist() for a, p in zip(answers, prompts(), strict=True)])
+    return _MADE[name]
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return case_of(request.param)
+
+
+class Counting(Scheduler):
+    """Says how often it sent a sequence back, and how many prompt tokens were computed."""
+
+    preempted = 0
+    prefilled = 0
+
+    def _preempt_youngest(self) -> None:
+        self.preempted += 1
+        super()._preempt_youngest()
+
+    def schedule(self) -> StepPlan | None:
+        plan = super().schedule()
+        self.prefilled += sum(len(piece.token_ids) for piece in plan.prefills) if plan else 0
+        return plan
+
+
+def make_engine(
+    case: Case,
+    num_blocks: int = 80,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 256,
+    chunked_prefill: bool = True,
+    prefix_caching: bool = False,
+) -> Engine:
+    kv = KVMemory(case.model, num_blocks, block_size)
+    runner = ModelRunner(case.model, TorchAttention(), kv, max_num_seqs, MAX_LENGTH, use_graphs=False)
+    blocks = BlockManager(num_blocks, block_size, prefix_caching)
+    return Engine(Counting(blocks, max_num_seqs, max_num_batched_tokens, MAX_LENGTH, chunked_prefill), runner)
+
+
+def answered(engine: Engine, requests: list[Request]) -> list[Output]:
+    sequences = [Sequence(request, serial) for serial, request in enumerate(requests)]
+    engine.add(sequences)
+    for _ in range(2000):
+        if not engine.has_work:
+            break
+        engine.step()
+    assert not engine.has_work
+    assert engine.scheduler.blocks.free_blocks == engine.scheduler.blocks.num_blocks, "every block was given back"
+    return [sequence.output for sequence in sequences]
+
+
+def questions(params: SamplingParams = GREEDY) -> list[Request]:
+    return [Request(f"r{i}", prompt, params, group=f"r{i}") for i, prompt in enumerate(prompts())]
+
+
+def assert_equal_to_transformers(case: Case, outputs: list[Output]) -> None:
+    for prompt, answer, output in zip(prompts(), case.answers, outputs, strict=True):
+        assert output.token_ids == answer
+        found = torch.tensor([output.log_probs, output.raw_log_probs], dtype=torch.float64)
+        assert (found - case.log_probs(prompt, answer)).abs().max() < 1e-5
+
+
+def test_greedy_answers_of_ragged_prompts(case):
+    assert_equal_to_transformers(case, answered(make_engine(case), questions()))
+
+
+def test_with_preemption_and_chunks(case):
+    engine = make_engine(case, num_blocks=14, max_num_batched_tokens=7)
+    assert_equal_to_transformers(case, answered(engine, questions()))
+    assert engine.scheduler.preempted > 0
+
+
+def test_with_prefix_cache_hits(case):
+    engine = make_engine(case, prefix_caching=True)
+    assert_equal_to_transformers(case, answered(engine, questions()))
+    first = engine.scheduler.prefilled
+    assert_equal_to_transformers(case, answered(engine, questions()))
+    assert engine.scheduler.prefilled - first < first / 2
+    # The next turn: the first answer and some more tokens belong to the prompt.
+    turn = prompts()[0] + case.answers[0] + [7, 8, 9]
+    before = engine.scheduler.prefilled
+    output = answered(engine, [Request("turn", turn, GREEDY)])[0]
+    assert engine.scheduler.prefilled - before < len(turn) - len(prompts()[0])
+    assert (torch.tensor(output.log_probs) - case.log_probs(turn, output.token_ids)).abs().max() < 1e-5
+
+
+def test_samples_of_one_prompt_share_its_prefill(case):
+    engine = make_engine(case)
+    sampled = SamplingParams(temperature=0.7, max_new_tokens=NEW)
+    requests = [
+        Request(f"{i}/{n}", prompt, replace(sampled, key=100 * i + n), group=str(i))
+        for i, prompt in enumerate(prompts()[:3])
+        for n in range(2)
+    ]
+    outputs = answered(engine, requests)
+    assert engine.scheduler.prefilled == sum(LENGTHS[:3])
+    assert outputs[0].token_ids != outputs[1].token_ids
+    for request, output in zip(requests, outputs, strict=True):
+        expected = case.log_probs(request.prompt_ids, output.token_ids, temperature=0.7)
+        assert (torch.tensor(output.log_probs) - expected).abs().max() < 1e-5
+    alone = [answered(make_engine(case), [replace(request, group="")])[0].token_ids for request in requests[:2]]
+    assert alone == [output.token_ids for output in outputs[:2]]
+
+
+@pytest.mark.parametrize("name", ["qwen2-fused", "gemma2"])
+@pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 6, 7, 9, 16, 26, 27])
+def test_every_chunk_size(name, budget):
+    case = case_of(name)
+    assert_equal_to_transformers(case, answered(make_engine(case, max_num_batched_tokens=budget), questions()))
+
+
+@pytest.mark.parametrize("name", ["qwen2-fused", "gemma2"])
+@pytest.mark.parametrize("budget", [5, 30, 256])
+def test_without_chunked_prefill(name, budget):
+    engine = make_engine(case_of(name), max_num_batched_tokens=budget, chunked_prefill=False)
+    assert_equal_to_transformers(case_of(name), answered(engine, questions()))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_every_block_size(block_size):
+    case = case_of("llama-fused")
+    engine = make_engine(case, num_blocks=200 // block_size + 5, block_size=block_size, prefix_caching=True)
+    assert_equal_to_transformers(case, answered(engine, questions()))
+    assert_equal_to_transformers(case, answered(engine, questions()))

@@ -1,0 +1,238 @@
+"""What only the embedded engine promises: memory it can size and give back, cached prefixes, log-probs as drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import save_tiny_model, tiny_model
+
+from verl.inference import kv_sizing
+from verl.inference.kv_memory import bytes_per_block
+from verl.inference.models.fused import FusedModel
+from verl.inference.models.generic import GenericModel
+from verl.protocol import DataProto
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import Request, SamplingParams
+from verl.workers.rollout.native_rollout import NativeRollout
+
+TOKENS = SamplingParams(max_new_tokens=20, key=42)
+PROMPT = list(range(10, 50))
+
+
+@pytest.fixture
+def engine_name() -> str:
+    return "native"
+
+
+def native(**options) -> dict:
+    return {"engine_kwargs": {"native": options}}
+
+
+def ask(engine: NativeRollout, name: str = "a", params: SamplingParams = TOKENS, prompt: list[int] = PROMPT):
+    return engine.submit([Request(name, prompt, params)])[0].result(timeout=60)
+
+
+def log_probs(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
+    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+
+
+def test_the_default_engine_is_this_one(start):
+    assert get_rollout_class("native") is NativeRollout
+    assert isinstance(start(), NativeRollout)
+
+
+def test_families_of_the_llama_shape_run_fused_and_the_others_by_their_own_module(start, tmp_path):
+    assert isinstance(start().model, FusedModel)
+    assert isinstance(start(**native(model="generic")).model, GenericModel)
+    phi = save_tiny_model(tmp_path, "phi")
+    assert isinstance(start(phi).model, GenericModel)
+    with pytest.raises(ValueError, match=r"native.model: fused cannot run this phi model: phi is none of llama"):
+        start(phi, **native(model="fused"))
+
+
+def test_fused_and_generic_give_the_same_answers(start, make_prompts):
+    fused, generic = (start(**native(model=kind)).generate_sequences(make_prompts()) for kind in ("fused", "generic"))
+    assert torch.equal(fused.batch["responses"], generic.batch["responses"])
+    torch.testing.assert_close(fused.batch["rollout_log_probs"], generic.batch["rollout_log_probs"])
+
+
+@pytest.mark.parametrize("option", ["fused", "generic"])
+def test_every_token_has_its_raw_and_its_drawn_log_prob(start, model_path, option):
+    engine = start(**native(model=option))
+    output = ask(engine, params=SamplingParams(max_new_tokens=20, key=42, temperature=0.5, top_k=3))
+    model = tiny_model()
+    raw = log_probs(model, PROMPT, output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.raw_log_probs), raw.float(), atol=1e-5, rtol=0)
+    with torch.no_grad():
+        scores = model(torch.tensor([PROMPT + output.token_ids])).logits[0, len(PROMPT) - 1 : -1].double() / 0.5
+    kept = scores.masked_fill(scores < scores.topk(3).values[:, -1:], -math.inf)
+    drawn = kept.log_softmax(-1).gather(-1, torch.tensor(output.token_ids).unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(torch.tensor(output.sampled_log_probs), drawn.float(), atol=1e-5, rtol=0)
+    assert (drawn > raw).any()
+
+
+def test_pairs_of_tokens_follow_the_models_distribution(start, tmp_path):
+    path = save_tiny_model(tmp_path, vocab_size=6, seed=3)
+    rows, prompt = 4000, [2, 5, 3]
+    prompts = DataProto.from_dict(
+        {"input_ids": torch.tensor([prompt] * rows), "attention_mask": torch.ones(rows, 3, dtype=torch.int64)},
+        {"uid": np.array(["one prompt"] * rows, dtype=object), "sample_index": np.arange(rows).astype(object)},
+        {"eos_token_id": []},
+    )
+    engine = start(path, max_num_batched_tokens=512, max_num_seqs=300)
+    pairs = engine.generate_sequences(prompts, max_new_tokens=2, temperature=0.5).batch["responses"]
+    model = tiny_model(vocab_size=6, seed=3)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, token] for token in range(6)])).logits[:, -2:].double() / 0.5
+    probs = logits[0, 0].softmax(-1).unsqueeze(1) * logits[:, 1].softmax(-1)
+    counts = torch.bincount(pairs[:, 0] * 6 + pairs[:, 1], minlength=36).view(6, 6)
+    chi_square = ((counts - probs * rows) ** 2 / (probs * rows)).sum()
+    assert chi_square < 76.2, "the 99.99 % quantile with 35 degrees of freedom"
+
+
+def test_cached_prefixes_are_not_used_across_an_update_or_a_release(start):
+    engine = start()
+    first = ask(engine)
+    engine.update_weights(tiny_model(seed=1).state_dict().items())
+    second = ask(engine)
+    expected = log_probs(tiny_model(seed=1), PROMPT, second.token_ids)
+    torch.testing.assert_close(torch.tensor(second.log_probs), expected.float(), atol=1e-5, rtol=0)
+    engine.update_weights(tiny_model(seed=0).state_dict().items())
+    engine.release(["kv_cache"])
+    engine.resume(["kv_cache"])
+    for layer in engine._kv.layers:
+        layer[0].fill_(torch.nan)
+    assert ask(engine).token_ids == first.token_ids
+
+
+def test_sleep_gives_the_kv_memory_back_and_the_answers_go_on(start):
+    engine = start(**native(num_blocks=64))
+    whole = ask(engine)
+    region = engine._kv.region
+    assert region.bytes.untyped_storage().nbytes() == region.size == 65 * bytes_per_block(engine.model, 16)
+    weights = engine.model.region.size
+    assert engine.held_bytes() == {"weights": weights, "kv_cache": region.size}
+    engine.sleep(weights="keep")
+    assert region.bytes.untyped_storage().nbytes() == 0
+    assert engine.held_bytes() == {"weights": weights, "kv_cache": 0}
+    with pytest.raises(RuntimeError, match=r"\['kv_cache'\] are released"):
+        ask(engine)
+    engine.wake_up(tags={"kv"})
+    assert ask(engine).token_ids == whole.token_ids
+
+
+def test_dropped_weights_free_their_memory_and_come_with_the_next_update(start):
+    engine = start()
+    whole = ask(engine)
+    engine.sleep(weights="drop")
+    assert engine.model.region.bytes.untyped_storage().nbytes() == 0
+    assert engine.held_bytes() == {"weights": 0, "kv_cache": 0}
+    engine.wake_up(tags={"weights"})
+    engine.wake_up(tags={"kv"})
+    with pytest.raises(RuntimeError, match="The weights were dropped by sleep; the next update brings them"):
+        ask(engine)
+    engine.update_weights(tiny_model().state_dict().items(), version=5)
+    answer = ask(engine)
+    assert answer.token_ids == whole.token_ids
+    assert set(answer.versions) == {5}
+
+
+def test_an_update_wakes_dropped_weights_by_itself(start):
+    engine = start()
+    engine.sleep(weights="drop")
+    engine.update_weights(tiny_model().state_dict().items())
+    engine.wake_up()
+    assert len(ask(engine).token_ids) == 20
+
+
+def test_tokens_can_be_had_as_they_come(start):
+    engine = start()
+    whole = ask(engine)
+
+    async def pieces() -> list:
+        return [piece async for piece in engine.stream_tokens(Request("s", PROMPT, TOKENS))]
+
+    found = asyncio.run(pieces())
+    assert [token for piece in found for token in piece.token_ids] == whole.token_ids
+    assert [piece.finish_reason for piece in found] == [""] * (len(found) - 1) + ["length"]
+    assert len(found) > 1
+    engine.release()
+    with pytest.raises(RuntimeError, match="are released"):
+        engine.stream_tokens(Request("s", PROMPT, TOKENS))
+
+
+def test_an_unknown_sleep_mode_is_refused(start):
+    with pytest.raises(ValueError, match="weights='away' is unknown"):
+        start().sleep(weights="away")
+
+
+def test_kv_memory_is_what_all_sequences_can_use(start, caplog):
+    with caplog.at_level(logging.INFO, logger="verl"):
+        engine = start(max_num_seqs=4, max_model_len=100)
+    assert engine._kv.num_blocks == 4 * 7
+    assert "28 blocks of 16 tokens (enough for 4 sequences of 100 tokens)" in caplog.text
+
+
+def test_kv_memory_takes_a_quarter_of_the_host_at_most(start, monkeypatch, caplog):
+    block = 16 * 2 * 2 * 2 * 16 * 4
+    monkeypatch.setattr(kv_sizing, "host_memory_available", lambda: 4 * 10 * block)
+    with caplog.at_level(logging.INFO, logger="verl"):
+        engine = start(max_num_seqs=4, max_model_len=100)
+    assert engine._kv.num_blocks == 10
+    assert "36% of what 4 sequences of 100 tokens can take" in caplog.text
+    monkeypatch.setattr(kv_sizing, "host_memory_available", lambda: 4 * 6 * block)
+    with pytest.raises(ValueError, match=r"max_model_len: the KV of one sequence of 100 tokens takes .* room for"):
+        start(max_num_seqs=4, max_model_len=100)
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once_and_the_others_go_on(start):
+    engine = start(**native(num_blocks=4, block_size=8), max_model_len=200)
+    with pytest.raises(ValueError, match=r"need 8 KV blocks of 8 tokens, and there are 4"):
+        ask(engine)
+    assert len(ask(engine, prompt=PROMPT[:10]).token_ids) == 20
+
+
+def test_little_memory_changes_no_answer(start, make_prompts):
+    prompts = make_prompts(rows=12)
+    expected = start().generate_sequences(prompts)
+    tight = start(**native(num_blocks=9, block_size=4), max_num_batched_tokens=11).generate_sequences(prompts)
+    assert torch.equal(tight.batch["responses"], expected.batch["responses"])
+    torch.testing.assert_close(tight.batch["rollout_log_probs"], expected.batch["rollout_log_probs"])
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"blocks": 3}, r"native.blocks: there is no such option. There are block_size, num_blocks, model"),
+        ({"model": "fast"}, r"native.model: 'fast' is unknown"),
+        ({"block_size": 0}, r"native: block_size and num_blocks are at least 1"),
+    ],
+)
+def test_unknown_options_are_refused(start, options, cause):
+    with pytest.raises(ValueError, match=cause):
+        start(**native(**options))
+
+
+def test_dummy_weights_work_for_both_kinds_of_model(start, tmp_path):
+    phi = save_tiny_model(tmp_path, "phi")
+    engine = start(phi, load_format="dummy")
+    engine.update_weights(tiny_model("phi").state_dict().items())
+    output = ask(engine)
+    expected = log_probs(tiny_model("phi"), PROMPT, output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.log_probs), expected.float(), atol=1e-5, rtol=0)
+
+
+def test_end_tokens_are_those_of_the_generation_config(start, tmp_path: Path):
+    path = save_tiny_model(tmp_path)
+    (path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    assert start(path, load_format="dummy").eos_token_ids == {1, 7}
+    (path / "generation_config.json").unlink()
+    assert start(path, load_format="dummy").eos_token_ids == {1}

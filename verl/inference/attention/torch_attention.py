@@ -1,0 +1,229 @@
+"""Paged attention in plain torch: exact on every device, and made for few CPU cores.
+
+Prefill runs chunk by chunk. Decoding gathers the blocks of sequences of similar length into one padded batch: large
+calls, little padding. Where everything lies is worked out once per forward pass and serves all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from verl.inference.attention.base import AttentionStep
+
+__all__ = ["TorchAttention"]
+
+# What one more call costs, as padded tokens: a bucket is closed when padding would cost more.
+_TOKENS_PER_CALL = 150
+# Elements of one block of scores where they must be held (soft-capping): 64 MB in float32.
+_SCORE_ELEMENTS = 2**24
+
+
+class TorchAttention:
+    """Attention over paged KV by torch's own operators."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: AttentionStep,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        keys, values = step.kv_cache[layer]
+        keys.view(-1, *keys.shape[2:]).index_copy_(0, step.slots, key)
+        values.view(-1, *values.shape[2:]).index_copy_(0, step.slots, value)
+        layout = step.scratch.get((TorchAttention, window))
+        if layout is None:
+            layout = step.scratch[TorchAttention, window] = _Layout(step, window, query.dtype)
+        out = query.new_empty(query.shape)
+        for chunk in layout.chunks:
+            out[chunk.rows] = _prefill(chunk, query, key, value, (keys, values), scale, softcap)
+        for bucket in layout.buckets:
+            out[bucket.rows] = _decode(bucket, query, (keys, values), scale, softcap)
+        return out
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One prefilled piece of a sequence."""
+
+    rows: slice
+    """Its tokens in the pass."""
+    blocks: torch.Tensor | None
+    """Blocks that hold what it sees; None: it sees only itself."""
+    length: int
+    """How many tokens of those blocks count."""
+    bias: torch.Tensor | None
+    """[1, 1, queries, length], 0 or -inf; None: causal."""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Decoded sequences of similar length."""
+
+    rows: torch.Tensor
+    """[n] their tokens in the pass."""
+    blocks: torch.Tensor
+    """[n * w] their blocks, w of each."""
+    length: int
+    """The longest of them."""
+    bias: torch.Tensor | None
+    """[n, 1, 1, length], -inf where a sequence sees nothing; None: all see all."""
+    unseen: torch.Tensor | None
+    """[m] those places among all n * w * block_size."""
+
+
+class _Layout:
+    """Chunks and buckets of one forward pass under one window."""
+
+    def __init__(self, step: AttentionStep, window: int | None, dtype: torch.dtype) -> None:
+        self.block_size = step.kv_cache[0][0].shape[1]
+        self.window = window
+        self.dtype = dtype
+        self.device = step.slots.device
+        self.chunks = list(self._chunks(step))
+        self.buckets = list(self._buckets(step))
+
+    def _chunks(self, step: AttentionStep) -> Iterator[_Chunk]:
+        starts, lengths = step.query_starts.tolist(), step.prefill_lengths.tolist()
+        for i, length in enumerate(lengths):
+            rows = slice(starts[i], starts[i + 1])
+            queries = rows.stop - rows.start
+            first = length - queries
+            if first == 0:
+                windowed = self.window is not None and self.window < length
+                yield _Chunk(rows, None, length, self._bias(0, queries, 0, length) if windowed else None)
+                continue
+            seen = 0 if self.window is None else max(0, first - self.window + 1) // self.block_size
+            blocks = step.prefill_tables[i, seen : -(-length // self.block_size)]
+            origin = seen * self.block_size
+            yield _Chunk(rows, blocks, length - origin, self._bias(first, queries, origin, length))
+
+    def _bias(self, first: int, queries: int, origin: int, length: int) -> torch.Tensor:
+        """[1, 1, queries, length - origin]: what the tokens from position `first` see of those from `origin`."""
+        query = torch.arange(first, first + queries, device=self.device).unsqueeze(1)
+        key = torch.arange(origin, length, device=self.device)
+        hidden = key > query
+        if self.window is not None:
+            hidden |= key <= query - self.window
+        return _minus_infinity_at(hidden, self.dtype)[None, None]
+
+    def _buckets(self, step: AttentionStep) -> Iterator[_Bucket]:
+        lengths = step.decode_lengths.tolist()
+        if self.window is None:
+            skipped = [0] * len(lengths)
+        else:
+            skipped = [max(0, length - self.window) // self.block_size for length in lengths]
+        spans = [length - skip * self.block_size for length, skip in zip(lengths, skipped, strict=True)]
+        members: list[int] = []
+        padding = 0
+        for i in sorted(range(len(spans)), key=lambda i: -spans[i]):
+            padding += spans[members[0]] - spans[i] if members else 0
+            if padding > _TOKENS_PER_CALL:
+                yield self._bucket(step, members, [skipped[m] for m in members], spans[members[0]])
+                members, padding = [], 0
+            members.append(i)
+        if members:
+            yield self._bucket(step, members, [skipped[m] for m in members], spans[members[0]])
+
+    def _bucket(self, step: AttentionStep, members: list[int], skipped: list[int], longest: int) -> _Bucket:
+        rows = torch.tensor(members, device=self.device)
+        skip = torch.tensor(skipped, device=self.device).unsqueeze(1)
+        columns = skip + torch.arange(-(-longest // self.block_size), device=self.device)
+        tables = step.decode_tables.index_select(0, rows)
+        blocks = tables.gather(1, columns.clamp(max=tables.shape[1] - 1))
+        places = torch.arange(columns.shape[1] * self.block_size, device=self.device)
+        positions = skip * self.block_size + places
+        lengths = step.decode_lengths.index_select(0, rows).unsqueeze(1)
+        unseen = positions >= lengths
+        if self.window is not None:
+            unseen |= positions < lengths - self.window
+        hidden = unseen[:, :longest]
+        bias = _minus_infinity_at(hidden, self.dtype)[:, None, None] if bool(hidden.any()) else None
+        where = None if bias is None else unseen.flatten().nonzero().flatten()
+        return _Bucket(rows + step.num_prefill_tokens, blocks.flatten(), longest, bias, where)
+
+
+def _prefill(
+    chunk: _Chunk,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[queries, heads, head_dim] of one chunk."""
+    if chunk.blocks is None:
+        seen = (key[chunk.rows], value[chunk.rows])
+    else:
+        keys, values = (part.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.length] for part in cache)
+        seen = (keys, values)
+    keys, values = (part.transpose(0, 1).unsqueeze(0) for part in seen)
+    queries = query[chunk.rows].transpose(0, 1).unsqueeze(0)
+    return _attend(queries, keys, values, chunk.bias, chunk.bias is None, scale, softcap)[0].transpose(0, 1)
+
+
+def _decode(
+    bucket: _Bucket,
+    query: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[n, heads, head_dim]. The query heads of one KV head are rows of one product: keys are not repeated."""
+    n, (kv_heads, head_dim) = len(bucket.rows), cache[0].shape[2:]
+    gathered = []
+    for part in cache:
+        seen = part.index_select(0, bucket.blocks)
+        if bucket.unseen is not None:
+            # Stale memory may hold NaN, which a probability of 0 does not remove.
+            seen.view(-1, kv_heads * head_dim).index_fill_(0, bucket.unseen, 0)
+        gathered.append(seen.view(n, -1, kv_heads, head_dim)[:, : bucket.length].transpose(1, 2))
+    queries = query.index_select(0, bucket.rows).view(n, kv_heads, -1, head_dim)
+    bias = None if bucket.bias is None else bucket.bias.expand(-1, -1, queries.shape[2], -1)
+    keys, values = gathered
+    return _attend(queries, keys, values, bias, False, scale, softcap).reshape(n, -1, head_dim)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """query [n, heads, q, dim], key and value [n, kv_heads, s, dim] → [n, heads, q, dim]."""
+    if softcap is None:
+        repeated = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=repeated
+        )
+    n, heads, count, dim = query.shape
+    grouped = query.reshape(n, key.shape[1], -1, count, dim)
+    rows = max(1, _SCORE_ELEMENTS // (n * heads * key.shape[2]))
+    if causal:
+        hidden = torch.ones(count, key.shape[2], dtype=torch.bool, device=query.device).triu_(1)
+        bias = _minus_infinity_at(hidden, query.dtype)[None, None]
+    parts = []
+    for start in range(0, count, rows):
+        scores = torch.matmul(grouped[..., start : start + rows, :], key.unsqueeze(2).transpose(-1, -2)).float()
+        scores = torch.tanh(scores * (scale / softcap)) * softcap
+        if bias is not None:
+            scores += bias[..., start : start + rows, :].unsqueeze(2)
+        parts.append(torch.matmul(scores.softmax(dim=-1).to(value.dtype), value.unsqueeze(2)))
+    return torch.cat(parts, dim=-2).view(n, heads, count, dim)
+
+
+def _minus_infinity_at(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

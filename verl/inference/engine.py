@@ -1,0 +1,92 @@
+"""Engine: schedule a step, launch it, take the results of the one before."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from verl.inference.request import Request
+from verl.inference.scheduler import Scheduler
+from verl.inference.sequence import Sequence
+from verl.inference.step_plan import StepPlan
+
+__all__ = ["Engine", "Pending", "Runner"]
+
+Results = tuple[list[int], list[float], list[float], list[float]]
+
+
+class Pending(Protocol):
+    """A step on its way."""
+
+    def wait(self) -> Results:
+        """Tokens, log-probs, raw and sampled log-probs, in the order of the plan's `sample_slots`."""
+
+
+class Runner(Protocol):
+    """What computes steps, in the order they are launched."""
+
+    @property
+    def lag(self) -> int:
+        """Steps that are launched before the results of an earlier one are read: 1 keeps a GPU busy, 0 is for CPUs."""
+
+    def launch(self, plan: StepPlan) -> Pending: ...
+
+
+class Engine:
+    """Runs sequences to their end, one step at a time. Not thread-safe: `AsyncEngine` drives it from a thread."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.version = 0
+        """Version of the weights; each token is stamped with that of the moment its step was launched."""
+        self.scheduler = scheduler
+        self.runner = runner
+        self._pending: deque[tuple[StepPlan, Pending, int]] = deque()
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that can never be answered here."""
+        self.scheduler.check(request)
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        self.scheduler.add(sequences)
+
+    def remove(self, sequences: Iterable[Sequence]) -> None:
+        """Forget them; their outputs stay as they are."""
+        self.scheduler.remove(sequences)
+
+    def step(self) -> list[Sequence]:
+        """One token for all that run, or fewer; returns who is finished."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return self.drain()
+        self._pending.append((plan, self.runner.launch(plan), self.version))
+        return self._settle(self.runner.lag)
+
+    def drain(self) -> list[Sequence]:
+        """Wait for everything that was launched; returns who is finished by it."""
+        return self._settle(0)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._pending) or self.scheduler.has_work
+
+    @property
+    def in_flight(self) -> bool:
+        """Steps were launched whose results have not been taken."""
+        return bool(self._pending)
+
+    def requeue_all(self) -> None:
+        """The KV memory is void: what runs is computed again from its tokens, and goes on."""
+        self.scheduler.requeue_all()
+
+    def clear(self) -> None:
+        """Forget everybody."""
+        self._pending.clear()
+        self.scheduler.clear()
+
+    def _settle(self, ahead: int) -> list[Sequence]:
+        finished: list[Sequence] = []
+        while len(self._pending) > ahead:
+            plan, pending, version = self._pending.popleft()
+            finished += self.scheduler.settle(plan, *pending.wait(), version)
+        return finished

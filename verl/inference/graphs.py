@@ -1,0 +1,97 @@
+"""StepGraphs: a step's kernels recorded once per size and started together, so that launching does not cost."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+
+import torch
+
+from verl.inference.step_inputs import StepInputs
+
+__all__ = ["StepGraphs"]
+
+# Sizes that are recorded; a step is padded up to the next one. Above the last, launching is not what costs.
+_DECODE_SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 513, 32), *range(576, 1025, 64))
+_MIXED_SIZES = (64, *range(128, 2049, 128), *range(2304, 3073, 256), 3584, 4096)
+
+
+class StepGraphs:
+    """CUDA graphs by kind of step and size, recorded when first needed. All of them share one memory pool."""
+
+    def __init__(
+        self,
+        decode: Callable[..., torch.Tensor],
+        mixed: Callable[..., torch.Tensor],
+        last_tokens: torch.Tensor,
+        max_sequences: int,
+    ) -> None:
+        """`decode` and `mixed` are the runner's; `last_tokens` has an entry per slot, the last one for nobody."""
+        device = last_tokens.device
+        self._decode, self._mixed = decode, mixed
+        self._last_tokens = last_tokens
+        self._max_sequences = max_sequences
+        self._nobody = len(last_tokens) - 1
+        self._pool = torch.cuda.graph_pool_handle()
+        self._kept: dict[tuple[bool, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        # What the graphs read; rows beyond a step's own belong to nobody.
+        tokens = _MIXED_SIZES[-1]
+        self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self._rows = torch.full((tokens,), self._nobody, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self._starts = torch.zeros(max_sequences + 1, dtype=torch.int32, device=device)
+        self._sequence_rows = torch.full((max_sequences,), self._nobody, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(max_sequences, dtype=torch.int32, device=device)
+
+    def replay(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor | None:
+        """Hidden states of the step, padding last; None if it is larger than any graph."""
+        sizes = _MIXED_SIZES if has_prefills else _DECODE_SIZES
+        count = len(inputs.token_rows)
+        if count > sizes[-1]:
+            return None
+        size = sizes[bisect.bisect_left(sizes, count)]
+        self._rows[:count].copy_(inputs.token_rows)
+        self._positions[:count].copy_(inputs.positions)
+        if count < size:
+            self._rows[count:size].fill_(self._nobody)
+            self._positions[count:size].zero_()
+        if has_prefills:
+            self._set_sequences(inputs)
+        graph, hidden = self._kept.get((has_prefills, size)) or self._record(has_prefills, size)
+        graph.replay()
+        return hidden
+
+    def _set_sequences(self, inputs: StepInputs) -> None:
+        prefilled, count, sequences = len(inputs.prefill_ids), len(inputs.token_rows), len(inputs.lengths)
+        self._ids[:prefilled].copy_(inputs.prefill_ids)
+        self._ids[prefilled:count].copy_(self._last_tokens[inputs.token_rows[prefilled:]])
+        self._starts[: sequences + 1].copy_(inputs.query_starts)
+        # Sequences beyond the step's own are empty: they start where the last one ends.
+        self._starts[sequences + 1 :].fill_(count)
+        self._sequence_rows[:sequences].copy_(inputs.sequence_rows)
+        self._lengths[:sequences].copy_(inputs.lengths)
+
+    def _record(self, has_prefills: bool, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        run = self._run_mixed if has_prefills else self._run_decode
+        run(size)  # compiles kernels and fills caches of libraries, which a recording cannot do
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            hidden = run(size)
+        self._kept[has_prefills, size] = (graph, hidden)
+        return graph, hidden
+
+    def _run_decode(self, size: int) -> torch.Tensor:
+        return self._decode(self._rows[:size], self._positions[:size])
+
+    def _run_mixed(self, size: int) -> torch.Tensor:
+        sequences = min(size, self._max_sequences)
+        return self._mixed(
+            self._ids[:size],
+            self._rows[:size],
+            self._positions[:size],
+            self._starts[: sequences + 1],
+            self._sequence_rows[:sequences],
+            self._lengths[:sequences],
+            size,
+        )

@@ -1,0 +1,1 @@
+"""Triton kernels of the fused path. Imported only where a CUDA device is used."""

@@ -1,0 +1,166 @@
+"""Regions of device memory that can be given back and taken again at the same address.
+
+On CUDA a region is a reserved range of virtual addresses with physical memory mapped in; unmapping gives the memory to
+others, and pointers held by captured CUDA graphs stay right. On a CPU the storage is emptied and filled again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = ["Region"]
+
+
+class Region:
+    """`size` bytes on a device; `bytes` is the uint8 tensor over them."""
+
+    def __init__(self, size: int, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.size = size
+        self.held = True
+        self._range: _VirtualRange | None = None
+        if self.device.type == "cuda":
+            self._range = _VirtualRange(size, self.device)
+            self.bytes = torch.as_tensor(self._range, device=self.device)
+        else:
+            self.bytes = torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def release(self) -> None:
+        """Give the memory back; what it held is gone."""
+        if self.held:
+            self.held = False
+            if self._range is not None:
+                torch.cuda.synchronize(self.device)
+                self._range.unmap()
+            else:
+                self.bytes.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take it again, with undefined content."""
+        if not self.held:
+            if self._range is not None:
+                self._range.map()
+            else:
+                self.bytes.untyped_storage().resize_(self.size)
+            self.held = True
+
+    def close(self) -> None:
+        """Give a device's memory and addresses back. No view may be used afterwards."""
+        if self._range is not None:
+            self.release()
+            self._range.free()
+            self._range = None
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _AllocationFlags(ctypes.Structure):
+    _fields_ = [
+        ("compression", ctypes.c_ubyte),
+        ("gpu_direct", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    ]
+
+
+class _AllocationProperties(ctypes.Structure):
+    """CUmemAllocationProp of the driver API."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", _AllocationFlags),
+    ]
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
+
+
+class _VirtualRange:
+    """Reserved addresses with memory mapped in chunks (the CUDA driver's virtual memory management)."""
+
+    # One allocation of many GB can fail where pieces of this size do not.
+    _CHUNK = 1 << 30
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.empty(1, device=f"cuda:{index}")  # the driver's calls below need the device's context to exist
+        self._index = index
+        self._where = _Location(_DEVICE, index)
+        self._properties = _AllocationProperties(type=_PINNED, location=self._where)
+        granularity = ctypes.c_size_t()
+        _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), 0)
+        self._size = -(-max(size, 1) // granularity.value) * granularity.value
+        self._chunk = -(-self._CHUNK // granularity.value) * granularity.value
+        self._address = ctypes.c_uint64()
+        _call(
+            "cuMemAddressReserve",
+            ctypes.byref(self._address), ctypes.c_size_t(self._size), ctypes.c_size_t(0),
+            ctypes.c_uint64(0), ctypes.c_uint64(0),
+        )  # fmt: skip
+        self._handles: list[tuple[int, int, ctypes.c_uint64]] = []
+        self._asked = size
+        self.map()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self._asked,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
+
+    def map(self) -> None:
+        try:
+            for start in range(0, self._size, self._chunk):
+                size = min(self._chunk, self._size - start)
+                handle = ctypes.c_uint64()
+                _call(
+                    "cuMemCreate",
+                    ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(self._properties), ctypes.c_uint64(0),
+                )  # fmt: skip
+                self._handles.append((start, size, handle))
+                at = ctypes.c_uint64(self._address.value + start)
+                _call("cuMemMap", at, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+            access = _Access(self._where, _READ_WRITE)
+            _call(
+                "cuMemSetAccess", self._address, ctypes.c_size_t(self._size), ctypes.byref(access), ctypes.c_size_t(1)
+            )
+        except RuntimeError as error:
+            free, total = torch.cuda.mem_get_info(self._index)
+            raise torch.cuda.OutOfMemoryError(
+                f"rollout: {self._size / 2**30:.1f} GB of device memory could not be taken ({error};"
+                f" {free / 2**30:.1f} of {total / 2**30:.1f} GB are free). Lower"
+                " actor_rollout_ref.rollout.gpu_memory_utilization, or offload the trainer."
+            ) from error
+
+    def unmap(self) -> None:
+        for start, size, handle in self._handles:
+            _call("cuMemUnmap", ctypes.c_uint64(self._address.value + start), ctypes.c_size_t(size))
+            _call("cuMemRelease", handle)
+        self._handles = []
+
+    def free(self) -> None:
+        _call("cuMemAddressFree", self._address, ctypes.c_size_t(self._size))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    code = getattr(_driver(), name)(*arguments)
+    if code != 0:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{name} failed: {(text.value or b'unknown error').decode()}")

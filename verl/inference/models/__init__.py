@@ -1,0 +1,43 @@
+"""Models as the engine runs them: packed tokens in, hidden states out, weights at fixed addresses."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from verl.inference.attention.base import AttentionStep
+from verl.inference.memory import Region
+from verl.inference.weights import Shard
+
+__all__ = ["InferenceModel"]
+
+
+class InferenceModel(Protocol):
+    """A causal language model over paged KV. T counts the tokens of all sequences of a step, packed."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    region: Region
+    """Where all weights lie."""
+
+    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """Last hidden states (after the final norm). token_ids, positions: [T] int64; returns [T, hidden]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [N, hidden]; returns [N, vocab] in the model's dtype."""
+        ...
+
+    def shards(self) -> dict[str, Shard]:
+        """Of which of these only a part is here (tensor parallelism)."""
+        ...
+
+    def named_weights(self) -> dict[str, torch.Tensor]:
+        """Every HF name with its tensor, or a view into the merged one, at an address that never changes."""
+        ...

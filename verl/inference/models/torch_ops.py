@@ -1,0 +1,40 @@
+"""The fused model's pointwise steps in plain torch: what `kernels.pointwise` does, for CPUs and as its reference."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import silu
+
+__all__ = ["add_rms_norm", "gated_silu", "linear", "rms_norm", "rotated"]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x` [tokens, in], `weight` [out, in] → [tokens, out].
+
+    The weight stands first: for the few rows of a decode step CPU libraries are 1.1 to 6 times faster that way.
+    """
+    out = torch.mm(weight, x.t()).t().contiguous()
+    return out if bias is None else out.add_(bias)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x` [..., size] over its root mean square, times `weight` [size]."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`residual` becomes residual + x, in place; returns its norm."""
+    return rms_norm(residual.add_(x), weight, eps)
+
+
+def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of `gate_up` [tokens, 2 * size] → [tokens, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate).mul_(up)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding: `x` [tokens, heads, dim], `cos`, `sin` [tokens, 1, dim // 2] float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -1,0 +1,144 @@
+"""Sequence: a request under way, with its tokens and its place in the batch and in the KV memory."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from typing import Protocol
+
+from verl.inference.request import Output, Request
+
+__all__ = ["Sequence", "StopCheck", "accept_tokens"]
+
+
+class StopCheck(Protocol):
+    """Looks for stop strings."""
+
+    def completed_by_last(self, token_ids: list[int]) -> bool:
+        """Whether the last of the generated tokens completes one of the strings."""
+
+
+class Sequence:
+    """A request and what it has so far. Compared and hashed by identity."""
+
+    __slots__ = (
+        "aborted",
+        "block_table",
+        "cached_blocks",
+        "cached_content",
+        "cached_epoch",
+        "computed",
+        "done",
+        "ends",
+        "future",
+        "in_flight",
+        "look_at",
+        "max_length",
+        "min_length",
+        "output",
+        "params",
+        "prompt_ids",
+        "request",
+        "serial",
+        "slot",
+        "stop_check",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, serial: int = 0, stop_check: StopCheck | None = None) -> None:
+        earlier = request.resume_from or Output()
+        count = len(earlier.token_ids)
+        self.request = request
+        self.params = request.params
+        self.serial = serial
+        """Order of arrival."""
+        self.future: Future[Output] = Future()
+        self.aborted = False
+        self.done = False
+        """Finished or removed: tokens that still arrive for it are ignored."""
+        self.prompt_ids = list(request.prompt_ids)
+        self.output = Output(list(earlier.token_ids), list(earlier.log_probs), list(earlier.versions))
+        self.output.raw_log_probs = _padded(earlier.raw_log_probs, count)
+        self.output.sampled_log_probs = _padded(earlier.sampled_log_probs, count)
+        self.token_ids = self.prompt_ids + self.output.token_ids
+        """Prompt and generated tokens, as far as the host knows them."""
+        self.in_flight = 0
+        """Tokens sampled by launched steps which the host has not read yet."""
+        self.ends = request.params.ends
+        self.stop_check = stop_check
+        self.max_length = len(self.prompt_ids) + request.params.max_new_tokens
+        """Tokens at which it ends; an engine lowers it to its own limit."""
+        self.min_length = len(self.prompt_ids) + request.params.min_new_tokens
+        # Where it stands in the batch and in the KV memory; the scheduler and the block manager write these.
+        self.slot = -1
+        """Its row in the device's tables; -1: not running."""
+        self.computed = 0
+        """Tokens whose KV is in the cache once the launched steps have run."""
+        self.block_table: list[int] = []
+        self.look_at = 0
+        """Position up to which it can be decoded without a further look."""
+        # What the prefix cache knows of it: how many of its blocks, up to which content, since which flush.
+        self.cached_blocks = 0
+        self.cached_content = 0
+        self.cached_epoch = 0
+
+    def __len__(self) -> int:
+        """Tokens, those in flight included."""
+        return len(self.token_ids) + self.in_flight
+
+    def is_finished(self) -> bool:
+        """Whether the token it got last is its last one; if so, the output says why."""
+        if self.token_ids[-1] in self.ends or self._completes_a_stop_string():
+            self.output.finish_reason = "stop"
+            return True
+        if len(self.token_ids) >= self.max_length:
+            self.output.finish_reason = "length"
+            return True
+        return False
+
+    def _completes_a_stop_string(self) -> bool:
+        if self.stop_check is None or len(self.token_ids) < self.min_length:
+            return False
+        return self.stop_check.completed_by_last(self.output.token_ids)
+
+
+def accept_tokens(
+    rows: list[Sequence],
+    tokens: list[int],
+    log_probs: list[float],
+    raw_log_probs: list[float],
+    sampled_log_probs: list[float],
+    version: int,
+) -> None:
+    """Give each row the token that was in flight for it. Rows that are done get nothing."""
+    _require_finite(rows, tokens, log_probs, version)
+    for sequence, token, log_prob, raw, sampled in zip(
+        rows, tokens, log_probs, raw_log_probs, sampled_log_probs, strict=True
+    ):
+        if sequence.done:
+            continue
+        sequence.in_flight -= 1
+        output = sequence.output
+        sequence.token_ids.append(token)
+        output.token_ids.append(token)
+        output.log_probs.append(log_prob)
+        output.raw_log_probs.append(raw)
+        output.sampled_log_probs.append(sampled)
+        output.versions.append(version)
+
+
+def _require_finite(rows: list[Sequence], tokens: list[int], log_probs: list[float], version: int) -> None:
+    """Raise if a row that counts was given a log-prob that is none."""
+    if math.isfinite(sum(log_probs)):
+        return
+    for sequence, token, log_prob in zip(rows, tokens, log_probs, strict=True):
+        if not math.isfinite(log_prob) and not sequence.done:
+            raise FloatingPointError(
+                f"rollout: weights of version {version} give log-prob {log_prob} to token {token} of request"
+                f" {sequence.request.id!r}. The weights hold NaN or inf, or overflow in rollout.dtype."
+            )
+
+
+def _padded(values: list[float], count: int) -> list[float]:
+    """One per token: NaN where an earlier engine did not know it."""
+    return [*values, *([math.nan] * (count - len(values)))]

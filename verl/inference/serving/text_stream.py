@@ -1,0 +1,73 @@
+"""TextStream: text from tokens as they come. Never half a character, never a stop string or the beginning of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["TextStream"]
+
+# What a decoder writes for bytes that are no whole character.
+_BROKEN = "\ufffd"
+
+
+class TextStream:
+    """One answer. `push` returns text that will not change any more; together the pieces are the whole text.
+
+    `context` are the last tokens before the answer: decoders drop the space in front of the first word they see.
+    Special tokens are not written.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self.stopped = False
+        """A stop string was found: the text ends before it, whatever is pushed."""
+        # Tokens from the last but one cut on; up to `_cut` their text is known to be whole.
+        self._tokens = list(context)
+        if self._decode(self._tokens).endswith(_BROKEN):
+            self._tokens = []
+        self._cut = len(self._tokens)
+        self._pending = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        if not token_ids:
+            return ""
+        self._tokens.extend(token_ids)
+        text = self._decode(self._tokens)
+        return "" if text.endswith(_BROKEN) else self._emit(self._beyond_cut(text), last=False)
+
+    def finish(self) -> str:
+        """What was held back; nothing comes after it."""
+        return self._emit(self._beyond_cut(self._decode(self._tokens)), last=True)
+
+    def _beyond_cut(self, text: str) -> str:
+        """What `text` (of all tokens here) has after the cut, which is moved to its end."""
+        known = len(self._decode(self._tokens[: self._cut]))
+        del self._tokens[: self._cut]
+        self._cut = len(self._tokens)
+        return text[known:]
+
+    def _emit(self, text: str, last: bool) -> str:
+        if self.stopped:
+            return ""
+        self._pending += text
+        found = [place for stop in self._stop if (place := self._pending.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._pending[: min(found)]
+        ready = len(self._pending) - (0 if last else self._begun_stop())
+        text, self._pending = self._pending[:ready], self._pending[ready:]
+        return text
+
+    def _begun_stop(self) -> int:
+        """How many characters at the end may be the beginning of a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for count in range(min(longest, len(self._pending)), 0, -1):
+            if any(stop.startswith(self._pending[-count:]) for stop in self._stop):
+                return count
+        return 0
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,0 +1,45 @@
+"""StepPlan: what one step of the model computes, as plain data that can be sent to other processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from verl.utils.sampling_params import SamplingParams
+
+__all__ = ["Prefill", "StepPlan"]
+
+
+@dataclass(slots=True)
+class Prefill:
+    """A piece of a prompt (or of a sequence whose KV was dropped) that is computed in this step."""
+
+    slot: int
+    start: int
+    """Position of its first token."""
+    token_ids: list[int]
+    samples: list[int]
+    """Slots that sample from its last position: the sequence's own first, then those forked from it in this step.
+    Empty if the piece does not reach the sequence's end."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step of the model. Slots are rows of the device's tables: last token, block table, sampling parameters."""
+
+    prefills: list[Prefill] = field(default_factory=list)
+    decodes: list[int] = field(default_factory=list)
+    """Slots that are fed their last token, which the device knows."""
+    positions: list[int] = field(default_factory=list)
+    """Where each of those tokens stands in its sequence."""
+    sample_slots: list[int] = field(default_factory=list)
+    """Rows that sample, in order: every prefill's `samples`, then the decodes."""
+    sample_positions: list[int] = field(default_factory=list)
+    """Where each sampled token will stand in its sequence (padding not counted)."""
+    new_params: list[tuple[int, SamplingParams]] = field(default_factory=list)
+    """Slots that a sequence takes in this step."""
+    block_updates: list[tuple[int, int, int]] = field(default_factory=list)
+    """(slot, column, block): changes of the block tables, everything of a new slot included."""
+    copies_after: list[tuple[int, int]] = field(default_factory=list)
+    """(from, to): blocks to be copied after this step's KV is written."""
+    banned: list[tuple[int, int]] = field(default_factory=list)
+    """(row in sample order, token): ends of answers that are still too short."""

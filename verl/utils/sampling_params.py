@@ -1,0 +1,67 @@
+"""SamplingParams: how one answer is sampled, and when it ends. Plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["SamplingParams"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one answer is sampled, and when it ends."""
+
+    key: int = 0
+    """Noise key of this sample (`counter_noise.sample_keys`)."""
+    temperature: float = 1.0
+    """0 is greedy; log-probs are then reported at temperature 1."""
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    do_sample: bool = True
+    max_new_tokens: int = 16
+    min_new_tokens: int = 0
+    """Tokens that end an answer are not drawn before it has this many; stop strings do not end it before."""
+    eos_token_ids: frozenset[int] = field(default_factory=frozenset)
+    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, at the token that completes one of them."""
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(self.top_k >= -1, "top_k", self.top_k, "-1 (all tokens), or how many to consider")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        _require(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            "min_new_tokens",
+            self.min_new_tokens,
+            "0 to max_new_tokens",
+        )
+        _require(
+            isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
+            "stop",
+            self.stop,
+            "a tuple of strings that are not empty",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return not self.do_sample or self.temperature == 0
+
+    @property
+    def truncated(self) -> bool:
+        """Some tokens are never drawn."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end this answer."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_token_ids
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"sampling {name}: {value!r} is impossible. Use {allowed}.")

@@ -1,0 +1,198 @@
+"""EmbeddedRollout: what engines of this process share: a thread for requests, weights in place, memory given back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from verl.config import RolloutConfig
+from verl.inference.async_engine import AsyncEngine
+from verl.inference.tensor_parallel import FollowingEngine
+from verl.inference.weights import EngineWeights
+from verl.workers.rollout.base import (
+    PAUSE_MODES,
+    RELEASE_TAGS,
+    BaseRollout,
+    Output,
+    Request,
+    TensorSpec,
+    WeightMismatchError,
+)
+
+__all__ = ["SLEEP_MODES", "EmbeddedRollout", "Releasable"]
+
+logger = logging.getLogger(__name__)
+
+SLEEP_MODES = ("keep", "offload", "drop")
+_OTHER_TAGS = {"kv": "kv_cache"}
+
+
+class Releasable(Protocol):
+    """Memory that can be given back and taken again, empty."""
+
+    @property
+    def held_bytes(self) -> int: ...
+    def release(self) -> None: ...
+    def restore(self) -> None: ...
+
+
+class EmbeddedRollout(BaseRollout):
+    """An engine in this process, from its parts. Sampling stands still for updates, and while memory is given back."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        device: torch.device,
+        weight_dtype: torch.dtype,
+        loop: AsyncEngine | FollowingEngine,
+        weights: EngineWeights,
+        kv: Releasable | None,
+        eos_token_ids: frozenset[int],
+        pad_token_id: int | None,
+    ) -> None:
+        self.config, self.device, self.weight_dtype = config, device, weight_dtype
+        self.eos_token_ids = eos_token_ids
+        self.pad_token_id = min(eos_token_ids, default=0) if pad_token_id is None else pad_token_id
+        self._loop = loop
+        self._weights = weights
+        self._kv = kv
+        self._released: set[str] = set()
+        # Why no token may be sampled: no weights yet, or weights that are not the trainer's.
+        self._unfit: str | None = None
+        if config.load_format == "dummy":
+            self._unfit = "load_format=dummy: the first weights come from the trainer, by an update."
+        self._pending_version = 0
+
+    @property
+    def version(self) -> int:
+        return self._loop.version
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What the engine computes with, by HF name; to be read."""
+        return self._weights.tensors
+
+    # ---------------------------------------------------------------- requests
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
+        self._require_ready()
+        return self._loop.submit(requests)
+
+    def stream_tokens(self, request: Request) -> AsyncIterator[Output]:
+        """The answer in pieces, as its tokens come; the last piece has a finish reason. Closing it aborts."""
+        self._require_ready()
+        return self._loop.stream(request)
+
+    def abort(self, ids: Iterable[str] | None = None) -> None:
+        self._loop.abort(ids)
+
+    def pause_generation(self, mode: str = "keep") -> None:
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"pause_generation: mode {mode!r} is unknown. Use one of {PAUSE_MODES}.")
+        self._loop.pause(mode)
+
+    def resume_generation(self) -> None:
+        self._loop.unpause()
+
+    def _require_ready(self) -> None:
+        if self._unfit:
+            raise RuntimeError(f"rollout: the engine has no weights to generate with. {self._unfit}")
+        if self._released:
+            raise RuntimeError(f"rollout: {sorted(self._released)} are released. Call resume() before generating.")
+
+    # ---------------------------------------------------------------- weights
+
+    def begin_update(self, version: int, manifest: Mapping[str, TensorSpec] | None) -> None:
+        self._weights.check_manifest(manifest)
+        self._loop.halt("update")
+        self.resume(["weights"])
+        self._pending_version = version
+        self._unfit = f"An update to version {version} was begun and has not been finished."
+        self._weights.begin()
+
+    def load_bucket(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        try:
+            self._weights.load(tensors)
+        except WeightMismatchError as error:
+            self._stop_with(error)
+            raise
+
+    def finish_update(self, fingerprint: Mapping[str, int]) -> None:
+        try:
+            self._weights.verify(fingerprint)
+        except WeightMismatchError as error:
+            self._stop_with(error)
+            raise
+        self._loop.recompute()
+        self._loop.version = self._pending_version
+        self._unfit = None
+        self._loop.go("update")
+
+    def _stop_with(self, error: WeightMismatchError) -> None:
+        """Half of the weights may be new: whoever waits for an answer gets the error instead."""
+        self._unfit = f"The update to version {self._pending_version} failed: {error}"
+        self._loop.fail(error)
+        self._loop.go("update")
+
+    # ---------------------------------------------------------------- memory and life
+
+    def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
+        """Give memory back; weights wait in host memory. What was under way goes on after `resume`."""
+        self._release(_known(tags), "offload")
+
+    def sleep(self, weights: str = "keep") -> None:
+        """Give the KV memory back, and the weights': keep them, offload them to the host, or drop them.
+
+        Dropped weights come back with the next update.
+        """
+        if weights not in SLEEP_MODES:
+            raise ValueError(f"sleep: weights={weights!r} is unknown. Use one of {SLEEP_MODES}.")
+        self._release({"kv_cache"} if weights == "keep" else set(RELEASE_TAGS), weights)
+
+    def resume(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
+        here = _known(tags) & self._released
+        if "weights" in here:
+            self._weights.onload()
+        if "kv_cache" in here and self._kv is not None:
+            self._kv.restore()
+        self._released -= here
+        if not self._released:
+            self._loop.go("release")
+
+    def wake_up(self, tags: Iterable[str] = RELEASE_TAGS) -> None:
+        """Take memory again after `sleep`: weights before a hand-over, kv when the trainer has moved out."""
+        self.resume(sorted(tags) if isinstance(tags, set | frozenset) else list(tags))
+
+    def held_bytes(self) -> dict[str, int]:
+        """Device memory of the engine by what it is for. Tables and captured graphs come on top, and stay for life."""
+        return {"weights": self._weights.held_bytes, "kv_cache": 0 if self._kv is None else self._kv.held_bytes}
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def _release(self, tags: set[str], weights: str) -> None:
+        self._loop.halt("release")
+        if "kv_cache" in tags and "kv_cache" not in self._released:
+            self._loop.recompute()
+            if self._kv is not None:
+                self._kv.release()
+        if "weights" in tags and weights == "drop":
+            self._weights.drop()
+            self._unfit = "The weights were dropped by sleep; the next update brings them."
+        elif "weights" in tags and self.device.type != "cpu":  # host memory is where a CPU's are already
+            self._weights.offload()
+        self._released |= tags
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        logger.debug("rollout: gave back %s; it holds %s", sorted(tags), self.held_bytes())
+
+
+def _known(tags: Iterable[str]) -> set[str]:
+    found = set() if isinstance(tags, str) else {_OTHER_TAGS.get(tag, tag) for tag in tags}
+    if isinstance(tags, str) or found - set(RELEASE_TAGS):
+        raise ValueError(f"release/resume: tags {tags!r}; give a list out of {RELEASE_TAGS}.")
+    return found

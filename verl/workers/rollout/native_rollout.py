@@ -1,0 +1,57 @@
+"""NativeRollout: the embedded engine of `verl.inference` as a rollout; nothing to install."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl.config import ModelConfig, RolloutConfig
+from verl.inference.build import build_engine
+from verl.inference.tensor_parallel import FollowingEngine, LeadingEngine
+from verl.protocol import DataProto
+from verl.workers.rollout.embedded_rollout import EmbeddedRollout
+
+__all__ = ["NativeRollout"]
+
+
+class NativeRollout(EmbeddedRollout):
+    """A model of its own in `dtype` on `device`: paged KV, continuous batching, one thread."""
+
+    def __init__(
+        self,
+        model_path: str,
+        model_config: ModelConfig,
+        config: RolloutConfig,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        built = build_engine(model_path, model_config, config, device, dtype)
+        self.model = built.model
+        self._kv_memory = built.kv
+        super().__init__(
+            config,
+            built.device,
+            built.dtype,
+            loop=built.start(),
+            weights=built.weights,
+            kv=built.kv,
+            eos_token_ids=built.eos_token_ids,
+            pad_token_id=built.pad_token_id,
+        )
+
+    def generate_sequences(self, prompts: DataProto, **sampling_overrides: Any) -> DataProto:
+        """One answer per row. Of ranks that share a model the first one answers; the others return nothing."""
+        if isinstance(self._loop, FollowingEngine):
+            self._loop.halt("batch")
+            return DataProto()
+        try:
+            return super().generate_sequences(prompts, **sampling_overrides)
+        finally:
+            if isinstance(self._loop, LeadingEngine):
+                self._loop.say_at_rest()
+
+    def close(self) -> None:
+        super().close()
+        self._kv_memory.region.close()
+        self.model.region.close()
