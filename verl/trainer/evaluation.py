@@ -1,0 +1,140 @@
+"""Scores of answers in a file: every answer by the reward function of its data source, and what they say per source."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from verl.config import EvalConfig
+from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
+from verl.trainer.ppo.validation_metrics import process_validation_metrics
+from verl.utils.dataset.files import find_files
+from verl.utils.dataset.problems import (
+    DataError,
+    Rule,
+    find_problems,
+    ground_truth_of,
+    ground_truth_rule,
+    source_rule,
+    text_rule,
+)
+from verl.utils.dataset.rows import Rows, value_at
+from verl.utils.reward_score import known_data_sources
+from verl.workers.reward_manager.explain import describe_failures
+from verl.workers.reward_manager.naive import RewardError
+from verl.workers.reward_manager.sample import Sample, Score
+
+__all__ = ["evaluate", "show"]
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = ("mean@", "pass@", "maj@")
+_BOUNDS = ("/std", "/low", "/high")
+
+Metrics = dict[str, dict[str, dict[str, float]]]
+
+
+def evaluate(config: EvalConfig) -> Metrics:
+    """data source → variable (`reward`, and what the reward function says beside it) → metric.
+
+    Metrics are those of validation: mean@n, pass@k, best@k, maj@k. They go to `data.output_path` too, if set.
+    """
+    data = config.data
+    own = get_custom_reward_fn(config.to_dict()) is not None
+    rows = Rows(find_files(data.path))
+    problems = find_problems(rows, _rules(config, own))
+    if problems:
+        raise DataError(problems)
+    prompts, samples = _samples(rows, config)
+    scores = _scored(config, samples)
+    names = dict.fromkeys(name for score in scores for name in score.extra)
+    columns = {name: [score.extra.get(name) for score in scores] for name in names}
+    metrics = process_validation_metrics(
+        [sample.data_source for sample in samples],
+        [str(prompt) for prompt in prompts],
+        {**columns, "reward": [score.value for score in scores]},
+    )
+    if data.output_path is not None:
+        Path(data.output_path).write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n")
+    sources = Counter(sample.data_source for sample in samples)
+    asked = Counter(source for source, _ in {(s.data_source, p) for s, p in zip(samples, prompts, strict=True)})
+    for source, count in sources.items():
+        logger.info("%s: %d answers to %d prompts", source, count, asked[source])
+    return metrics
+
+
+def show(metrics: Metrics, console: Console) -> None:
+    """A table: the metrics of each data source, with their 95 % intervals over prompts."""
+    table = Table()
+    for name in ("data source", "of", "metric"):
+        table.add_column(name)
+    for name in ("value", "95 % interval"):
+        table.add_column(name, justify="right")
+    for source, variables in metrics.items():
+        # `acc` where the reward function tells right from wrong beside its reward.
+        variable = "acc" if "acc" in variables else "reward"
+        values = variables[variable]
+        for name, value in values.items():
+            if name.startswith(_SHOWN) and not name.endswith(_BOUNDS):
+                low, high = values.get(f"{name}/low"), values.get(f"{name}/high")
+                interval = "" if low is None or high is None else f"{low:.3f} to {high:.3f}"
+                table.add_row(escape(source), variable, name, f"{value:.3f}", interval)
+        table.add_section()
+    console.print(table)
+
+
+def _rules(config: EvalConfig, own_function: bool) -> list[Rule]:
+    key = config.data.reward_fn_key
+    rules = [text_rule(key, "data.reward_fn_key"), _answers_rule(config.data.response_key)]
+    return rules if own_function else [*rules, source_rule(key, known_data_sources()), ground_truth_rule()]
+
+
+def _answers_rule(key: str) -> Rule:
+    def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
+        answers = _answers(row, key)
+        if answers and all(isinstance(answer, str) for answer in answers):
+            return None
+        return f"{key!r} holds no answers (columns: {', '.join(columns)}). Set data.response_key to a column of texts."
+
+    return Rule((key.split(".")[0],), check, lambda _: False)
+
+
+def _answers(row: Mapping[str, Any], key: str) -> list[Any]:
+    value = value_at(row, key)
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _samples(rows: Rows, config: EvalConfig) -> tuple[list[int], list[Sample]]:
+    """Which row each answer belongs to, and what its reward function is told."""
+    prompts, samples = [], []
+    for first, batch in rows.batches(rows.columns):
+        for number, row in enumerate(batch, first):
+            source, extra = value_at(row, config.data.reward_fn_key), row.get("extra_info")
+            for answer in _answers(row, config.data.response_key):
+                prompts.append(number)
+                samples.append(Sample(source, answer, ground_truth_of(row), dict(extra or {})))
+    return prompts, samples
+
+
+def _scored(config: EvalConfig, samples: Sequence[Sample]) -> list[Score]:
+    manager = load_reward_manager(config.to_dict(), None, 0)
+    try:
+        scores = manager.score(samples)
+    finally:
+        manager.close()
+    if any(score.error is not None for score in scores):
+        told = describe_failures(samples, scores, config.reward_model.on_error)
+        if config.reward_model.on_error == "fail":
+            raise RewardError(told)
+        logger.warning("%s", told)
+    return scores
