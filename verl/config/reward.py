@@ -54,11 +54,17 @@ class RewardModelConfig(Block):
     enable_resource_pool: bool = key("Give the reward model devices of its own (reward_pool).")
     n_gpus_per_node: int = key("Size of reward_pool per node.", null="", follows="trainer.n_gpus_per_node", min=1)
     nnodes: int = key("Nodes of reward_pool.", min=1)
-    reward_manager: str = key("Who calls the reward functions.", choices=names.REWARD_MANAGERS, extendable=True)
-    reward_kwargs: dict[str, Any] = key("Arguments for the reward manager.")
+    reward_manager: str = key(
+        "How rewards are called: naive (by answer), batch (by list), prime (tight limits), dapo (overlong_buffer).",
+        choices=names.REWARD_MANAGERS,
+        extendable=True,
+    )
+    reward_kwargs: dict[str, Any] = key(
+        "Arguments for the manager: timeout (s per call), num_processes, memory_limit_gb (each), batch_size (of batch)."
+    )
     overlong_buffer: OverlongBufferConfig = key("Penalty for answers that are too long.")
     on_error: str = key(
-        "When a reward function raises, hangs or returns NaN: stop, score 0, or mask the sample.",
+        "When a reward function raises, hangs, dies or returns no finite number: stop, score 0, or mask the sample.",
         choices=("fail", "zero", "mask"),
     )
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig
 
@@ -16,35 +19,34 @@ from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from verl.protocol import DataProto
 from verl.utils.import_utils import load_user_object
 from verl.utils.reward_score import default_compute_score, known_data_sources
-from verl.workers.reward_manager import get_reward_manager_cls
-from verl.workers.reward_manager.naive import FAILED
+from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
+from verl.workers.reward_manager.naive import ERROR, FAILED
 
 Config = PPOConfig | DictConfig | Mapping[str, Any]
-_ARGUMENTS = ("solution_str", "ground_truth")
-_OPTIONAL_ARGUMENTS = ("data_source", "extra_info")
 
 
 def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
     """The manager named by `reward_model.reward_manager`, with the user's reward function if one is set.
 
-    It gets `reward_model.reward_kwargs`, then `reward_kwargs`; and `on_error` where it takes that.
+    It gets `reward_model.reward_kwargs`, then `reward_kwargs`; and, where it takes them, `on_error`, `reward_fn_key`,
+    `max_resp_len` and `overlong_buffer_cfg` from the keys of these names and of `data`.
     """
     block = as_config(RewardModelConfig, _block(config, "reward_model"))
     cls = get_reward_manager_cls(block.reward_manager)
-    accepted = inspect.signature(cls).parameters
+    accepted, takes_any = _parameters(cls)
     arguments = {**block.reward_kwargs, **reward_kwargs}
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    unknown = [] if takes_any else sorted(arguments.keys() - accepted.keys())
+    unknown = [] if takes_any else sorted(arguments.keys() - set(accepted))
     if unknown:
         raise ValueError(
             f"reward_model.reward_kwargs: {cls.__name__} does not take {', '.join(unknown)}. "
-            f"It takes: {', '.join(list(accepted)[2:])}."
+            f"It takes: {', '.join(accepted[2:])}."
         )
-    if "on_error" in accepted:
-        arguments.setdefault("on_error", block.on_error)
-    data = _block(config, "data")
-    if data is not None and "reward_fn_key" in data:
-        arguments.setdefault("reward_fn_key", data["reward_fn_key"])
+    offered = {"on_error": block.on_error, "overlong_buffer_cfg": block.overlong_buffer}
+    data = _block(config, "data") or {}
+    for name, key in (("reward_fn_key", "reward_fn_key"), ("max_resp_len", "max_response_length")):
+        if key in data:
+            offered[name] = data[key]
+    arguments = {name: value for name, value in offered.items() if name in accepted} | arguments
     compute_score = get_custom_reward_fn(config) or default_compute_score
     return cls(tokenizer=tokenizer, num_examine=num_examine, compute_score=compute_score, **arguments)
 
@@ -53,14 +55,20 @@ def get_custom_reward_fn(config: Config) -> Callable[..., Any] | None:
     """The function of `custom_reward_function.{path,name}` with its `reward_kwargs` filled in; None if none is set.
 
     It is called as `f(data_source=…, solution_str=…, ground_truth=…, extra_info=…)` and may leave out the first and
-    the last. It travels to scorer processes by content.
+    the last; by the manager `batch` with lists, as `f(data_sources=…, solution_strs=…, ground_truths=…,
+    extra_infos=…)`. It travels to scorer processes by content.
     """
     block = as_config(CustomRewardFunctionConfig, _block(config, "custom_reward_function"))
     if block.path is None:
         return None
-    key = "custom_reward_function.path"
-    optional = (*_OPTIONAL_ARGUMENTS, *block.reward_kwargs)
-    function = load_user_object(block.path, block.name, key=key, required_params=_ARGUMENTS, optional_params=optional)
+    required, optional = _called_with(as_config(RewardModelConfig, _block(config, "reward_model")).reward_manager)
+    function = load_user_object(
+        block.path,
+        block.name,
+        key="custom_reward_function.path",
+        required_params=required,
+        optional_params=(*optional, *block.reward_kwargs),
+    )
     accepted = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     unknown = [] if takes_any else sorted(block.reward_kwargs.keys() - accepted.keys())
@@ -76,14 +84,31 @@ def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[torc
     """Scores [batch, response] of a batch, and what the reward function said beside them (a list per name).
 
     Where the manager masks samples that could not be scored, their rows of `response_mask` become 0 in `data`: they
-    weigh nothing in losses, counts and metrics.
+    weigh nothing in losses, counts and metrics, and group estimators leave them out. A name that the batch has already
+    is `reward_<name>` here.
     """
     result = reward_fn(data, return_dict=True)
-    extra = dict(result["reward_extra_info"])
+    taken = {*data.batch.keys(), *data.non_tensor_batch}
+    extra = {f"reward_{name}" if name in taken else name: v for name, v in result["reward_extra_info"].items()}
     if getattr(reward_fn, "on_error", None) == "mask" and any(extra.get(FAILED, ())):
         kept = 1 - torch.tensor(extra[FAILED], device=data.batch["response_mask"].device)
         data.batch["response_mask"] = data.batch["response_mask"] * kept[:, None].to(data.batch["response_mask"].dtype)
     return result["reward_tensor"], extra
+
+
+def reward_metrics(extra: Mapping[str, Iterable[Any]]) -> dict[str, float]:
+    """For the log: `reward/<name>/mean` of what is a number in each column, `reward/errors` and those by kind."""
+    metrics = {}
+    for name, values in extra.items():
+        numbers = [float(value) for value in values if isinstance(value, int | float | np.number)]
+        numbers = [number for number in numbers if math.isfinite(number)]
+        if numbers:
+            metrics[f"reward/{name}/mean"] = sum(numbers) / len(numbers)
+    if ERROR in extra:
+        kinds = Counter(kind for kind in extra[ERROR] if kind is not None)
+        metrics["reward/errors"] = float(kinds.total())
+        metrics |= {f"reward/errors/{kind}": float(count) for kind, count in kinds.items()}
+    return metrics
 
 
 def check_rewards(dataset: Any, config: Config) -> None:
@@ -101,3 +126,23 @@ def check_rewards(dataset: Any, config: Config) -> None:
 def _block(whole: Config, name: str) -> Any:
     """A block of the whole configuration; None where a user's dict leaves it out."""
     return whole.get(name)
+
+
+def _called_with(manager: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The parameters that a manager's reward function must have, and may have; a user's manager says them like ours."""
+    cls, ours = get_reward_manager_cls(manager), NaiveRewardManager
+    return (
+        getattr(cls, "required_arguments", ours.required_arguments),
+        getattr(cls, "optional_arguments", ours.optional_arguments),
+    )
+
+
+def _parameters(cls: type) -> tuple[list[str], bool]:
+    """What a class takes, with what it hands on to those it inherits from; and whether it takes anything at all."""
+    names: dict[str, None] = {}
+    for owner in (owner for owner in cls.__mro__ if "__init__" in vars(owner)):
+        parameters = list(inspect.signature(owner).parameters.values())
+        names |= dict.fromkeys(each.name for each in parameters if each.kind is not each.VAR_KEYWORD)
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            return list(names), False
+    return list(names), True

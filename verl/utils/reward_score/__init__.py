@@ -1,11 +1,27 @@
 """Rewards by rule: one file per task, found by a row's `data_source`. Nothing heavy: scorer processes load it."""
 
-from verl.utils.reward_score import gsm8k
+from verl.utils.reward_score import countdown, gsm8k, math, math_dapo, multiple_choice, qa_em
+from verl.utils.reward_score.boxed import last_boxed_only_string, remove_boxed
 from verl.utils.reward_score.registry import (
+    _select_rm_score_fn,
     default_compute_score,
     known_data_sources,
     register_score,
     score_function,
 )
 
-__all__ = ["default_compute_score", "gsm8k", "known_data_sources", "register_score", "score_function"]
+__all__ = [
+    "_select_rm_score_fn",
+    "countdown",
+    "default_compute_score",
+    "gsm8k",
+    "known_data_sources",
+    "last_boxed_only_string",
+    "math",
+    "math_dapo",
+    "multiple_choice",
+    "qa_em",
+    "register_score",
+    "remove_boxed",
+    "score_function",
+]

@@ -8,8 +8,8 @@ from decimal import Decimal, InvalidOperation
 from verl.utils.reward_score.registry import register_score
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
-# What follows must not go on with the number: `72/3`, `1,2,3` and `3.1.4` are not answers.
-_STRICT = re.compile(rf"####\s*((?:-\s?\$?|\$\s?-?)?{_DIGITS})(?!\d|[,.]\d|\s*/)")
+# What follows must not go on with the number: `72/3`, `72 + 1`, `1,2,3` and `3.1.4` are not answers.
+_STRICT = re.compile(rf"####\s*((?:-\s?\$?|\$\s?-?)?{_DIGITS})(?!\d|[,.]\d|\s*[-+*/^]\s*\d)")
 _ANY_NUMBER = re.compile(rf"-?{_DIGITS}")
 
 
@@ -38,10 +38,11 @@ def compute_score(
     solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """`score` for the right number, `format_score` for a wrong one in the right format, 0 where none is found."""
+    truth = _number(ground_truth)
     found = extract_solution(solution_str, method)
     if found is None:
         return 0.0
-    return score if Decimal(found) == _number(ground_truth) else format_score
+    return score if Decimal(found) == truth else format_score
 
 
 def _number(ground_truth: object) -> Decimal:

@@ -1,12 +1,13 @@
-"""The table from `data_source` to reward function; a decorator adds to it."""
+"""The table from `data_source` to reward function; a decorator adds to it. Names may be patterns (`aime*`)."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 Result = float | dict[str, Any]
@@ -20,8 +21,8 @@ class ScoreFunction:
     """A reward function, and what tools may ask about its task."""
 
     compute: Callable[..., Result]
-    # A right answer in the right format, made from the ground truth; checks score it against itself.
-    answer: Callable[[Any], str] | None = None
+    # A right answer in the right format, made from the ground truth (None: not from this one); checks score it.
+    answer: Callable[[Any], str | None] | None = None
     # What the function takes for the answer in a text, None if it finds none; explains rewards that are always 0.
     extract: Callable[[str], Any] | None = None
 
@@ -42,12 +43,14 @@ _TABLE: dict[str, ScoreFunction] = {}
 
 
 def register_score(
-    *data_sources: str, answer: Callable[[Any], str] | None = None, extract: Callable[[str], Any] | None = None
+    *data_sources: str, answer: Callable[[Any], str | None] | None = None, extract: Callable[[str], Any] | None = None
 ) -> Callable[[Function], Function]:
     """Decorate a `compute_score(solution_str, ground_truth, …)` to score the rows of these data sources.
 
     It returns a number, or a dict with `score` and whatever else should be logged; parameters `data_source` and
-    `extra_info` are filled where it has them.
+    `extra_info` are filled where it has them. In a name, `*` stands for anything; a whole name goes before patterns, a
+    longer pattern before a shorter one. `answer` makes a right answer from a ground truth, `extract` finds the answer
+    in a text: checks and explanations use them.
     """
 
     def add(function: Function) -> Function:
@@ -65,20 +68,39 @@ def register_score(
 
 
 def known_data_sources() -> list[str]:
-    """Every data source with a reward function."""
+    """Every data source with a reward function; some are patterns."""
     return sorted(_TABLE)
+
+
+def matching(data_source: str, known: Collection[str]) -> str | None:
+    """The name or pattern among `known` that a data source goes by; None if there is none."""
+    if data_source in known:
+        return data_source
+    return max((name for name in known if "*" in name and fnmatchcase(data_source, name)), key=len, default=None)
 
 
 def score_function(data_source: str) -> ScoreFunction:
     """The reward function of a data source; a ValueError lists the known ones."""
-    if data_source not in _TABLE:
-        near = difflib.get_close_matches(str(data_source), _TABLE, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"data_source {data_source!r}: no reward function scores it (known: {', '.join(sorted(_TABLE))}).{hint}"
-            " Set custom_reward_function.path, or register one with verl.utils.reward_score.register_score."
-        )
-    return _TABLE[data_source]
+    name = matching(str(data_source), _TABLE)
+    if name is None:
+        raise ValueError(unknown_source(str(data_source), _TABLE))
+    return _TABLE[name]
+
+
+def unknown_source(data_source: str, known: Iterable[str], key: str = "data_source") -> str:
+    """What to tell about a data source that has no reward function."""
+    names = sorted(known)
+    near = difflib.get_close_matches(data_source, [name for name in names if "*" not in name], n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return (
+        f"no reward function is known for {key} {data_source!r} (known: {', '.join(names)}).{hint}"
+        " Set custom_reward_function.path, or register one with verl.utils.reward_score.register_score."
+    )
+
+
+def _select_rm_score_fn(data_source: str) -> Callable[..., Result]:
+    """The plain `compute_score(solution_str, ground_truth, …)` of a data source, as scripts of users call it."""
+    return score_function(data_source).compute
 
 
 def default_compute_score(

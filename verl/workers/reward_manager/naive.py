@@ -1,4 +1,8 @@
-"""NaiveRewardManager: one call of the reward function per answer, its score on the answer's last token."""
+"""NaiveRewardManager: one call of the reward function per answer, its score on the answer's last token.
+
+The other managers are this one with a step replaced: how answers become scores (`score`), or what becomes of the scores
+(`shaped`).
+"""
 
 from __future__ import annotations
 
@@ -15,15 +19,15 @@ import torch
 from verl.protocol import DataProto
 from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.registry import call_with_accepted
-from verl.workers.reward_manager.explain import describe_sample, why_all_zero
+from verl.workers.reward_manager.explain import POLICIES, describe_failures, describe_sample, why_all_zero
 from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
 
 logger = logging.getLogger(__name__)
 
-FAILED = "scoring_failed"
+# Columns that every manager adds: 1.0 where a row could not be scored, and the kind of error there.
+FAILED, ERROR = "scoring_failed", "scoring_error"
 _MOST_PROCESSES = 16
-_POLICIES = {"fail": "the run stops", "zero": "they score 0", "mask": "they score 0 and are not trained on"}
 
 
 class RewardError(RuntimeError):
@@ -34,11 +38,16 @@ class RewardError(RuntimeError):
 class NaiveRewardManager:
     """Scores every answer with `compute_score(data_source, solution_str, ground_truth, extra_info)`.
 
-    The function runs in scorer processes (`num_processes`; 0: here, without a time limit), each call for at most
-    `timeout` seconds. A call that raises, hangs, dies or returns no finite number costs its own sample: `on_error` says
-    whether the run stops (`fail`), the sample scores 0 (`zero`), or is also taken out of training (`mask`, done by
+    The function runs in scorer processes (`num_processes`; 0: here, without limits), each call for at most `timeout`
+    seconds, each process with at most `memory_limit_gb` beyond what is loaded (None: no limit). A call that raises,
+    hangs, dies or returns no finite number costs its own sample: `on_error` says whether the run stops (`fail`), the
+    sample scores 0 (`zero`), or is also taken out of training (`mask`, done by
     `verl.trainer.ppo.reward.compute_reward`). `num_examine` samples per data source are logged in every call.
     """
+
+    # Parameters of a user's function: those it must have, and those it is given if it has them.
+    required_arguments: tuple[str, ...] = ("solution_str", "ground_truth")
+    optional_arguments: tuple[str, ...] = ("data_source", "extra_info")
 
     def __init__(
         self,
@@ -50,21 +59,32 @@ class NaiveRewardManager:
         on_error: str = "mask",
         timeout: float = 60.0,
         num_processes: int | None = None,
+        memory_limit_gb: float | None = None,
     ) -> None:
-        if on_error not in _POLICIES:
-            raise ValueError(f"reward_model.on_error: {on_error!r} is not one of {', '.join(_POLICIES)}.")
+        if on_error not in POLICIES:
+            raise ValueError(f"reward_model.on_error: {on_error!r} is not one of {', '.join(POLICIES)}.")
+        _check_positive(timeout=timeout, memory_limit_gb=memory_limit_gb)
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.compute_score = compute_score or default_compute_score
         self.reward_fn_key = reward_fn_key
         self.on_error = on_error
         processes = min(_MOST_PROCESSES, _available_cores()) if num_processes is None else num_processes
-        self._pool = ScorerPool(functools.partial(call_with_accepted, self.compute_score), processes, timeout)
+        memory_limit = None if memory_limit_gb is None else int(memory_limit_gb * 2**30)
+        self._pool = ScorerPool(self._call(), processes, timeout, memory_limit)
         self._first_call = True
 
     def submit(self, sample: Sample) -> Future[Score]:
         """The primitive: score one answer in a scorer process. A failed call is a Score with an `error`."""
         return self._pool.submit(sample)
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Score answers, in order."""
+        return self._pool.score(samples)
+
+    def shaped(self, data: DataProto, scores: Sequence[Score]) -> Sequence[Score]:
+        """What the rows get for these scores: here, just them."""
+        return scores
 
     @overload
     def __call__(self, data: DataProto, return_dict: Literal[False] = False) -> torch.Tensor: ...
@@ -74,29 +94,34 @@ class NaiveRewardManager:
         """[batch, response] scores, each on the last token the model sampled and 0 elsewhere.
 
         With `return_dict`: `reward_tensor`, and `reward_extra_info` with a list of one value per row for every field
-        that the function returned (None where it did not), and `scoring_failed` (1.0 where there is no score).
-        A batch with `rm_scores` was scored by a reward model; those are the result.
+        that the function returned (None where it did not), `scoring_failed` (1.0 where there is no score) and
+        `scoring_error` (what kind of error, or None). A batch with `rm_scores` was scored by a reward model; those are
+        the result.
         """
         if "rm_scores" in data.batch:
             reward, extra = data.batch["rm_scores"], {}
         else:
             samples = self.samples(data)
-            scores = [future.result() for future in [self.submit(sample) for sample in samples]]
-            self._report(samples, scores)
-            reward, extra = self._place(data, scores), _columns(scores)
+            plain = self.score(samples)
+            self._report(samples, plain)
+            scores = self.shaped(data, plain)
+            reward, extra = _place(data, scores), _columns(scores)
         return {"reward_tensor": reward, "reward_extra_info": extra} if return_dict else reward
 
     def samples(self, data: DataProto) -> list[Sample]:
         """What the reward function is told of each row; text is decoded from the tokens that are there, no padding."""
-        responses = data.batch["responses"]
-        lengths = data.batch["attention_mask"][:, -responses.shape[1] :].sum(-1).tolist()
-        tokens = [row[: int(length)] for row, length in zip(responses.tolist(), lengths, strict=True)]
+        lengths = response_lengths(data).tolist()
+        tokens = [row[:length] for row, length in zip(data.batch["responses"].tolist(), lengths, strict=True)]
         texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return [self._sample(data.non_tensor_batch, row, text) for row, text in enumerate(texts)]
 
     def close(self) -> None:
         """End the scorer processes. The next call starts new ones."""
         self._pool.close()
+
+    def _call(self) -> Callable[..., Any]:
+        """What the scorer processes run."""
+        return functools.partial(call_with_accepted, self.compute_score)
 
     def _sample(self, columns: Mapping[str, Any], row: int, text: str) -> Sample:
         if self.reward_fn_key not in columns:
@@ -111,29 +136,11 @@ class NaiveRewardManager:
         extra = columns["extra_info"][row] if "extra_info" in columns else None
         return Sample(columns[self.reward_fn_key][row], text, truth, dict(extra or {}))
 
-    def _place(self, data: DataProto, scores: Sequence[Score]) -> torch.Tensor:
-        responses = data.batch["responses"]
-        width = responses.shape[1]
-        mask = (data.batch["response_mask"] if "response_mask" in data.batch else data.batch["attention_mask"])[
-            :, -width:
-        ]
-        reward = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
-        positions = torch.arange(1, width + 1, device=responses.device)
-        last = (mask.bool() * positions).amax(-1) - 1 if width else mask.new_full((len(scores),), -1)
-        rows = torch.nonzero(last >= 0).squeeze(-1)
-        values = torch.tensor([score.value for score in scores], dtype=torch.float32, device=responses.device)
-        reward[rows, last[rows]] = values[rows]
-        return reward
-
     def _report(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
         """Log failures with one example, a few samples, and at the first call why all scores are 0, if they are."""
-        failed = [(sample, score) for sample, score in zip(samples, scores, strict=True) if score.error is not None]
+        failed = sum(score.error is not None for score in scores)
         if failed:
-            sample, score = failed[0]
-            message = (
-                f"reward: {len(failed)} of {len(scores)} samples could not be scored (reward_model.on_error="
-                f"{self.on_error}: {_POLICIES[self.on_error]}). The first: {score.error}\n{describe_sample(sample)}"
-            )
+            message = describe_failures(samples, scores, self.on_error)
             if self.on_error == "fail":
                 raise RewardError(message)
             logger.warning("%s", message)
@@ -142,16 +149,42 @@ class NaiveRewardManager:
             shown[sample.data_source] += 1
             if shown[sample.data_source] <= self.num_examine:
                 logger.info("score %g %s\n%s", score.value, score.extra or "", describe_sample(sample))
-        if self._first_call and scores and len(failed) < len(scores) and not any(score.value for score in scores):
+        if self._first_call and scores and failed < len(scores) and not any(score.value for score in scores):
             logger.warning("%s", why_all_zero(samples, own_function=self.compute_score is not default_compute_score))
         self._first_call = False
+
+
+def response_lengths(data: DataProto) -> torch.Tensor:
+    """[batch] tokens of each response, those of tools and environments included."""
+    return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].sum(-1).long()
+
+
+def _place(data: DataProto, scores: Sequence[Score]) -> torch.Tensor:
+    """[batch, response]: each score on the last token that the model sampled; a row without any gets nothing."""
+    responses = data.batch["responses"]
+    width = responses.shape[1]
+    mask = (data.batch["response_mask"] if "response_mask" in data.batch else data.batch["attention_mask"])[:, -width:]
+    reward = torch.zeros(responses.shape, dtype=torch.float32, device=responses.device)
+    positions = torch.arange(1, width + 1, device=responses.device)
+    last = (mask.bool() * positions).amax(-1) - 1 if width else mask.new_full((len(scores),), -1)
+    rows = torch.nonzero(last >= 0).squeeze(-1)
+    values = torch.tensor([score.value for score in scores], dtype=torch.float32, device=responses.device)
+    reward[rows, last[rows]] = values[rows]
+    return reward
 
 
 def _columns(scores: Sequence[Score]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for score in scores for name in score.extra)
     columns: dict[str, list[Any]] = {name: [score.extra.get(name) for score in scores] for name in names}
     columns[FAILED] = [float(score.error is not None) for score in scores]
+    columns[ERROR] = [score.kind for score in scores]
     return columns
+
+
+def _check_positive(**limits: float | None) -> None:
+    for name, limit in limits.items():
+        if limit is not None and not limit > 0:
+            raise ValueError(f"reward_model.reward_kwargs.{name}: {limit} leaves nothing to work with. Set it above 0.")
 
 
 def _available_cores() -> int:

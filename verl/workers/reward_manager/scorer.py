@@ -1,122 +1,87 @@
 """ScorerPool: reward functions in processes of their own, where hanging or dying costs one sample and no more.
 
-`submit(sample)` gives a future. One thread deals samples out to idle scorers and watches the clock: a sample that takes
-long is set aside with its process, stopped, while a fresh scorer takes the place; when all others are done, those set
-aside go on together, each for the rest of its time, and are then killed. So any number of hanging samples costs the
-others nothing and the batch one time limit. The far side: `verl.utils.reward_score.scorer_process`.
+`submit(sample)` gives a future, `score(samples)` waits for all. One thread deals samples out to scorers, several per
+message, and watches the clock of each sample, which runs while the sample does (not while it imports something, nor
+while others have the processor). What was sent with one that takes long goes to others.
+
+A sample that takes long and only waits (for a network, a lock, for ever) needs no processor, so a fresh scorer takes
+its place beside it: any number of these, up to some hundreds, cost the batch one time limit. One that computes for ever
+keeps its place until its time is up: k of them cost k × timeout / processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import os
 import pickle
 import selectors
 import signal
 import socket
-import subprocess
-import sys
-import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
-from verl.utils.import_utils import register_user_modules_by_value
-from verl.utils.reward_score import registry
-from verl.utils.reward_score.scorer_process import ENDED, FORK, KILL, NUMBER, attempt
+from verl.utils.progress import expect
+from verl.utils.reward_score.attempt import DIED, MEMORY, TIMEOUT, attempt, invalid
+from verl.utils.reward_score.scorer_process import IMPORTED
+from verl.workers.reward_manager.sample import Many, One, Results, Sample, Score, Task
+from verl.workers.reward_manager.scorer_server import Scorer, ScorerServer
 
 # A sample takes long when it takes this many times what samples typically take, and not less than that.
 _LONG = 20
-_LONG_SECONDS = 0.02
-_MOST_SET_ASIDE = 256
-# Without other work for so long, those set aside go on.
-_IDLE_SECONDS = 0.2
-_MOST_PER_MESSAGE = 32
-_LOW_PRIORITY = 19
-_SERVE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from verl.utils.reward_score.scorer_process import main; main(int(sys.argv[1]))"
-)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One answer to score; the fields are what a reward function is called with."""
-
-    data_source: str
-    solution_str: str
-    ground_truth: Any
-    extra_info: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Score:
-    """What a reward function said: its value and further fields; or why there is none (the value is then 0)."""
-
-    value: float
-    extra: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None
-
-
-@dataclass
-class _Task:
-    number: int
-    arguments: dict[str, Any]
-    future: Future[Score]
-
-
-@dataclass
-class _Scorer:
-    pid: int
-    pipe: Connection
-    tasks: deque[_Task] = field(default_factory=deque)  # sent to it and not yet answered; the first one is running
-    since: float = 0.0
-    aside: bool = False
-    frozen_after: float | None = None  # seconds its sample had run when it was stopped; None: it is running
+_FIRST_GUESS_SECONDS = 0.1
+_LONG_SECONDS = 0.005
+# So often, at most, a sample that takes long is looked at: does it compute or wait, or has its process ended.
+_LOOK_SECONDS = 0.25
+_MOST_BESIDE = 256
+# Work per message: much against the time until a busy machine lets the pool send the next one.
+_MESSAGE_SECONDS = 0.1
+_MOST_PER_MESSAGE = 256
+# How long answers may pile up before they are read: long against what reading costs.
+_PILE_SECONDS = 0.005
 
 
 class ScorerPool:
     """Up to `processes` scorers of one function, started with the first sample; 0 scores in the caller's thread.
 
-    `compute_score(data_source, solution_str, ground_truth, extra_info)` travels by content (cloudpickle). Without
-    processes there is no time limit.
+    `compute_score(data_source, solution_str, ground_truth, extra_info)` travels by content (cloudpickle). Each call has
+    `timeout` seconds, and its process `memory_limit` bytes beyond what is loaded. Without processes there is neither.
     """
 
-    def __init__(self, compute_score: Callable[..., Any], processes: int, timeout: float) -> None:
+    def __init__(
+        self, compute_score: Callable[..., Any], processes: int, timeout: float, memory_limit: int | None = None
+    ) -> None:
         self._compute = compute_score
         self._processes = processes
         self._timeout = timeout
-        self._waiting: deque[_Task] = deque()
-        self._scorers: dict[int, _Scorer] = {}
-        self._submitted = 0
-        self._typical_seconds = 0.02
-        self._busy_at = 0.0
+        self._memory_limit = memory_limit
+        self._waiting: deque[Task] = deque()
+        self._scorers: dict[int, Scorer] = {}
+        self._typical_seconds = _FIRST_GUESS_SECONDS
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = False
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Score a sample some time soon. The future always gets a Score, unless the pool itself breaks or closes."""
+        return self.submit_call(vars(sample))
+
+    def submit_call(self, arguments: Mapping[str, Any]) -> Future[Score]:
+        """The same for a function that takes other arguments."""
         future: Future[Score] = Future()
         future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
-        arguments = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
-        if self._processes == 0:
-            future.set_result(Score(*attempt(self._compute, arguments)))
-            return future
-        with self._lock:
-            if self._thread is None:
-                self._start()
-            self._submitted += 1
-            self._waiting.append(_Task(self._submitted, arguments, future))
-        self._wake()
+        self._enqueue([arguments], One(future))
         return future
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """Score all and wait, with less ado per sample than futures make; in order."""
+        expect(len(samples))
+        results = Many(len(samples))
+        self._enqueue([vars(sample) for sample in samples], results)
+        return results.wait()
 
     def close(self) -> None:
         """Stop every process; samples still waiting are cancelled. The pool may be used again."""
@@ -135,44 +100,37 @@ class ScorerPool:
         self.close()
 
     def __reduce__(self) -> Any:
-        return ScorerPool, (self._compute, self._processes, self._timeout)
+        return ScorerPool, (self._compute, self._processes, self._timeout, self._memory_limit)
 
     # ---------------------------------------------------------------- starting and stopping
 
-    def _start(self) -> None:
-        """Start the server process; raise if it cannot load the function."""
-        payload = _portable(self._compute)
-        self._closing = False
-        self._control, theirs = socket.socketpair()
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, str(theirs.fileno()), json.dumps(_module_path())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            # Many scorers on few cores need no threads of their own.
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-            start_new_session=True,
-        )
-        theirs.close()
-        with Connection(os.dup(self._control.fileno())) as pipe:
+    def _enqueue(self, calls: Sequence[Mapping[str, Any]], results: Results) -> None:
+        tasks = []
+        for index, arguments in enumerate(calls):
+            if self._processes == 0:
+                results.put(index, Score(*attempt(functools.partial(self._compute, **arguments))))
+                continue
             try:
-                pipe.send_bytes(payload)
-                problem = pipe.recv()
-            except (EOFError, ConnectionError) as error:
-                problem = f"it ended before it was ready ({error or 'no reason given'})"
-        if problem is not None:
-            self._control.close()
-            self._server.wait()
-            name = getattr(self._compute, "__name__", type(self._compute).__name__)
-            raise ValueError(
-                f"custom_reward_function: {name} cannot be loaded in a scorer process, which starts from scratch:\n"
-                f"{problem}"
-            )
+                tasks.append(Task(pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL), results, index))
+            except Exception as error:  # noqa: BLE001 - becomes the sample's error
+                results.put(index, Score(*invalid(f"the sample cannot be sent to a scorer process: {error}")))
+        if not tasks:
+            return
+        with self._lock:
+            if self._thread is None:
+                self._start()
+            self._waiting.extend(tasks)
+        self._wake()
+
+    def _start(self) -> None:
+        self._server = ScorerServer(self._compute, self._memory_limit)
+        self._closing = False
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
-        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(self._server.control, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="scorer-pool", daemon=True)
         self._thread.start()
 
@@ -186,6 +144,7 @@ class ScorerPool:
         try:
             while not self._closing:
                 self._deal()
+                self._let_answers_pile_up()
                 for ready, _ in self._selector.select(self._seconds_to_next_event()):
                     self._listen(ready)
                 self._look_at_the_clock()
@@ -201,197 +160,207 @@ class ScorerPool:
                 self._thread = None
             abandoned = [task for scorer in self._scorers.values() for task in scorer.tasks] + list(self._waiting)
             self._waiting.clear()
-        for scorer in self._scorers.values():
-            scorer.pipe.close()
         self._selector.close()
-        for end in (self._control, self._bell, self._ringer):
-            end.close()
-        try:
-            self._server.wait(timeout=10)  # it kills its scorers and ends when the control socket closes
-        except subprocess.TimeoutExpired:
-            os.killpg(self._server.pid, signal.SIGKILL)
-            self._server.wait()
-        if self._server.returncode:  # it did not end in order, so its scorers are still there
-            for pid in self._scorers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+        self._server.close()
+        for scorer in self._scorers.values():
+            scorer.link.close()
+        self._bell.close()
+        self._ringer.close()
         self._scorers.clear()
         for task in abandoned:
-            if not task.future.done():
-                task.future.set_exception(RuntimeError(f"reward: {reason} before the sample was scored."))
+            task.results.abandon(RuntimeError(f"reward: {reason} before the sample was scored."))
 
     # ---------------------------------------------------------------- the dealing thread
 
     def _deal(self) -> None:
         """Give waiting samples to idle scorers, starting those that are allowed and missing."""
         while self._waiting:
-            at_work = [scorer for scorer in self._scorers.values() if not scorer.aside]
-            idle = next((scorer for scorer in at_work if not scorer.tasks), None)
-            if idle is None:
+            at_work = [scorer for scorer in self._scorers.values() if not scorer.blocked]
+            scorer = next((scorer for scorer in at_work if not scorer.tasks), None)
+            if scorer is None:
                 if len(at_work) >= self._processes:
                     return
-                idle = self._fork()
-            # Only idle scorers are sent to: they read at once, so a send can never block on one that hangs.
-            share = max(1, min(_MOST_PER_MESSAGE, len(self._waiting) // (2 * self._processes)))
-            idle.tasks.extend(self._waiting.popleft() for _ in range(share))
-            idle.since = time.monotonic()
+                scorer = self._fork()
+            scorer.tasks.extend(self._waiting.popleft() for _ in range(self._share()))
+            scorer.begin(time.monotonic())
             try:
-                idle.pipe.send([(task.number, task.arguments) for task in idle.tasks])
-            except ConnectionError:
-                self._bury(idle)
+                scorer.send([task.payload for task in scorer.tasks])
+            except (
+                OSError
+            ):  # it ended before it could read, which is no fault of these samples unless they are its first
+                self._bury(scorer, to_blame=not scorer.answered)
+
+    def _share(self) -> int:
+        """How many samples the next message carries: worth a message, and at the end evenly over the scorers."""
+        waiting = len(self._waiting)
+        enough = min(_MOST_PER_MESSAGE, int(_MESSAGE_SECONDS / max(self._typical_seconds, 1e-9)))
+        return max(1, min(enough, max(waiting // (2 * self._processes), enough // 16), waiting))
+
+    def _let_answers_pile_up(self) -> None:
+        """Waking up for every answer would cost more than most functions do: sleep until a scorer should be done."""
+        left = [len(scorer.tasks) for scorer in self._scorers.values() if scorer.tasks and not scorer.blocked]
+        if left and min(left) > 1:
+            time.sleep(min(_PILE_SECONDS, min(left) * self._typical_seconds))
 
     def _listen(self, ready: selectors.SelectorKey) -> None:
         if ready.fileobj is self._bell:
             with contextlib.suppress(BlockingIOError):
                 while self._bell.recv(4096):
                     pass
-            return
-        if ready.fileobj is self._control:  # answers are read where they are asked for: this is its end
+        elif ready.fileobj is self._server.control:  # answers are read where they are asked for: this is its end
             raise EOFError("its process ended")
-        scorer: _Scorer = ready.data
-        if scorer.pid not in self._scorers:
-            return
-        if not scorer.tasks:  # an idle scorer has nothing to say: it ended
-            self._bury(scorer)
-            return
+        elif ready.data.pid in self._scorers:
+            self._read(ready.data)
+
+    def _read(self, scorer: Scorer) -> None:
+        """Take the answers that are there."""
+        before, took = scorer.answered, 0.0
         try:
-            while scorer.tasks and scorer.pipe.poll():
-                number, fields = pickle.loads(scorer.pipe.recv_bytes())
-                task = scorer.tasks.popleft()
-                assert task.number == number
-                task.future.set_result(Score(*fields))
-                if scorer.aside:  # the samples behind this one have gone to others
-                    self._remove(scorer)
+            for letter, seconds, content in scorer.receive():
+                if letter == IMPORTED:  # which is not the fault of the sample that is scored now: its time starts anew
+                    scorer.begin(time.monotonic())
+                    scorer.imported += pickle.loads(content)
+                elif not scorer.tasks:  # an answer to nothing: something else writes to its socket
+                    self._kill(scorer)
                     return
-                now = time.monotonic()
-                self._typical_seconds += 0.05 * (now - scorer.since - self._typical_seconds)
-                scorer.since = now
-        except (EOFError, ConnectionError):
+                elif not self._take(scorer, content):
+                    return
+                else:
+                    took += seconds
+        except EOFError:
             self._bury(scorer)
+            return
+        answers = scorer.answered - before
+        if answers:
+            if scorer.imported:
+                self._share_imports(scorer)
+            else:
+                self._learn(took / answers)
+            scorer.begin(time.monotonic())
+            self._send_home_if_one_too_many(scorer)
+
+    def _take(self, scorer: Scorer, content: bytes) -> bool:
+        """Deliver one answer; False: the scorer is of no further use."""
+        try:
+            score = Score(*pickle.loads(content))
+        except Exception as error:  # noqa: BLE001 - a class that exists only over there; becomes the sample's error
+            score = Score(*invalid(f"what the reward function returned cannot be read: {error}"))
+        task = scorer.tasks.popleft()
+        if score.kind == MEMORY:
+            # Perhaps what earlier samples left behind is to blame. It gets a second chance, in a fresh process.
+            if scorer.answered and not task.again:
+                task.again = True
+                scorer.tasks.appendleft(task)
+            else:
+                task.results.put(task.index, score)
+            self._give_back(scorer, keep=0)
+            self._kill(scorer)
+            return False
+        scorer.answered += 1
+        task.results.put(task.index, score)
+        if scorer.spent:
+            self._kill(scorer)
+        return not scorer.spent
+
+    def _share_imports(self, scorer: Scorer) -> None:
+        """What one scorer imported while scoring, later ones shall have from the start."""
+        names, scorer.imported = scorer.imported, []
+        if names:
+            self._server.preload(names)
+
+    def _learn(self, seconds: float) -> None:
+        # One sample that takes long must not change what is taken for long.
+        self._typical_seconds += 0.3 * (min(seconds, 4 * self._typical_seconds + 0.001) - self._typical_seconds)
+
+    def _send_home_if_one_too_many(self, scorer: Scorer) -> None:
+        """A scorer that comes back from waiting may find its place taken."""
+        if not scorer.tasks and sum(not other.blocked for other in self._scorers.values()) > self._processes:
+            self._kill(scorer)
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
-        aside = sum(scorer.aside for scorer in self._scorers.values())
-        self._freeze_or_thaw(now, room=aside < _MOST_SET_ASIDE)
         for scorer in list(self._scorers.values()):
-            if not scorer.tasks or scorer.frozen_after is not None:
+            if not scorer.tasks or now < self._next_event(scorer):
                 continue
-            if now - scorer.since >= self._timeout:
-                self._fail(scorer, f"the reward function took longer than {self._timeout:g} s and was stopped")
-                self._give_back(scorer, keep=0)
-                self._remove(scorer)
-            elif now - scorer.since >= self._long() and self._may_step_aside(scorer, aside):
-                self._give_back(scorer, keep=1)
-                scorer.aside = True
-                aside += 1
-                self._freeze(scorer, now)
+            task = scorer.tasks[0]
+            self._read(scorer)  # the answer may be there: this thread, too, may have been kept waiting
+            if scorer.pid not in self._scorers or not scorer.tasks or scorer.tasks[0] is not task:
+                continue
+            if now - scorer.since < self._timeout:
+                self._look_at(scorer, now)
+            elif not scorer.make_up_for_starving(now, self._timeout):
+                self._give_up(scorer)
 
-    def _freeze_or_thaw(self, now: float, room: bool) -> None:
-        """Those set aside stand still while there is other work, and go on when there is none or they are too many."""
-        brisk = (s for s in self._scorers.values() if s.tasks and not s.aside and now - s.since < self._long())
-        if self._waiting or any(brisk):
-            self._busy_at = now
-        idle = now - self._busy_at >= _IDLE_SECONDS
-        for scorer in self._scorers.values():
-            if scorer.aside and (idle or not room):
-                self._thaw(scorer, now)
-            elif scorer.aside and now == self._busy_at:
-                self._freeze(scorer, now)
+    def _look_at(self, scorer: Scorer, now: float) -> None:
+        """It takes long. If it only waits, its place goes to another; and so does what was sent with its sample, at the
+        latest when others have nothing else to do.
+        """
+        soon = scorer.looked_at == scorer.since and now - scorer.since < _LOOK_SECONDS
+        if not scorer.look(now):  # it ended, and something it started still holds its socket
+            self._bury(scorer)
+            return
+        if sum(other.blocked for other in self._scorers.values()) > _MOST_BESIDE:
+            scorer.blocked = False
+        # One that computes is soon done, or just got little of a busy processor so far, as a rule.
+        if scorer.blocked or not (soon or self._waiting):
+            scorer.spent = scorer.spent or len(scorer.tasks) > 1
+            self._give_back(scorer, keep=1)
 
-    def _freeze(self, scorer: _Scorer, now: float) -> None:
-        if scorer.frozen_after is None:
-            scorer.frozen_after = now - scorer.since
-            with contextlib.suppress(OSError):  # it may have ended; then its pipe says so
-                os.killpg(scorer.pid, signal.SIGSTOP)
-
-    def _thaw(self, scorer: _Scorer, now: float) -> None:
-        if scorer.frozen_after is not None:
-            scorer.since, scorer.frozen_after = now - scorer.frozen_after, None
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PGRP, scorer.pid, _LOW_PRIORITY)
-                os.killpg(scorer.pid, signal.SIGCONT)
+    def _give_up(self, scorer: Scorer) -> None:
+        what = f", after it had to import {scorer.imported[-1]}" if scorer.imported else ""
+        self._fail(scorer, f"the reward function took longer than {self._timeout:g} s and was stopped{what}", TIMEOUT)
+        self._share_imports(scorer)
+        self._give_back(scorer, keep=0)
+        self._kill(scorer)
 
     def _long(self) -> float:
-        return max(_LONG_SECONDS, _LONG * self._typical_seconds)
-
-    def _may_step_aside(self, scorer: _Scorer, aside: int) -> bool:
-        """Whether others wait for its place, and there is room for one more beside the pool."""
-        return not scorer.aside and aside < _MOST_SET_ASIDE and (len(scorer.tasks) > 1 or bool(self._waiting))
+        return min(max(_LONG_SECONDS, _LONG * self._typical_seconds), self._timeout / 4)
 
     def _seconds_to_next_event(self) -> float | None:
-        """Until some sample is to be set aside or stopped; None: until a message comes."""
-        running = [s for s in self._scorers.values() if s.tasks and s.frozen_after is None]
-        if not running:
-            frozen = any(scorer.aside for scorer in self._scorers.values())
-            return _IDLE_SECONDS if frozen else None
-        aside = sum(scorer.aside for scorer in self._scorers.values())
-        deadlines = [
-            scorer.since + (self._long() if self._may_step_aside(scorer, aside) else self._timeout)
-            for scorer in running
-        ]
-        return max(0.0, min(deadlines) - time.monotonic())
+        """Until some sample is to be looked at or stopped; None: until a message comes."""
+        events = [self._next_event(scorer) for scorer in self._scorers.values() if scorer.tasks]
+        return max(0.0, min(events) - time.monotonic()) if events else None
 
-    def _bury(self, scorer: _Scorer) -> None:
+    def _next_event(self, scorer: Scorer) -> float:
+        seen = scorer.looked_at - scorer.since
+        # Hundreds may be waiting at a time: the longer one does, the less often it is looked at.
+        next_look = scorer.looked_at + max(_LOOK_SECONDS, seen / 2) if seen else scorer.since + self._long()
+        return min(next_look, scorer.since + self._timeout)
+
+    def _bury(self, scorer: Scorer, to_blame: bool = True) -> None:
         """A scorer died: its running sample is to blame, the others go to another."""
-        code = self._remove(scorer, ENDED)
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        self._fail(scorer, f"the reward function ended its process {how}")
+        self._take_out(scorer)
+        code = self._server.ending_of(scorer)
+        if to_blame:
+            self._fail(scorer, f"the reward function ended its process {_in_words(code)}", DIED)
         self._give_back(scorer, keep=0)
 
-    def _fail(self, scorer: _Scorer, error: str) -> None:
+    def _fail(self, scorer: Scorer, error: str, kind: str) -> None:
         if scorer.tasks:
-            scorer.tasks.popleft().future.set_result(Score(0.0, {}, error))
+            task = scorer.tasks.popleft()
+            task.results.put(task.index, Score(0.0, {}, error, kind))
 
-    def _give_back(self, scorer: _Scorer, keep: int) -> None:
+    def _give_back(self, scorer: Scorer, keep: int) -> None:
         while len(scorer.tasks) > keep:
             self._waiting.appendleft(scorer.tasks.pop())
 
-    def _fork(self) -> _Scorer:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [FORK + NUMBER.pack(0)], [theirs.fileno()])
-            pid = self._answer()
-        scorer = _Scorer(pid, Connection(ours.detach()))
-        self._scorers[pid] = scorer
-        self._selector.register(scorer.pipe, selectors.EVENT_READ, scorer)
+    def _fork(self) -> Scorer:
+        scorer = self._server.fork()
+        self._scorers[scorer.pid] = scorer
+        self._selector.register(scorer.link, selectors.EVENT_READ, scorer)
         return scorer
 
-    def _remove(self, scorer: _Scorer, message: bytes = KILL) -> int:
-        """Take a scorer out and have it killed, if it still lives; how it ended."""
-        self._control.sendall(message + NUMBER.pack(scorer.pid))
-        ending = self._answer()
-        self._selector.unregister(scorer.pipe)
-        scorer.pipe.close()
+    def _kill(self, scorer: Scorer) -> None:
+        self._take_out(scorer)
+        self._server.kill(scorer)
+
+    def _take_out(self, scorer: Scorer) -> None:
+        self._selector.unregister(scorer.link)
         del self._scorers[scorer.pid]
-        return ending
-
-    def _answer(self) -> int:
-        received = self._control.recv(NUMBER.size, socket.MSG_WAITALL)
-        if len(received) < NUMBER.size:
-            raise EOFError("its process ended")
-        return NUMBER.unpack(received)[0]
 
 
-def _module_path() -> list[str]:
-    """Where this process finds modules, the standard library first: a user's `re.py` beside the script is no `re`."""
-    library = sysconfig.get_paths()["stdlib"]
-    path = [os.path.abspath(entry) for entry in sys.path]
-    return sorted(path, key=lambda entry: not entry.startswith(library) or "site-packages" in entry)
-
-
-def _portable(compute: Callable[..., Any]) -> bytes:
-    """The function by content, with the reward functions the user registered, which the default one looks up."""
-    import cloudpickle
-
-    register_user_modules_by_value()
-    inner = compute
-    while isinstance(inner, functools.partial):
-        inner = inner.args[0] if inner.func is registry.call_with_accepted else inner.func
-    own = registry.users_own() if inner is registry.default_compute_score else {}
-    try:
-        return cloudpickle.dumps((compute, own))
-    except (TypeError, pickle.PicklingError) as error:
-        raise ValueError(
-            f"custom_reward_function: it cannot travel to a scorer process ({error}). Make what it holds inside the "
-            "function, or set reward_model.reward_kwargs.num_processes=0 to score in the trainer's own process."
-        ) from error
+def _in_words(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"by {known.get(-code, f'signal {-code}')}"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from verl.utils.reward_score import default_compute_score, known_data_sources, register_score, registry, score_function
+
+DOCS = Path(__file__).parents[4] / "docs" / "rewards.md"
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +54,74 @@ def test_a_name_that_is_taken_cannot_be_given_to_another_function():
     assert score_function("openai/gsm8k").compute("#### 1", "1") == 1.0
 
 
-def test_every_registered_task_scores_its_own_right_answer():
-    truths = {"openai/gsm8k": "72", "gsm8k": "72"}
+TRUTHS = {
+    "gsm8k": "72",
+    "math": r"\frac{1}{2}",
+    "math_dapo": "34",
+    "qa_em": {"target": ["Paris"]},
+    "countdown": {"target": 98, "numbers": [44, 19, 35]},
+    "multiple_choice": "B",
+}
+
+
+def test_every_registered_task_scores_its_own_right_answer_and_nothing_else():
     for source in known_data_sources():
         function = score_function(source)
+        truth = TRUTHS[function.compute.__module__.rpartition(".")[2]]
         assert function.answer is not None, f"{source}: say how a right answer looks (register_score(answer=…))"
-        assert function(source, function.answer(truths[source]), truths[source], {}) == 1.0
+        for text, expected in [(function.answer(truth), 1.0), ("", 0.0), ("no answer here", 0.0)]:
+            told = function(source, text, truth, {})
+            assert (told["score"] if isinstance(told, dict) else told) == expected, (source, text)
         assert function.extract("no answer here") is None
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("DAPO-17k", "math_dapo"),
+        ("aime_2025", "math_dapo"),
+        ("aime24", "math_dapo"),
+        ("AIME2024", "math_dapo"),
+        ("math_dapo_reasoning", "math_dapo"),
+        ("searchR1_hotpotqa", "qa_em"),
+        ("hotpotqa", "qa_em"),
+        ("lighteval/MATH", "math"),
+        ("DigitalLearningGmbH/MATH-lighteval", "math"),
+        ("HuggingFaceH4/MATH-500", "math"),
+        ("countdown", "countdown"),
+        ("Jiayi-Pan/Countdown-Tasks-3to4", "countdown"),
+        ("TIGER-Lab/MMLU-Pro", "multiple_choice"),
+    ],
+)
+def test_data_sources_that_users_have_are_known(source, module):
+    assert score_function(source).compute.__module__ == f"verl.utils.reward_score.{module}"
+
+
+def test_a_whole_name_goes_before_patterns_and_a_longer_pattern_before_a_shorter():
+    for name in ("mine/*", "mine/math/*", "mine/math/one"):
+        register_score(name)(lambda solution_str, ground_truth, name=name: {"score": 0.0, "by": name})
+        registry._TABLE[name].compute.__qualname__ = name  # three functions, not one registered three times
+    told = [default_compute_score(source, "", "")["by"] for source in ("mine/math/one", "mine/math/two", "mine/other")]
+    assert told == ["mine/math/one", "mine/math/*", "mine/*"]
+    with pytest.raises(ValueError, match="no reward function is known for data_source 'mine'"):
+        score_function("mine")
+
+
+def test_the_selected_function_is_called_as_older_scripts_do():
+    from verl.trainer.main_ppo import _select_rm_score_fn
+
+    compute_score = _select_rm_score_fn("openai/gsm8k")
+    assert compute_score(solution_str="#### 73", ground_truth="72", format_score=0.1) == 0.1
+
+
+def test_the_docs_list_every_data_source_with_its_function():
+    rows = [line.split(" | ") for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+    told = {
+        (source, row[0].strip("| `")) for row in rows for source in re.findall(r"`([^`]+)`", row[3]) if len(row) == 4
+    }
+    functions = {source: score_function(source).compute for source in known_data_sources()}
+    table = {(source, f"{f.__module__.rpartition('.')[2]}.{f.__name__}") for source, f in functions.items()}
+    assert told == table
 
 
 def test_scorer_processes_load_it_without_anything_heavy():

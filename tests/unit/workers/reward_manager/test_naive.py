@@ -2,55 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import pytest
 import torch
-from tiny import tiny_tokenizer
 
-from verl import DataProto
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls, register
 from verl.workers.reward_manager.naive import RewardError
 
-TOKENIZER = tiny_tokenizer()
-WIDTH = 24
-
-
-def batch(texts, masks=None, **columns) -> DataProto:
-    """Prompts of three tokens, answers right-padded; `masks` marks tokens that are the model's own."""
-    ids = [TOKENIZER(text + "<|end|>", add_special_tokens=False)["input_ids"] for text in texts]
-    lengths = [len(row) for row in ids]
-    responses = torch.tensor([row + [0] * (WIDTH - len(row)) for row in ids])
-    present = torch.tensor([[1] * length + [0] * (WIDTH - length) for length in lengths])
-    tensors = {
-        "prompts": torch.full((len(texts), 3), 9),
-        "responses": responses,
-        "attention_mask": torch.cat([torch.tensor([[0, 1, 1]] * len(texts)), present], dim=1),
-        "response_mask": present if masks is None else torch.tensor(masks),
-    }
-    rows = {
-        "data_source": ["openai/gsm8k"] * len(texts),
-        "reward_model": [{"style": "rule", "ground_truth": "72"}] * len(texts),
-        "extra_info": [{"index": i} for i in range(len(texts))],
-        **columns,
-    }
-    return DataProto.from_dict(tensors, rows)
+WIDTH = 24  # of the batches
 
 
 @pytest.fixture
-def naive():
-    made = []
-
-    def make(compute_score=None, **kwargs):
-        made.append(NaiveRewardManager(TOKENIZER, kwargs.pop("num_examine", 0), compute_score, **kwargs))
-        return made[-1]
-
-    yield make
-    for manager in made:
-        manager.close()
+def naive(manager):
+    return functools.partial(manager, "naive")
 
 
-def test_a_score_sits_on_the_last_token_that_the_model_sampled(naive):
+def test_a_score_sits_on_the_last_token_that_the_model_sampled(naive, batch):
     reward = naive()(batch(["#### 72", "it is #### 73", "#### 72"]))
     assert reward.dtype == torch.float32
     expected = torch.zeros(3, WIDTH)
@@ -58,14 +27,14 @@ def test_a_score_sits_on_the_last_token_that_the_model_sampled(naive):
     assert torch.equal(reward, expected)
 
 
-def test_with_tool_output_at_the_end_the_score_sits_on_the_models_own_last_token(naive):
+def test_with_tool_output_at_the_end_the_score_sits_on_the_models_own_last_token(naive, batch):
     own = [[1] * 4 + [0] * (WIDTH - 4), [0] * WIDTH]
     reward = naive()(batch(["#### 72", "#### 72"], masks=own))
     assert reward[0].nonzero().tolist() == [[3]]
     assert not reward[1].any()
 
 
-def test_the_function_sees_only_the_tokens_that_are_there(naive):
+def test_the_function_sees_only_the_tokens_that_are_there(naive, batch):
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return {"score": 1.0, "text": solution_str, "truth": ground_truth, "index": extra_info["index"]}
 
@@ -77,7 +46,7 @@ def test_the_function_sees_only_the_tokens_that_are_there(naive):
     assert extra["index"] == [0, 1]
 
 
-def test_a_ground_truth_beside_the_reward_model_and_another_key_column_are_used(naive):
+def test_a_ground_truth_beside_the_reward_model_and_another_key_column_are_used(naive, batch):
     def compute_score(data_source, solution_str, ground_truth):
         return {"score": 0.0, "told": (data_source, ground_truth)}
 
@@ -88,7 +57,7 @@ def test_a_ground_truth_beside_the_reward_model_and_another_key_column_are_used(
         naive(compute_score, reward_fn_key="level", num_processes=0)(data)
 
 
-def test_scores_of_a_reward_model_are_the_result(naive):
+def test_scores_of_a_reward_model_are_the_result(naive, batch):
     data = batch(["x"])
     data.batch["rm_scores"] = torch.full((1, WIDTH), 0.5)
     assert torch.equal(naive()(data), data.batch["rm_scores"])
@@ -100,19 +69,21 @@ def sometimes_failing(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.parametrize("policy", ["zero", "mask"])
-def test_failed_samples_score_zero_are_counted_and_shown_once(naive, policy, caplog):
+def test_failed_samples_score_zero_are_counted_and_shown_once(naive, policy, caplog, batch):
     manager = naive(sometimes_failing, on_error=policy, num_processes=0)
     with caplog.at_level(logging.WARNING, logger="verl"):
         result = manager(batch(["a", "b", "c"]), return_dict=True)
     assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, -1.0]
     assert result["reward_extra_info"]["scoring_failed"] == [0.0, 1.0, 0.0]
+    assert result["reward_extra_info"]["scoring_error"] == [None, "raised", None]
     assert result["reward_extra_info"]["acc"] == [1.0, None, 1.0]
-    assert "1 of 3 samples could not be scored" in caplog.text
+    assert "1 of 3 samples could not be scored: 1 raised" in caplog.text
+    assert "The first, row 1: " in caplog.text
     assert "ZeroDivisionError" in caplog.text
     assert "answer: 'b'" in caplog.text
 
 
-def test_the_policy_fail_stops_with_the_example(naive):
+def test_the_policy_fail_stops_with_the_example(naive, batch):
     with pytest.raises(RewardError, match=r"(?s)1 of 3 samples.*ZeroDivisionError.*answer: 'b'"):
         naive(sometimes_failing, on_error="fail", num_processes=0)(batch(["a", "b", "c"]))
     with pytest.raises(ValueError, match=r"reward_model\.on_error: 'ignore' is not one of fail, zero, mask"):
@@ -126,7 +97,7 @@ def test_the_policy_fail_stops_with_the_example(naive):
         (["#### 1", "hm"], "answers were found in 1 texts, and all are"),
     ],
 )
-def test_a_first_batch_of_zeros_says_why(naive, caplog, texts, cause):
+def test_a_first_batch_of_zeros_says_why(naive, caplog, texts, cause, batch):
     manager = naive(num_processes=0)
     with caplog.at_level(logging.WARNING, logger="verl"):
         manager(batch(texts))
@@ -134,7 +105,7 @@ def test_a_first_batch_of_zeros_says_why(naive, caplog, texts, cause):
     assert caplog.text.count(cause) == 1
 
 
-def test_as_many_samples_per_source_are_logged_as_asked_for(naive, caplog):
+def test_as_many_samples_per_source_are_logged_as_asked_for(naive, caplog, batch):
     data = batch(["#### 72", "#### 72", "#### 72"], data_source=["openai/gsm8k", "openai/gsm8k", "gsm8k"])
     with caplog.at_level(logging.INFO, logger="verl"):
         naive(num_examine=1, num_processes=0)(data)

@@ -2,52 +2,97 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
+from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from verl.utils.import_utils import load_user_object
 from verl.utils.reward_score import default_compute_score, register_score, registry
+from verl.utils.reward_score.attempt import normalised
 from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
 
 # Does what the answer says.
 FUNCTION = """
-import os, signal, subprocess, time
+import ctypes, os, subprocess, sys, threading, time
+
+kept = []
+
+def say(extra_info, what):
+    with open(extra_info["file"], "a") as file:
+        file.write(f"{what}\\n")
+
+def child(extra_info, own_session):
+    pid = os.fork()
+    if pid == 0:
+        if own_session:
+            os.setsid()
+        say(extra_info, os.getpid())
+        time.sleep(1000)
+    while not os.path.exists(extra_info["file"]):
+        time.sleep(0.01)
 
 def score(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "raise":
         raise KeyError("what was missing")
     if solution_str == "sleep":
         time.sleep(1000)
-    while solution_str == "spin":
-        pass
-    if solution_str == "child":
-        child = subprocess.Popen(["sleep", "1000"])
-        open(extra_info["file"], "w").write(str(child.pid))
+    if solution_str == "say and sleep":
+        say(extra_info, time.time())
         time.sleep(1000)
+    if solution_str == "say and spin":
+        say(extra_info, time.time())
+    while "spin" in solution_str:
+        pass
+    if solution_str == "command":
+        command = subprocess.Popen(["sleep", "1000"])
+        say(extra_info, command.pid)
+        time.sleep(1000)
+    if solution_str == "daemon":
+        child(extra_info, own_session=True)
+        time.sleep(1000)
+    if solution_str == "leave a child":
+        child(extra_info, own_session=True)
+    if solution_str == "exit and leave a child":
+        child(extra_info, own_session=False)
+        os._exit(4)
+    if solution_str == "fork and return":
+        os.fork()
     if solution_str == "exit":
         os._exit(3)
+    if solution_str == "quit":
+        sys.exit("enough")
     if solution_str == "crash":
-        os.kill(os.getpid(), signal.SIGSEGV)
+        ctypes.string_at(0)
+    if solution_str == "eat":
+        while True:
+            kept.append(bytearray(2**24))
+    if solution_str == "leak":
+        kept.append(bytearray(2**24))
     if solution_str == "pid":
         return {"score": 1.0, "pid": os.getpid(), "server": os.getppid()}
-    if solution_str == "nan":
-        return float("nan")
-    if solution_str == "text":
-        return "good"
-    if solution_str == "dict":
-        return {"acc": 1.0}
+    if solution_str == "return":
+        return ground_truth
     if solution_str == "lock":
-        import threading
         return {"score": 1.0, "lock": threading.Lock()}
     if solution_str == "slow":
         time.sleep(0.4)
+    if solution_str == "slow import":
+        known = "slow_package" in sys.modules
+        import slow_package
+        return {"score": 1.0, "known": known, "pid": os.getpid()}
     return {"score": float(ground_truth), "length": len(solution_str)}
 """
 
@@ -92,42 +137,123 @@ def test_scores_come_back_in_the_order_asked_for(pool):
 
 
 @pytest.mark.parametrize(
-    ("text", "error"),
+    ("text", "kind", "error"),
     [
-        ("raise", "KeyError: 'what was missing'"),
-        ("nan", "returned nan"),
-        ("text", "returned a str, not a number: 'good'"),
-        ("dict", "a dict without 'score' (it has: acc)"),
-        ("lock", "cannot be sent"),
-        ("exit", "ended its process with exit code 3"),
-        ("crash", "ended its process by SIGSEGV"),
-        ("sleep", "took longer than 1 s and was stopped"),
-        ("spin", "took longer than 1 s and was stopped"),
+        ("raise", "raised", "KeyError: 'what was missing'"),
+        ("lock", "invalid", "cannot be sent"),
+        ("exit", "died", "ended its process with exit code 3"),
+        ("quit", "died", "ended its process with exit code 1"),
+        ("crash", "died", "ended its process by SIGSEGV"),
+        ("sleep", "timeout", "took longer than 1 s and was stopped"),
+        ("spin", "timeout", "took longer than 1 s and was stopped"),
     ],
 )
-def test_a_failing_call_costs_its_own_sample(pool, text, error):
-    futures = [pool.submit(sample(text if i == 40 else "fine")) for i in range(80)]
-    scores = [future.result(timeout=20) for future in futures]
+def test_a_failing_call_costs_its_own_sample(pool, text, kind, error):
+    scores = pool.score([sample(text if i == 40 else "fine") for i in range(80)])
     assert error in scores[40].error
-    assert scores[40].value == 0.0
+    assert (scores[40].value, scores[40].kind) == (0.0, kind)
     others = scores[:40] + scores[41:]
     assert all(score == Score(0.5, {"score": 0.5, "length": 4}) for score in others)
 
 
-@pytest.mark.parametrize("how", ["sleep", "spin"])
-def test_many_hanging_samples_wait_out_one_time_limit_together_and_delay_nobody(function, how):
-    with ScorerPool(function, processes=2, timeout=2.0) as pool:
-        futures = [pool.submit(sample(how if i % 10 == 5 else "fine")) for i in range(400)]
-        start = time.monotonic()
-        assert all(future.result().error is None for i, future in enumerate(futures) if i % 10 != 5)
-        assert all("longer than 2 s" in future.result().error for future in futures[5::10])
-        # One after the other on two processes the 40 would take 40 s.
-        assert time.monotonic() - start < 15
+NO_SCORES = [math.nan, -math.inf, None, "0.5", b"1", [1.0], {"acc": 1.0}, {"score": None}, 1j, 10**400, object]
 
 
-def test_a_slow_sample_that_was_set_aside_still_gets_its_score(pool):
-    futures = [pool.submit(sample("slow" if i == 3 else "fine")) for i in range(400)]
-    assert all(future.result(timeout=20).error is None for future in futures)
+def test_only_a_finite_number_is_a_score(pool):
+    numbers = [1, True, -0.5, Decimal("0.25"), np.float32(0.5), np.int64(3), {"score": 2, 7: "seven"}]
+    scores = pool.score([sample("return", result) for result in [*numbers, *NO_SCORES]])
+    good, bad = scores[: len(numbers)], scores[len(numbers) :]
+    assert [score.value for score in good] == [1.0, 1.0, -0.5, 0.25, 0.5, 3.0, 2.0]
+    assert good[-1].extra == {"score": 2, "7": "seven"}
+    assert [score.kind for score in bad] == ["invalid"] * len(NO_SCORES)
+    assert "returned a str, not a number: '0.5'" in bad[3].error
+    assert "a dict without 'score' (it has: acc)" in bad[6].error
+
+
+def test_a_sample_that_cannot_be_sent_costs_itself(pool):
+    scores = pool.score([sample("fine"), sample("fine", lock=threading.Lock()), sample("fine")])
+    assert [score.kind for score in scores] == [None, "invalid", None]
+    assert "cannot be sent to a scorer process" in scores[1].error
+
+
+def test_samples_that_wait_for_ever_wait_out_their_time_side_by_side(function, tmp_path):
+    file = tmp_path / "times"
+    with ScorerPool(function, processes=2, timeout=6.0) as pool:
+        scores = pool.score([sample("say and sleep" if i % 10 == 5 else "fine", file=str(file)) for i in range(200)])
+    assert [i for i, score in enumerate(scores) if score.kind == "timeout"] == list(range(5, 200, 10))
+    assert all(score.value == 0.5 for score in scores if score.error is None)
+    began = [float(line) for line in file.read_text().split()]
+    assert len(began) == 20
+    assert max(began) - min(began) < 6.0  # the last began while the first was still there, on two processes
+
+
+def test_samples_that_compute_for_ever_get_their_time_one_after_the_other(function, tmp_path):
+    file = tmp_path / "times"
+    with ScorerPool(function, processes=1, timeout=0.5) as pool:
+        scores = pool.score([sample("say and spin" if i % 10 == 5 else "fine", file=str(file)) for i in range(40)])
+    assert [i for i, score in enumerate(scores) if score.kind == "timeout"] == [5, 15, 25, 35]
+    began = sorted(float(line) for line in file.read_text().split())
+    assert len(began) == 4
+    assert all(later - earlier >= 0.4 for earlier, later in itertools.pairwise(began))
+
+
+@pytest.fixture(scope="module")
+def shared_pool(function):
+    with ScorerPool(function, processes=2, timeout=30.0) as made:
+        yield made
+
+
+KINDS = {"fine": None, "raise": "raised", "exit": "died", "lock": "invalid", "fork and return": None}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    texts=st.lists(st.sampled_from(["fine"] * 12 + list(KINDS)), max_size=120),
+    typical=st.sampled_from([1e-6, 1e-4, 1e-3, 1.0]),
+)
+def test_scores_are_those_of_the_plain_function_however_samples_are_sent(function, shared_pool, texts, typical):
+    shared_pool._typical_seconds = typical  # decides how many samples a message carries
+    scores = shared_pool.score([sample(text, i / 4) for i, text in enumerate(texts)])
+    assert [score.kind for score in scores] == [KINDS[text] for text in texts]
+    for i, (text, score) in enumerate(zip(texts, scores, strict=True)):
+        if text == "fine":
+            assert score == Score(*normalised(function("mine", text, i / 4, {})))
+
+
+def test_memory_beyond_the_limit_costs_the_sample_that_wants_it(function):
+    with ScorerPool(function, processes=1, timeout=60.0, memory_limit=2**28) as pool:
+        scores = pool.score([sample("eat" if i == 3 else "fine") for i in range(8)])
+    assert [score.kind for score in scores] == [None] * 3 + ["memory"] + [None] * 4
+    assert "MemoryError" in scores[3].error
+
+
+def test_memory_that_earlier_samples_left_behind_costs_nobody(function):
+    with ScorerPool(function, processes=1, timeout=60.0, memory_limit=2**27) as pool:
+        scores = pool.score([sample("leak")] * 20)  # 16 MB each, 128 MB in all
+    assert [score.kind for score in scores] == [None] * 20
+
+
+def test_time_spent_on_imports_is_not_the_samples_and_is_spent_once(function, tmp_path, monkeypatch):
+    package = tmp_path / "slow_package"
+    package.mkdir()
+    parts = [f"part_{i}" for i in range(6)]
+    (package / "__init__.py").write_text("".join(f"from slow_package import {part}\n" for part in parts))
+    for part in parts:
+        (package / f"{part}.py").write_text("import time\ntime.sleep(0.3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with ScorerPool(function, processes=1, timeout=1.0) as pool:
+        first = pool.submit(sample("slow import")).result(timeout=60)
+        pool.submit(sample("exit")).result(timeout=60)
+        second = pool.submit(sample("slow import")).result(timeout=60)
+    assert first.error is None
+    assert second.error is None
+    assert (first.extra["known"], second.extra["known"]) == (False, True)
+    assert first.extra["pid"] != second.extra["pid"]
+
+
+def test_a_slow_sample_that_others_pass_still_gets_its_score(pool):
+    scores = pool.score([sample("slow" if i == 3 else "fine") for i in range(400)])
+    assert all(score.error is None for score in scores)
 
 
 def test_a_scorer_that_died_is_replaced_from_the_same_server(pool):
@@ -138,9 +264,27 @@ def test_a_scorer_that_died_is_replaced_from_the_same_server(pool):
     assert first["server"] == second["server"] != os.getpid()
 
 
-def test_what_a_hanging_function_started_is_killed_with_it(pool, tmp_path):
+@pytest.mark.parametrize("text", ["command", "daemon"])
+def test_what_a_hanging_function_started_is_killed_with_it(pool, tmp_path, text):
     file = tmp_path / "pid"
-    assert pool.submit(sample("child", file=str(file))).result(timeout=20).error
+    assert pool.submit(sample(text, file=str(file))).result(timeout=20).kind == "timeout"
+    wait_until(lambda: not alive(int(file.read_text())))
+
+
+def test_a_process_that_outlives_its_scorer_does_not_hide_the_death(function, tmp_path):
+    file = tmp_path / "pid"
+    with ScorerPool(function, processes=1, timeout=1000.0) as pool:  # it holds the scorer's socket open
+        score = pool.submit(sample("exit and leave a child", file=str(file))).result(timeout=30)
+        assert score.kind == "died"
+        assert "exit code 4" in score.error
+        wait_until(lambda: not alive(int(file.read_text())))
+
+
+def test_what_a_function_leaves_running_ends_with_the_pool(function, tmp_path):
+    file = tmp_path / "pid"
+    with ScorerPool(function, processes=1, timeout=30.0) as pool:
+        assert pool.submit(sample("leave a child", file=str(file))).result(timeout=30).error is None
+        assert alive(int(file.read_text()))
     wait_until(lambda: not alive(int(file.read_text())))
 
 
@@ -160,7 +304,7 @@ def test_closing_ends_every_process_and_a_closed_pool_can_be_used_again(function
 
 def test_a_lost_server_is_an_error_for_what_it_had_and_the_pool_starts_anew(pool, tmp_path):
     server = pool.submit(sample("pid")).result().extra["server"]
-    hanging = pool.submit(sample("child", file=str(tmp_path / "pid")))
+    hanging = pool.submit(sample("command", file=str(tmp_path / "pid")))
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     os.kill(server, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="the process that starts scorers is gone"):

@@ -1,0 +1,104 @@
+"""Processes and all they started: found, watched and ended together. On other systems than Linux less is known."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl
+
+
+def children(pid: int) -> list[int]:
+    """The processes that `pid` started or adopted; empty where the system does not say."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_bytes().split())
+    return found
+
+
+def family(pid: int) -> list[int]:
+    """`pid` and all that descends from it."""
+    found = [pid]
+    for member in found:
+        found += children(member)
+    return found
+
+
+def states(pid: int) -> list[str]:
+    """A letter for each thread of `pid`, its first one first, and of all that descends from it; empty: not known.
+
+    R runs or could, S and D wait, Z has ended, T is stopped.
+    """
+    found = []
+    for member in family(pid):
+        with contextlib.suppress(OSError):
+            threads = sorted(os.listdir(f"/proc/{member}/task"), key=lambda thread: thread != str(member))
+            for thread in threads:
+                found += (_stat(f"{member}/task/{thread}") or [])[:1]
+    return found
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Processor time of `pid`, of all that descends from it, and of what it waited for; None: not known."""
+    if _stat(str(pid)) is None:
+        return None
+    ticks = sum(int(tick) for member in family(pid) for tick in (_stat(str(member)) or [])[11:15])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def scheduled(pid: int) -> tuple[float, float] | None:
+    """Seconds that the first thread of `pid` ran, and that it could have run but had to wait for a processor, the wait
+    it may be in now not counted; None where the system does not say.
+    """
+    try:
+        ran, waited = Path(f"/proc/{pid}/schedstat").read_bytes().split()[:2]
+    except (OSError, ValueError):
+        return None
+    return int(ran) / 1e9, int(waited) / 1e9
+
+
+def kill_family(pid: int) -> None:
+    """SIGKILL to `pid`, its process group if it leads one, and all that descends from it."""
+    members = family(pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    for member in members:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(member, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """From here on, descendants whose parent ended become children of this process instead of the system's first."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the thread that forked it ends."""
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def data_bytes() -> int | None:
+    """What this process counts against RLIMIT_DATA now: its private writable memory, touched or not."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
+def _stat(place: str) -> list[str] | None:
+    """The fields of a stat file in /proc from the state on; the name before it may hold anything."""
+    try:
+        return Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,61 @@
+"""One call of a reward function, whatever it does short of ending its process: a value, extra fields, or an error."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# What can go wrong; counted as reward/errors/<kind>.
+RAISED, INVALID, MEMORY, TIMEOUT, DIED = KINDS = ("raised", "invalid", "memory", "timeout", "died")
+# value, extra fields, what is wrong, its kind
+Fields = tuple[float, dict[str, Any], str | None, str | None]
+
+_TRACE_LINES = 6
+
+
+def attempt(call: Callable[[], Any]) -> Fields:
+    """Call and judge; whatever it raises becomes the sample's error."""
+    try:
+        return normalised(call())
+    except Exception as error:  # noqa: BLE001 - counted and shown by the reward manager
+        trace = "".join(traceback.format_exc().splitlines(keepends=True)[-_TRACE_LINES:]).strip()
+        return 0.0, {}, trace, MEMORY if isinstance(error, MemoryError) else RAISED
+
+
+def normalised(result: Any) -> Fields:
+    """What a reward function returned, a finite number or a dict with one under `score`, in the form of a Score."""
+    extra = {str(name): value for name, value in result.items()} if isinstance(result, Mapping) else {}
+    if isinstance(result, Mapping) and "score" not in extra:
+        return invalid(f"the reward function returned a dict without 'score' (it has: {', '.join(extra)})")
+    number = extra["score"] if isinstance(result, Mapping) else result
+    try:
+        if isinstance(number, str | bytes):
+            raise TypeError("a text is no number, whatever stands in it")
+        value = float(number)
+    except (TypeError, ValueError, OverflowError):
+        return invalid(f"the reward function returned a {type(number).__name__}, not a number: {str(number)[:80]!r}")
+    return (value, extra, None, None) if math.isfinite(value) else invalid(f"the reward function returned {value}")
+
+
+def invalid(error: str) -> Fields:
+    """No score, because of what was given or returned."""
+    return 0.0, {}, error, INVALID
+
+
+def score_lists(function: Callable[..., Any], *, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One call for all rows: `function(data_sources, solution_strs, ground_truths, extra_infos)` returns a list.
+
+    It may leave out parameters it does not need. The result holds `scores`: one `Fields` per row, in order.
+    """
+    named = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
+    lists = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
+    returned = function(**{name: values for name, values in lists.items() if takes_any or name in named})
+    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
+        raise TypeError(f"a list of {len(rows)} scores is expected; the function returned a {type(returned).__name__}")
+    if len(returned) != len(rows):
+        raise ValueError(f"the function returned {len(returned)} scores for {len(rows)} answers")
+    return {"score": 0.0, "scores": [normalised(result) for result in returned]}

@@ -1,0 +1,87 @@
+"""DAPO-Math and AIME: the last line is `Answer: …`, and the answer a number (DAPO, arXiv 2503.14476).
+
+Scores are 1 and 0, as for every task here, where the paper gives 1 and -1 (advantages within a group do not differ but
+by a factor). For the paper's: custom_reward_function.path=pkg://verl.utils.reward_score.math_dapo and
+custom_reward_function.reward_kwargs={format_score: -1, no_answer_score: -1}.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from verl.utils.reward_score.boxed import last_boxed, last_boxed_only_string, remove_boxed
+from verl.utils.reward_score.latex_answer import as_number, normalised
+from verl.utils.reward_score.registry import register_score
+
+__all__ = ["compute_score", "extract_solution", "last_boxed_only_string", "remove_boxed"]
+
+_ANSWER = re.compile(r"answer[*_ \t]{0,8}[:：]", re.IGNORECASE)
+# A line of its own before displayed mathematics.
+_OPENINGS = {"", "$", "$$", "\\[", "\\(", "**", "*"}
+_MOST_CHARACTERS = 500
+
+
+def extract_solution(solution_str: str) -> str | None:
+    """What follows the last `Answer:`, on its line or on the next that is not empty; else what is in the last box.
+
+    Models that were trained to box their results do so whatever the prompt asks for.
+    """
+    start = None
+    for found in _ANSWER.finditer(solution_str):
+        start = found.end()
+    if start is None:
+        return last_boxed(solution_str)
+    lines = solution_str[start : start + _MOST_CHARACTERS].splitlines()
+    line = next((text for text in map(str.strip, lines) if text not in _OPENINGS), None)
+    return None if line is None else last_boxed(line) or line
+
+
+def answer_of(ground_truth: object) -> str:
+    """A right answer in the right format."""
+    return f"Answer: {ground_truth}"
+
+
+@register_score(
+    "math_dapo",
+    "math_dapo_*",
+    "DAPO-17k",
+    "dapo_math*",
+    "BytedTsinghua-SIA/DAPO-Math-17k",
+    "BytedTsinghua-SIA/AIME-2024",
+    "open-r1/DAPO-Math-17k-Processed",
+    "aime*",
+    "AIME*",
+    "math-ai/aime*",
+    "HuggingFaceH4/aime_*",
+    "Maxwell-Jia/AIME_2024",
+    "yentinglin/aime_2025",
+    "amc*",
+    answer=answer_of,
+    extract=extract_solution,
+)
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    format_score: float = 0.0,
+    score: float = 1.0,
+    no_answer_score: float = 0.0,
+) -> dict[str, Any]:
+    """`score` (right: `score`; wrong: `format_score`; no answer: `no_answer_score`), `acc` 1.0 or 0.0, and `pred`.
+
+    Answers are equal in one spelling or as numbers (`025` is 25); nothing symbolic, since right answers are integers.
+    """
+    truth = normalised(str(ground_truth))
+    if not truth:
+        raise ValueError(f"ground_truth {ground_truth!r} is empty. Write the right answer, or remove the row.")
+    answer = extract_solution(solution_str)
+    if answer is None:
+        return {"score": no_answer_score, "acc": 0.0, "pred": None}
+    found = normalised(answer)
+    number = as_number(found)
+    right = found == truth or (number is not None and number == as_number(truth))
+    return {
+        "score": score if right else format_score,
+        "acc": float(right),
+        "pred": found if number is None else str(number),
+    }

@@ -1,0 +1,67 @@
+"""Answers whose score is known beforehand, to try a reward function on: the right one, none, and everything at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.utils.reward_score.attempt import attempt
+from verl.utils.reward_score.registry import score_function
+
+EMPTY = ""
+_DECOYS = 40
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How the ground truth of a row scored against itself."""
+
+    score: float
+    problem: str | None  # None: it scores 1, as it must
+
+
+def right_answer(data_source: str, ground_truth: Any) -> str | None:
+    """The ground truth as an answer in the right format; None where no function is known, or none can be made.
+
+    A ValueError says what is wrong with the ground truth.
+    """
+    try:
+        make = score_function(data_source).answer
+    except ValueError:
+        return None
+    return None if make is None else make(ground_truth)
+
+
+def try_ground_truth(data_source: str, ground_truth: Any, extra_info: Any = None) -> Trial | None:
+    """Score the ground truth of a row against itself by the function of its data source; None: nothing to try."""
+    try:
+        answer = right_answer(data_source, ground_truth)
+    except (ValueError, TypeError) as error:
+        return Trial(0.0, f"cannot be scored ({error})")
+    if answer is None:
+        return None
+    function = score_function(data_source)
+    value, _, failure, _ = attempt(lambda: function(data_source, answer, ground_truth, extra_info))
+    if failure is not None:
+        return Trial(0.0, f"cannot be scored ({failure.splitlines()[-1]})")
+    return Trial(value, None if value == 1.0 else f"scores {value:g} against itself, not 1")
+
+
+def everything(data_source: str, ground_truth: Any, others: Sequence[Any] = ()) -> list[str]:
+    """Answers that name many results, the right one among them: bare, and in the right format where that can be made.
+
+    The right one stands neither first nor last. `others` are right answers of other rows.
+    """
+    truth = str(ground_truth)
+    candidates = [*map(str, range(1, _DECOYS)), *map(str, others)]
+    if len(truth) == 1 and truth.isalpha():
+        candidates = list("ABCDEFGHIJ")
+    decoys = [one for one in dict.fromkeys(candidates) if one != truth]
+    middle = len(decoys) // 2
+    text = ", ".join([*decoys[:middle], truth, *decoys[middle:]])
+    try:
+        formatted = right_answer(data_source, text) if isinstance(ground_truth, str) else None
+    except (ValueError, TypeError):
+        formatted = None
+    return [text] if formatted is None else [text, formatted]
