@@ -9,67 +9,52 @@ policy answers the prompt and the reward model judges that answer; the row's own
 
 from __future__ import annotations
 
-import argparse
-import gzip
-import json
-import os
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import raw_data
+from raw_data import Row
 
 HUB_NAME = "Anthropic/hh-rlhf"
 # What a split may be called in file names: `train_clean.jsonl`, `eval.jsonl.gz`.
 SPLITS = {"train": ("train",), "test": ("test", "eval", "valid")}
+LAYOUT = "folder with train*.jsonl and test*.jsonl (or eval*, valid*; .json, .parquet, .jsonl.gz)"
+COMES_FROM = "Anthropic/hh-rlhf, or any set whose rows are {prompt, chosen, rejected}"
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--local_save_dir", default="~/data/hh_rlhf", help="where the parquet files go")
-    parser.add_argument("--local_dataset_path", help="folder with train*.jsonl and test*.jsonl (or eval*, valid*; .gz)")
-    parser.add_argument("--hub_name", default=HUB_NAME, help="dataset to download where no local path is given")
+    parser = raw_data.argument_parser(__doc__, "hh_rlhf", HUB_NAME, LAYOUT)
     parser.add_argument("--data_source", help="name in the rows; default: that of the dataset or folder")
     options = parser.parse_args()
-    folder = options.local_dataset_path and expanded(options.local_dataset_path)
-    source = options.data_source or (folder.resolve().name if folder else options.hub_name)
-    target = expanded(options.local_save_dir)
-    target.mkdir(parents=True, exist_ok=True)
-    for split in SPLITS:
-        raw = from_folder(folder, split) if folder else from_hub(options.hub_name, split)
-        made = [training_row(item, index, split, source) for index, item in enumerate(raw)]
-        rows = [row for row in made if row is not None]
-        if not rows:
-            raise SystemExit(
-                f"{source} {split}: no usable row. It needs prompt, chosen and rejected; check the raw data."
-            )
-        pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
-        print(f"{target / f'{split}.parquet'}: {len(rows)} rows, {len(made) - len(rows)} without a prompt left out")
+    folder = options.local_dataset_path
+    source = options.data_source or (raw_data.expanded(folder).resolve().name if folder else options.hub_name)
+    for split, names in SPLITS.items():
+        raw = raw_data.from_folder(folder, names, COMES_FROM) if folder else raw_data.from_hub(options.hub_name, split)
+        save_preferences(raw, options.local_save_dir, split, source)
 
 
-def training_row(item: dict[str, Any], index: int, split: str, source: str) -> dict[str, Any] | None:
+def save_preferences(raw: Iterable[Row], folder: str, split: str, source: str) -> None:
+    """Write the rows that ask something, and say how many did not."""
+    made = [training_row(item, index, split, source) for index, item in enumerate(raw)]
+    rows = [row for row in made if row is not None]
+    raw_data.save(rows, folder, split, f", {len(made) - len(rows)} without a prompt left out")
+
+
+def training_row(item: Row, index: int, split: str, source: str) -> Row | None:
     """One row in the schema of RL data, judged by a model; None where there is nothing to ask."""
     for name in ("chosen", "rejected"):
-        if name not in item:
-            raise ValueError(f"{split} row {index}: no {name!r} (found: {', '.join(item)}). Give preference data.")
+        raw_data.field(item, name, f"{split} row {index}")
     *prompt, chosen = conversation(item, "chosen")
     *_, rejected = conversation(item, "rejected")
     if not any(message["content"] for message in prompt):
         return None
-    return {
-        "data_source": source,
-        "prompt": prompt,
-        "ability": "alignment",
-        "reward_model": {"style": "model", "ground_truth": chosen["content"]},
-        "extra_info": {"split": split, "index": index, "rejected": rejected["content"]},
-    }
+    extra_info = {"split": split, "index": index, "rejected": rejected["content"]}
+    return raw_data.training_row(source, prompt, "alignment", chosen["content"], extra_info, style="model")
 
 
-def conversation(item: dict[str, Any], answer: str) -> list[dict[str, str]]:
+def conversation(item: Row, answer: str) -> list[Row]:
     """All messages of the row with `answer` (chosen or rejected) as the last one."""
     given = item[answer]
     if isinstance(given, list):  # already messages
@@ -82,44 +67,12 @@ def conversation(item: dict[str, Any], answer: str) -> list[dict[str, str]]:
     return [*prompt, {"role": "assistant", "content": given.strip()}]
 
 
-def as_messages(text: str) -> list[dict[str, str]]:
+def as_messages(text: str) -> list[Row]:
     """`\\n\\nHuman: … \\n\\nAssistant: …` as messages; any other text is what the user says."""
     if not text.lstrip().startswith("Human:"):
         return [{"role": "user", "content": text.strip()}]
     _, *parts = _TURN.split(text)
     return [{"role": _ROLES[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
-
-
-def from_folder(folder: Path, split: str) -> Iterator[dict[str, Any]]:
-    files = sorted(
-        file
-        for pattern in ("*.jsonl", "*.jsonl.gz")
-        for file in folder.glob(pattern)
-        if file.name.startswith(SPLITS[split])
-    )
-    if not files:
-        names = ", ".join(f"{name}*.jsonl" for name in SPLITS[split])
-        raise SystemExit(f"--local_dataset_path: {folder} has no {names}. Each line is {{prompt, chosen, rejected}}.")
-    for file in files:
-        unpack = gzip.open if file.suffix == ".gz" else open
-        with unpack(file, "rt", encoding="utf-8") as lines:
-            yield from (json.loads(line) for line in lines if line.strip())
-
-
-def from_hub(name: str, split: str) -> Iterator[dict[str, Any]]:
-    import datasets
-
-    try:
-        yield from datasets.load_dataset(name, split=split)
-    except (OSError, datasets.exceptions.DatasetNotFoundError) as error:
-        raise SystemExit(
-            f"{name}: the hub cannot be reached ({error}). On a machine with access run: "
-            f"hf download --repo-type dataset {name}; or give --local_dataset_path."
-        ) from error
-
-
-def expanded(path: str) -> Path:
-    return Path(os.path.expandvars(path)).expanduser()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ class DataConfig(Block):
     )
     val_files: list[str] = key("Validation prompts, likewise; empty: no validation.", null="none", path=True)
     prompt_key: str = key("Column that holds the prompt (a list of {role, content}).")
+    system_prompt: str | None = key("Said first where a prompt brings no system message.", null="none")
     reward_fn_key: str = key("Column that says which reward function scores the row.")
     train_batch_size: int = key("Prompts per training step.", min=1)
     gen_batch_size: int = key(

@@ -52,7 +52,7 @@ def copy_to_local(
     elif "$" in location:
         raise ValueError(f"{key}: an environment variable in {os.fspath(src)!r} is not set. Set it or write it out.")
     elif "://" in location and local == location:
-        path = _copy_from_url(location, _cache_root(cache_dir), key)
+        path = _copy_from_url(location, cache_root(cache_dir), key)
     elif is_hub_id(location):
         path = _download_from_hub(location, repo_type, revision, cache_dir, key)
     else:
@@ -109,6 +109,30 @@ def filesystem_of(url: str, key: str = "path") -> tuple[Any, str]:
         raise ValueError(f"{key}: {url!r} cannot be read: {error}. Check the part before '://'.") from error
 
 
+def made_once(target: Path, fetch: Callable[[Path], object]) -> str:
+    """Have `fetch` fill a name beside `target` and rename it into place, unless another process already has."""
+    if target.exists():
+        return str(target)
+    with _lock(target.parent / f".{target.name}"):
+        # Whoever holds the lock is alone: parts that are here were left by a process that died.
+        for stale in target.parent.glob(f".{target.name}.*.partial"):
+            _remove(stale)
+        if not target.exists():
+            partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+            try:
+                fetch(partial)
+                os.replace(partial, target)
+            finally:
+                _remove(partial)
+    return str(target)
+
+
+def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Where copies and prepared data are kept: `cache_dir`, or $VERL_CACHE, or `~/.cache/verl`."""
+    chosen = cache_dir or os.environ.get("VERL_CACHE")
+    return Path(expand_path(chosen)).absolute() if chosen else Path.home() / ".cache" / "verl"
+
+
 def _copy_from_url(url: str, cache: Path, key: str) -> str:
     fs, remote = filesystem_of(url, key)
     try:
@@ -127,7 +151,7 @@ def _copy_from_url(url: str, cache: Path, key: str) -> str:
         else:
             fs.get_file(remote, str(partial))
 
-    return _once_per_node(target, fetch)
+    return made_once(target, fetch)
 
 
 def _download_from_hub(
@@ -176,25 +200,7 @@ def _copy_to_shared_memory(source: Path) -> str:
         )  # fmt: skip
         return str(source)
     copy: Callable[[Path, Path], object] = shutil.copyfile if source.is_file() else shutil.copytree
-    return _once_per_node(target, lambda partial: copy(source, partial))
-
-
-def _once_per_node(target: Path, fetch: Callable[[Path], object]) -> str:
-    """Have `fetch` fill a name beside `target` and rename it into place, unless another process already has."""
-    if target.exists():
-        return str(target)
-    with _lock(target.parent / f".{target.name}"):
-        # Whoever holds the lock is alone: parts that are here were left by a process that died.
-        for stale in target.parent.glob(f".{target.name}.*.partial"):
-            _remove(stale)
-        if not target.exists():
-            partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-            try:
-                fetch(partial)
-                os.replace(partial, target)
-            finally:
-                _remove(partial)
-    return str(target)
+    return made_once(target, lambda partial: copy(source, partial))
 
 
 def _remove(path: Path) -> None:
@@ -210,11 +216,6 @@ def _lock(stem: Path) -> Any:
 
     stem.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(f"{stem}.lock")
-
-
-def _cache_root(cache_dir: str | os.PathLike[str] | None) -> Path:
-    chosen = cache_dir or os.environ.get("VERL_CACHE")
-    return Path(expand_path(chosen)).absolute() if chosen else Path.home() / ".cache" / "verl"
 
 
 def _fingerprint(fs: Any, remote: str, is_folder: bool) -> str:

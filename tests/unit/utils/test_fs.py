@@ -87,7 +87,7 @@ def test_many_askers_at_once_fetch_once(tmp_path):
 
     target = tmp_path / "cache" / "model"
     with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(lambda _: fs._once_per_node(target, fetch), range(16)))
+        results = list(pool.map(lambda _: fs.made_once(target, fetch), range(16)))
     assert set(results) == {str(target)}
     assert fetched == [target.stat().st_ino]  # once, and renamed into place, not copied
 
@@ -100,7 +100,7 @@ def test_processes_of_one_node_share_one_copy(tmp_path):
         "    (root / 'fetches').open('a').write('x')\n"
         "    time.sleep(0.5)\n"
         "    partial.write_bytes(b'whole')\n"
-        "print(pathlib.Path(fs._once_per_node(root / 'c' / 'f', fetch)).read_bytes().decode())\n"
+        "print(pathlib.Path(fs.made_once(root / 'c' / 'f', fetch)).read_bytes().decode())\n"
     )
     started = [
         subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -119,12 +119,12 @@ def test_a_failed_or_killed_copy_is_never_seen_and_the_next_one_succeeds(tmp_pat
         raise OSError("connection lost")
 
     with pytest.raises(OSError, match="connection lost"):
-        fs._once_per_node(target, breaks)
+        fs.made_once(target, breaks)
     assert not target.exists()
     killed = tmp_path / ".model.deadbeef.partial"
     killed.mkdir()
 
-    fs._once_per_node(target, lambda partial: partial.write_text("whole"))
+    fs.made_once(target, lambda partial: partial.write_text("whole"))
     assert target.read_text() == "whole"
     assert not list(tmp_path.glob(".*.partial"))
 

@@ -1,15 +1,21 @@
-"""Dataloaders whose position can be saved and restored."""
+"""Batches of prompts whose position can be saved and restored, however many processes load ahead of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from verl.config import DataConfig
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
-from verl.utils.dataset.sampler import EpochSampler
+from verl.utils.dataset.sampler import AbstractCurriculumSampler, EpochSampler
+
+logger = logging.getLogger(__name__)
 
 
 def make_dataloader(
@@ -18,22 +24,25 @@ def make_dataloader(
     collate_fn: Callable[..., Any] | None = None,
     sampler: Any = None,
     batch_size: int | None = None,
-) -> StatefulDataLoader:
+) -> PromptLoader:
     """Training batches of `gen_batch_size` prompts in the sampler's order, incomplete last ones dropped; with
     `batch_size`, all rows in their own order."""
     training = batch_size is None
     size = config.gen_batch_size if batch_size is None else batch_size
     if training and len(dataset) < size:
+        key = "data.gen_batch_size" if size != config.train_batch_size else "data.train_batch_size"
         raise ValueError(
-            f"data.train_batch_size = {size}: data.train_files hold only {len(dataset)} usable prompts."
+            f"{key} = {size}: data.train_files hold only {len(dataset)} usable prompts."
             f" Set it to {len(dataset)} or less, or give more data."
         )
-    return StatefulDataLoader(
+    if training and sampler is None:
+        sampler = make_sampler(config, dataset)
+    return PromptLoader(
         dataset,
+        sampler if training else SequentialSampler(dataset),
         batch_size=size,
-        sampler=sampler if training else None,
-        num_workers=config.dataloader_num_workers,
         drop_last=training,
+        num_workers=config.dataloader_num_workers,
         collate_fn=collate_fn or default_collate_fn,
     )
 
@@ -41,3 +50,121 @@ def make_dataloader(
 def make_sampler(config: DataConfig, dataset: Any) -> EpochSampler:
     """Shuffled by `data.seed` every epoch, or in order; resumes where it stopped, at the end of an epoch too."""
     return EpochSampler(dataset, config.seed, config.shuffle, batch_size=config.gen_batch_size)
+
+
+def learn_from(loader: Any, batch: Any) -> None:
+    """Show a finished batch to the loader's sampler, if that is one that learns."""
+    sampler = getattr(loader, "sampler", None)
+    if isinstance(sampler, AbstractCurriculumSampler):
+        sampler.update(batch)
+
+
+class PromptLoader:
+    """Batches of a dataset in a sampler's order; iterating once is one epoch, or the rest of a restored one.
+
+    The saved position is that of the batches handed out. What worker processes have loaded beyond them is drawn again
+    after a restore, so no row is lost or repeated, and the number of workers may change in between. A sampler with
+    `state_dict` and `load_state_dict` is restored by them; any other begins anew, and what was handed out is skipped.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: Any,
+        *,
+        batch_size: int,
+        drop_last: bool,
+        num_workers: int,
+        collate_fn: Callable[..., Any],
+    ) -> None:
+        if not hasattr(sampler, "__len__"):
+            raise ValueError(
+                f"data.sampler.path: {type(sampler).__name__} has no __len__. Let it return the rows of an epoch."
+            )
+        self.dataset, self.sampler = dataset, sampler
+        self._batch_size, self._drop_last, self._collate_fn = batch_size, drop_last, collate_fn
+        self._num_workers = _useful_workers(num_workers, len(self), sampler)
+        self._keeps_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+        self._done = 0  # batches of this epoch handed out
+        self._restored = False
+        # After each batch that is drawn and not yet handed out: the sampler's state, to be saved once it is.
+        self._ahead: deque[Any] = deque()
+        self._state: Any = None
+
+    def __len__(self) -> int:
+        rows = len(self.sampler)
+        return rows // self._batch_size if self._drop_last else -(-rows // self._batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._ahead.clear()
+        self._done = self._done if self._restored else 0
+        skip = 0 if self._keeps_state else self._done
+        self._restored = False
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=self._draw(skip),
+            num_workers=self._num_workers,
+            collate_fn=self._collate_fn,
+            worker_init_fn=_begin_worker,
+        )
+        for batch in loader:
+            self._state = self._ahead.popleft()
+            self._done += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch stands, and what the data was; plain data."""
+        state: dict[str, Any] = {"batches": self._done, "of": len(self), "sampler": None, "dataset": None}
+        if self._keeps_state:
+            # With nothing drawn ahead the sampler itself knows best: it may have learned since the last batch.
+            state["sampler"] = self._state if self._ahead else copy.deepcopy(self.sampler.state_dict())
+        if hasattr(self.dataset, "state_dict"):
+            state["dataset"] = self.dataset.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken; a ValueError where the data is not the same."""
+        if state["dataset"] is not None and hasattr(self.dataset, "load_state_dict"):
+            self.dataset.load_state_dict(state["dataset"])
+        self._ahead.clear()
+        self._restored, self._done = True, state["batches"] % max(1, state["of"])
+        if self._keeps_state:
+            self.sampler.load_state_dict(state["sampler"])
+        elif self._done:
+            logger.warning(
+                "data.sampler: %s has no state_dict and load_state_dict; its order begins anew, %d batches are skipped",
+                type(self.sampler).__name__, self._done,
+            )  # fmt: skip
+
+    def _draw(self, skip: int) -> Iterator[list[int]]:
+        """Row numbers of one batch after the other; runs in this process, ahead of the workers."""
+        rows: list[int] = []
+        for row in self.sampler:
+            rows.append(int(row))
+            if len(rows) == self._batch_size:
+                if skip:
+                    skip -= 1
+                else:
+                    self._ahead.append(self._sampler_state())
+                    yield rows
+                rows = []
+        if rows and not self._drop_last:
+            self._ahead.append(self._sampler_state())
+            yield rows
+
+    def _sampler_state(self) -> Any:
+        return copy.deepcopy(self.sampler.state_dict()) if self._keeps_state and self._num_workers else None
+
+
+def _useful_workers(wanted: int, batches: int, sampler: Any) -> int:
+    """No more processes than cores or batches; none for a sampler that learns, which must not draw ahead."""
+    if isinstance(sampler, AbstractCurriculumSampler):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    useful = min(wanted, cores, batches)
+    return useful if batches > 1 else 0
+
+
+def _begin_worker(worker: int) -> None:
+    # A forked tokenizer that used threads before would wait for threads which are not there.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

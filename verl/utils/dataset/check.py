@@ -1,58 +1,38 @@
 """`python -m verl.utils.dataset.check FILE… [--model PATH]`: would these files train? Schema, lengths, reward wiring.
 
-Exit code 0: yes; 1: no, with every problem and its remedy.
+Exit code 0: yes; 1: no, with every problem and its remedy. Token counts are kept: the training that follows on the
+same files and model need not tokenise them again.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from verl.utils.dataset.chat import PromptEncoder, as_messages
+from verl.utils.dataset.chat import Messages, PromptEncoder, PromptRefused, as_messages, prompt_digest
+from verl.utils.dataset.check_report import JUDGED, Column, Lengths, Report, Sample, Wiring, show
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import (
+    DataError,
     chat_rule,
     find_problems,
     ground_truth_of,
     ground_truth_rule,
+    is_judged,
     source_rule,
     text_rule,
 )
-from verl.utils.dataset.rows import ArrowPart, Rows
+from verl.utils.dataset.rows import ArrowPart, Part, Rows, open_part, value_at
 from verl.utils.reward_score import known_data_sources, score_function
+from verl.utils.reward_score.registry import matching
+from verl.utils.reward_score.trial import try_ground_truth
 
-_QUANTILES = (0.5, 0.9, 0.99, 1.0)
-
-
-@dataclass
-class Wiring:
-    """How the rewards of one data source are connected."""
-
-    rows: int = 0
-    by_rule: int = 0  # rows with a ground truth to compare with
-    tried: int = 0  # of these, ground truths given as the answer, in the right format
-    right: int = 0  # and scored 1.0
-    first_wrong: str | None = None
-
-
-@dataclass
-class Report:
-    """What was found; `problems` is empty for files that train."""
-
-    files: list[str]
-    rows: int
-    columns: list[str]
-    first: dict[str, Any] | None
-    problems: list[str] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-    wiring: dict[str, Wiring] = field(default_factory=dict)
-    lengths: np.ndarray | None = None
+_SHOWN_CHARACTERS = 700
 
 
 def check_files(
@@ -61,159 +41,208 @@ def check_files(
     tokenizer: Any = None,
     prompt_key: str = "prompt",
     reward_fn_key: str = "data_source",
-    max_prompt_length: int | None = None,
+    limits: Sequence[int] = (),
     any_source: bool = False,
+    scored_rows: int = 20_000,
+    samples: int = 2,
 ) -> Report:
-    """Look at every row. `any_source`: a reward function of the user takes any data source."""
-    rows = Rows(find_files(data_files))
-    report = Report([part.file for part in rows.parts], len(rows), _described_columns(rows), rows[0] if rows else None)
+    """Look at every row.
+
+    Prompts are counted in tokens of `tokenizer`, else in characters, and compared with `limits`. `any_source`: a reward
+    function of the user takes any data source. Of every source, `scored_rows` ground truths, evenly spread, are scored
+    against themselves.
+    """
+    report = Report()
+    rows = Rows.of(_readable(data_files, report.problems))
+    report.files = [(part.file, len(part)) for part in rows.parts]
+    report.columns = _columns(rows)
     rules = [
-        chat_rule(prompt_key, rows.columns, "data.prompt_key"),
-        text_rule(reward_fn_key, rows.columns, "data.reward_fn_key"),
+        chat_rule(prompt_key, "data.prompt_key"),
+        text_rule(reward_fn_key, "data.reward_fn_key"),
         ground_truth_rule(),
     ]
     if not any_source:
-        rules.append(source_rule(reward_fn_key, known_data_sources()))
-    report.problems = find_problems(rows, rules)
-    report.wiring = _wiring(rows, reward_fn_key, report.problems)
+        rules.append(source_rule(reward_fn_key, known_data_sources(), but_judged=True))
     prompts_are_sound = not find_problems(rows, rules[:1])
-    if prompts_are_sound:
-        _look_for_duplicates(rows, prompt_key, report)
-    if prompts_are_sound and tokenizer is not None:
-        report.lengths = np.array([len(ids) for ids in _encoded(rows, prompt_key, tokenizer)])
-        _compare_lengths(report, max_prompt_length)
+    report.problems += find_problems(rows, rules)
+    report.wiring = _wiring(rows, reward_fn_key, scored_rows)
+    report.notices += [
+        f"rows of {source} are for a reward model: set reward_model.enable=True and reward_model.path, or"
+        " custom_reward_function.path."
+        for source, wiring in report.wiring.items()
+        if wiring.function is JUDGED and not any_source
+    ]
+    report.problems += [problem for wiring in report.wiring.values() if (problem := wiring.problem()) is not None]
+    if prompts_are_sound and len(rows):
+        encoder = None if tokenizer is None else PromptEncoder(tokenizer, {})
+        _look_for_repetitions(rows, prompt_key, report)
+        _measure(rows, prompt_key, encoder, limits, report)
+        report.samples = list(_samples(rows, prompt_key, encoder, samples))
     return report
-
-
-def _described_columns(rows: Rows) -> list[str]:
-    types: dict[str, str] = {}
-    for part in rows.parts:
-        for name in part.columns:
-            if isinstance(part, ArrowPart):
-                types.setdefault(name, str(part.table.schema.field(name).type))
-            else:
-                types.setdefault(name, "json")
-    return [f"{name}: {kind}" for name, kind in types.items()]
-
-
-def _wiring(rows: Rows, key: str, problems: list[str]) -> dict[str, Wiring]:
-    """Per data source: is there a function, and do right answers in the right format score 1.0?"""
-    found: dict[str, Wiring] = {}
-    known = set(known_data_sources())
-    for first, batch in rows.batches([key, "reward_model", "ground_truth", "extra_info"]):
-        for number, row in enumerate(batch, start=first):
-            source = row.get(key)
-            if not isinstance(source, str):
-                continue
-            wiring = found.setdefault(source, Wiring())
-            wiring.rows += 1
-            truth = ground_truth_of(row)
-            wiring.by_rule += truth is not None
-            function = score_function(source) if source in known else None
-            if truth is None or function is None or function.answer is None:
-                continue
-            wiring.tried += 1
-            try:
-                result = function(source, function.answer(truth), truth, row.get("extra_info"))
-                score = float(result["score"] if isinstance(result, dict) else result)
-                what = f"scores {score:g} against itself, not 1"
-            except (ValueError, TypeError, KeyError, ArithmeticError) as error:
-                score, what = 0.0, f"cannot be scored ({error})"
-            wiring.right += score == 1.0
-            if score != 1.0 and wiring.first_wrong is None:
-                wiring.first_wrong = f"{rows.where(number)}: the ground truth {str(truth)[:60]!r} {what}"
-    for wiring in found.values():
-        if wiring.first_wrong is not None:
-            wrong = wiring.tried - wiring.right
-            problems.append(f"{wiring.first_wrong} ({wrong} such rows). Write it as its reward function expects.")
-    return found
-
-
-def _look_for_duplicates(rows: Rows, prompt_key: str, report: Report) -> None:
-    prompts = Counter(str(row[prompt_key]) for _, batch in rows.batches([prompt_key]) for row in batch)
-    repeated = sum(count - 1 for count in prompts.values())
-    if repeated:
-        report.notices.append(f"{repeated} of {len(rows)} prompts repeat an earlier one.")
-
-
-def _encoded(rows: Rows, prompt_key: str, tokenizer: Any) -> Iterator[list[int]]:
-    encoder = PromptEncoder(tokenizer, {})
-    for _, batch in rows.batches([prompt_key]):
-        yield from encoder.encode([as_messages(row[prompt_key]) for row in batch])
-
-
-def _compare_lengths(report: Report, limit: int | None) -> None:
-    assert report.lengths is not None
-    if limit is None or not len(report.lengths):
-        return
-    over = int((report.lengths > limit).sum())
-    if over:
-        share = over / len(report.lengths)
-        report.notices.append(
-            f"{over} prompts ({share:.1%}) have more than {limit} tokens: data.filter_overlong_prompts drops them."
-        )
-
-
-def show(report: Report) -> None:
-    """The report on the terminal."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    console.print(escape(f"{', '.join(report.files)}: {report.rows} rows"), soft_wrap=True)
-    for column in report.columns:
-        console.print(escape(f"  {column}"), soft_wrap=True)
-    if report.first is not None:
-        console.print("first row:")
-        for name, value in report.first.items():
-            console.print(escape(f"  {name}: {str(value)[:300]}"), soft_wrap=True)
-    if report.lengths is not None and len(report.lengths):
-        parts = [f"{q:.0%} ≤ {int(np.quantile(report.lengths, q))}" for q in _QUANTILES]
-        console.print(f"prompt tokens: {', '.join(parts)}")
-    if report.wiring:
-        table = Table("data_source", "rows", "reward function", "ground truths that score 1.0")
-        for source, wiring in sorted(report.wiring.items()):
-            known = source in known_data_sources()
-            name = score_function(source).compute.__module__.rpartition(".")[2] if known else "none"
-            table.add_row(source, str(wiring.rows), name, f"{wiring.right}/{wiring.tried}" if wiring.tried else "-")
-        console.print(table)
-    for notice in report.notices:
-        console.print(escape(f"note: {notice}"), soft_wrap=True)
-    for number, problem in enumerate(report.problems, start=1):
-        console.print(escape(f"{number}. {problem}"), soft_wrap=True)
-    count = len(report.problems)
-    console.print(f"{count} problem{'s' if count != 1 else ''}" if count else "ok: these files train")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m verl.utils.dataset.check", description="Check data files.")
-    parser.add_argument("files", nargs="+", help="parquet, arrow, json or jsonl files, or folders")
+    parser.add_argument("files", nargs="+", help="parquet, arrow, json or jsonl files, folders, or hub names")
     parser.add_argument("--model", help="count tokens with the tokenizer of this model (folder or hub name)")
     parser.add_argument("--prompt-key", default="prompt")
     parser.add_argument("--reward-fn-key", default="data_source")
-    parser.add_argument("--max-prompt-length", type=int, default=1024)
+    parser.add_argument("--max-prompt-length", type=int, nargs="+", default=[1024], help="limits to compare with")
     parser.add_argument("--custom-reward", action="store_true", help="a reward function of yours takes any data_source")
+    parser.add_argument("--score-rows", type=int, default=20_000, help="ground truths to score per data_source; 0: all")
+    parser.add_argument("--samples", type=int, default=2, help="rows to show")
     options = parser.parse_args(arguments)
     tokenizer = None
-    try:
-        if options.model:
-            from verl.utils import hf_tokenizer
+    if options.model:
+        from verl.utils import hf_tokenizer
+        from verl.utils.fs import resolve_model_path
 
-            tokenizer = hf_tokenizer(options.model)
-        report = check_files(
-            options.files,
-            tokenizer=tokenizer,
-            prompt_key=options.prompt_key,
-            reward_fn_key=options.reward_fn_key,
-            max_prompt_length=options.max_prompt_length,
-            any_source=options.custom_reward,
-        )
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
+        try:
+            tokenizer = hf_tokenizer(resolve_model_path(options.model, key="--model"))
+        except (ValueError, OSError) as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
+    report = check_files(
+        options.files,
+        tokenizer=tokenizer,
+        prompt_key=options.prompt_key,
+        reward_fn_key=options.reward_fn_key,
+        limits=options.max_prompt_length,
+        any_source=options.custom_reward,
+        scored_rows=options.score_rows or sys.maxsize,
+        samples=options.samples,
+    )
     show(report)
     return 1 if report.problems else 0
+
+
+def _readable(data_files: str | Sequence[str], problems: list[str]) -> Iterator[Part]:
+    """Every file that can be opened; the others are problems."""
+    for name in [data_files] if isinstance(data_files, str | os.PathLike) else data_files:
+        try:
+            files = find_files(name)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        for file in files:
+            try:
+                yield open_part(file)
+            except (ValueError, OSError) as error:
+                problems.append(str(error))
+
+
+def _columns(rows: Rows) -> list[Column]:
+    found: dict[str, Column] = {}
+    for part in rows.parts:
+        for name in part.columns:
+            column = found.setdefault(name, Column(name))
+            if isinstance(part, ArrowPart):
+                column.types.setdefault(str(part.table.schema.field(name).type))
+                column.nulls += part.table.column(name).null_count
+            else:
+                column.types.setdefault("json")
+    return list(found.values())
+
+
+def _wiring(rows: Rows, key: str, scored_rows: int) -> dict[str, Wiring]:
+    """Per data source: is there a function, and do right answers in the right format score 1.0?"""
+    places: dict[str, list[int]] = {}
+    for first, batch in rows.batches([key]):
+        for number, row in enumerate(batch, start=first):
+            if isinstance(row.get(key), str):
+                places.setdefault(row[key], []).append(number)
+    found, chosen = {}, np.zeros(len(rows), dtype=bool)
+    for source, numbers in places.items():
+        task = JUDGED if is_judged(rows[numbers[0]]) else None
+        if matching(source, known_data_sources()) is not None:
+            task = score_function(source).compute.__module__.rpartition(".")[2]
+            spread = np.linspace(0, len(numbers) - 1, min(len(numbers), scored_rows)).astype(int)
+            chosen[np.array(numbers)[spread]] = True
+        found[source] = Wiring(len(numbers), task)
+    for first, batch in rows.batches([key, "reward_model", "ground_truth", "extra_info"]):
+        for offset in np.flatnonzero(chosen[first : first + len(batch)]).tolist():
+            source = batch[offset][key]
+            _try(batch[offset], source, rows.where(first + offset), found[source])
+    return found
+
+
+def _try(row: dict[str, Any], source: str, where: str, wiring: Wiring) -> None:
+    truth = ground_truth_of(row)
+    trial = None if truth is None else try_ground_truth(source, truth, row.get("extra_info"))
+    if trial is None:
+        return
+    wiring.tried += 1
+    wiring.right += trial.problem is None
+    if trial.problem is not None and wiring.first_wrong is None:
+        wiring.first_wrong = f"{where}: the ground truth {str(truth)[:60]!r} {trial.problem}"
+
+
+def _look_for_repetitions(rows: Rows, prompt_key: str, report: Report) -> None:
+    """Prompts that come again: in the same file, in another one, or with another ground truth."""
+    seen: dict[bytes, tuple[int, Any]] = {}
+    again: list[tuple[int, int]] = []
+    elsewhere: list[tuple[int, int]] = []
+    contradictions: list[tuple[int, int]] = []
+    for first, batch in rows.batches([prompt_key.split(".")[0], "reward_model", "ground_truth"]):
+        for number, row in enumerate(batch, start=first):
+            prompt, truth = prompt_digest(as_messages(value_at(row, prompt_key))), ground_truth_of(row)
+            earlier, its_truth = seen.setdefault(prompt, (number, truth))
+            if earlier != number:
+                pair = (number, earlier)
+                (again if rows.part_of(earlier) is rows.part_of(number) else elsewhere).append(pair)
+                if its_truth != truth:
+                    contradictions.append(pair)
+    for pairs, what in (
+        (again, "repeat an earlier one of the same file"),
+        (elsewhere, "stand in two files: if one is to validate on, its scores mean less"),
+        (contradictions, "repeat an earlier one with another ground truth: one of them is wrong"),
+    ):
+        if pairs:
+            number, earlier = pairs[0]
+            place = f"e.g. {rows.where(number)} and {rows.where(earlier)}"
+            report.notices.append(f"{len(pairs)} of {len(rows)} prompts {what} ({place}).")
+
+
+def _measure(rows: Rows, prompt_key: str, encoder: PromptEncoder | None, limits: Sequence[int], report: Report) -> None:
+    if encoder is None:
+        texts = (value_at(row, prompt_key) for _, batch in rows.batches([prompt_key.split(".")[0]]) for row in batch)
+        values = np.array([sum(len(str(message.get("content"))) for message in as_messages(text)) for text in texts])
+        report.lengths = Lengths(values, "characters", [])
+        return
+    from verl.utils.dataset.prompt_tokens import encode_prompts  # it needs torch, which takes its time
+
+    try:
+        values = encode_prompts(rows, len(rows), prompt_key, encoder).tokens.lengths
+    except DataError as error:
+        report.problems += error.problems
+        return
+    report.lengths = Lengths(values, "tokens", sorted(limits))
+    for limit in sorted(limits):
+        over = int((values > limit).sum())
+        if over:
+            report.notices.append(
+                f"{over} prompts ({over / len(values):.1%}) have more than {limit} tokens: with"
+                f" data.max_prompt_length = {limit}, data.filter_overlong_prompts drops them."
+            )
+
+
+def _samples(rows: Rows, prompt_key: str, encoder: PromptEncoder | None, count: int) -> Iterator[Sample]:
+    """The first row and others, evenly spread; the prompt as the model will see it where that is known."""
+    for number in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)).tolist():
+        row = rows[number]
+        messages = as_messages(value_at(row, prompt_key))
+        fields = {name: str(value)[:_SHOWN_CHARACTERS] for name, value in row.items() if name != prompt_key}
+        yield Sample(rows.where(number), _shown(messages, encoder)[:_SHOWN_CHARACTERS], fields)
+
+
+def _shown(messages: Messages, encoder: PromptEncoder | None) -> str:
+    if encoder is not None:
+        try:
+            (text,) = encoder.written([messages])
+        except PromptRefused as error:
+            return str(error)
+        return str(text)
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)
 
 
 if __name__ == "__main__":

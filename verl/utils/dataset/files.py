@@ -19,8 +19,9 @@ _SPLITS = {"train": "train", "test": "test", "validation": "validation", "val": 
 def find_files(data_files: str | os.PathLike[str] | Sequence[str], split: str | None = None) -> list[str]:
     """The data files behind `data_files`, in a stable order.
 
-    `split` ("train", "test", "validation") chooses where a folder holds files of several splits; without it such a
-    folder is an error, since training on the test rows by accident is the worst kind of success.
+    A folder's splits and parts are those of its dataset card, as on the hub, or what its file names say. `split`
+    ("train", "test", "validation") chooses where there are several; without it such a folder is an error, since
+    training on the test rows by accident is the worst kind of success.
     """
     names = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
     if not names:
@@ -41,6 +42,36 @@ def _known_format(file: str) -> str:
 
 
 def _files_of_folder(folder: Path, split: str | None) -> list[str]:
+    by_split = _splits_of_card(folder) or _splits_of_names(folder)
+    files = _choose(folder, by_split, split) if len(by_split) > 1 else next(iter(by_split.values()))
+    return [_known_format(str(path)) for path in files]
+
+
+def _splits_of_card(folder: Path) -> dict[str, list[Path]]:
+    """What the dataset card says about splits; empty where it says nothing."""
+    from huggingface_hub import metadata_load
+
+    card = folder / "README.md"
+    parts = (metadata_load(card) or {}).get("configs") if card.is_file() else None
+    if not parts:
+        return {}
+    import datasets
+
+    try:
+        found = datasets.load_dataset_builder(str(folder)).config.data_files or {}
+    except (ValueError, FileNotFoundError) as error:
+        names = ", ".join(str(part.get("config_name")) for part in parts)
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"{folder}: its card lists the parts {names} and none can be chosen ({reason}). Name the files you mean."
+        ) from error
+    by_split: dict[str, list[Path]] = {}
+    for name, files in found.items():
+        by_split.setdefault(_known_split(str(name)) or str(name), []).extend(map(Path, files))
+    return by_split
+
+
+def _splits_of_names(folder: Path) -> dict[str, list[Path]]:
     visible = [
         path
         for path in sorted(folder.rglob("*"))
@@ -54,9 +85,7 @@ def _files_of_folder(folder: Path, split: str | None) -> list[str]:
     by_split: dict[str, list[Path]] = {}
     for path in files:
         by_split.setdefault(_split_of(path, folder), []).append(path)
-    if len(by_split) > 1:
-        files = _choose(folder, by_split, split)
-    return [str(path) for path in files]
+    return by_split
 
 
 def _choose(folder: Path, by_split: dict[str, list[Path]], split: str | None) -> list[Path]:
@@ -73,7 +102,11 @@ def _split_of(path: Path, folder: Path) -> str:
     """The split that a file's name (`train-00000-of-00002.parquet`) or folder (`train/part-0.parquet`) says, or ""."""
     relative = path.relative_to(folder)
     for part in reversed((*relative.parts[:-1], relative.stem)):
-        word = re.match(r"[a-z]+", part.lower())
-        if word and word.group() in _SPLITS:
-            return _SPLITS[word.group()]
+        if found := _known_split(part):
+            return found
     return ""
+
+
+def _known_split(name: str) -> str:
+    word = re.match(r"[a-z]+", name.lower())
+    return _SPLITS.get(word.group(), "") if word else ""

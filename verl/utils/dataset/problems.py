@@ -6,7 +6,6 @@ not looked at row by row, so a good file of any size passes in no time.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from verl.utils.dataset.rows import ArrowPart, Part, Rows, value_at
+from verl.utils.reward_score.registry import matching, unknown_source
 
-Check = Callable[[dict[str, Any]], str | None]
+# A row and the columns of its file -> None: the row is fine; otherwise what is wrong, ending in the remedy.
+Check = Callable[[dict[str, Any], Sequence[str]], str | None]
 _BATCH = 4096
 
 
@@ -38,7 +39,7 @@ class Rule:
     """One requirement: which columns it reads, what it says of a row, and when a column's type proves it."""
 
     columns: tuple[str, ...]
-    check: Check  # None: the row is fine; otherwise what is wrong, ending in the remedy
+    check: Check
     proven: Callable[[pa.Table], bool]
 
 
@@ -58,10 +59,10 @@ def find_problems(rows: Rows, rules: Sequence[Rule]) -> list[str]:
     return problems
 
 
-def chat_rule(key: str, columns: Sequence[str], option: str | None = None) -> Rule:
+def chat_rule(key: str, option: str | None = None) -> Rule:
     """`key` holds a prompt: text, or a list of {role, content}. `option` is the config key that names the column."""
 
-    def check(row: dict[str, Any]) -> str | None:
+    def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         value = value_at(row, key)
         return _missing(key, row, columns, option) if value is None else chat_problem(key, value)
 
@@ -71,10 +72,10 @@ def chat_rule(key: str, columns: Sequence[str], option: str | None = None) -> Ru
     return Rule((key.split(".")[0],), check, proven)
 
 
-def text_rule(key: str, columns: Sequence[str], option: str | None = None) -> Rule:
+def text_rule(key: str, option: str | None = None) -> Rule:
     """`key` holds a non-empty string."""
 
-    def check(row: dict[str, Any]) -> str | None:
+    def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         value = value_at(row, key)
         if value is None:
             return _missing(key, row, columns, option)
@@ -88,36 +89,34 @@ def text_rule(key: str, columns: Sequence[str], option: str | None = None) -> Ru
     return Rule((key.split(".")[0],), check, proven)
 
 
-def source_rule(key: str, known: Collection[str]) -> Rule:
-    """`key` names a data source that has a reward function."""
+def source_rule(key: str, known: Collection[str], but_judged: bool = False) -> Rule:
+    """`key` names a data source that has a reward function, by its name or a pattern.
 
-    def check(row: dict[str, Any]) -> str | None:
+    `but_judged`: not in rows that a reward model is to judge (style `model`).
+    """
+
+    def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         source = row.get(key)
-        if source in known or not isinstance(source, str):  # another type is the text rule's to report
+        if not isinstance(source, str) or matching(source, known):  # another type is the text rule's to report
             return None
-        near = difflib.get_close_matches(source, list(known), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        return (
-            f"no reward function is known for {key} {source!r} (known: {', '.join(sorted(known))}).{hint}"
-            " Set custom_reward_function.path, or register one with verl.utils.reward_score.register_score."
-        )
+        return None if but_judged and is_judged(row) else unknown_source(source, known, key)
 
     def proven(table: pa.Table) -> bool:
         if key not in table.column_names:
             return True
-        return set(pc.unique(table.column(key)).to_pylist()) <= set(known)
+        return all(matching(str(source), known) for source in pc.unique(table.column(key)).to_pylist())
 
-    return Rule((key,), check, proven)
+    return Rule((key, "reward_model"), check, proven)
 
 
 def ground_truth_rule() -> Rule:
     """A right answer to compare with: `reward_model.ground_truth` or `ground_truth`, unless a model judges the row."""
 
-    def check(row: dict[str, Any]) -> str | None:
+    def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         reward = row.get("reward_model")
         if reward is not None and not isinstance(reward, dict):
             return f"'reward_model' is {_kind(reward)}. Write it as {{style, ground_truth}}."
-        if ground_truth_of(row) is not None or (reward or {}).get("style") == "model":
+        if ground_truth_of(row) is not None or is_judged(row):
             return None
         return (
             "it has no ground truth. Write reward_model={'style': 'rule', 'ground_truth': …}, or style 'model' where a "
@@ -140,6 +139,12 @@ def ground_truth_of(row: dict[str, Any]) -> Any:
     reward = row.get("reward_model")
     inside = reward.get("ground_truth") if isinstance(reward, dict) else None
     return row.get("ground_truth") if inside is None else inside
+
+
+def is_judged(row: dict[str, Any]) -> bool:
+    """Whether a model is to judge the row, instead of a rule."""
+    reward = row.get("reward_model")
+    return isinstance(reward, dict) and reward.get("style") == "model"
 
 
 def chat_problem(key: str, value: Any) -> str | None:
@@ -171,7 +176,7 @@ def _first_broken(part: Part, rule: Rule) -> tuple[int, int, str] | None:
     for start in range(0, len(part), _BATCH):
         stop = min(start + _BATCH, len(part))
         for offset, row in enumerate(part.rows(start, stop, rule.columns)):
-            what = rule.check(row)
+            what = rule.check(row, part.columns)
             if what is not None:
                 count += 1
                 first = first or (start + offset, what)

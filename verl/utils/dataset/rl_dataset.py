@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from torch.utils.data import Dataset
 from verl.config.data import DataConfig
 from verl.config.load import as_config
 from verl.utils.columns import object_array
-from verl.utils.dataset.chat import ChatTemplate, PromptEncoder, as_messages
+from verl.utils.dataset.chat import ChatTemplate, PromptEncoder
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import (
     DataError,
@@ -30,8 +28,9 @@ from verl.utils.dataset.problems import (
     source_rule,
     text_rule,
 )
-from verl.utils.dataset.rows import Rows
-from verl.utils.dataset.tokens import TokenStore, padded, truncated
+from verl.utils.dataset.prompt_tokens import encode_prompts
+from verl.utils.dataset.rows import Rows, value_at
+from verl.utils.dataset.tokens import left_padded, truncated
 from verl.utils.model import compute_position_id_with_mask
 
 logger = logging.getLogger(__name__)
@@ -57,13 +56,13 @@ class RLHFDataset(Dataset):
 
     A row is a dict: `input_ids`, `attention_mask`, `position_ids` [max_prompt_length], left-padded; every column of the
     file but the prompt (`data_source`, `reward_model`, `ability`, …); `extra_info`, `index`, `uid`; `raw_prompt` (the
-    messages) with `data.return_raw_chat`. Row order is file order; `uid` depends on the row's place and prompt only, so
-    it survives filtering, a resume and another number of processes.
+    messages) with `data.return_raw_chat`. Row order is file order. `uid` depends on the prompt's words and on how many
+    earlier rows say the same: it survives filtering, a resume, files moved or in another order, and another number of
+    processes. A column `uid` in the file takes its place.
 
-    Problems with prompts raise a DataError here; `validate` also checks what the reward needs. Where the length of
-    every prompt must be known (`filter_overlong_prompts`, `truncation=error`) all are tokenised now, once; otherwise
-    each when it is asked for. `chat_template_func` maps messages to the prompt's text (or token ids) in place of the
-    tokenizer's template. `split` chooses among the splits of a dataset folder.
+    Problems with prompts raise a DataError here; `validate` also checks what the reward needs. All prompts are
+    tokenised now, once: a later start on the same files maps the result. `chat_template_func` maps messages to the
+    prompt's text (or token ids) in place of the tokenizer's template. `split` chooses among the splits of a folder.
     """
 
     def __init__(
@@ -82,23 +81,34 @@ class RLHFDataset(Dataset):
         self.processor = processor
         self.rows = Rows(find_files(data_files, split))
         self._raise_if(find_problems(self.rows, [self._prompt_rule()]))
-        self._encoder = PromptEncoder(tokenizer, self.config.apply_chat_template_kwargs, chat_template_func)
-        self._kept = np.arange(len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows)))
-        self._tokens: TokenStore | None = None
+        self._encoder = PromptEncoder(
+            tokenizer, self.config.apply_chat_template_kwargs, chat_template_func, self.config.system_prompt
+        )
+        count = len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows))
+        self._prompts = encode_prompts(self.rows, count, self.config.prompt_key, self._encoder)
+        self._kept = np.arange(count)
         if self.config.filter_overlong_prompts or self.config.truncation == "error":
-            self._tokens = TokenStore(self._encode_all())
-            self._drop_or_refuse_overlong(self._tokens.lengths)
+            self._drop_or_refuse_overlong(self._prompts.tokens.lengths)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         number = int(self._kept[item])
-        row = self.rows[number]
-        messages = as_messages(row.pop(self.config.prompt_key))
-        ids = self._encoder.encode([messages])[0] if self._tokens is None else self._tokens[number]
-        ids = truncated(ids, self.config.max_prompt_length, self.config.truncation)
-        return {**self._inputs(ids), **self._fields(row, number, messages)}
+        width = self.config.max_prompt_length
+        ids = truncated(self._prompts.tokens[number], width, self.config.truncation)
+        input_ids, mask = left_padded(ids, width, self.tokenizer.pad_token_id)
+        inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": compute_position_id_with_mask(mask)}
+        return {**inputs, **self._fields(self.rows[number], number)}
+
+    def column(self, name: str) -> list[Any]:
+        """One column of the files over the rows of this dataset, in order; None where a row has none."""
+        values = [row.get(name) for _, rows in self.rows.batches([name]) for row in rows]
+        return [values[number] for number in self._kept.tolist()]
+
+    def uids(self) -> list[str]:
+        """The `uid` of every row, in order; for samplers that remember rows."""
+        return [self._uid(given, number) for given, number in zip(self.column("uid"), self._kept.tolist(), strict=True)]
 
     def validate(self, data_sources: Collection[str] | None = None, ground_truth: bool = True) -> None:
         """Raise a DataError with everything that would stop scoring: a missing or wrong field, an unknown source.
@@ -107,7 +117,7 @@ class RLHFDataset(Dataset):
         rows need a right answer to compare with.
         """
         key = self.config.reward_fn_key
-        rules = [self._prompt_rule(), text_rule(key, self.rows.columns, "data.reward_fn_key")]
+        rules = [self._prompt_rule(), text_rule(key, "data.reward_fn_key")]
         if data_sources is not None:
             rules.append(source_rule(key, data_sources))
         if ground_truth:
@@ -116,7 +126,7 @@ class RLHFDataset(Dataset):
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps to know the data again; the position is the sampler's."""
-        return {"fingerprint": self.rows.fingerprint(), "prompts": len(self)}
+        return {"fingerprint": self._prompts.fingerprint(self._kept), "prompts": len(self)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Refuse to resume on other data: the saved position would mean other prompts."""
@@ -124,25 +134,17 @@ class RLHFDataset(Dataset):
         if dict(state) != mine:
             files = ", ".join(part.file for part in self.rows.parts)
             raise ValueError(
-                f"data.train_files: not the data of the checkpoint ({files}: {mine['prompts']} prompts here, "
-                f"{state['prompts']} there). Give the same files and limits, or set trainer.resume_mode=disable."
+                f"data.train_files: not the prompts of the checkpoint, or in another order ({files}: {mine['prompts']} "
+                f"here, {state['prompts']} there). Give the same files and limits, or set trainer.resume_mode=disable."
             )
 
     def _prompt_rule(self) -> Rule:
-        return chat_rule(self.config.prompt_key, self.rows.columns, "data.prompt_key")
+        return chat_rule(self.config.prompt_key, "data.prompt_key")
 
     @staticmethod
     def _raise_if(problems: Sequence[str]) -> None:
         if problems:
             raise DataError(problems)
-
-    def _encode_all(self) -> Iterator[list[int]]:
-        key, left = self.config.prompt_key, len(self._kept)
-        for _, rows in self.rows.batches([key]):
-            if left <= 0:
-                return
-            yield from self._encoder.encode([as_messages(row[key]) for row in rows[:left]])
-            left -= len(rows)
 
     def _drop_or_refuse_overlong(self, lengths: np.ndarray) -> None:
         limit = self.config.max_prompt_length
@@ -170,34 +172,23 @@ class RLHFDataset(Dataset):
                 ]
             )
 
-    def _inputs(self, ids: list[int]) -> dict[str, torch.Tensor]:
-        width = self.config.max_prompt_length
-        mask = padded([1] * len(ids), width, 0, left=True)
-        return {
-            "input_ids": padded(ids, width, self.tokenizer.pad_token_id, left=True),
-            "attention_mask": mask,
-            "position_ids": compute_position_id_with_mask(mask),
-        }
-
-    def _fields(self, row: dict[str, Any], number: int, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    def _fields(self, row: dict[str, Any], number: int) -> dict[str, Any]:
         """Every column of any file, so that all rows have the same fields, and those we add."""
-        fields = {name: row.get(name) for name in self.rows.columns if name != self.config.prompt_key}
+        key = self.config.prompt_key
+        fields = {name: row.get(name) for name in self.rows.columns if name != key}
         answer = ground_truth_of(row)
         if answer is not None or "reward_model" in fields:
             fields["reward_model"] = {"style": "rule", **(fields.get("reward_model") or {}), "ground_truth": answer}
         extra = fields.get("extra_info") or {}
         fields["extra_info"] = extra
         fields["index"] = number if extra.get("index") is None else extra["index"]
-        fields["uid"] = str(row["uid"]) if row.get("uid") is not None else _uid(number, messages)
+        fields["uid"] = self._uid(row.get("uid"), number)
         if self.config.return_raw_chat:
-            fields["raw_prompt"] = messages
+            fields["raw_prompt"] = self._encoder.messages(value_at(row, key))
         return fields
+
+    def _uid(self, given: Any, number: int) -> str:
+        return self._prompts.uid(number) if given is None else str(given)
 
 
 RLDataset = RLHFDataset
-
-
-def _uid(number: int, messages: list[dict[str, Any]]) -> str:
-    """The same for the same row of the same data; equal prompts in two rows are two groups."""
-    content = json.dumps(messages, sort_keys=True, default=str)
-    return hashlib.blake2b(f"{number}\0{content}".encode(), digest_size=12).hexdigest()

@@ -12,7 +12,7 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.utils.fs import expand_path
+from verl.utils.fs import cache_root, made_once
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,17 @@ class Rows:
     """The rows of several files, one after the other."""
 
     def __init__(self, files: Sequence[str]) -> None:
-        self.parts = [open_part(file) for file in files]
+        self._set(open_part(file) for file in files)
+
+    @classmethod
+    def of(cls, parts: Iterable[Part]) -> Rows:
+        """The rows of files that are open already."""
+        rows = cls([])
+        rows._set(parts)
+        return rows
+
+    def _set(self, parts: Iterable[Part]) -> None:
+        self.parts = list(parts)
         self._starts = np.cumsum([0, *(len(part) for part in self.parts)])
         self.columns = list(dict.fromkeys(name for part in self.parts for name in part.columns))
 
@@ -61,16 +71,18 @@ class Rows:
         part, inside = self._locate(row)
         return part.where(inside)
 
+    def part_of(self, row: int) -> Part:
+        return self._locate(row)[0]
+
     def batches(self, columns: Sequence[str], size: int = 1024) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """The number of the first row and up to `size` rows (some columns), over all rows in order."""
         for first, part in zip(self._starts, self.parts, strict=False):
             for start in range(0, len(part), size):
                 yield int(first) + start, part.rows(start, min(start + size, len(part)), columns)
 
-    def fingerprint(self) -> str:
-        """Changes when a file is another one: names, sizes and numbers of rows; not where they lie."""
-        seen = [(os.path.basename(part.file), os.path.getsize(part.file), len(part)) for part in self.parts]
-        return hashlib.blake2b(repr(seen).encode(), digest_size=8).hexdigest()
+    def versions(self) -> list[list[Any]]:
+        """Which files, and which state of them: path, size and time of the last change."""
+        return [_version(part.file) for part in self.parts]
 
     def _locate(self, row: int) -> tuple[Part, int]:
         if not 0 <= row < len(self):
@@ -119,7 +131,7 @@ class JsonLinesPart:
 
     def __init__(self, file: str) -> None:
         self.file = file
-        self._lines: list[int] = []
+        numbers: list[int] = []
         spans: list[tuple[int, int]] = []
         columns: dict[str, None] = {}
         position = 0
@@ -128,9 +140,11 @@ class JsonLinesPart:
                 if line.strip():
                     columns.update(dict.fromkeys(self._parsed(line, number)))
                     spans.append((position, position + len(line)))
-                    self._lines.append(number)
+                    numbers.append(number)
                 position += len(line)
             self._map = mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ) if position else b""
+        # Arrays, not lists: forked processes share them, since nothing counts references inside.
+        self._lines = np.array(numbers, dtype=np.int64)
         self._spans = np.array(spans, dtype=np.int64).reshape(-1, 2)
         self.columns = list(columns)
 
@@ -160,25 +174,32 @@ class JsonLinesPart:
 
 
 class JsonArrayPart:
-    """One JSON array of objects; parsed as a whole."""
+    """One JSON array of objects; parsed as a whole once, then kept as text, which processes share."""
 
     def __init__(self, file: str) -> None:
         self.file = file
         try:
-            self._rows: list[Any] = json.loads(Path(file).read_bytes())
+            rows: list[Any] = json.loads(Path(file).read_bytes())
         except ValueError as error:
             raise ValueError(f"{file}: not valid JSON ({error}). Correct it, or write one object per line.") from error
-        for number, row in enumerate(self._rows):
+        for number, row in enumerate(rows):
             if not isinstance(row, dict):
                 raise ValueError(f"{file} row {number}: a {type(row).__name__}, not an object. Write {{…}} per row.")
-        self.columns = list(dict.fromkeys(name for row in self._rows for name in row))
+        self.columns = list(dict.fromkeys(name for row in rows for name in row))
+        texts = [json.dumps(row).encode() for row in rows]
+        self._text = b"".join(texts)
+        self._ends = np.cumsum([0, *map(len, texts)])
+
+    def __reduce__(self) -> Any:
+        return JsonArrayPart, (self.file,)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._ends) - 1
 
     def rows(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        # Shallow copies: whoever gets a row may add to it.
-        return [dict(row) if columns is None else _only(row, columns) for row in self._rows[start:stop]]
+        spans = zip(self._ends[start:stop], self._ends[start + 1 : stop + 1], strict=True)
+        found = [json.loads(self._text[first:last]) for first, last in spans]
+        return found if columns is None else [_only(row, columns) for row in found]
 
     def where(self, row: int) -> str:
         return f"{self.file} row {row}"
@@ -205,7 +226,9 @@ def _first_character(file: str) -> str:
 
 
 def _read_parquet(file: str) -> pa.Table:
-    if os.path.getsize(file) < _MAP_ABOVE_BYTES:
+    groups = pq.read_metadata(file).to_dict()["row_groups"]
+    # Its size in memory counts, which may be many times that on disk.
+    if sum(group["total_byte_size"] for group in groups) < _MAP_ABOVE_BYTES:
         return pq.ParquetFile(file).read()
     try:
         return _read_arrow(_uncompressed_copy(file))
@@ -225,19 +248,18 @@ def _read_arrow(file: str) -> pa.Table:
 
 
 def _uncompressed_copy(file: str) -> str:
-    """The parquet file as an arrow file in the cache; made once per node and content (path, size, time)."""
-    from filelock import FileLock
+    """The parquet file as an arrow file in the cache; made once per node and state of the file."""
 
+    def write(partial: Path) -> None:
+        source = pq.ParquetFile(file)
+        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, source.schema_arrow) as writer:
+            for batch in source.iter_batches():
+                writer.write_batch(batch)
+
+    digest = hashlib.sha256(repr(_version(file)).encode()).hexdigest()[:20]
+    return made_once(cache_root() / "datasets" / f"{digest}.arrow", write)
+
+
+def _version(file: str) -> list[Any]:
     stat = os.stat(file)
-    digest = hashlib.sha256(f"{os.path.realpath(file)}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:20]
-    target = Path(expand_path(os.environ.get("VERL_CACHE", "~/.cache/verl")), "datasets", f"{digest}.arrow")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
-        if not target.exists():
-            partial = target.with_suffix(".partial")
-            source = pq.ParquetFile(file)
-            with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, source.schema_arrow) as writer:
-                for batch in source.iter_batches():
-                    writer.write_batch(batch)
-            os.replace(partial, target)
-    return str(target)
+    return [os.path.realpath(file), stat.st_size, stat.st_mtime_ns]

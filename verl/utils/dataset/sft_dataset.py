@@ -44,7 +44,7 @@ class SFTDataset(Dataset):
     Where a file has the column `messages_key`, a row is that conversation and the loss falls on its last answer; else
     the prompt (text or messages) is followed by the response. A row is a dict of [its own length] tensors: `input_ids`,
     `attention_mask`, `position_ids`, and `loss_mask`, which is 1 on answer tokens (the end token included): the loss of
-    a token is that of predicting it. `sft_collate_fn` pads them on the right.
+    a token is that of predicting it.
 
     All rows are tokenised now with `truncation=error`, which must know their lengths; otherwise each when asked for.
     """
@@ -72,19 +72,16 @@ class SFTDataset(Dataset):
         self._stored: tuple[TokenStore, TokenStore] | None = None
         if self.config.truncation == "error":
             encoded = list(self._encode_all())
-            self._stored = TokenStore(ids for ids, _ in encoded), TokenStore(mask for _, mask in encoded)
+            self._stored = TokenStore.of(ids for ids, _ in encoded), TokenStore.of(mask for _, mask in encoded)
             self._refuse_overlong(self._stored[0].lengths)
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
-        if self._stored is not None:
-            ids, mask = self._stored[0][item], self._stored[1][item]
-        else:
-            ids, mask = self._encode(item, self.rows[item])
-            limit, how = self.config.max_length, self.config.truncation
-            ids, mask = truncated(ids, limit, how), truncated(mask, limit, how)
+        limit, how = self.config.max_length, self.config.truncation
+        row = (store[item] for store in self._stored) if self._stored else self._encode(item, self.rows[item])
+        ids, mask = (truncated(tokens, limit, how) for tokens in row)
         return {
             "input_ids": torch.tensor(ids, dtype=torch.int64),
             "attention_mask": torch.ones(len(ids), dtype=torch.int64),
@@ -101,12 +98,11 @@ class SFTDataset(Dataset):
 
     def _rules(self) -> list[Rule]:
         """The columns are there and hold what they should, whichever of the two forms the file has."""
-        columns = self.rows.columns
         if self._from_messages:
-            return [chat_rule(self.config.messages_key, columns, "data.messages_key")]
+            return [chat_rule(self.config.messages_key, "data.messages_key")]
         return [
-            chat_rule(self.config.prompt_key, columns, "data.prompt_key"),
-            text_rule(self.config.response_key, columns, "data.response_key"),
+            chat_rule(self.config.prompt_key, "data.prompt_key"),
+            text_rule(self.config.response_key, "data.response_key"),
         ]
 
     def _encode(self, number: int, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
@@ -132,23 +128,6 @@ class SFTDataset(Dataset):
                     "data.truncation=right or left."
                 ]
             )
-
-
-def sft_collate_fn(rows: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Rows padded on the right to the longest of them, in the columns training engines read.
-
-    Beside the row's own columns [batch, length]: `prompts` is the first token, `responses` the rest, `response_mask`
-    the loss mask of the rest, so that an engine's log-probs of `responses` are those of every token but the first.
-    """
-    fills = {"input_ids": pad_token_id, "attention_mask": 0, "position_ids": 0, "loss_mask": 0}
-    batch = {
-        name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fill)
-        for name, fill in fills.items()
-    }
-    batch["prompts"] = batch["input_ids"][:, :1]
-    batch["responses"] = batch["input_ids"][:, 1:]
-    batch["response_mask"] = batch["loss_mask"][:, 1:]
-    return batch
 
 
 def _column(key: str) -> str:

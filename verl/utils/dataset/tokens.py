@@ -1,54 +1,59 @@
-"""Token sequences of different lengths: kept flat, cut to a limit, padded to a width."""
+"""Token sequences of different lengths: kept in one column, cut to a limit, padded to a width."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 TRUNCATIONS = ("error", "left", "right", "middle")
+TOKENS = pa.large_list(pa.int32())
 
 
 class TokenStore:
-    """Many token sequences in two flat arrays: no object per row, cheap to share with worker processes."""
+    """Many token sequences in one arrow column: no object per row, so processes share it, in memory or from a file."""
 
-    def __init__(self, sequences: Iterable[Sequence[int]] = ()) -> None:
-        lengths = []
-        chunks = []
-        for sequence in sequences:
-            chunks.append(np.asarray(sequence, dtype=np.int32))
-            lengths.append(len(sequence))
-        self.lengths = np.array(lengths, dtype=np.int64)
-        self._starts = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
-        self._values = np.concatenate(chunks) if chunks else np.zeros(0, dtype=np.int32)
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self.column = column
+        self.lengths: np.ndarray = pc.list_value_length(column).to_numpy()
+
+    @classmethod
+    def of(cls, sequences: Iterable[Sequence[int]]) -> TokenStore:
+        return cls(pa.chunked_array([pa.array(list(sequences), TOKENS)], TOKENS))
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.column)
 
-    def __getitem__(self, row: int) -> list[int]:
-        return self._values[self._starts[row] : self._starts[row + 1]].tolist()
+    def __getitem__(self, row: int) -> np.ndarray:
+        """[length of the row] int32, read-only."""
+        return self.column[row].values.to_numpy()
 
 
-def truncated(ids: list[int], limit: int, how: str) -> list[int]:
+def truncated(ids: Sequence[int] | np.ndarray, limit: int, how: str) -> np.ndarray:
     """At most `limit` tokens: `left` drops the beginning, `right` the end, `middle` keeps both ends."""
-    if len(ids) <= limit:
-        return ids
+    row = np.asarray(ids)
+    if len(row) <= limit:
+        return row
     if how == "left":
-        return ids[-limit:]
+        return row[-limit:]
     if how == "right":
-        return ids[:limit]
+        return row[:limit]
     if how == "middle":
         head = limit // 2
-        return ids[:head] + ids[len(ids) - (limit - head) :]
+        return np.concatenate([row[:head], row[len(row) - (limit - head) :]])
     raise ValueError(
-        f"data.truncation: {how!r} is not one of {', '.join(TRUNCATIONS)}, or may not cut {len(ids)} tokens."
+        f"data.truncation: {how!r} is not one of {', '.join(TRUNCATIONS)}, or may not cut {len(row)} tokens."
     )
 
 
-def padded(ids: Sequence[int], width: int, fill: int, left: bool) -> torch.Tensor:
-    """[width] int64 with `fill` before (left) or after the tokens."""
+def left_padded(ids: np.ndarray, width: int, fill: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[width] int64 with `fill` before the tokens, and [width] int64 with 1 on the tokens."""
     row = torch.full((width,), fill, dtype=torch.int64)
-    if ids:
-        row[slice(width - len(ids), None) if left else slice(0, len(ids))] = torch.tensor(ids, dtype=torch.int64)
-    return row
+    mask = torch.zeros(width, dtype=torch.int64)
+    if len(ids):
+        row[width - len(ids) :] = torch.from_numpy(ids.astype(np.int64))
+        mask[width - len(ids) :] = 1
+    return row, mask

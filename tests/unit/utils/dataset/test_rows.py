@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,3 +60,39 @@ def test_a_large_parquet_file_is_mapped_from_one_copy_in_the_cache(tmp_path, mon
     assert pa.total_allocated_bytes() - before < 1024
     open_part(str(tmp_path / "a.parquet"))
     assert len(list((tmp_path / "cache" / "datasets").glob("*.arrow"))) == 1
+
+
+def _own_megabytes() -> float:
+    """Memory that this process shares with no other, files apart."""
+    total, anonymous = 0, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+                anonymous = line.split()[4] == "0"
+            elif anonymous and line.startswith("Private_Dirty:"):
+                total += int(line.split()[1])
+    return total / 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
+def test_a_forked_loader_worker_reads_every_row_without_a_copy_of_its_own(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(rows_module, "_MAP_ABOVE_BYTES", 0)
+    monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
+    written = [{"prompt": f"{i} " + "x" * 500} for i in range(20_000)]
+    file = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(written), file)
+    else:
+        file.write_text(json.dumps(written) if suffix == "json" else "\n".join(map(json.dumps, written)))
+    rows = Rows([str(file)])
+    result, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        before = _own_megabytes()
+        for number in range(0, len(rows), 2):
+            rows[number]
+        os.write(told, str(_own_megabytes() - before).encode())
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert float(os.read(result, 100)) < 3  # of ten

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 
 import pytest
-import torch
 from tiny import tiny_tokenizer
 
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.problems import DataError
-from verl.utils.dataset.sft_dataset import SFTDataset, sft_collate_fn
+from verl.utils.dataset.sft_dataset import SFTDataset
 
 TOKENIZER = tiny_tokenizer()
 CHAT = [
@@ -98,14 +96,3 @@ def test_longer_rows_are_cut_together_with_their_mask(tmp_path):
     item = SFTDataset(file, TOKENIZER, {"max_length": 8, "truncation": "left"})[0]
     assert TOKENIZER.decode(item["input_ids"]) == "<|assistant|>answer<|end|>"
     assert item["loss_mask"].tolist() == [0] + [1] * 7
-
-
-def test_collated_rows_are_padded_on_the_right_and_readable_by_training_engines(tmp_path):
-    rows = [{"prompt": "a", "response": "bc"}, {"prompt": "a", "response": "b"}]
-    data = SFTDataset(write(tmp_path / "a.jsonl", rows), TOKENIZER, {})
-    batch = functools.partial(sft_collate_fn, pad_token_id=0)([data[0], data[1]])
-    length = len(data[0]["input_ids"])
-    assert batch["input_ids"].shape == (2, length)
-    assert (batch["input_ids"][1, -1], batch["attention_mask"][1, -1]) == (0, 0)
-    assert torch.equal(torch.cat([batch["prompts"], batch["responses"]], 1), batch["input_ids"])
-    assert TOKENIZER.decode(batch["responses"][1][batch["response_mask"][1].bool()]) == "b<|end|>"

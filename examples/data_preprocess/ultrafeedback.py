@@ -1,0 +1,46 @@
+"""UltraFeedback (arXiv 2310.01377) as preference pairs: `train.parquet` and `test.parquet`.
+
+    python examples/data_preprocess/ultrafeedback.py --local_save_dir ~/data/ultrafeedback \
+        [--local_dataset_path ../shared/data/ultrafeedback]
+
+A row is a prompt of RL data that a reward model judges, and beside it the columns `chosen` and `rejected`: the two
+answers as text, which a reward model is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import hh_rlhf
+import raw_data
+from raw_data import Row
+
+DATA_SOURCE = "ultrafeedback"
+HUB_NAME = "HuggingFaceH4/ultrafeedback_binarized"
+HUB_SPLITS = {"train": "train_prefs", "test": "test_prefs"}
+
+
+def main() -> None:
+    options = raw_data.argument_parser(__doc__, "ultrafeedback", HUB_NAME, hh_rlhf.LAYOUT).parse_args()
+    folder = options.local_dataset_path
+    for split, names in hh_rlhf.SPLITS.items():
+        raw = (
+            raw_data.from_folder(folder, names, f"{HUB_NAME} on the hub")
+            if folder
+            else raw_data.from_hub(options.hub_name, HUB_SPLITS[split])
+        )
+        raw_data.save(pairs(raw, split), options.local_save_dir, split)
+
+
+def pairs(raw: Iterable[Row], split: str) -> Iterator[Row]:
+    """Prompts with both answers; pairs that are equal teach nothing and are left out."""
+    for index, item in enumerate(raw):
+        row = hh_rlhf.training_row(item, index, split, DATA_SOURCE)
+        if row is not None:
+            chosen, rejected = row["reward_model"]["ground_truth"], row["extra_info"]["rejected"]
+            if chosen != rejected:
+                yield {**row, "chosen": chosen, "rejected": rejected}
+
+
+if __name__ == "__main__":
+    main()
