@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from tiny import save_tiny_model, tiny_tokenizer
+from tiny import save_tiny_model
 
 REWARD_FILE = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -47,7 +47,6 @@ def overrides(task: dict[str, str], folder: Path, *more: str) -> list[str]:
         "data.max_response_length=8",
         "data.dataloader_num_workers=0",
         f"actor_rollout_ref.model.path={task['model']}",
-        "actor_rollout_ref.rollout.name=hf",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.optim.lr=1e-3",
         "critic.ppo_mini_batch_size=4",
@@ -72,12 +71,13 @@ def make_trainer(arguments: list[str], group_cls: Any = None, trainer_cls: Any =
     from verl.trainer.main_ppo import TaskRunner, create_rl_dataset, create_rl_sampler
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.reward import load_reward_manager
+    from verl.utils import hf_tokenizer
 
     config = load_config(None, arguments)
     runner = TaskRunner()
     for register in ("actor_rollout", "critic", "reward_model", "ref_policy"):
         getattr(runner, f"add_{register}_worker")(config)
-    tokenizer = tiny_tokenizer()
+    tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
 
     class Recording(trainer_cls or RayPPOTrainer):
         history: list[dict[str, float]]

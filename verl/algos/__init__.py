@@ -1,6 +1,6 @@
 """Reinforcement learning as pure tensor functions: advantages, losses, KL, aggregation, correction."""
 
-from verl.algos.advantage import AdvantageEstimator, estimate_advantages
+from verl.algos.advantage import AdvantageEstimator, estimate_advantages, takes_argument
 from verl.algos.aggregate import agg_loss, global_share
 from verl.algos.entropy_loss import compute_entropy_loss
 from verl.algos.kl import compute_kl_loss, kl_penalty
@@ -30,4 +30,5 @@ __all__ = [
     "mismatch_metrics",
     "register_adv_est",
     "register_policy_loss",
+    "takes_argument",
 ]

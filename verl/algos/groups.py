@@ -59,6 +59,10 @@ class Groups:
         """Standard deviation of the sample (n - 1); 0 in a group of one."""
         return (self.sum(self.centred(values) ** 2) / (self.size - 1).clamp(min=1.0)).sqrt()
 
+    def differ(self, values: torch.Tensor, tolerance: float) -> torch.Tensor:
+        """Whether `values` in the row's group are further apart than `tolerance`; False for filler rows."""
+        return self.real & (self.max(values) + self.max(-values) > tolerance)
+
     def max(self, values: torch.Tensor, among: torch.Tensor | None = None) -> torch.Tensor:
         """Largest of `values` in the row's group, of those in the boolean mask `among`; -inf where there is none."""
         counted = self.real if among is None else self.real & among

@@ -29,8 +29,22 @@ class StateMaskingConfig(Block):
 @dataclass(kw_only=True, slots=True)
 class FilterGroupsConfig(Block):
     enable: bool = key("Drop prompts whose answers all score the same and generate more (DAPO dynamic sampling).")
-    metric: str = key("What must differ within a group: score, or a name from the reward's extra information.")
-    max_num_gen_batches: int = key("Generation batches tried per training step; 0: no limit.", min=0)
+    metric: str = key(
+        "What must differ within a group: score, or a name that the reward returns (acc).",
+        synonyms={"seq_reward": "score", "seq_final_reward": "score"},
+    )
+    max_num_gen_batches: int = key(
+        "Generation batches tried per training step, which then goes on with what it has; 0 or less: no limit."
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class GDPOConfig(Block):
+    reward_keys: list[str] = key(
+        "gdpo: the rewards to keep apart, by the names that the reward returns; score is the score itself.",
+        null="none",
+    )
+    reward_weights: list[float] = key("gdpo: how much each of them counts; empty: all alike.", null="none")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,4 +79,5 @@ class AlgorithmConfig(Block):
     kl_ctrl: KLControllerConfig = key("Coefficient of the KL in the reward.")
     state_masking: StateMaskingConfig = key("Markers around what the environment wrote (search agent).")
     filter_groups: FilterGroupsConfig = key("Dynamic sampling.")
+    gdpo: GDPOConfig = key("Several rewards, each normalised on its own.")
     rollout_correction: RolloutCorrectionConfig = key("When the generating and the training policy differ.")

@@ -142,6 +142,34 @@ def test_a_constant_added_to_every_score_changes_nothing(name, seed, shift):
     assert_same(run(name, batch), run(name, batch | {"token_level_rewards": shifted}), 1e-6)
 
 
+@EXAMPLES
+@given(seed=seeds, shift=st.floats(-10, 10))
+def test_remax_is_about_the_distance_from_the_greedy_answer(seed, shift):
+    """A constant added to every score and to the greedy one changes nothing; to the greedy one alone, it is lost."""
+    batch = random_batch(seed)
+    # The constant on the last model token: it is in the return of every token before it.
+    last = batch["response_mask"].cumsum(-1).argmax(-1)
+    shifted = batch["token_level_rewards"].clone()
+    shifted[torch.arange(12), last] += shift
+    baselines = batch["reward_baselines"] + shift
+    both = run("remax", batch | {"token_level_rewards": shifted, "reward_baselines": baselines})
+    assert_same([both[0]], [run("remax", batch)[0]])
+    alone = run("remax", batch | {"reward_baselines": baselines})
+    assert_same([alone[0]], [run("remax", batch)[0] - shift * batch["response_mask"].double()])
+
+
+@EXAMPLES
+@given(seed=seeds, shift=st.floats(-10, 10))
+def test_without_a_discount_reinforce_plus_plus_ignores_a_constant_in_every_score(seed, shift):
+    batch = random_batch(seed) | {"gamma": 1.0}
+    last = batch["response_mask"].cumsum(-1).argmax(-1)
+    shifted = batch["token_level_rewards"].clone()
+    shifted[torch.arange(12), last] += shift
+    before, after = (run("reinforce_plus_plus", given) for given in (batch, batch | {"token_level_rewards": shifted}))
+    assert_same([before[0]], [after[0]], 1e-6)
+    assert_same([before[1] + shift * batch["response_mask"].double()], [after[1]], 1e-6)
+
+
 @every_estimator
 @EXAMPLES
 @given(seed=seeds, factor=st.sampled_from([0.25, 2.0, 10.0]))

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from verl.algos.aggregate import global_share
 from verl.algos.kl import KL_ESTIMATES, compute_kl_loss, kl_penalty
 from verl.config import names
 
@@ -14,8 +15,10 @@ BY_HAND = {"k1": 0.4, "abs": 0.4, "k2": 0.08, "k3": math.exp(-0.4) - 1 + 0.4}
 SAME = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
-def test_the_estimates_are_those_the_configuration_knows():
+def test_the_estimates_are_those_the_configuration_knows_and_each_has_a_hand_computed_case():
     assert tuple(KL_ESTIMATES) == names.KL_PENALTIES
+    assert set(KL_ESTIMATES) == {*BY_HAND, *SAME}
+    assert set(names.KL_LOSS_TYPES) == {*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES)}
     for name in names.KL_LOSS_TYPES:
         kl_penalty(torch.zeros(1), torch.zeros(1), name)
 
@@ -88,3 +91,24 @@ def test_unknown_and_refused_names():
         kl_penalty(torch.zeros(1), torch.zeros(1), "full")
     with pytest.raises(ValueError, match=r"'k4' is not known. Use one of kl, k1"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k4")
+
+
+@pytest.mark.parametrize("mode", names.LOSS_AGG_MODES)
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "k3+", "abs"])
+def test_kl_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(name, mode):
+    rng = torch.Generator().manual_seed(0)
+    log_prob, ref = (torch.randn(6, 5, generator=rng, dtype=torch.float64) for _ in range(2))
+    mask = (torch.rand(6, 5, generator=rng) < 0.6).long()
+    mask[:, 0] = 1
+
+    def loss(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        policy = log_prob[rows].clone().requires_grad_()
+        share = global_share(mask[rows], mode, mask.sum().item(), 6)
+        value = compute_kl_loss(policy, ref[rows], mask[rows], name, mode, loss_scale_factor=7.0) * share
+        value.backward()
+        return value.detach(), policy.grad
+
+    whole, slopes = loss(slice(0, 6))
+    parts = [loss(slice(0, 2)), loss(slice(2, 3)), loss(slice(3, 6))]
+    torch.testing.assert_close(sum(value for value, _ in parts), whole)
+    torch.testing.assert_close(torch.cat([slope for _, slope in parts]), slopes)

@@ -53,3 +53,18 @@ def test_the_choice_follows_the_generator_and_never_exceeds_the_share():
     assert cut(0).sum() == 0.05 * 400
     assert torch.equal(cut(0), cut(0))
     assert not torch.equal(cut(0), cut(1))
+
+
+def test_without_a_generator_the_same_micro_batch_makes_the_same_choice():
+    """Whatever torch drew before: a resumed run chooses as an uninterrupted one. Another micro-batch chooses anew."""
+    log_prob = torch.randn(8, 50, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    config = options(clip_cov_ratio=0.05, clip_cov_lb=-100.0, clip_cov_ub=100.0)
+
+    def cut(old):
+        torch.rand(3)
+        new = old.clone().requires_grad_()
+        compute_policy_loss_clip_cov(old, new, torch.ones(8, 50), torch.ones(8, 50), "token-sum", config)[0].backward()
+        return new.grad == 0
+
+    assert torch.equal(cut(log_prob), cut(log_prob))
+    assert not torch.equal(cut(log_prob), cut(log_prob + 0.01))

@@ -15,7 +15,8 @@ GIVEN = {"data": {"train_files": "openai/gsm8k"}, "actor_rollout_ref": {"model":
 
 
 def clean_environment(**extra):
-    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | extra
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return inherited | {"RAY_ADDRESS": "local"} | extra
 
 
 def test_a_wrong_configuration_raises_before_ray_is_imported():

@@ -1,21 +1,15 @@
-"""Metrics of a step and of a validation: worked values, nothing from masked tokens or fillers, exact vectorisation."""
+"""Metrics of a step: worked values, nothing from masked tokens or fillers."""
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import (
-    bootstrap_metric,
-    calc_maj_val,
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
-    process_validation_metrics,
     reduce_metrics,
 )
 
@@ -65,6 +59,7 @@ def test_worked_example():
         "kl/mean": 0.5,
         "rollout/log_prob_diff_mean": 0.5 / 3,
         "rollout/log_prob_diff_max": 0.5,
+        "rollout/log_prob_diff_p99": 0.5,
         "rollout/mismatch_kl": (math.exp(0.5) - 1.5) / 3,
         "response_length/mean": 2.0,
         "response_length/max": 3.0,
@@ -159,98 +154,6 @@ def test_a_batch_by_reference_gives_the_same_from_the_columns_it_needs(ray_clust
     expected = compute_data_metrics(batch) | compute_timing_metrics(batch, timing)
     assert metrics == pytest.approx(expected | compute_throughout_metrics(batch, timing, 1))
     assert traffic.fetched - before < 1000
-
-
-# ---------------------------------------------------------------- validation
-
-
-def test_bootstrap_reduces_subsets_of_the_right_size():
-    data = [1.0, 2.0, 3.0, 4.0]
-    (best, _), (worst, _), (mean, spread), (size, no_spread) = bootstrap_metric(data, 3, [np.max, np.min, np.mean, len])
-    assert (size, no_spread) == (3.0, 0.0)
-    # E[max of 3 draws with replacement] = Σ k (k³ - (k-1)³) / 64
-    exact = sum(k * (k**3 - (k - 1) ** 3) for k in (1, 2, 3, 4)) / 64
-    assert best == pytest.approx(exact, abs=0.1)
-    assert worst == pytest.approx(5 - exact, abs=0.1)
-    assert mean == pytest.approx(2.5, abs=0.1)
-    assert spread == pytest.approx(math.sqrt(1.25 / 3), abs=0.05)
-
-
-def test_bootstrap_is_the_same_for_the_same_seed_and_for_fast_and_slow_reductions():
-    data = [0.3, 0.1, 0.9]
-    fast = bootstrap_metric(data, 2, [np.max, min])
-    slow = bootstrap_metric(data, 2, [lambda drawn: max(drawn), lambda drawn: min(drawn)])
-    np.testing.assert_allclose(fast, slow)
-    assert bootstrap_metric(data, 2, [np.max], seed=1) != bootstrap_metric(data, 2, [np.max], seed=2)
-    with pytest.raises(ValueError, match="bootstrap"):
-        bootstrap_metric([], 2, [np.max])
-
-
-def test_majority_value_is_that_of_the_winning_answer_and_the_first_wins_a_tie():
-    votes = [{"pred": "7", "acc": 0.0}, {"pred": "8", "acc": 1.0}, {"pred": "8", "acc": 1.0}]
-    assert calc_maj_val(votes, "pred", "acc") == 1.0
-    assert calc_maj_val(votes[:2], "pred", "acc") == 0.0
-
-
-def test_validation_metrics_are_averaged_over_prompts_of_each_source():
-    metrics = process_validation_metrics(
-        ["gsm8k", "math", "gsm8k"], ["a", "b", "c"], {"reward": [1.0, 0.25, 0.0], "acc": [True, False, False]}
-    )
-    assert metrics == {
-        "gsm8k": {"reward": {"mean@1": 0.5}, "acc": {"mean@1": 0.5}},
-        "math": {"reward": {"mean@1": 0.25}, "acc": {"mean@1": 0.0}},
-    }
-
-
-def test_validation_of_several_samples_per_prompt_has_best_worst_and_majority():
-    infos = {"acc": [1.0, 0.0, 1.0, 0.0], "pred": ["4", "5", "4", "6"], "note": ["x"] * 4}
-    metrics = process_validation_metrics(["gsm8k"] * 4, ["a"] * 4, infos)["gsm8k"]
-    assert list(metrics) == ["acc"]
-    names = {f"{kind}@{k}/{part}" for kind in ("best", "worst", "maj") for k in (2, 4) for part in ("mean", "std")}
-    assert set(metrics["acc"]) == names | {"mean@4", "std@4"}
-    assert metrics["acc"]["mean@4"] == metrics["acc"]["std@4"] == 0.5
-    assert metrics["acc"]["best@2/mean"] == pytest.approx(0.75, abs=0.05)
-    assert metrics["acc"]["best@4/mean"] > metrics["acc"]["best@2/mean"] > 0.5 > metrics["acc"]["worst@2/mean"]
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.data())
-def test_all_prompts_at_once_equal_one_prompt_at_a_time(data):
-    n, prompts = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 4))
-    total = n * prompts
-    values = data.draw(st.lists(st.floats(-2, 2), min_size=total, max_size=total))
-    preds = data.draw(st.lists(st.sampled_from(["1", "2", "3"]), min_size=total, max_size=total))
-    uids = [str(row % prompts) for row in range(total)]  # samples of a prompt need not stand together
-    got = process_validation_metrics(["s"] * total, uids, {"reward": values, "pred": preds}, seed=3)["s"]["reward"]
-    singles = []
-    for prompt in range(prompts):
-        own = [{"value": v, "pred": p} for v, p in zip(values[prompt::prompts], preds[prompt::prompts], strict=True)]
-        numbers = [item["value"] for item in own]
-        (best, worst) = bootstrap_metric(numbers, n, [np.max, np.min], seed=3)
-        (majority,) = bootstrap_metric(own, n, [lambda drawn: calc_maj_val(drawn, "pred", "value")], seed=3)
-        singles.append([np.mean(numbers), *best, *worst, *majority])
-    names = [f"mean@{n}"] + [f"{kind}@{n}/{part}" for kind in ("best", "worst", "maj") for part in ("mean", "std")]
-    assert [got[name] for name in names] == pytest.approx(np.mean(singles, axis=0).tolist(), abs=1e-9)
-
-
-def test_prompts_do_not_mix_when_their_votes_are_equal():
-    uids = ["a", "a", "b", "b"]
-    infos = {"acc": [1.0, 1.0, 0.0, 0.0], "pred": ["4", "4", "4", "4"]}
-    metrics = process_validation_metrics(["s"] * 4, uids, infos)["s"]["acc"]
-    assert (metrics["maj@2/mean"], metrics["maj@2/std"]) == (0.5, 0.0)
-
-
-def test_samples_without_a_value_and_prompts_of_different_counts():
-    infos = {"acc": [1.0, None, 0.0, float("nan")], "empty": [None] * 4}
-    metrics = process_validation_metrics(["s"] * 4, ["a", "a", "b", "c"], infos)["s"]
-    assert metrics == {"acc": {"mean@1": 0.5}}
-    metrics = process_validation_metrics(["s"] * 3, ["a", "a", "b"], {"acc": [1, 0, 1]})["s"]["acc"]
-    assert (metrics["mean@1"], metrics["mean@2"]) == (1.0, 0.5)
-
-
-def test_infos_of_another_length_are_named():
-    with pytest.raises(ValueError, match="acc: 1 entries for 2 samples"):
-        process_validation_metrics(["s", "s"], ["a", "b"], {"acc": [1.0]})
 
 
 def test_reduce_metrics_is_the_shared_one():

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 from tiny import tiny_tokenizer
 
 from verl import DataProto
-from verl.trainer.ppo.reward import check_rewards, compute_reward, get_custom_reward_fn, load_reward_manager
+from verl.config.names import REWARD_MANAGERS
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+from verl.trainer.ppo.reward import (
+    check_rewards,
+    compute_reward,
+    get_custom_reward_fn,
+    load_reward_manager,
+    reward_metrics,
+)
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.workers.reward_manager import NaiveRewardManager
+from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
 
 TOKENIZER = tiny_tokenizer()
 FUNCTION = """
@@ -26,6 +36,12 @@ def short(solution_str, ground_truth):
 
 def wrong(text):
     return 1.0
+
+def lists(solution_strs, ground_truths, bonus=0.0):
+    return [(text == truth) + bonus for text, truth in zip(solution_strs, ground_truths)]
+
+def known_names(solution_str, ground_truth):
+    return {"score": 1.0, "data_source": "another", "uid": 7, "responses": 0}
 """
 
 
@@ -63,7 +79,7 @@ def test_a_custom_function_scores_with_its_arguments_in_scorer_processes(file):
     finally:
         manager.close()
     assert scores.sum(-1).tolist() == pytest.approx([1.0, 0.1])
-    assert extra == {"scoring_failed": [0.0, 0.0]}
+    assert extra == {"scoring_failed": [0.0, 0.0], "scoring_error": [None, None]}
 
 
 def test_a_function_may_leave_out_what_it_does_not_need(file):
@@ -95,6 +111,85 @@ def test_the_manager_gets_what_the_configuration_says():
     assert (manager.on_error, manager.reward_fn_key, manager.num_examine) == ("zero", "task", 2)
     with pytest.raises(ValueError, match=r"reward_model\.reward_kwargs: NaiveRewardManager does not take timout"):
         load_reward_manager({"reward_model": {"reward_kwargs": {"timout": 3.0}}}, TOKENIZER, 0)
+
+
+def test_every_manager_that_the_configuration_knows_is_there():
+    for name in REWARD_MANAGERS:
+        manager = load_reward_manager({"reward_model": {"reward_manager": name, "on_error": "zero"}}, TOKENIZER, 0)
+        assert type(manager) is get_reward_manager_cls(name)
+        assert manager.on_error == "zero"
+
+
+def test_the_dapo_manager_gets_the_overlong_buffer_and_the_longest_response():
+    config = {
+        "reward_model": {"reward_manager": "dapo", "overlong_buffer": {"enable": True, "len": 4, "log": True}},
+        "data": {"max_response_length": 4},
+    }
+    manager = load_reward_manager(config, TOKENIZER, 0, num_processes=0)
+    assert (manager.max_resp_len, manager.overlong_buffer.len, manager.overlong_buffer.penalty_factor) == (4, 4, 1.0)
+
+
+def test_arguments_that_a_manager_hands_on_are_known_and_others_refused():
+    block = {"reward_manager": "prime", "reward_kwargs": {"num_processes": 0, "memory_limit_gb": 2.0}}
+    assert load_reward_manager({"reward_model": block}, TOKENIZER, 0)
+    block["reward_kwargs"]["memory"] = 1
+    with pytest.raises(
+        ValueError, match=r"PrimeRewardManager does not take memory\. It takes: .*timeout.*num_processes"
+    ):
+        load_reward_manager({"reward_model": block}, TOKENIZER, 0)
+
+
+def test_the_batch_manager_wants_a_function_of_lists(file):
+    config = {
+        "custom_reward_function": {"path": file, "name": "lists", "reward_kwargs": {"bonus": 0.5}},
+        "reward_model": {"reward_manager": "batch"},
+    }
+    manager = load_reward_manager(config, TOKENIZER, 0, num_processes=0)
+    assert compute_reward(batch(["yes", "no"]), manager)[0].sum(-1).tolist() == [1.5, 0.5]
+    config["custom_reward_function"] = {"path": file, "name": "short"}
+    with pytest.raises(ValueError, match=r"short\(solution_str, ground_truth\).* does not accept solution_strs"):
+        load_reward_manager(config, TOKENIZER, 0)
+
+
+def test_names_that_the_batch_has_are_not_written_over(file):
+    config = {"custom_reward_function": {"path": file, "name": "known_names"}}
+    data = batch(["yes"])
+    _, extra = compute_reward(data, load_reward_manager(config, TOKENIZER, 0, num_processes=0))
+    assert extra["reward_data_source"] == ["another"]
+    assert extra["reward_responses"] == [0]
+    assert extra["uid"] == [7]
+    assert not extra.keys() & {*data.batch.keys(), *data.non_tensor_batch}
+
+
+def test_metrics_are_means_of_what_is_a_number_and_counts_of_errors_by_kind():
+    extra = {
+        "acc": [1.0, None, np.float32(0.5), math.nan],
+        "pred": ["72", None, "7", "8"],
+        "scoring_failed": [0.0, 1.0, 1.0, 1.0],
+        "scoring_error": [None, "timeout", "died", "timeout"],
+    }
+    assert reward_metrics(extra) == {
+        "reward/acc/mean": 0.75,
+        "reward/scoring_failed/mean": 0.75,
+        "reward/errors": 3.0,
+        "reward/errors/timeout": 2.0,
+        "reward/errors/died": 1.0,
+    }
+    assert reward_metrics({}) == {}
+
+
+def test_a_masked_sample_counts_for_nothing_in_its_group(file):
+    config = {"custom_reward_function": {"path": file}, "reward_model": {"on_error": "mask"}}
+    manager = load_reward_manager(config, TOKENIZER, 0, num_processes=0)
+
+    def advantages(texts):
+        data = batch(texts)
+        scores, _ = compute_reward(data, manager)
+        return compute_grpo_outcome_advantage(scores, data.batch["response_mask"], ["one"] * len(texts))[0]
+
+    with_failure, without = advantages(["yes", "boom", "no", "yes"]), advantages(["yes", "no", "yes"])
+    assert torch.equal(with_failure[[0, 2, 3]], without)
+    assert not with_failure[1].any()
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("mask", [3, 0]), ("zero", [3, 4])])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.config import ConfigError, load_config
+from verl.config import ConfigError, load_config, names
 from verl.trainer.ppo.phases import verdict
 from verl.trainer.ppo.unbuilt import refuse_unbuilt
 
@@ -20,8 +20,8 @@ def test_everything_that_is_not_built_is_refused_at_once():
         "actor_rollout_ref.model.lora_rank=8",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.name=hf",
         "algorithm.adv_estimator=grpo",
-        "algorithm.filter_groups.enable=True",
     )
     with pytest.raises(ConfigError) as caught:
         refuse_unbuilt(asked)
@@ -29,13 +29,14 @@ def test_everything_that_is_not_built_is_refused_at_once():
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
         "actor_rollout_ref.model.lora_rank",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
-        "algorithm.filter_groups.enable",
     ]
 
 
 def test_a_plain_run_is_not_refused():
     refuse_unbuilt(config())
-    refuse_unbuilt(config("algorithm.adv_estimator=grpo"))
+    refuse_unbuilt(config("algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=True"))
+    for estimator in names.ADV_ESTIMATORS:
+        refuse_unbuilt(config(f"algorithm.adv_estimator={estimator}"))
 
 
 def test_the_verdict_names_the_phase_and_a_key_that_helps():

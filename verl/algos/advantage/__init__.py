@@ -1,6 +1,6 @@
 """From rewards to advantages: one file per estimator, each registered under its name."""
 
-from verl.algos.advantage.estimate import AdvantageEstimator, estimate_advantages
+from verl.algos.advantage.estimate import AdvantageEstimator, estimate_advantages, takes_argument
 from verl.algos.advantage.gae import compute_gae_advantage_return
 from verl.algos.advantage.gdpo import compute_gdpo_outcome_advantage
 from verl.algos.advantage.gpg import compute_gpg_outcome_advantage
@@ -25,4 +25,5 @@ __all__ = [
     "compute_remax_outcome_advantage",
     "compute_rloo_outcome_advantage",
     "estimate_advantages",
+    "takes_argument",
 ]

@@ -28,6 +28,11 @@ class AdvantageEstimator(str, Enum):
         return self.value
 
 
+def takes_argument(adv_estimator: str | AdvantageEstimator, name: str) -> bool:
+    """Whether the estimator names `name` among its parameters: what costs extra is computed only for those that do."""
+    return name in inspect.signature(get_adv_estimator_fn(adv_estimator)).parameters
+
+
 def estimate_advantages(adv_estimator: str | AdvantageEstimator, **available: Any) -> Advantages:
     """Run the estimator on those of `available` (token_level_rewards, response_mask, index, values, …) that it names.
 

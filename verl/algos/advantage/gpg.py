@@ -25,7 +25,7 @@ def compute_gpg_outcome_advantage(
     """
     groups = Groups(index, response_mask)
     scores = groups.scores(token_level_rewards)
-    teaches = groups.real & (groups.max(scores) + groups.max(-scores) > epsilon)
+    teaches = groups.differ(scores, epsilon)
     alpha = groups.real.sum() / teaches.sum().clamp(min=1)
     advantages = groups.spread(alpha * groups.centred(scores) / f_norm, like=token_level_rewards)
     return advantages, advantages

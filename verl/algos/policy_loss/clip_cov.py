@@ -24,7 +24,8 @@ def compute_policy_loss_clip_cov(
     """PPO's clip; of the tokens whose covariance is in [`clip_cov_lb`, `clip_cov_ub`] a few, chosen at random, lose it.
 
     `policy_loss.clip_cov_ratio` is the share of tokens chosen. Means and choice are taken **within this micro-batch**:
-    unlike other losses this one depends on how a batch is cut. Random numbers come from `generator`, or torch's own.
+    unlike other losses this one depends on how a batch is cut. Random numbers come from `generator`; without one from
+    the old log-probs, so the same micro-batch makes the same choice on any rank and in a resumed run.
     """
     config = as_config(ActorConfig, config)
     options = config.policy_loss
@@ -35,9 +36,17 @@ def compute_policy_loss_clip_cov(
     candidates = terms.mask & ~clipped
     candidates &= (token_covariance >= options.clip_cov_lb) & (token_covariance <= options.clip_cov_ub)
     positions = candidates.flatten().nonzero().squeeze(-1)
+    if generator is None:
+        generator = _seeded_by(old_log_prob.detach()[terms.mask])
     shuffled = positions[torch.randperm(len(positions), generator=generator, device=losses.device)]
     drawn = shuffled[: share_of_tokens(terms.mask, options.clip_cov_ratio)]
     chosen = torch.zeros_like(candidates).flatten().index_fill_(0, drawn, True).view_as(candidates)
     losses = losses.masked_fill(chosen, 0.0)
     metrics = {"clipfrac": clipped | chosen, "clip_cov_fraction": chosen}
     return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, metrics)
+
+
+def _seeded_by(values: torch.Tensor) -> torch.Generator:
+    """A generator that depends on nothing but these numbers."""
+    bits = values.double().sum().view(torch.int64).item()
+    return torch.Generator(device=values.device).manual_seed(int(bits) & (2**63 - 1))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any
 
+import numpy as np
 import torch
 
-from verl.algos import estimate_advantages
+from verl.algos import estimate_advantages, takes_argument
 from verl.algos import kl_penalty as kl_estimate
 from verl.config import AlgorithmConfig, as_config
 from verl.protocol import DataProto
-from verl.utils.torch_functional import masked_mean
+from verl.utils.torch_functional import masked_mean, masked_sum
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
@@ -26,8 +29,9 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> t
     kl = torch.where(mask.bool(), estimate, 0.0)
     coefficient = kl_ctrl.value
     data.batch["token_level_rewards"] = data.batch["token_level_scores"] - coefficient * kl
-    per_sequence = float(masked_mean(kl, mask, axis=-1).mean())
-    kl_ctrl.update(current_kl=per_sequence, n_steps=len(data))
+    answers = mask.any(-1)  # fillers are none
+    per_sequence = float(masked_mean(masked_mean(kl, mask, axis=-1), answers))
+    kl_ctrl.update(current_kl=per_sequence, n_steps=int(answers.sum()))
     return data, {"actor/reward_kl_penalty": per_sequence, "actor/reward_kl_penalty_coeff": coefficient}
 
 
@@ -46,12 +50,18 @@ def compute_advantage(
         data.batch["response_mask"] = compute_response_mask(data)
     algorithm = as_config(AlgorithmConfig, config)
     tensors, arrays = data.batch, data.non_tensor_batch
+    dimensions = None
+    if algorithm.gdpo.reward_keys and takes_argument(adv_estimator, "reward_dimensions"):
+        names, key = algorithm.gdpo.reward_keys, "algorithm.gdpo.reward_keys"
+        dimensions = torch.stack([value_per_answer(data, name, key) for name in names], dim=-1)
     advantages, returns = estimate_advantages(
         adv_estimator,
         token_level_rewards=tensors["token_level_rewards"],
         response_mask=tensors["response_mask"],
         values=tensors["values"] if "values" in tensors.keys() else None,
         reward_baselines=tensors["reward_baselines"] if "reward_baselines" in tensors.keys() else None,
+        reward_dimensions=dimensions,
+        reward_weights=algorithm.gdpo.reward_weights or None,
         index=arrays["uid"] if "uid" in arrays else None,
         gamma=gamma,
         lam=lam,
@@ -60,3 +70,24 @@ def compute_advantage(
     )
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     return data
+
+
+def value_per_answer(data: DataProto, name: str, key: str) -> torch.Tensor:
+    """What the reward said about each answer under `name`: [batch]. `score` is the score itself, on any token.
+
+    `key` is the configuration key that asks for it. A sample that could not be scored counts 0.
+    """
+    if name == "score":
+        return masked_sum(data.batch["token_level_scores"], data.batch["response_mask"], axis=-1).double()
+    columns = data.non_tensor_batch
+    if name not in columns or not all(value is None or isinstance(value, _NUMBER) for value in columns[name]):
+        known = [other for other in columns if len(columns[other]) and isinstance(columns[other][0], _NUMBER)]
+        raise ValueError(
+            f"{key}: the reward returned no number under {name!r} (there is: score, {', '.join(sorted(known))}). Name"
+            " one of these, or let the reward function return a dict with it."
+        )
+    values = [0.0 if value is None or math.isnan(value) else float(value) for value in columns[name]]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+_NUMBER = (numbers.Real, np.bool_)

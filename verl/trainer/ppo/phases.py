@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from verl.trainer.ppo.console import Console
 
@@ -19,11 +20,11 @@ class Phases:
         self.memory_gb: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Time a phase; nested phases each count their own whole time."""
+    def __call__(self, name: str, *groups: Any) -> Iterator[None]:
+        """Time a phase, in which these worker groups work; nested phases each count their own whole time."""
         start = time.perf_counter()
         try:
-            with self._console.phase(name):
+            with self._console.phase(name, *groups):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.algos import AdvantageEstimator, correct_rollout, get_kl_controller
+from verl.algos import AdvantageEstimator, get_kl_controller, takes_argument
 from verl.config import PPOConfig, load_config
 from verl.config.plan import batch_plan, layout_of
 from verl.protocol import DataProto, object_array
@@ -20,8 +20,10 @@ from verl.trainer.ppo import checkpointing, worker_setup
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.arrange import balanced_order, rank_major_order, row_costs
 from verl.trainer.ppo.console import Console
-from verl.trainer.ppo.dataloading import make_dataloader
+from verl.trainer.ppo.dataloading import learn_from, make_dataloader
 from verl.trainer.ppo.dumps import dump_batch, dump_rows
+from verl.trainer.ppo.dynamic_sampling import fill_batch
+from verl.trainer.ppo.greedy_baseline import SAMPLED, answer_rows, split_off_baselines
 from verl.trainer.ppo.guard import NonFiniteGuard
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
@@ -29,11 +31,14 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
     reduce_metrics,
 )
+from verl.trainer.ppo.mismatch import RolloutMismatch
 from verl.trainer.ppo.phases import Phases, verdict
+from verl.trainer.ppo.prompt_stream import PromptStream
 from verl.trainer.ppo.resources import ResourcePoolManager
-from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.reward import compute_reward, reward_metrics
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validation import validate
+from verl.utils.torch_functional import masked_mean
 from verl.utils.tracking import Tracking
 
 __all__ = [
@@ -49,6 +54,14 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
+_ADVANTAGE_COLUMNS = [
+    "response_mask",
+    "token_level_scores",
+    "reward_baselines",
+    "old_log_probs",
+    "ref_log_prob",
+    "values",
+]
 _SEQUENCE_COLUMNS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
 
 
@@ -80,13 +93,16 @@ class RayPPOTrainer:
         self.use_critic = Role.Critic in role_worker_mapping
         self.use_reference_policy = Role.RefPolicy in role_worker_mapping
         self.use_rm = Role.RewardModel in role_worker_mapping
+        self.use_greedy_baseline = takes_argument(self.config.algorithm.adv_estimator, "reward_baselines")
         self.kl_ctrl_in_reward = get_kl_controller(self.config.algorithm.kl_ctrl)
         self.global_steps = 0
         self.policy_version = 0  # updates of the actor so far: what the rollout's weights are stamped with
         self.stop_requested = threading.Event()
         self._seconds: dict[str, float] = {}
         self._guard = NonFiniteGuard(self.config.trainer.max_nonfinite_steps)
+        self._mismatch = RolloutMismatch(self.config.algorithm.rollout_correction)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+        self.prompts = PromptStream(self.train_dataloader, self.config.trainer.total_epochs)
 
     # ---------------------------------------------------------------- setting up
 
@@ -98,7 +114,8 @@ class RayPPOTrainer:
             self.val_dataloader = make_dataloader(
                 val_dataset, data, collate_fn, batch_size=data.val_batch_size or len(val_dataset)
             )
-        self.total_training_steps = trainer.total_training_steps or len(self.train_dataloader) * trainer.total_epochs
+        prompts = len(self.train_dataloader) * data.gen_batch_size * trainer.total_epochs
+        self.total_training_steps = trainer.total_training_steps or prompts // data.train_batch_size
         plan = batch_plan(self.config)
         for block, update in ((self.config.actor_rollout_ref.actor, plan.actor), (self.config.critic, plan.critic)):
             if update is not None and block.optim.total_training_steps is None:
@@ -127,7 +144,8 @@ class RayPPOTrainer:
         self.console = Console(self.total_training_steps, self.global_steps)
         try:
             if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
-                self._log(self._validate(), self.global_steps)
+                with self.console.phase("testing"):
+                    self._log(self._validate(), self.global_steps)
             if not trainer.val_only:
                 self._train()
                 logger.info("Where the time went: %s.", verdict(self._seconds))
@@ -135,17 +153,13 @@ class RayPPOTrainer:
             self.tracking.close()
 
     def _train(self) -> None:
-        trainer = self.config.trainer
         logger.info("Starting training...")
-        per_epoch = max(1, len(self.train_dataloader))
         while self.global_steps < self.total_training_steps:
-            epoch = self.global_steps // per_epoch
-            logger.info("Epoch %d/%d", epoch + 1, max(epoch + 1, trainer.total_epochs))
-            for rows in self.train_dataloader:
-                self.global_steps += 1
-                self._step(DataProto.from_single_dict(rows))
-                if self.global_steps >= self.total_training_steps or self.stop_requested.is_set():
-                    return
+            batch = self.prompts.take(self.config.data.gen_batch_size)
+            self.global_steps += 1
+            self._step(batch)
+            if self.stop_requested.is_set():
+                return
 
     def _step(self, batch: DataProto) -> None:
         """One step with its validation, checkpoint and log."""
@@ -165,7 +179,7 @@ class RayPPOTrainer:
         if last or stopping or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
             with self.phases("save_checkpoint"):
                 self._save_checkpoint()
-        metrics |= {"training/global_step": step, "training/epoch": (step - 1) // max(1, len(self.train_dataloader))}
+        metrics |= {"training/global_step": step, "training/epoch": self.prompts.epoch}
         metrics |= compute_timing_metrics(self._last_batch, self.phases.seconds)
         metrics |= {f"memory_gb/{name}": value for name, value in self.phases.memory_gb.items()}
         metrics |= compute_throughout_metrics(
@@ -182,25 +196,25 @@ class RayPPOTrainer:
         metrics: dict[str, float] = {}
         with self.phases("update_weights"):
             self._hand_over_weights()
-        with self.phases("gen"):
-            batch = self._generate(batch)
-        with self.phases("reward"):
-            batch = self._compute_reward(batch, metrics)
-        with self.phases("old_log_prob"):
+        if self.config.algorithm.filter_groups.enable:
+            batch = fill_batch(self, batch, metrics)
+        else:
+            batch = self._roll_out(batch, metrics)
+        with self.phases("old_log_prob", self.actor_wg):
             batch = self._compute_old_log_prob(batch, metrics)
         if self.use_reference_policy:
-            with self.phases("ref"):
+            with self.phases("ref", self.ref_policy_wg):
                 batch = batch.union(self._balanced(self.ref_policy_wg.compute_ref_log_prob, batch, "ref"))
         if self.use_critic:
-            with self.phases("values"):
+            with self.phases("values", self.critic_wg):
                 batch = batch.union(self._balanced(self.critic_wg.compute_values, batch, "critic"))
         with self.phases("adv"):
             batch = self._compute_advantage(batch, metrics)
         if self.use_critic:
-            with self.phases("update_critic"):
+            with self.phases("update_critic", self.critic_wg):
                 metrics |= self._update(self.critic_wg.update_critic, batch, "critic")
         if self.global_steps > self.config.trainer.critic_warmup:
-            with self.phases("update_actor"):
+            with self.phases("update_actor", self.actor_wg):
                 metrics |= self._update(self.actor_wg.update_actor, batch, "actor")
             self.policy_version += 1
         self._after_step(batch, metrics)
@@ -211,19 +225,27 @@ class RayPPOTrainer:
     def _hand_over_weights(self) -> None:
         worker_setup.hand_over_weights(self)
 
+    def _roll_out(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
+        """Scored answers to the prompts."""
+        with self.phases("gen", self.rollout_wg):
+            batch = self._generate(prompts)
+        with self.phases("reward", self.rm_wg):
+            return self._compute_reward(batch, metrics)
+
     def _generate(self, batch: DataProto) -> DataProto:
         """Answers to every prompt, `rollout.n` times: all rows of one prompt stand together."""
-        n = self.config.actor_rollout_ref.rollout.n
-        batch = batch.repeat(n, interleave=True)
-        batch.non_tensor_batch["sample_index"] = object_array([i % n for i in range(len(batch))])
-        return self._generate_rows(batch, validate=False)
+        rows = answer_rows(batch, self.config.actor_rollout_ref.rollout.n, self.use_greedy_baseline)
+        return self._generate_rows(rows, validate=False)
 
     def _generate_rows(self, batch: DataProto, validate: bool) -> DataProto:
-        request = batch.select(_PROMPT_COLUMNS, ["uid", "sample_index"], [])
+        wanted = [name for name in ("uid", "sample_index", SAMPLED) if name in batch.non_tensor_batch]
+        request = batch.select(_PROMPT_COLUMNS, wanted, [])
         request.meta_info = {
             "step": self.global_steps,
             "seed": self.config.actor_rollout_ref.rollout.seed,
             "validate": validate,
+            # Generation batches are joined: their columns must be of one width.
+            "pad_to_max": not validate and self.config.algorithm.filter_groups.enable,
             "eos_token_id": self.tokenizer.eos_token_id,
             "pad_token_id": self.tokenizer.pad_token_id,
         }
@@ -247,28 +269,36 @@ class RayPPOTrainer:
             batch.batch["response_mask"] = local.batch["response_mask"]  # samples that could not be scored
         for name, values in extra.items():
             batch.non_tensor_batch[name] = object_array(list(values))
-            known = [float(value) for value in values if isinstance(value, int | float | np.number)]
-            if known:
-                metrics[f"reward/{name}/mean"] = float(np.mean(known))
+        if self.use_greedy_baseline:
+            batch = split_off_baselines(batch)
+            metrics["reward/greedy/mean"] = float(batch.batch["reward_baselines"].mean())
+        metrics |= reward_metrics({name: batch.non_tensor_batch[name].tolist() for name in extra})
         return batch
 
     def _compute_old_log_prob(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """Log-probs of the answers under the policy about to be updated."""
-        if self.config.algorithm.rollout_correction.bypass_mode:
-            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-            return batch
-        result = self._balanced(self.actor_wg.compute_log_prob, batch, "actor")
-        entropy = result.pop(["entropys"])
-        mask = batch.batch["response_mask"]
-        total = float((entropy.batch["entropys"] * mask).sum())
-        metrics["actor/entropy"] = total / max(1.0, float(mask.sum()))
-        return batch.union(result)
+        """Log-probs of the answers under the policy about to be updated; with bypass_mode of a few, to compare."""
+        bypass = self.config.algorithm.rollout_correction.bypass_mode
+        measured = batch
+        if bypass:
+            measured = batch.select_idxs(self._mismatch.sample(len(batch), self.dp_sizes["actor"]))
+        result = self._balanced(self.actor_wg.compute_log_prob, measured, "actor")
+        entropy = result.pop(["entropys"]).batch["entropys"]
+        metrics["actor/entropy"] = float(masked_mean(entropy, measured.batch["response_mask"]))
+        if not bypass:
+            return batch.union(result)
+        columns = _local(measured.union(result), ["old_log_probs", "rollout_log_probs", "response_mask"], [])
+        metrics |= self._mismatch.correct(measured, columns)
+        batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        return batch
 
     def _compute_advantage(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """KL in the reward if asked for, then `advantages` and `returns`; here, from the columns it names."""
         algorithm = self.config.algorithm
-        wanted = ["response_mask", "token_level_scores", "old_log_probs", "ref_log_prob", "values", "rollout_log_probs"]
-        local = _local(batch, [name for name in wanted if name in batch.batch.keys()], ["uid"])
+        wanted = [*_ADVANTAGE_COLUMNS]
+        if not algorithm.rollout_correction.bypass_mode:
+            wanted.append("rollout_log_probs")  # else they are the old ones: there is nothing to compare
+        objects = [name for name in ("uid", *algorithm.gdpo.reward_keys) if name in batch.non_tensor_batch]
+        local = _local(batch, [name for name in wanted if name in batch.batch.keys()], objects)
         if algorithm.use_kl_in_reward:
             local, kl_metrics = apply_kl_penalty(local, self.kl_ctrl_in_reward, algorithm.kl_penalty)
             metrics |= kl_metrics
@@ -285,17 +315,8 @@ class RayPPOTrainer:
         )
         for name in ("token_level_rewards", "advantages", "returns"):
             batch.batch[name] = local.batch[name]
-        correction = correct_rollout(
-            local.batch["old_log_probs"],
-            local.batch["rollout_log_probs"],
-            local.batch["response_mask"],
-            algorithm.rollout_correction,
-        )
-        metrics |= correction.metrics
-        if correction.weights is not None:
-            batch.batch["rollout_is_weights"] = correction.weights
-        if algorithm.rollout_correction.rollout_rs is not None:
-            batch.batch["response_mask"] = correction.response_mask
+        if not algorithm.rollout_correction.bypass_mode:
+            metrics |= self._mismatch.correct(batch, local)
         local.meta_info |= {
             "max_response_length": self.config.data.max_response_length,
             "max_prompt_length": self.config.data.max_prompt_length,
@@ -338,6 +359,7 @@ class RayPPOTrainer:
     def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
         trainer, step = self.config.trainer, self.global_steps
         self._last_batch = batch
+        learn_from(self.train_dataloader, batch)
         if step in trainer.dump_steps or self._guard.skipped(metrics):
             logger.info("batch of step %d written to %s", step, dump_batch(batch, trainer.default_local_dir, step))
         if trainer.rollout_data_dir is not None:

@@ -11,8 +11,8 @@ import numpy as np
 
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.dumps import decode, write_jsonl
-from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.validation_metrics import process_validation_metrics
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -22,61 +22,78 @@ logger = logging.getLogger(__name__)
 
 def validate(trainer: RayPPOTrainer) -> dict[str, float]:
     """Metrics `val-core/<source>/<score>/mean@n` and the like; logs accuracy per source and sampled answers."""
-    samples: dict[str, list[Any]] = defaultdict(list)
-    infos: dict[str, list[Any]] = defaultdict(list)
     trainer._hand_over_weights()
-    for rows in trainer.val_dataloader:
-        _score_batch(trainer, DataProto.from_single_dict(rows), samples, infos)
+    parts = [_answered(trainer, DataProto.from_single_dict(rows)) for rows in trainer.val_dataloader]
+    samples = _joined(parts)
     _show(trainer, samples)
-    metrics = {}
-    by_source = process_validation_metrics(samples["data_source"], samples["uid"], dict(infos))
-    for source, variables in by_source.items():
-        for variable, values in variables.items():
-            for name, value in values.items():
-                core = variable == "acc" or (variable == "reward" and "acc" not in variables)
-                kind = "val-core" if core and name.startswith(("mean@", "best@", "maj@")) else "val-aux"
-                metrics[f"{kind}/{source}/{variable}/{name}"] = float(value)
-    for source in dict.fromkeys(samples["data_source"]):
-        chosen = [score for score, own in zip(samples["score"], samples["data_source"], strict=True) if own == source]
-        correct = sum(score >= 1.0 for score in chosen)
-        metrics[f"val/{source}/accuracy"] = correct / len(chosen)
-        logger.info("%s Correct: %d/%d, Accuracy: %.2f", source, correct, len(chosen), correct / len(chosen))
-    return metrics
+    infos = {name: column for name, column in samples.items() if name not in _DESCRIPTIONS}
+    return _metrics(samples, infos) | _accuracies(samples)
 
 
-def _score_batch(
-    trainer: RayPPOTrainer, batch: DataProto, samples: dict[str, list[Any]], infos: dict[str, list[Any]]
-) -> None:
+# Columns of a sample that say what it is; all others say how good it is.
+_DESCRIPTIONS = ("prompt", "answer", "uid", "data_source")
+# What is worth a look first; the spread and the bounds of each are not.
+_CORE = ("mean@", "best@", "maj@", "pass@")
+_BOUNDS = ("/std", "/low", "/high")
+
+
+def _answered(trainer: RayPPOTrainer, batch: DataProto) -> dict[str, list[Any]]:
+    """Columns of one batch: what was asked and answered, `reward` and what the reward function said beside it."""
     n = trainer.config.actor_rollout_ref.rollout.val_kwargs.n
     batch = batch.repeat(n, interleave=True)
     batch.non_tensor_batch["sample_index"] = object_array([i % n for i in range(len(batch))])
-    answered = trainer._generate_rows(batch, validate=True)
-    if trainer.use_rm:
-        answered = answered.union(trainer._balanced(trainer.rm_wg.compute_rm_score, answered, "reward_model"))
-    local = answered.fetch() if hasattr(answered, "fetch") else answered
-    scores, extra = compute_reward(local, trainer.val_reward_fn)
-    values = scores.sum(-1).tolist()
-    samples["prompt"] += decode(trainer.tokenizer, local.batch["prompts"].tolist())
-    samples["answer"] += decode(trainer.tokenizer, local.batch["responses"].tolist())
-    samples["score"] += values
-    samples["uid"] += local.non_tensor_batch["uid"].tolist()
-    key = trainer.config.data.reward_fn_key
-    samples["data_source"] += (
-        local.non_tensor_batch[key].tolist() if key in local.non_tensor_batch else ["unknown"] * len(local)
-    )
-    infos["reward"] += values
-    for name, column in extra.items():
-        # `pred` is the extracted answer: a text, on which the majority votes.
-        if name == "pred" or all(isinstance(value, int | float | np.number) for value in column):
-            infos[name] += list(column)
+    with trainer.console.phase("validation rollout", trainer.rollout_wg):
+        answered = trainer._generate_rows(batch, validate=True)
+    with trainer.console.phase("validation reward", trainer.rm_wg):
+        if trainer.use_rm:
+            answered = answered.union(trainer._balanced(trainer.rm_wg.compute_rm_score, answered, "reward_model"))
+        local = answered.fetch() if hasattr(answered, "fetch") else answered
+        scores, extra = compute_reward(local, trainer.val_reward_fn)
+    key, columns = trainer.config.data.reward_fn_key, local.non_tensor_batch
+    return {name: list(values) for name, values in extra.items()} | {
+        "prompt": decode(trainer.tokenizer, local.batch["prompts"].tolist()),
+        "answer": decode(trainer.tokenizer, local.batch["responses"].tolist()),
+        "uid": columns["uid"].tolist(),
+        "data_source": columns[key].tolist() if key in columns else ["unknown"] * len(local),
+        "reward": scores.sum(-1).tolist(),
+    }
+
+
+def _joined(parts: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    """One list per column over all batches; None where a batch does not have it (rewards differ by data source)."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: [v for part in parts for v in part.get(name, [None] * len(part["uid"]))] for name in names}
+
+
+def _metrics(samples: dict[str, list[Any]], infos: dict[str, list[Any]]) -> dict[str, float]:
+    metrics = {}
+    for source, variables in process_validation_metrics(samples["data_source"], samples["uid"], infos).items():
+        main = "acc" if "acc" in variables else "reward"
+        for variable, values in variables.items():
+            for name, value in values.items():
+                core = variable == main and name.startswith(_CORE) and not name.endswith(_BOUNDS)
+                metrics[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
+    return metrics
+
+
+def _accuracies(samples: dict[str, list[Any]]) -> dict[str, float]:
+    """The share of right answers per source: `acc` where the reward says it, else a score of 1."""
+    right: dict[str, list[bool]] = defaultdict(list)
+    said = samples.get("acc", [None] * len(samples["uid"]))
+    for source, score, acc in zip(samples["data_source"], samples["reward"], said, strict=True):
+        right[source].append(score >= 1.0 if acc is None else acc >= 1.0)
+    for source, answers in right.items():
+        total, correct = len(answers), sum(answers)
+        logger.info("%s Correct: %d/%d, Accuracy: %.2f", source, correct, total, correct / total)
+    return {f"val/{source}/accuracy": sum(answers) / len(answers) for source, answers in right.items()}
 
 
 def _show(trainer: RayPPOTrainer, samples: dict[str, list[Any]]) -> None:
     """Sampled answers to the trackers; all of them to JSONL where a folder is set."""
     config, step = trainer.config.trainer, trainer.global_steps
+    names = {"input": "prompt", "output": "answer", "score": "reward", "data_source": "data_source", "uid": "uid"}
     rows = [
-        {"input": prompt, "output": answer, "score": score}
-        for prompt, answer, score in zip(samples["prompt"], samples["answer"], samples["score"], strict=True)
+        dict(zip(names, row, strict=True)) for row in zip(*(samples[column] for column in names.values()), strict=True)
     ]
     if config.log_val_generations and rows:
         order = np.random.default_rng(trainer.config.data.seed).permutation(len(rows))[: config.log_val_generations]

@@ -24,6 +24,8 @@ _LOAD_ORDER = (
     Role.ActorRollout,
     Role.ActorRolloutRef,
 )
+# What users know the parts of the hybrid roles as.
+_NAMES = {Role.ActorRollout: ("Actor", "Rollout"), Role.ActorRolloutRef: ("Actor", "Rollout", "RefPolicy")}
 
 
 def start_groups(trainer: RayPPOTrainer) -> dict[Role, Any]:
@@ -39,7 +41,8 @@ def start_groups(trainer: RayPPOTrainer) -> dict[Role, Any]:
         by_pool.setdefault(manager.mapping[role], {})[role] = prepared
     groups: dict[Role, Any] = {}
     for pool, classes in by_pool.items():
-        logger.info("Creating %s worker pool...", " + ".join(role.name for role in classes))
+        for name in [name for role in classes for name in _NAMES.get(role, (role.name,))]:
+            logger.info("Creating %s worker pool...", name)
         shared = create_colocated_worker_cls({str(role): cls for role, cls in classes.items()})
         started = trainer.ray_worker_group_cls(
             resource_pool=manager.resource_pool_dict[pool], ray_cls_with_init=shared, device_name=trainer.device_name

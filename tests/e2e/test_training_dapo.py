@@ -1,0 +1,194 @@
+"""Whole runs with dynamic sampling, a greedy baseline and the rollout's own log-probs: what they train on, resuming."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_harness import make_task, make_trainer, overrides, run_training
+
+from verl.single_controller.ray import RayWorkerGroup
+from verl.utils.plain_store import load_plain
+
+REWARD_FILE = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Right or wrong, so that whole groups are equal; the score also rewards short answers and differs more often."""
+    right = sum(c < "P" for c in solution_str) > 0.4 * len(solution_str)
+    return {"score": right - 0.01 * len(solution_str), "acc": right}
+'''
+DAPO = (
+    "algorithm=grpo",
+    "actor_rollout_ref.rollout.n=4",
+    "algorithm.filter_groups.enable=True",
+    "algorithm.filter_groups.metric=acc",
+    "algorithm.filter_groups.max_num_gen_batches=0",
+    "data.gen_batch_size=6",
+    "actor_rollout_ref.actor.clip_ratio_low=0.2",
+    "actor_rollout_ref.actor.clip_ratio_high=0.28",
+    "reward_model.reward_kwargs={num_processes: 0}",
+    "data.val_files=[]",
+)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> dict[str, str]:
+    made = make_task(tmp_path_factory.mktemp("task"))
+    Path(made["reward"]).write_text(REWARD_FILE)
+    return made
+
+
+def without_times(history: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith(("timing", "perf"))} for row in history]
+
+
+class Remembering:
+    """Notes the prompts of every generation batch."""
+
+    asked: list[list[str]]
+
+    def _roll_out(self, prompts, metrics):
+        self.asked = [*getattr(self, "asked", []), prompts.non_tensor_batch["uid"].tolist()]
+        return super()._roll_out(prompts, metrics)
+
+
+def remembering() -> type:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    return type("RememberingTrainer", (Remembering, RayPPOTrainer), {})
+
+
+def test_only_groups_that_differ_are_trained_on(task, tmp_path):
+    trainer = run_training(overrides(task, tmp_path, *DAPO), trainer_cls=remembering())
+    batch = trainer._last_batch
+    accuracy = np.array(batch.non_tensor_batch["acc"], dtype=float).reshape(8, 4)
+    assert (accuracy.min(1) < accuracy.max(1)).all()
+    assert batch.batch["advantages"].abs().sum(-1).gt(0).all()
+    for row in trainer.history:
+        assert row["filter_groups/num_gen_batches"] >= 2, "six prompts at a time cannot fill a batch of eight"
+        assert 0 < row["filter_groups/kept_share"] <= 1
+        assert row["filter_groups/missing_prompts"] == 0
+        assert row["actor/grad_norm"] > 0
+    assert {len(prompts) for prompts in trainer.asked} == {6}
+    assert len(trainer.asked) == sum(row["filter_groups/num_gen_batches"] for row in trainer.history)
+
+
+def test_a_run_resumed_between_two_generation_batches_goes_on_bit_for_bit(task, tmp_path):
+    """The checkpoint holds prompts that were drawn and not used: none is lost, none is asked twice."""
+    more = ("actor_rollout_ref.actor.optim.total_training_steps=8", "trainer.total_training_steps=4")
+    whole = run_training(overrides(task, tmp_path, *DAPO, *more, "trainer.save_freq=1"), trainer_cls=remembering())
+    saved = {step: tmp_path / "checkpoints" / f"global_step_{step}" for step in (1, 2, 3)}
+    with_waiting = [step for step, path in saved.items() if load_plain(path / "trainer.pt")["prompts"]["waiting"]]
+    assert with_waiting, "else this shows nothing"
+    step = with_waiting[-1]
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved[step]}")
+    resumed = run_training(overrides(task, tmp_path / "two", *DAPO, *more, *resume), trainer_cls=remembering())
+    assert whole.asked[-len(resumed.asked) :] == resumed.asked
+    asked_before = sum(int(row["filter_groups/num_gen_batches"]) for row in whole.history[:step])
+    assert len(resumed.asked) == len(whole.asked) - asked_before
+    assert without_times(resumed.history) == without_times(whole.history[step:])
+    for name, value in whole.final_weights.items():
+        assert torch.equal(value, resumed.final_weights[name]), name
+
+
+def test_at_the_limit_the_step_trains_on_what_it_has(task, tmp_path):
+    """Two generation batches of four prompts for a batch of eight: dropped ones leave gaps, which weigh nothing."""
+    limits = (
+        "actor_rollout_ref.rollout.n=2",
+        "data.gen_batch_size=4",
+        "algorithm.filter_groups.max_num_gen_batches=2",
+        "trainer.total_training_steps=1",
+    )
+    trainer = run_training(overrides(task, tmp_path, *DAPO, *limits))
+    (row,) = trainer.history
+    assert row["filter_groups/num_gen_batches"] == 2
+    missing = int(row["filter_groups/missing_prompts"])
+    assert missing > 0, "else this shows nothing"
+    mask = trainer._last_batch.batch["response_mask"]
+    assert len(mask) % (4 * 2) == 0, "whole mini-batches of four prompts with two answers"
+    assert int(mask.any(-1).sum()) == (8 - missing) * 2
+    assert row["actor/grad_norm"] > 0
+
+
+def test_the_greedy_answer_is_the_baseline_of_its_prompt(task, tmp_path):
+    run = (
+        "algorithm.adv_estimator=remax",
+        "actor_rollout_ref.rollout.n=2",
+        "reward_model.reward_kwargs={num_processes: 0}",
+        "trainer.total_training_steps=1",
+        "data.val_files=[]",
+    )
+    trainer = make_trainer(overrides(task, tmp_path, *run))
+    trainer.init_workers()
+    asked: list[int] = []
+    generate = trainer._generate_rows
+
+    def counting(batch, validate):
+        asked.append(len(batch))
+        return generate(batch, validate)
+
+    trainer._generate_rows = counting
+    trainer.fit()
+    assert asked == [8 * 3], "one more answer per prompt, in the same call"
+    batch = trainer._last_batch
+    assert len(batch) == 16
+    baselines = batch.batch["reward_baselines"]
+    assert torch.equal(baselines[0::2], baselines[1::2]), "one per prompt"
+    scores = batch.batch["token_level_scores"].sum(-1)
+    advantage = batch.batch["advantages"][:, 0]
+    torch.testing.assert_close(advantage, scores - baselines)
+    assert trainer.history[0]["reward/greedy/mean"] == pytest.approx(baselines.mean().item())
+
+
+def test_bypassing_the_old_log_probs_still_measures_the_mismatch(task, tmp_path):
+    bypass = ("algorithm.rollout_correction.bypass_mode=True", "trainer.total_training_steps=1", "data.val_files=[]")
+    run = ("algorithm=grpo", "actor_rollout_ref.rollout.n=4", "reward_model.reward_kwargs={num_processes: 0}")
+    trainer = run_training(overrides(task, tmp_path, *run, *bypass))
+    (row,) = trainer.history
+    assert 0 < row["rollout_corr/log_prob_diff_max"] < 1e-4, "measured on real log-probs of both engines"
+    assert row["rollout_corr/masked_fraction"] == 0
+    assert row["actor/entropy"] > 0
+    batch = trainer._last_batch
+    assert torch.equal(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"])
+
+
+def test_a_rollout_in_another_precision_is_measured_weighed_and_masked(task, tmp_path, caplog):
+    """bfloat16 generates, float32 trains: the mismatch is real; sequences that are off by too much are masked."""
+    run = (
+        "algorithm=grpo",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.dtype=bfloat16",
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.rollout_rs=geometric",
+        "algorithm.rollout_correction.rollout_rs_threshold=1.0002",
+        "algorithm.rollout_correction.warn_log_prob_diff=1e-4",
+        "reward_model.reward_kwargs={num_processes: 0}",
+        "trainer.total_training_steps=1",
+        "data.val_files=[]",
+    )
+    trainer = run_training(overrides(task, tmp_path, *run))
+    (row,) = trainer.history
+    assert row["rollout_corr/k3_kl"] > 0
+    assert row["rollout_corr/ratio_p01"] < 1 < row["rollout_corr/ratio_p99"]
+    assert row["rollout_corr/log_prob_diff"] > 1e-4
+    assert 0 < row["rollout_corr/masked_sequence_fraction"] < 1
+    assert "rollout and training differ by" in caplog.text
+    batch = trainer._last_batch.batch
+    kept = batch["response_mask"].any(-1)
+    assert 1 - kept.float().mean().item() == pytest.approx(row["rollout_corr/masked_sequence_fraction"])
+    ratio = (batch["old_log_probs"] - batch["rollout_log_probs"]).exp().clamp(max=2.0)
+    torch.testing.assert_close(batch["rollout_is_weights"][kept], (ratio * batch["response_mask"])[kept])
+    assert row["actor/grad_norm"] > 0
+
+
+def test_two_ranks_on_ray_select_and_train_as_one(task, tmp_path, ray_cluster):
+    """Generation batches stay where they were made; filtering, joining and baselines are the same by reference."""
+    both = (*DAPO, "algorithm.adv_estimator=remax", "trainer.total_training_steps=2")
+    alone = run_training(overrides(task, tmp_path / "one", *both))
+    two = overrides(task, tmp_path / "two", *both, "trainer.n_gpus_per_node=2")
+    together = run_training(two, RayWorkerGroup)
+    same = ("reward/mean", "reward/greedy/mean", "actor/loss", "actor/grad_norm", "filter_groups/kept_share")
+    for mine, theirs in zip(alone.history, together.history, strict=True):
+        for name in same:
+            assert mine[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-5), name

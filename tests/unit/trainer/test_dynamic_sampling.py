@@ -1,0 +1,179 @@
+"""Dynamic sampling with answers whose scores are known: which groups stay, what comes back, when it gives up."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from verl.config import load_config
+from verl.protocol import DataProto, object_array
+from verl.trainer.ppo.dynamic_sampling import differing_rows, fill_batch
+from verl.trainer.ppo.prompt_stream import PromptStream
+
+ALL_RIGHT, ALL_WRONG, MIXED = [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]
+
+
+class Trainer:
+    """Two answers to each prompt with scores that are written down; everything else is the real thing."""
+
+    def __init__(self, scores: dict[str, list[float]], batches: list[list[str]], *overrides: str) -> None:
+        size = len(batches[0])
+        self.config = load_config(
+            None,
+            [
+                "data.train_files=x",
+                "actor_rollout_ref.model.path=a/b",
+                "algorithm=grpo",
+                "algorithm.filter_groups.enable=True",
+                f"data.gen_batch_size={size}",
+                "data.train_batch_size=2",
+                "actor_rollout_ref.rollout.n=2",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+                "critic.ppo_mini_batch_size=1",
+                *overrides,
+            ],
+            check_files=False,
+        )
+        self.scores, self.global_steps = scores, 7
+        self.train_dataloader = [
+            {"input_ids": torch.arange(len(uids))[:, None], "uid": object_array(uids)} for uids in batches
+        ]
+        self.prompts = PromptStream(self.train_dataloader, total_epochs=1)
+        self.asked: list[list[str]] = []
+
+    def _roll_out(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
+        uids = prompts.non_tensor_batch["uid"].tolist()
+        self.asked.append(uids)
+        rows = prompts.repeat(2, interleave=True)
+        values = [score for uid in uids for score in self.scores[uid.partition("~")[0]]]
+        rows.batch["response_mask"] = torch.tensor([[1, 1, 0]] * len(rows))
+        rows.batch["token_level_scores"] = torch.tensor(values)[:, None] * torch.tensor([[0.0, 1.0, 0.0]])
+        rows.non_tensor_batch["acc"] = object_array([value > 0.5 for value in values])
+        metrics |= {"reward/acc/mean": float(np.mean(values)), "reward/errors": 3.0}
+        return rows
+
+    def fill(self) -> tuple[DataProto, dict[str, float]]:
+        metrics: dict[str, float] = {}
+        return fill_batch(self, self.prompts.take(self.config.data.gen_batch_size), metrics), metrics
+
+
+def uids(batch: DataProto) -> list[str]:
+    return batch.non_tensor_batch["uid"].tolist()
+
+
+def test_groups_that_do_not_differ_are_replaced_by_the_next_prompts():
+    scores = {"a": ALL_RIGHT, "b": MIXED, "c": ALL_WRONG, "d": MIXED}
+    trainer = Trainer(scores, [["a", "b"], ["c", "d"]])
+    batch, metrics = trainer.fill()
+    assert trainer.asked == [["a", "b"], ["c", "d"]]
+    assert uids(batch) == ["b", "b", "d", "d"]
+    assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert metrics == {
+        "filter_groups/num_gen_batches": 2.0,
+        "filter_groups/kept_share": 2 / 4,
+        "filter_groups/returned_prompts": 0.0,
+        "filter_groups/missing_prompts": 0.0,
+        # of all eight answers four are right; of the four dropped ones, two
+        "filter_groups/score_mean": 0.5,
+        "filter_groups/dropped_score_mean": 0.5,
+        "reward/acc/mean": 0.5,
+        "reward/errors": 3.0 + 3.0,
+    }
+
+
+def test_groups_beyond_the_batch_wait_as_prompts_for_the_next_step():
+    """Three of four differ and two are wanted: the third is asked again, first of all, by the next step."""
+    scores = {"a": MIXED, "b": ALL_WRONG, "c": MIXED, "d": MIXED} | dict.fromkeys("efgh", MIXED)
+    trainer = Trainer(scores, [list("abcd"), list("efgh")])
+    batch, metrics = trainer.fill()
+    assert uids(batch) == ["a", "a", "c", "c"]
+    assert metrics["filter_groups/returned_prompts"] == 1.0
+    batch, _ = trainer.fill()
+    assert trainer.asked == [list("abcd"), list("defg")], "h waits behind"
+    assert uids(batch) == ["d", "d", "e", "e"]
+
+
+def test_one_batch_is_enough_where_all_groups_differ():
+    trainer = Trainer({"a": MIXED, "b": MIXED}, [["a", "b"]])
+    batch, metrics = trainer.fill()
+    assert uids(batch) == ["a", "a", "b", "b"]
+    assert metrics["filter_groups/num_gen_batches"] == 1.0
+    assert "filter_groups/dropped_score_mean" not in metrics
+
+
+def test_at_the_limit_the_step_goes_on_with_what_it_has(caplog):
+    scores = dict.fromkeys("abcd", ALL_WRONG) | {"b": MIXED}
+    trainer = Trainer(scores, [["a", "b"], ["c", "d"]], "algorithm.filter_groups.max_num_gen_batches=2")
+    with caplog.at_level(logging.WARNING):
+        batch, metrics = trainer.fill()
+    assert uids(batch) == ["b", "b"]
+    assert (metrics["filter_groups/missing_prompts"], metrics["filter_groups/num_gen_batches"]) == (1.0, 2.0)
+    assert "step 7: 4 prompts in 2 generation batches gave 1 of 2 groups that differ in score" in caplog.text
+
+
+def test_an_incomplete_batch_is_filled_up_to_whole_mini_batches_with_rows_that_weigh_nothing():
+    scores = dict.fromkeys("abcd", ALL_WRONG) | {"b": MIXED}
+    limits = ("algorithm.filter_groups.max_num_gen_batches=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+    batch, _ = Trainer(scores, [["a", "b"], ["c", "d"]], *limits).fill()
+    assert len(batch) == 4
+    assert batch.batch["response_mask"].tolist() == [[1, 1, 0]] * 2 + [[0, 0, 0]] * 2
+
+
+@pytest.mark.parametrize("limit", [-1, 0, 2])
+def test_no_group_at_all_is_an_error_with_and_without_a_limit(limit):
+    """Without a limit one whole epoch in vain is enough: the same prompts would fail again for ever."""
+    limits = f"algorithm.filter_groups.max_num_gen_batches={limit}"
+    trainer = Trainer(dict.fromkeys("abcd", ALL_RIGHT), [["a", "b"], ["c", "d"]], limits)
+    with pytest.raises(ValueError, match=r"step 7 tried 4 prompts in 2 generation batches.*nothing to learn from"):
+        trainer.fill()
+
+
+def test_a_prompt_that_comes_twice_in_one_step_is_two_groups():
+    """A new epoch began inside the step: answers of the first round and of the second are not compared."""
+    trainer = Trainer({"a": MIXED, "b": ALL_WRONG}, [["a", "b"]], "algorithm.filter_groups.max_num_gen_batches=0")
+    batch, _ = trainer.fill()
+    assert trainer.asked == [["a", "b"], ["a~2", "b~2"]]
+    assert uids(batch) == ["a", "a", "a~2", "a~2"]
+    assert not trainer.prompts.waiting
+
+
+def test_prompts_come_back_under_their_own_name():
+    trainer = Trainer({"a": MIXED, "b": MIXED, "c": ALL_WRONG}, [["a", "b", "c"]], "data.train_batch_size=3")
+    trainer.fill()
+    assert trainer.asked == [["a", "b", "c"], ["a~2", "b~2", "c~2"]]
+    assert uids(trainer.prompts.take(1)) == ["b"], "and not as b~2"
+
+
+def scored(values: list[float], mask: list[int], **columns) -> DataProto:
+    batch = DataProto.from_dict(
+        {
+            "response_mask": torch.tensor(mask)[:, None],
+            "token_level_scores": torch.tensor(values)[:, None],
+        }
+    )
+    batch.non_tensor_batch |= {name: object_array(column) for name, column in columns.items()}
+    return batch
+
+
+def test_answers_that_could_not_be_scored_say_nothing_about_their_group():
+    """Masked, their 0 beside a 1 is no difference; a group of only such answers is dropped."""
+    groups = np.array(["a", "a", "a", "b", "b"])
+    batch = scored([1.0, 1.0, 0.0, 0.0, 0.0], mask=[1, 1, 0, 0, 0])
+    assert differing_rows(batch, groups, "score").tolist() == [False] * 5
+    batch = scored([1.0, 0.0, 0.0, 0.0, 0.0], mask=[1, 1, 0, 0, 0])
+    assert differing_rows(batch, groups, "score").tolist() == [True, True, False, False, False]
+
+
+def test_the_metric_may_be_what_the_reward_returned():
+    """Scores differ (length), accuracy does not; rounding is no difference; a missing value counts 0."""
+    groups = np.array(["a", "a", "b", "b"])
+    batch = scored([1.0, 0.9, 0.3, 0.3 + 1e-8], [1, 1, 1, 1], acc=[True, True, None, 1], note=["x"] * 4)
+    assert differing_rows(batch, groups, "score").tolist() == [True, True, False, False]
+    assert differing_rows(batch, groups, "acc").tolist() == [False, False, True, True]
+    with pytest.raises(ValueError, match=r"filter_groups.metric: the reward returned no number under .accc. \(there"):
+        differing_rows(batch, groups, "accc")
+    with pytest.raises(ValueError, match=r"no number under 'note'"):
+        differing_rows(batch, groups, "note")

@@ -1,0 +1,43 @@
+"""One greedy answer per prompt: asked for beside the sampled ones, taken out again as their baseline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl.protocol import DataProto, object_array
+from verl.trainer.ppo.greedy_baseline import answer_rows, split_off_baselines
+from verl.workers.rollout.prompts import requests_from_prompts
+from verl.workers.rollout.request import SamplingParams
+
+PROMPTS = DataProto.from_dict(
+    {"input_ids": torch.tensor([[5], [6]]), "attention_mask": torch.ones(2, 1, dtype=torch.long)},
+    {"uid": object_array(["a", "b"])},
+)
+
+
+def test_each_prompt_is_asked_n_times_and_once_greedily():
+    rows = answer_rows(PROMPTS, n=2, greedy=True)
+    assert rows.non_tensor_batch["uid"].tolist() == ["a", "a", "a", "b", "b", "b"]
+    assert rows.non_tensor_batch["sample_index"].tolist() == [0, 1, 2, 0, 1, 2]
+    requests = requests_from_prompts(rows, SamplingParams(temperature=0.7), seed=1)
+    assert [request.params.greedy for request in requests] == [False, False, True] * 2
+    assert {request.params.temperature for request in requests} == {0.7}
+
+
+def test_without_a_baseline_nothing_is_greedy_and_the_sampled_answers_are_the_same():
+    plain = requests_from_prompts(answer_rows(PROMPTS, n=2, greedy=False), SamplingParams(), seed=1)
+    beside = requests_from_prompts(answer_rows(PROMPTS, n=2, greedy=True), SamplingParams(), seed=1)
+    assert not any(request.params.greedy for request in plain)
+    assert [r.params.key for r in plain] == [r.params.key for r in beside if not r.params.greedy]
+
+
+def test_the_greedy_score_becomes_the_baseline_of_its_prompt():
+    rows = answer_rows(PROMPTS, n=2, greedy=True)
+    scores = [0.1, 0.2, 0.9, 0.3, 0.4, 0.7]
+    rows.batch["token_level_scores"] = torch.tensor([[0.0, score] for score in scores])
+    kept = split_off_baselines(rows)
+    assert kept.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
+    assert kept.batch["token_level_scores"].sum(-1).tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert kept.batch["reward_baselines"].tolist() == pytest.approx([0.9, 0.9, 0.7, 0.7])
+    assert "do_sample" not in kept.non_tensor_batch

@@ -1,0 +1,64 @@
+"""What the trainer does about a rollout whose log-probs differ: weights, masks, metrics, one warning."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+
+from verl.config import RolloutCorrectionConfig, as_config
+from verl.protocol import DataProto
+from verl.trainer.ppo.mismatch import RolloutMismatch
+
+
+def columns(ratios: list[float]) -> DataProto:
+    """One answer whose tokens have these ratios of training to rollout policy."""
+    rollout = torch.full((1, len(ratios)), -1.0)
+    tensors = {
+        "rollout_log_probs": rollout,
+        "old_log_probs": rollout + torch.tensor([ratios]).log(),
+        "response_mask": torch.ones(1, len(ratios), dtype=torch.long),
+    }
+    return DataProto.from_dict(tensors)
+
+
+def correct(ratios: list[float], **config) -> tuple[DataProto, dict[str, float]]:
+    batch = columns(ratios)
+    metrics = RolloutMismatch(as_config(RolloutCorrectionConfig, config)).correct(batch, columns(ratios))
+    return batch, metrics
+
+
+def test_without_a_correction_the_batch_stays_and_the_mismatch_is_measured():
+    batch, metrics = correct([2.0, 1.0])
+    assert "rollout_is_weights" not in batch.batch.keys()
+    assert batch.batch["response_mask"].tolist() == [[1, 1]]
+    assert metrics["rollout_corr/log_prob_diff"] == pytest.approx(math.log(2) / 2)
+    assert {"rollout_corr/kl", "rollout_corr/ratio_p50", "rollout_corr/masked_fraction"} <= metrics.keys()
+
+
+def test_weights_and_mask_reach_the_batch():
+    batch, metrics = correct([4.0, 1.0], rollout_is="token", rollout_is_threshold=2.0, rollout_rs="token")
+    assert batch.batch["rollout_is_weights"].tolist() == [pytest.approx([2.0, 1.0])]
+    assert batch.batch["response_mask"].tolist() == [[0, 1]]
+    assert metrics["rollout_corr/masked_fraction"] == 0.5
+
+
+def test_a_large_difference_is_said_once_with_the_keys_that_help(caplog):
+    watch = RolloutMismatch(as_config(RolloutCorrectionConfig, {"warn_log_prob_diff": 0.1}))
+    with caplog.at_level(logging.WARNING):
+        watch.correct(columns([1.05]), columns([1.05]))
+        assert not caplog.records
+        watch.correct(columns([2.0]), columns([2.0]))
+        watch.correct(columns([2.0]), columns([2.0]))
+    (record,) = caplog.records
+    assert "differ by 0.693" in record.getMessage()
+    assert "rollout_correction.rollout_is=token" in record.getMessage()
+
+
+@pytest.mark.parametrize(("rows", "ranks", "expected"), [(64, 2, 4), (8, 4, 4), (3, 8, 3), (16, 1, 1)])
+def test_with_bypass_every_sixteenth_row_is_measured_and_one_per_rank_at_least(rows, ranks, expected):
+    chosen = RolloutMismatch(as_config(RolloutCorrectionConfig, {})).sample(rows, ranks)
+    assert len(chosen) == len(set(chosen.tolist())) == expected
+    assert 0 <= chosen.min() <= chosen.max() < rows

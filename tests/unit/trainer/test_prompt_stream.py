@@ -1,0 +1,111 @@
+"""Prompts epoch after epoch: none lost, none twice, also when some come back and the run is resumed in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.config import DataConfig, as_config
+from verl.protocol import object_array
+from verl.trainer.ppo.dataloading import make_dataloader, make_sampler
+from verl.trainer.ppo.prompt_stream import PromptStream
+from verl.utils.plain_store import load_plain, save_plain
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Rows that know their number."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row: int) -> dict:
+        return {"input_ids": torch.tensor([row]), "uid": f"u{row}", "extra_info": {"index": row}}
+
+
+def make_stream(rows: int = 10, batch: int = 3) -> tuple[PromptStream, object]:
+    data = {"train_batch_size": batch, "gen_batch_size": batch, "dataloader_num_workers": 0, "seed": 7}
+    config = as_config(DataConfig, data)
+    dataset = Numbers(rows)
+    loader = make_dataloader(dataset, config, sampler=make_sampler(config, dataset))
+    return PromptStream(loader, total_epochs=2), loader
+
+
+def numbers(prompts) -> list[int]:
+    return prompts.batch["input_ids"][:, 0].tolist()
+
+
+def test_any_number_of_prompts_in_the_order_of_the_dataloader():
+    stream, loader = make_stream()
+    whole = [row for batch in loader for row in batch["input_ids"][:, 0].tolist()]
+    stream, _ = make_stream()
+    assert numbers(stream.take(2)) + numbers(stream.take(5)) + numbers(stream.take(2)) == whole
+    assert stream.epoch == 0
+    stream.take(1)
+    assert stream.epoch == 1
+
+
+def test_prompts_put_back_come_first():
+    stream, _ = make_stream()
+    first = stream.take(3)
+    stream.put_back(first[1:])
+    assert stream.waiting == 2
+    assert numbers(stream.take(3))[:2] == numbers(first)[1:]
+    assert stream.waiting == 2, "of the batch drawn for the third, two are left"
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_a_resumed_stream_goes_on_as_an_uninterrupted_one(tmp_path_factory, data):
+    """Take, put some back, take … ; cut anywhere: the same prompts follow, and each epoch has each row once."""
+    moves = data.draw(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=8))
+    cut = data.draw(st.integers(0, len(moves)))
+    stream, loader = make_stream()
+    handed_out: list[list[int]] = []
+    for number, (count, back) in enumerate(moves):
+        if number == cut:
+            file = tmp_path_factory.mktemp("state") / "state.pt"
+            save_plain({"dataloader": loader.state_dict(), "prompts": stream.state_dict()}, file)
+        taken = stream.take(count)
+        kept = max(0, count - back)
+        handed_out.append(numbers(taken)[:kept])
+        if kept < count:
+            stream.put_back(taken[kept:])
+    used = [row for rows in handed_out for row in rows]
+    for epoch in range(0, len(used), 9):
+        assert len(set(used[epoch : epoch + 9])) == len(used[epoch : epoch + 9]), "an epoch has nine of ten rows, once"
+    if cut == len(moves):
+        return
+    resumed, loader = make_stream()
+    state = load_plain(file)
+    loader.load_state_dict(state["dataloader"])
+    resumed.load_state_dict(state["prompts"])
+    for (count, back), expected in zip(moves[cut:], handed_out[cut:], strict=True):
+        taken = resumed.take(count)
+        assert numbers(taken)[: max(0, count - back)] == expected
+        if back:
+            resumed.put_back(taken[max(0, count - back) :])
+
+
+def test_an_epoch_without_a_whole_batch_is_named():
+    stream, _ = make_stream()
+    stream._dataloader = []
+    with pytest.raises(ValueError, match=r"data.sampler: an epoch without a single whole batch"):
+        stream.take(1)
+
+
+def test_the_columns_that_are_not_tensors_survive_a_resume(tmp_path):
+    stream, _ = make_stream()
+    taken = stream.take(3)
+    stream.put_back(taken)
+    save_plain(stream.state_dict(), tmp_path / "state.pt")
+    resumed, _ = make_stream()
+    resumed.load_state_dict(load_plain(tmp_path / "state.pt"))
+    again = resumed.take(3)
+    for name in ("uid", "extra_info"):
+        assert again.non_tensor_batch[name].tolist() == taken.non_tensor_batch[name].tolist()
+        assert again.non_tensor_batch[name].dtype == object_array([]).dtype

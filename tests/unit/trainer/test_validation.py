@@ -1,0 +1,131 @@
+"""Validation: every batch counts however its rewards differ; answers reach console, file, TensorBoard and wandb."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from training_harness import close, make_task, make_trainer, overrides
+
+from verl.trainer.ppo.validation import _accuracies, _joined, _metrics, _show
+
+
+def part(uids: list[str], source: str, scores: list[float], **extra) -> dict[str, list]:
+    texts = [f"text of {uid}" for uid in uids]
+    return {
+        "prompt": texts,
+        "answer": texts,
+        "uid": uids,
+        "data_source": [source] * len(uids),
+        "reward": scores,
+        **extra,
+    }
+
+
+def test_rewards_that_say_different_things_are_joined_with_gaps():
+    """Two batches of two data sources: one reward returns acc and pred, the other a number alone."""
+    samples = _joined([part(["a"], "math", [0.7], acc=[True], pred=["4"]), part(["b", "c"], "chat", [0.2, 0.4])])
+    assert samples["acc"] == [True, None, None]
+    assert samples["uid"] == ["a", "b", "c"]
+    metrics = _metrics(samples, {name: samples[name] for name in ("reward", "acc", "pred")})
+    assert metrics["val-core/math/acc/mean@1"] == 1.0
+    assert metrics["val-aux/math/reward/mean@1"] == 0.7, "where there is an accuracy, it is what to look at"
+    assert metrics["val-core/chat/reward/mean@1"] == pytest.approx(0.3)
+    assert "val-core/chat/acc/mean@1" not in metrics
+    assert metrics["val-aux/chat/reward/mean@1/high"] == pytest.approx(0.4)
+
+
+def test_an_answer_is_right_when_the_reward_says_so_else_with_a_score_of_1():
+    """Punished for its length a right answer scores 0.7 and is still right."""
+    samples = _joined([part(["a", "b"], "math", [0.7, -1.0], acc=[1.0, 0.0]), part(["c", "d"], "chat", [1.0, 0.9])])
+    assert _accuracies(samples) == {"val/math/accuracy": 0.5, "val/chat/accuracy": 0.5}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> dict[str, str]:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def test_sampled_answers_reach_every_tracker(task, tmp_path, monkeypatch, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    run = (
+        "trainer.val_only=True",
+        "trainer.log_val_generations=3",
+        "trainer.logger=[console,file,tensorboard]",
+        "trainer.project_name=p",
+        "trainer.experiment_name=e",
+        "reward_model.reward_kwargs={num_processes: 0}",
+        "actor_rollout_ref.rollout.val_kwargs={n: 2, do_sample: true, temperature: 1.0}",
+    )
+    trainer = make_trainer(overrides(task, tmp_path, *run))
+    trainer.init_workers()
+    trainer.fit()
+    close(trainer)
+    rows = [json.loads(line) for line in (tmp_path / "runs/p/e/generations.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    assert rows[0].keys() >= {"step", "input", "output", "score"}
+    shown = [line for line in capsys.readouterr().out.splitlines() if "validation sample" in line]
+    assert len(shown) == 3
+    events = EventAccumulator(str(tmp_path / "runs/p/e"))
+    events.Reload()
+    assert {f"val/generations/{number}/text_summary" for number in range(3)} <= set(events.Tags()["tensors"])
+    (metrics,) = trainer.history
+    assert metrics["val-aux/toy/reward/mean@2/low"] <= metrics["val-core/toy/reward/mean@2"]
+    assert {"val-core/toy/reward/pass@2", "val-core/toy/reward/best@2/mean"} <= metrics.keys()
+
+
+WANDB = '''
+"""Stands in for a hosted tracker, which needs an account: notes what it is given."""
+logged = []
+
+class Table:
+    def __init__(self, columns, data):
+        self.columns, self.data = columns, data
+
+def init(**about):
+    logged.append(about)
+
+def log(data, step):
+    logged.append((step, data))
+
+def finish():
+    logged.append("finished")
+'''
+
+
+def test_sampled_answers_are_a_table_in_wandb(tmp_path, monkeypatch):
+    from verl.utils.tracking import Tracking
+
+    (tmp_path / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    class Trainer:
+        """What `_show` reads of one."""
+
+        class config:
+            class trainer:
+                log_val_generations = 2
+                validation_data_dir = None
+
+            class data:
+                seed = 1
+
+        global_steps = 5
+        tracking = Tracking("p", "e", "wandb")
+
+    _show(Trainer, _joined([part(["a", "b", "c"], "math", [0.0, 1.0, 0.5])]))
+    Trainer.tracking.close()
+    import wandb
+
+    started, (step, data), end = wandb.logged
+    assert (started["project"], started["name"], step, end) == ("p", "e", 5, "finished")
+    table = data["val/generations"]
+    assert table.columns == ["input", "output", "score"]
+    assert len(table.data) == 2
+    assert table.data[0][0].startswith("text of ")
+    sys.modules.pop("wandb")

@@ -1,0 +1,66 @@
+"""Rules between keys of `algorithm.*` and of the policy loss: what would have no effect, or could never work."""
+
+from __future__ import annotations
+
+from verl.config.plan import ACTOR
+from verl.config.ppo import PPOConfig
+from verl.config.problems import Report
+
+
+def algorithm_rules(config: PPOConfig, report: Report) -> None:
+    """Report dynamic sampling that cannot fill a batch, rewards nobody reads, corrections that contradict."""
+    _filter_groups(config, report)
+    _gdpo(config, report)
+    _rollout_correction(config, report)
+    loss = config.actor_rollout_ref.actor.policy_loss
+    if loss.clip_cov_lb > loss.clip_cov_ub:
+        why = f"is above {ACTOR}.policy_loss.clip_cov_ub = {loss.clip_cov_ub:g}: no token could be chosen"
+        report.problem(f"{ACTOR}.policy_loss.clip_cov_lb", loss.clip_cov_lb, why, "Set it below")
+
+
+def _filter_groups(config: PPOConfig, report: Report) -> None:
+    rule, data = config.algorithm.filter_groups, config.data
+    most = rule.max_num_gen_batches * data.gen_batch_size
+    if rule.enable and 0 < most < data.train_batch_size:
+        why = (
+            f"at most {most} prompts (× data.gen_batch_size = {data.gen_batch_size}) are tried for the "
+            f"data.train_batch_size = {data.train_batch_size} of a training step"
+        )
+        fix = f"Set it to {-(-data.train_batch_size // data.gen_batch_size)} or more, or 0 for no limit"
+        uses = ("data.gen_batch_size", "data.train_batch_size")
+        report.problem("algorithm.filter_groups.max_num_gen_batches", rule.max_num_gen_batches, why, fix, uses)
+
+
+def _gdpo(config: PPOConfig, report: Report) -> None:
+    algorithm = config.algorithm
+    keys, weights = algorithm.gdpo.reward_keys, algorithm.gdpo.reward_weights
+    if algorithm.adv_estimator != "gdpo":
+        if keys or weights:
+            report.notice(f"algorithm.gdpo has no effect with algorithm.adv_estimator = {algorithm.adv_estimator}.")
+        return
+    if not keys:
+        report.notice(
+            "algorithm.gdpo.reward_keys is not set: the score is the only reward. Name those that your reward returns,"
+            " e.g. [score,format]."
+        )
+    if weights and len(weights) != max(1, len(keys)):
+        why = f"are {len(weights)} for {max(1, len(keys))} rewards (algorithm.gdpo.reward_keys)"
+        report.problem("algorithm.gdpo.reward_weights", weights, why, "Give one for each, or leave it out")
+    if keys and algorithm.use_kl_in_reward:
+        why = "gdpo normalises each reward on its own, and a KL inside the token rewards is none of them"
+        fix = f"Set {ACTOR}.use_kl_loss=True instead"
+        report.problem("algorithm.use_kl_in_reward", True, why, fix, ("algorithm.adv_estimator",))
+
+
+def _rollout_correction(config: PPOConfig, report: Report) -> None:
+    path, rule = "algorithm.rollout_correction", config.algorithm.rollout_correction
+    upper = rule.rollout_rs_threshold or rule.rollout_is_threshold
+    lower = rule.rollout_rs_threshold_lower or 1 / upper
+    if rule.rollout_rs is not None and lower > upper:
+        why = f"the lower one is {lower:g}, the upper one {upper:g}: everything would be masked"
+        fix = f"Set {path}.rollout_rs_threshold above 1, or both thresholds in order"
+        report.problem(f"{path}.rollout_rs_threshold", rule.rollout_rs_threshold, why, fix)
+    for name in ("rollout_is", "rollout_rs"):
+        if rule.bypass_mode and rule[name] is not None:
+            why = f"{path}.bypass_mode = True takes the rollout's log-probs as the old ones: there is no ratio to use"
+            report.problem(f"{path}.{name}", rule[name], why, f"Leave it out, or set {path}.bypass_mode=False")

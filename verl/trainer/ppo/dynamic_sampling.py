@@ -1,0 +1,164 @@
+"""Dynamic sampling (DAPO, arXiv 2503.14476): a prompt whose answers all score the same is replaced by another one.
+
+All right or all wrong, such a group has no advantage and teaches nothing. The step generates `data.gen_batch_size`
+prompts at a time and keeps the groups that differ, until it has `data.train_batch_size` of them. Prompts kept beyond
+that wait for the next step, which answers them again with its own weights. After
+`algorithm.filter_groups.max_num_gen_batches` the step goes on with the groups it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from verl.algos.groups import Groups
+from verl.protocol import DataProto, object_array
+from verl.trainer.ppo.advantage import value_per_answer
+
+if TYPE_CHECKING:
+    from verl.config import PPOConfig
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+logger = logging.getLogger(__name__)
+
+# Scores closer than this are the same score.
+_TOLERANCE = 1e-6
+# Metrics of a generation batch that are numbers of samples; all others are means.
+_COUNTED = "reward/errors"
+
+
+def fill_batch(trainer: RayPPOTrainer, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
+    """Scored answers to `data.train_batch_size` prompts whose groups differ; `prompts` are tried first.
+
+    Fewer only where the limit came first; then rows that weigh nothing fill up the last mini-batch.
+    """
+    data, rule = trainer.config.data, trainer.config.algorithm.filter_groups
+    found, times = _Found(data.train_batch_size), Counter[str]()
+    while True:
+        answers_metrics: dict[str, float] = {}
+        groups = _own_groups(prompts, times)
+        batch = trainer._roll_out(groups, answers_metrics)
+        surplus = found.add(batch, groups.non_tensor_batch["uid"], rule.metric, answers_metrics)
+        if len(surplus):
+            trainer.prompts.put_back(prompts.select_idxs(surplus))
+        # Without a limit: a whole epoch that added no group will not do so a second time either.
+        in_vain = found.prompts_in_vain >= len(trainer.train_dataloader) * data.gen_batch_size
+        if found.missing == 0 or found.batches == rule.max_num_gen_batches or in_vain:
+            break
+        prompts = trainer.prompts.take(data.gen_batch_size)
+    metrics |= found.metrics()
+    return found.result(trainer.config, trainer.global_steps)
+
+
+@dataclass
+class _Found:
+    """The groups found for one step so far."""
+
+    wanted: int
+    parts: list[DataProto] = field(default_factory=list)
+    batches: int = 0
+    prompts: int = 0
+    differing: int = 0
+    taken: int = 0
+    prompts_in_vain: int = 0
+    """Since the last group that differed."""
+    scores: list[np.ndarray] = field(default_factory=list)
+    dropped_scores: list[np.ndarray] = field(default_factory=list)
+    per_batch: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def missing(self) -> int:
+        return self.wanted - self.taken
+
+    def add(self, batch: DataProto, uids: np.ndarray, metric: str, metrics: dict[str, float]) -> np.ndarray:
+        """Take what is missing from one generation batch; places in `uids` of prompts that were not needed any more."""
+        row_uids = np.asarray(batch.non_tensor_batch["uid"])
+        differ = differing_rows(batch, row_uids, metric)
+        kept = np.flatnonzero(np.isin(uids.astype(str), row_uids[differ].astype(str)))
+        chosen, surplus = kept[: self.missing], kept[self.missing :]
+        if len(chosen):
+            self.parts.append(batch.select_idxs(np.isin(row_uids.astype(str), uids[chosen].astype(str))))
+        self.batches += 1
+        self.prompts += len(uids)
+        self.differing += len(kept)
+        self.taken += len(chosen)
+        self.prompts_in_vain = 0 if len(kept) else self.prompts_in_vain + len(uids)
+        scores = value_per_answer(batch, "score", "algorithm.filter_groups.metric").numpy()
+        self.scores.append(scores)
+        self.dropped_scores.append(scores[~differ])
+        for name, value in metrics.items():
+            self.per_batch[name].append(value)
+        return surplus
+
+    def metrics(self) -> dict[str, float]:
+        """Means and counts over everything that was generated, and what became of it."""
+        dropped = np.concatenate(self.dropped_scores)
+        found = {
+            name: float(sum(values) if name.startswith(_COUNTED) else np.mean(values))
+            for name, values in self.per_batch.items()
+        }
+        if len(dropped):
+            found["filter_groups/dropped_score_mean"] = float(dropped.mean())
+        return found | {
+            "filter_groups/score_mean": float(np.concatenate(self.scores).mean()),
+            "filter_groups/num_gen_batches": float(self.batches),
+            "filter_groups/kept_share": self.differing / self.prompts,
+            "filter_groups/returned_prompts": float(self.differing - self.taken),
+            "filter_groups/missing_prompts": float(self.missing),
+        }
+
+    def result(self, config: PPOConfig, step: int) -> DataProto:
+        """The step's batch."""
+        tried = f"{self.prompts} prompts in {self.batches} generation batches"
+        metric = config.algorithm.filter_groups.metric
+        if not self.parts:
+            raise ValueError(
+                f"algorithm.filter_groups: step {step} tried {tried}, and for none of them do the answers differ in"
+                f" {metric!r}: there is nothing to learn from. Look at answers and scores (trainer.rollout_data_dir),"
+                " choose another algorithm.filter_groups.metric, harder or easier data, or set"
+                " algorithm.filter_groups.enable=False."
+            )
+        batch = self.parts[0] if len(self.parts) == 1 else DataProto.concat(self.parts)
+        if not self.missing:
+            return batch
+        logger.warning(
+            "step %d: %s gave %d of %d groups that differ in %s; training goes on with these"
+            " (algorithm.filter_groups.max_num_gen_batches)", step, tried, self.taken, self.wanted, metric,
+        )  # fmt: skip
+        return _filled(batch, self.taken, config)
+
+
+def differing_rows(batch: DataProto, uids: np.ndarray, metric: str) -> np.ndarray:
+    """[batch], bool: whether the answers of the row's group differ in `metric`. A row without tokens is in no group."""
+    values = value_per_answer(batch, metric, "algorithm.filter_groups.metric")
+    return Groups(uids, batch.batch["response_mask"]).differ(values, _TOLERANCE).cpu().numpy()
+
+
+def _own_groups(prompts: DataProto, times: Counter[str]) -> DataProto:
+    """A prompt that comes again in one step, in a new epoch, is a group of its own with sampling noise of its own."""
+    names = []
+    for uid in map(str, prompts.non_tensor_batch["uid"]):
+        times[uid] += 1
+        names.append(uid if times[uid] == 1 else f"{uid}~{times[uid]}")
+    own = prompts.select()
+    own.non_tensor_batch["uid"] = object_array(names)
+    return own
+
+
+def _filled(batch: DataProto, prompts: int, config: PPOConfig) -> DataProto:
+    """With copies of rows whose mask is 0, up to whole mini-batches: they divide over ranks and weigh nothing."""
+    sizes = [config.actor_rollout_ref.actor.ppo_mini_batch_size]
+    if config.critic.enable:
+        sizes.append(config.critic.ppo_mini_batch_size)
+    rows = len(batch)
+    fillers = -prompts % math.lcm(*sizes) * config.actor_rollout_ref.rollout.n
+    filled = batch.select_idxs(np.concatenate([np.arange(rows), np.resize(np.arange(rows), fillers)]))
+    mask = filled.batch["response_mask"].clone()
+    mask[rows:] = 0
+    filled.batch["response_mask"] = mask
+    return filled

@@ -1,0 +1,60 @@
+"""The rollout's word against the trainer's: corrected as configured, measured always, said once where it is large."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+
+from verl.algos import correct_rollout
+from verl.config import RolloutCorrectionConfig
+from verl.protocol import DataProto
+
+logger = logging.getLogger(__name__)
+
+# With bypass_mode the trainer's log-probs of one row in so many are computed, to measure the mismatch.
+_ONE_IN = 16
+
+
+class RolloutMismatch:
+    """Applies `algorithm.rollout_correction` to batches that have `old_log_probs` and `rollout_log_probs`."""
+
+    def __init__(self, config: RolloutCorrectionConfig) -> None:
+        self._config = config
+        self._warned = False
+
+    def correct(self, batch: DataProto, columns: DataProto) -> dict[str, float]:
+        """Weights and mask into `batch`, computed from `columns` (the same rows, on the controller); metrics."""
+        correction = correct_rollout(
+            columns.batch["old_log_probs"],
+            columns.batch["rollout_log_probs"],
+            columns.batch["response_mask"],
+            self._config,
+        )
+        if correction.weights is not None:
+            batch.batch["rollout_is_weights"] = correction.weights
+        if self._config.rollout_rs is not None:
+            batch.batch["response_mask"] = correction.response_mask
+        self._warn(correction.metrics)
+        return correction.metrics
+
+    def sample(self, rows: int, ranks: int) -> np.ndarray:
+        """Rows to measure on where not all are: every 16th, and as many as there are ranks at least."""
+        wanted = min(rows, max(ranks, rows // _ONE_IN))
+        return np.linspace(0, rows - 1, wanted).round().astype(np.int64)
+
+    def _warn(self, metrics: Mapping[str, float]) -> None:
+        difference, limit = metrics["rollout_corr/log_prob_diff"], self._config.warn_log_prob_diff
+        if difference <= limit or self._warned:
+            return
+        self._warned = True
+        logger.warning(
+            "rollout and training differ by %.3g in the log-prob of a token on average (more than"
+            " algorithm.rollout_correction.warn_log_prob_diff = %g): the policy that answered is not quite the one that"
+            " learns. Weigh the tokens with algorithm.rollout_correction.rollout_is=token, mask them with"
+            " algorithm.rollout_correction.rollout_rs=token, or give both engines the same precision. Said once; the"
+            " metrics rollout_corr/* show every step.",
+            difference,
+            limit,
+        )
