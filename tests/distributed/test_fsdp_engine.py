@@ -15,8 +15,11 @@ from engine_cases import (
     whole_weights,
 )
 from fsdp_ranks import CHANGES, MINE, ROWS, steps, two_ranks_at_work, value_gradients
+from reads import files_read
 from tiny import save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
+
+from verl.utils.checkpoint.manifest import expect_records, find_problems, write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +31,7 @@ def one_rank(tmp_path_factory):
     engine = make_engine(str(folder / "model"), **CHANGES)
     steps(engine, data, 2)
     engine.save(folder / "one")
+    expect_records(folder / "two")
     steps(engine, data, 2)
     yield folder, whole_weights(engine)
     dist.destroy_process_group()
@@ -105,3 +109,12 @@ def test_the_export_of_two_ranks_is_what_they_saved(found, one_rank):
     exported = AutoModelForCausalLM.from_pretrained(one_rank[0] / "export").state_dict()
     weights = whole_weights(engine)
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
+
+
+def test_the_manifest_needs_no_look_at_what_two_ranks_saved(found, one_rank):
+    saved = one_rank[0] / "two"
+    with files_read(saved) as read:
+        listed = write_manifest(saved, step=1, serial=1).files
+    assert {path.parent.name for path in read} == {".checksums"}, "only the records that both ranks left"
+    assert {"model/__0_0.distcp", "model/__1_0.distcp", "optimizer/__1_0.distcp", "extra.pt"} <= set(listed)
+    assert find_problems(saved) == []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,23 +11,28 @@ from verl.single_controller.base import CallCancelled, WorkerCallError
 
 
 def test_control_calls_answer_during_a_long_compute_call_and_cancel_it(ray_counters):
-    future = ray_counters.long_compute(10.0)
+    future = ray_counters.long_compute(120.0)
     while ray_counters.running() != ["long_compute"] * 2:
         time.sleep(0.01)
-    answers = []
     for _ in range(20):
-        start = time.monotonic()
         ray_counters.ping()
-        answers.append(time.monotonic() - start)
-    assert statistics.median(answers) < 0.05, "control must not wait for the compute call"
-    start = time.monotonic()
+    assert ray_counters.running() == ["long_compute"] * 2, "control must not wait for the compute call"
     assert ray_counters.cancel() == [True, True]
     with pytest.raises(WorkerCallError, match="CallCancelled: long_compute was cancelled") as caught:
         future.get()
     assert isinstance(caught.value.__cause__, CallCancelled)
-    assert time.monotonic() - start < 5, "cancelling must end the 10 s call early"
     assert ray_counters.cancel() == [False, False], "nothing is running any more"
     assert ray_counters.add(0), "the group is usable after a cancelled call"
+
+
+def test_a_control_call_runs_beside_another_that_waits_for_it(counters):
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting = pool.submit(counters.wait_for_release)
+        while not all(counters.is_waiting()):
+            assert not waiting.done(), waiting.result()
+            time.sleep(0.01)
+        counters.release()
+        assert waiting.result() == ["released"] * counters.world_size
 
 
 def test_a_cancel_does_not_touch_the_next_call(ray_counters):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -54,16 +55,18 @@ print("placement ok")
 
 
 def test_ranks_follow_the_order_of_nodes_and_bundles():
-    environment = {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=environment,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
+    # This kind of cluster notes its address for others to join: not where the machine's own programs look. A short
+    # path, since Ray's sockets lie below it and their names may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(PROGRAM)],
+            capture_output=True,
+            text=True,
+            timeout=180,
+            env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "RAY_TMPDIR": folder},
+            cwd=Path(__file__).parent,
+            check=False,
+        )
     assert "placement ok" in done.stdout, done.stdout + done.stderr
 
 

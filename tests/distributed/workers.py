@@ -15,6 +15,7 @@ import torch.distributed as dist
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.progress import expect, tick
 
 
 class Counter(Worker):
@@ -23,6 +24,7 @@ class Counter(Worker):
     def __init__(self, start: int = 0) -> None:
         self.start = start
         self.log: list[int] = []
+        self._waiting, self._released = threading.Event(), threading.Event()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def whoami(self) -> tuple[int, int, int, int]:
@@ -54,6 +56,20 @@ class Counter(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def square_later(self, data: DataProto) -> DataProto:
         return self.square(data)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def square_gated(self, data: DataProto) -> DataProto:
+        """Goes over the rows one by one, as `let_through` allows."""
+        self.gate = threading.Semaphore(0)
+        expect(len(data))
+        for _ in range(len(data)):
+            self.gate.acquire(timeout=30)
+            tick()
+        return self.square(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def let_through(self, rows: int) -> None:
+        self.gate.release(rows)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def three_each(self, data: DataProto) -> DataProto:
@@ -92,6 +108,24 @@ class Counter(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def ping(self) -> int:
         return threading.get_ident()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def wait_for_release(self) -> str:
+        """Ends when another control call says so."""
+        self._released.clear()
+        self._waiting.set()
+        try:
+            return "released" if self._released.wait(timeout=60) else "nobody came"
+        finally:
+            self._waiting.clear()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def is_waiting(self) -> bool:
+        return self._waiting.is_set()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def release(self) -> None:
+        self._released.set()
 
     def run_this(self, function: Callable[[], object]) -> object:
         return function()

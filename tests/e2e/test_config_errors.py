@@ -18,7 +18,8 @@ FIVE_MISTAKES = [
 
 
 def run(*arguments, cwd, **environment):
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | environment
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env |= {"RAY_ADDRESS": "local"} | environment
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
 

@@ -17,6 +17,7 @@ from tiny import tiny_tokenizer
 from verl.config import SFTConfig, batch_plan, load_config
 from verl.config.command_line import hydra_arguments
 from verl.trainer.main_ppo import create_rl_dataset
+from verl.trainer.ppo.unbuilt import refuse_unbuilt
 from verl.utils.dataset.check import check_files
 from verl.utils.import_utils import load_extern_object
 
@@ -32,11 +33,14 @@ KNOWN = [
     "examples/ppo_trainer/run_qwen2-7b_math_megatron.sh",
     "examples/grpo_trainer/run_qwen2-7b.sh",
     "examples/grpo_trainer/run_qwen2.5-0.5b_cpu.sh",
+    "recipe/dapo/run_dapo_qwen2.5_7b.sh",
+    "recipe/dapo/run_dapo_quickstart_cpu.sh",
     "recipe/retool/run_qwen2_7b_dapo.sh",
 ]
 DOCUMENTS = [
     *ROOT.glob("examples/*/README.md"),
     *ROOT.glob("recipe/*/README.md"),
+    ROOT / "docs/algorithms.md",
     ROOT / "docs/guide.md",
     ROOT / "docs/troubleshooting.md",
 ]
@@ -144,6 +148,23 @@ def test_the_retool_recipe_has_the_published_settings(tmp_path):
     assert config.data.val_files == ["/data/dataset/yentinglin/aime_2025"]
     assert turns.tool_config_path == "recipe/retool/sandbox_fusion_tool_config.yaml"
     assert batch_plan(config).samples == 64 * 16
+
+
+@pytest.mark.parametrize("script", [path for path in KNOWN if path.startswith("recipe/dapo/")])
+def test_the_dapo_recipe_has_the_four_parts_of_the_paper(script, tmp_path):
+    config = load(run_script(script, tmp_path))
+    actor, groups, buffer = (
+        config.actor_rollout_ref.actor,
+        config.algorithm.filter_groups,
+        config.reward_model.overlong_buffer,
+    )
+    assert (actor.policy_loss.loss_mode, actor.clip_ratio_low, actor.clip_ratio_high) == ("vanilla", 0.2, 0.28)
+    assert (groups.enable, groups.metric) == (True, "acc")
+    assert config.data.gen_batch_size > config.data.train_batch_size
+    assert actor.loss_agg_mode == "token-mean"
+    assert (config.reward_model.reward_manager, buffer.enable, buffer.penalty_factor) == ("dapo", True, 1.0)
+    assert (config.algorithm.use_kl_in_reward, actor.use_kl_loss) == (False, False)
+    refuse_unbuilt(config)
 
 
 def test_the_tools_of_the_retool_recipe_are_functions_a_model_can_be_told():

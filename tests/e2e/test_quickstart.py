@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -15,7 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
 from plot import Line, text_chart, write_png  # noqa: E402
-from task import LARGEST, Problem, make_task, problems, word_tokenizer  # noqa: E402
+from run import environment  # noqa: E402
+from task import LARGEST, ROWS, SHARE_OF_LOSSES, Problem, make_task, problems, word_tokenizer  # noqa: E402
 
 from verl.utils.reward_score import default_compute_score  # noqa: E402
 
@@ -28,6 +30,14 @@ def test_right_answers_score_1_and_the_hasty_teachers_mistakes_0():
         assert default_compute_score("openai/gsm8k", shown, str(problem.result)) == float(right)
         assert 0 <= problem.result <= 2 * LARGEST
     assert Problem("…", 7, 5, "-").result == 2
+
+
+def test_losses_are_as_frequent_in_every_split():
+    stream = problems(1)
+    for split, rows in ROWS.items():
+        losses = sum(problem.operator == "-" for problem in itertools.islice(stream, rows))
+        spread = (SHARE_OF_LOSSES * (1 - SHARE_OF_LOSSES) / rows) ** 0.5
+        assert abs(losses / rows - SHARE_OF_LOSSES) < 3 * spread, split
 
 
 def test_every_text_survives_the_tokenizer(tmp_path):
@@ -45,6 +55,20 @@ def test_the_curve_is_drawn(tmp_path):
     picture = write_png(tmp_path / "curve.png", "curve", lines)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "100%" in text_chart(lines)
+
+
+def test_the_note_of_a_dead_ray_does_not_keep_the_quick_start_from_its_own(monkeypatch):
+    """A killed node leaves its address where `ray.init` looks: the trainer says so, the quick start does not care."""
+    start = [sys.executable, "-c", "from verl.trainer.cluster import start_ray; start_ray(1)"]
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:  # short: sockets lie in it
+        (Path(folder) / "ray").mkdir()
+        (Path(folder) / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        plain = subprocess.run(start, capture_output=True, text=True, check=False)
+        assert "nothing answers at 127.0.0.1:1" in plain.stderr
+        started = subprocess.run(start, env=environment(), capture_output=True, text=True, check=False)
+        assert started.returncode == 0, started.stderr
 
 
 @pytest.mark.slow

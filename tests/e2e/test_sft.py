@@ -25,7 +25,8 @@ RAW = [
 
 def run(command, cwd, timeout=120):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # `python3` of the scripts is ours
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"PATH": path}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env |= {"PATH": path, "RAY_ADDRESS": "local"}
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
@@ -33,7 +34,8 @@ def main_sft(*arguments, cwd):
     return run([sys.executable, "-m", "verl.trainer.main_sft", *arguments], cwd)
 
 
-def test_the_example_trains_on_preprocessed_gsm8k_and_its_checkpoint_is_a_model(tmp_path):
+def test_the_example_trains_on_preprocessed_gsm8k_and_its_checkpoint_is_a_model(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "data_preprocess"))  # the script imports its neighbour
     training_row = runpy.run_path(str(ROOT / "examples" / "data_preprocess" / "gsm8k.py"))["training_row"]
     for split in ("train", "test"):
         rows = [training_row(item, index, split) for index, item in enumerate(RAW)]

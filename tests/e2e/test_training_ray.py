@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from tiny import tiny_tokenizer
 from training_harness import make_task, overrides, run_training
 
 from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo.console import Standing
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 SAME = ("reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "kl/mean", "actor/entropy")
 
@@ -30,11 +33,57 @@ def assert_same_run(one: list[dict], other: list[dict]) -> None:
             assert mine[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-5), (mine["step"], name)
 
 
+class Watched(RayPPOTrainer):
+    """Asks where it stands, over and over, while it trains."""
+
+    seen: list[Standing]
+
+    def fit(self) -> None:
+        self.seen, over = [], threading.Event()
+
+        def look() -> None:
+            while not over.wait(0.01):
+                if hasattr(self, "console"):
+                    self.seen.append(self.console.standing())
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        try:
+            super().fit()
+        finally:
+            over.set()
+            watcher.join()
+
+
 def test_two_ranks_give_the_results_of_one(task, tmp_path, ray_cluster):
     """Samples, losses and gradients do not depend on the number of ranks; colocated actor, critic and reference."""
     alone = run_training(ppo(task, tmp_path / "one"))
-    together = run_training(ppo(task, tmp_path / "two", "trainer.n_gpus_per_node=2"), RayWorkerGroup)
+    together = run_training(ppo(task, tmp_path / "two", "trainer.n_gpus_per_node=2"), RayWorkerGroup, Watched)
     assert_same_run(alone.history, together.history)
+    # Each rank has 4 of the 8 samples, and may be seen before the other has begun.
+    counted = [now for now in together.seen if now.units]
+    assert {now.units for now in counted} <= {4, 8}
+    assert all(0 <= now.done <= now.units for now in counted)
+    known = {"rollout", "reward", "old_log_prob", "ref", "compute_values", "train_critic", "train_actor"}
+    assert {now.phase for now in counted} <= known
+    for phase in ("train_critic", "train_actor"):
+        assert any(now.phase == phase and now.units == 8 and now.done for now in counted), phase
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["colocated", "split"])
+def test_a_rollout_over_two_ranks_gives_the_results_of_one(task, tmp_path, ray_cluster, placement):
+    """Two ranks train and generate as one engine; or one trains, and its weights go to the two that share an engine."""
+    layout = ["actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    if placement == "split":
+        layout += [
+            "resource_pool_spec={train: [1], generate: [2]}",
+            "role_mapping={actor: train, ref: train, critic: train, rollout: generate}",
+        ]
+    alone = run_training(ppo(task, tmp_path / "one"))
+    together = run_training(ppo(task, tmp_path / "two", *layout), RayWorkerGroup)
+    assert_same_run(alone.history, together.history)
+    assert all(row["rollout/log_prob_diff_max"] < 1e-4 for row in together.history)
 
 
 def test_rollout_actor_and_critic_in_pools_of_their_own(task, tmp_path, ray_cluster):

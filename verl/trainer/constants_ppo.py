@@ -16,6 +16,7 @@ _DEFAULTS = {
 }
 # Passed on where set: workers on other nodes do not see the environment of this process.
 _PASSED_ON = (
+    "VERL_CACHE",
     "HF_TOKEN",
     "HF_ENDPOINT",
     "HF_HOME",

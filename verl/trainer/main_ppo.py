@@ -18,7 +18,7 @@ import hydra
 from omegaconf import DictConfig
 
 from verl.config import ConfigError, PPOConfig, batch_plan, load_config
-from verl.config.command_line import hydra_arguments
+from verl.config.command_line import prepared_arguments
 from verl.config.load import Config
 from verl.config.plan import active_roles
 from verl.trainer.cluster import (
@@ -39,12 +39,8 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     """Compose the command line with Hydra and run; a wrong configuration lists every problem and exits with 2."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    typed = sys.argv[1:]
-    sys.argv[1:] = hydra_arguments(typed)
-    try:
+    with prepared_arguments():
         _main()
-    finally:
-        sys.argv[1:] = typed
 
 
 @hydra.main(config_path="config", config_name="ppo_trainer", version_base=None)
@@ -127,6 +123,7 @@ class TaskRunner:
         """Register the roles, load tokenizer, rewards and data, start the workers, train."""
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.reward import check_rewards, load_reward_manager
+        from verl.trainer.ppo.reward_check import check_at_start
         from verl.utils import hf_processor, hf_tokenizer
         from verl.utils.fs import resolve_model_path
         from verl.utils.logging_setup import setup_logging
@@ -157,6 +154,8 @@ class TaskRunner:
             check_rewards(dataset, config)
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
         val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1)
+        if not config.reward_model.enable:
+            check_at_start(reward_fn, train_dataset, data.reward_fn_key)
         self._trainer = RayPPOTrainer(
             config=config,
             tokenizer=tokenizer,
@@ -255,7 +254,7 @@ def create_rl_dataset(
         return cls(
             data_files=data_paths, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples
         )
-    split = "train" if is_train else None
+    split = "train" if is_train else "validation"
     return RLHFDataset(data_paths, tokenizer, config, processor=processor, max_samples=max_samples, split=split)
 
 
@@ -281,9 +280,9 @@ def __getattr__(name: str) -> Any:
 
         return NaiveRewardManager
     if name == "_select_rm_score_fn":
-        from verl.utils.reward_score import score_function
+        from verl.utils.reward_score import _select_rm_score_fn
 
-        return score_function
+        return _select_rm_score_fn
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

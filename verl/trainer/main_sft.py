@@ -17,7 +17,7 @@ import hydra
 from omegaconf import DictConfig
 
 from verl.config import ConfigError, SFTConfig, load_config
-from verl.config.command_line import hydra_arguments
+from verl.config.command_line import prepared_arguments
 from verl.config.sft_rules import describe
 from verl.trainer.cluster import RayUnavailableError, start_ray
 
@@ -28,12 +28,8 @@ _CONFIG_NAME = "sft_trainer"
 
 def main() -> None:
     """Compose the command line with Hydra and run; a wrong configuration or wrong data lists every problem, exit 2."""
-    typed = sys.argv[1:]
-    sys.argv[1:] = hydra_arguments(typed, root=_CONFIG_NAME)
-    try:
+    with prepared_arguments(_CONFIG_NAME):
         _main()
-    finally:
-        sys.argv[1:] = typed
 
 
 @hydra.main(config_path="config", config_name=_CONFIG_NAME, version_base=None)

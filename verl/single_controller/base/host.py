@@ -43,7 +43,7 @@ class RankHost:
             args = [self._arrive(arg) for arg in args]
             kwargs = {key: self._arrive(arg) for key, arg in kwargs.items()}
             if lane == "compute" and isinstance(worker, Worker):
-                with worker._compute_call(method):
+                with worker._compute_call(method, _counted_share(shard)):
                     output = bound(*args, **kwargs)
             else:
                 output = bound(*args, **kwargs)
@@ -74,6 +74,14 @@ class RankHost:
         if isinstance(arg, Shard):
             return mask_filler_rows(self.receive(arg.data), arg.fillers)
         return self.receive(arg) if isinstance(arg, DataProto) else arg
+
+
+def _counted_share(shard: Shard | None) -> float:
+    """The part of a call's rows that is counted: no fillers, and each row on one rank only."""
+    if shard is None:
+        return 1.0
+    rows = len(shard.data)
+    return (rows - shard.fillers) / rows if shard.collect and rows else 0.0
 
 
 def _without_fillers(output: DataProto, rows: int, fillers: int) -> DataProto:

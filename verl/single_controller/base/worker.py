@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.errors import CallCancelled
+from verl.utils.progress import Progress, counted_by
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Worker:
     _meshes: dict[str, MeshPlace]
     _cancel_requested: threading.Event
     _computing: str | None
+    _progress: Progress
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
         # In __new__ so that a subclass may use self.rank before, or without, calling super().__init__().
@@ -96,6 +98,7 @@ class Worker:
         self._meshes = {}
         self._cancel_requested = threading.Event()
         self._computing = None
+        self._progress = Progress()
         return self
 
     @property
@@ -201,6 +204,11 @@ class Worker:
         return self._computing
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def progress(self) -> tuple[int, int]:
+        """(done, total) of the units, mostly samples, in the running compute call; (0, 0) where nothing is counted."""
+        return self._progress.read()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def peak_memory_gb(self, reset: bool = True) -> float:
         """Most device memory in use since the last reset, in GB; 0 without a GPU."""
         if self.device_name != "cuda":
@@ -216,10 +224,14 @@ class Worker:
             raise CallCancelled(f"{self._computing} was cancelled")
 
     @contextmanager
-    def _compute_call(self, method: str) -> Iterator[None]:
+    def _compute_call(self, method: str, share: float = 1.0) -> Iterator[None]:
+        """Around every compute call; `share` is the part of this rank's rows that the group counts."""
         self._cancel_requested.clear()
         self._computing = method
+        # A counter per call: what an earlier one left running does not count here.
+        self._progress = Progress(share)
         try:
-            yield
+            with counted_by(self._progress):
+                yield
         finally:
-            self._computing = None
+            self._computing, self._progress = None, Progress()

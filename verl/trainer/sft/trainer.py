@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -12,12 +13,12 @@ import torch
 
 from verl.config import SFTConfig
 from verl.protocol import DataProto
+from verl.trainer.checkpointing import load_run, save_run
 from verl.trainer.ppo.console import Console
 from verl.trainer.ppo.dumps import dump_batch
 from verl.trainer.ppo.guard import NonFiniteError
 from verl.trainer.ppo.phases import Phases
 from verl.trainer.progress import progress_bar
-from verl.trainer.sft import checkpointing
 from verl.trainer.sft.data import create_sft_dataset, train_loader, val_loader
 from verl.trainer.sft.ranks import Ranks
 from verl.utils import hf_tokenizer
@@ -77,7 +78,7 @@ class SFTTrainer:
         trainer = self.config.trainer
         tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict())
         with tracking as self.tracking:
-            checkpointing.load(self)
+            self._load_checkpoint()
             self.console = Console(self.total_training_steps, self.global_steps)
             with progress_bar(self.console.standing):
                 if trainer.val_before_train and self.val_dataloader is not None:
@@ -98,15 +99,15 @@ class SFTTrainer:
         """One training step with its validation, checkpoint and log."""
         trainer, step = self.config.trainer, self.global_steps
         phases = Phases(self.console)
-        with phases("step"):
+        with phases("step", self.worker_group):
             metrics = self._train_step(batch)
         stopping = self.stop_requested.is_set()
         if self.val_dataloader is not None and not stopping and self._is_due(trainer.test_freq):
-            with phases("testing"):
+            with phases("testing", self.worker_group):
                 metrics |= self._validate()
         if stopping or self._is_due(trainer.save_freq):
             with phases("save_checkpoint"):
-                logger.info("saved to %s", checkpointing.save(self))
+                logger.info("saved to %s", self._save_checkpoint())
         seconds, tokens = phases.seconds["step"], float(batch.batch["attention_mask"].sum())
         metrics |= {
             "training/global_step": step,
@@ -139,6 +140,20 @@ class SFTTrainer:
             for name, values in result.meta_info["metrics"].items():
                 found.setdefault(name, []).extend(values)
         return reduce_metrics(found)
+
+    def _save_checkpoint(self) -> Path:
+        """Write the state after `global_steps` steps; `huggingface/` in it is a model for `model.path`."""
+
+        def write_parts(folder: Path) -> None:
+            self.worker_group.save_checkpoint(str(folder))
+            if "hf_model" in self.config.checkpoint.save_contents:
+                self.tokenizer.save_pretrained(folder / "huggingface")
+
+        return save_run(self, write_parts, self.config.trainer.max_ckpt_to_keep)
+
+    def _load_checkpoint(self) -> None:
+        """Continue from the newest whole step (or the one asked for), if there is one."""
+        load_run(self, lambda path, state: self.worker_group.load_checkpoint(str(path)))
 
     def _is_due(self, freq: int | None) -> bool:
         every = self.steps_per_epoch if freq is None else freq

@@ -8,36 +8,39 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from verl.utils.checkpoint import remote as copies
-from verl.utils.checkpoint.locks import deleter_lock, reader_lock, writer_lock
+from verl.utils.checkpoint.locks import reader_lock, writer_lock
 from verl.utils.checkpoint.manifest import (
     MANIFEST,
     ChecksumRecorder,
+    expect_records,
     find_problems,
-    read_manifest,
     sync_folder,
     write_atomically,
     write_manifest,
+)
+from verl.utils.checkpoint.retention import WHOLE, retire
+from verl.utils.checkpoint.steps import (
+    FETCHED,
+    LOCK,
+    STEP_FORMAT,
+    hidden,
+    last_serial,
+    newest_first,
+    serial_of,
+    step_of,
+    tidy,
 )
 from verl.utils.fs import copy_to_local, expand_path, filesystem_of
 
 __all__ = ["CheckpointManager", "ChecksumRecorder", "find_latest_ckpt_path", "reading", "resolve_resume"]
 
 logger = logging.getLogger(__name__)
-
-STEP_FORMAT = "global_step_{}"
-
-_LOCK = ".lock"
-_FETCHED = ".remote"
-_LEFTOVER = re.compile(r"\.(?P<step>global_step_\d+)\.(?P<kind>tmp|old|del)-\d+-[0-9a-f]+")
-_PARTIAL = re.compile(rf"\.({re.escape(copies.LATEST)}|{re.escape(copies.ITERATION)})\.\d+\.partial")
 
 
 def find_latest_ckpt_path(path: str | os.PathLike[str] | None, directory_format: str = STEP_FORMAT) -> str | None:
@@ -79,18 +82,26 @@ def reading(path: str | os.PathLike[str]) -> Iterator[Path]:
 class CheckpointManager:
     """Saves steps into `root`: `folder = begin(step)`, all workers write into it, `commit(step)`.
 
-    `max_to_keep` limits the local steps (None: no limit); `remote`, a path or URL, gets a copy of each, without limit.
+    `max_to_keep` limits the local steps (None: no limit), or each part of them by its own: {"actor": 3, "critic": 1}
+    leaves the newest three with their folder `actor/` and the newest alone with `critic/`; only steps that have all
+    their parts are whole. `remote`, a path or URL, gets a copy of each step, without limit.
     """
 
-    def __init__(self, root: str | os.PathLike[str], max_to_keep: int | None = None, remote: str | None = None) -> None:
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ValueError(
-                f"trainer.max_actor_ckpt_to_keep: {max_to_keep} would keep no step. Use 1 or more, or null for all."
-            )
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        max_to_keep: int | Mapping[str, int | None] | None = None,
+        remote: str | None = None,
+    ) -> None:
+        self._limits = dict(max_to_keep) if isinstance(max_to_keep, Mapping) else {WHOLE: max_to_keep}
+        for part, limit in self._limits.items():
+            if limit is not None and limit < 1:
+                key = "max_ckpt_to_keep" if part == WHOLE else f"max_{part}_ckpt_to_keep"
+                raise ValueError(f"trainer.{key}: {limit} would keep no step. Use 1 or more, or null for all.")
         if remote is not None:
             filesystem_of(remote, copies.KEY)
         self.root = Path(expand_path(root)).absolute()
-        self.max_to_keep, self.remote = max_to_keep, remote
+        self.remote = remote
         self._open: tuple[int, Path] | None = None
         self._lock = ExitStack()
 
@@ -100,16 +111,16 @@ class CheckpointManager:
             raise ValueError(f"step: {step} is negative. Steps count from 0.")
         self.root.mkdir(parents=True, exist_ok=True)
         self._lock.close()
-        if not self._lock.enter_context(writer_lock(self.root / _LOCK)):
+        if not self._lock.enter_context(writer_lock(self.root / LOCK)):
             self._lock.close()
             raise ValueError(
                 f"trainer.default_local_dir: another process is saving into {self.root}. "
                 "Give each run a folder of its own (trainer.experiment_name is part of the default)."
             )
         self._open = None
-        _tidy(self.root)
-        folder = _hidden(self.root, STEP_FORMAT.format(step), "tmp")
-        folder.mkdir()
+        tidy(self.root)
+        folder = hidden(self.root, STEP_FORMAT.format(step), "tmp")
+        expect_records(folder)
         self._open = (step, folder)
         return folder
 
@@ -118,10 +129,10 @@ class CheckpointManager:
         if self._open is None or self._open[0] != step:
             raise ValueError(f"step: commit({step}) without begin({step}). Write into the folder that begin returns.")
         folder, target = self._open[1], self.root / STEP_FORMAT.format(step)
-        write_manifest(folder, step, serial=1 + _last_serial(self.root))
+        write_manifest(folder, step, serial=1 + last_serial(self.root))
         replaced = None
         if target.exists():
-            replaced = _hidden(self.root, target.name, "old")
+            replaced = hidden(self.root, target.name, "old")
             os.rename(target, replaced)
         os.rename(folder, target)
         sync_folder(self.root)
@@ -130,7 +141,7 @@ class CheckpointManager:
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         self._open = None
-        self._retire(target)
+        retire(self.root, target, self._limits)
         self._lock.close()
         if self.remote is not None:
             copies.upload_step(target, self.remote)
@@ -149,29 +160,16 @@ class CheckpointManager:
     def clean(self) -> None:
         """Remove what killed runs left unfinished, unless some process is saving right now."""
         if self._open is None and os.access(self.root, os.W_OK):
-            with writer_lock(self.root / _LOCK) as alone:
+            with writer_lock(self.root / LOCK) as alone:
                 if alone:
-                    _tidy(self.root)
-
-    def _retire(self, newest: Path) -> None:
-        """Delete the oldest steps over the limit. Folders that are not ours and steps being read stay."""
-        if self.max_to_keep is not None:
-            kept = 0
-            for folder in _newest_first(self.root, STEP_FORMAT):
-                if kept >= self.max_to_keep and folder != newest and _serial(folder) is not None:
-                    _delete_unless_read(folder, self.root)
-                elif not find_problems(folder, contents=False):
-                    kept += 1
-        # Fetched copies were there to start from; their originals stay at the remote, and a newer step is here now.
-        for folder in _fetched(self.root):
-            _delete_unless_read(folder, self.root)
+                    tidy(self.root)
 
 
 def _resume_newest(root: Path, remote: str | None) -> Path | None:
     CheckpointManager(root).clean()
     local, rejected = _newest_whole(root, STEP_FORMAT)
     if remote is not None:
-        known = -1 if local is None else _serial(local)
+        known = -1 if local is None else serial_of(local)
         fetched = _fetch_newer(remote, root, -1 if known is None else known)
         if fetched is not None:
             return fetched
@@ -186,13 +184,13 @@ def _resume_newest(root: Path, remote: str | None) -> Path | None:
 
 def _fetch_newer(remote: str, root: Path, serial: int) -> Path | None:
     """A local copy of the newest whole step at `remote` saved after `serial`."""
-    for name in copies.newest_first(remote, lambda name: _step_of(name, STEP_FORMAT)):
+    for name in copies.newest_first(remote, step_of):
         manifest = copies.read_remote_manifest(remote, name)
         if manifest is None:
             continue
         if manifest.serial <= serial:
             return None
-        path = Path(copy_to_local(f"{remote.rstrip('/')}/{name}", root / _FETCHED, key=copies.KEY))
+        path = Path(copy_to_local(f"{remote.rstrip('/')}/{name}", root / FETCHED, key=copies.KEY))
         problems = find_problems(path)
         if not problems:
             return path
@@ -207,7 +205,7 @@ def _resume_from(given: str | os.PathLike[str] | None, root: Path) -> Path:
             f"{key}: trainer.resume_mode=resume_path needs it. Set it to a {STEP_FORMAT.format('N')} folder."
         )
     if "://" in str(given):
-        path = Path(copy_to_local(given, root / _FETCHED, key=key))
+        path = Path(copy_to_local(given, root / FETCHED, key=key))
     else:
         path = Path(expand_path(given)).absolute()
     problems = find_problems(path)
@@ -215,7 +213,7 @@ def _resume_from(given: str | os.PathLike[str] | None, root: Path) -> Path:
         return path
     if not path.exists():
         cause, beside = "does not exist", path.parent
-    elif _newest_first(path, STEP_FORMAT):
+    elif newest_first(path):
         cause, beside = "is a folder of steps, not a step", path
     else:
         cause, beside = f"is not whole: {_summary(problems)}", path.parent
@@ -224,8 +222,8 @@ def _resume_from(given: str | os.PathLike[str] | None, root: Path) -> Path:
 
 def _advice(path: Path, beside: Path) -> str:
     """Which step to take instead: the newest whole one before `path`, else the newest whole one there is."""
-    step = _step_of(path.name, STEP_FORMAT)
-    others = [folder for folder in _newest_first(beside, STEP_FORMAT) if folder != path]
+    step = step_of(path.name)
+    others = [folder for folder in newest_first(beside) if folder != path]
     earlier = [folder for folder in others if step is not None and _step_or_zero(folder) < step]
     for folder in [*sorted(earlier, key=_step_or_zero, reverse=True), *others]:
         if not find_problems(folder):
@@ -237,7 +235,7 @@ def _advice(path: Path, beside: Path) -> str:
 def _newest_whole(root: Path, directory_format: str) -> tuple[Path | None, list[tuple[Path, list[str]]]]:
     """The newest whole step, and the newer ones that are not with their problems."""
     rejected: list[tuple[Path, list[str]]] = []
-    for folder in _newest_first(root, directory_format):
+    for folder in newest_first(root, directory_format):
         problems = find_problems(folder)
         if not problems:
             return folder, rejected
@@ -246,83 +244,8 @@ def _newest_whole(root: Path, directory_format: str) -> tuple[Path | None, list[
     return None, rejected
 
 
-def _newest_first(root: Path, directory_format: str) -> list[Path]:
-    """Step folders by time of saving, the last one first; those without a readable manifest come before all others.
-
-    The serial decides, not the step number: who went back to step 5 and saved 6 continues from 6, though an abandoned
-    15 lies beside it.
-    """
-    if not root.is_dir():
-        return []
-    found = []
-    for folder in root.iterdir():
-        step = _step_of(folder.name, directory_format)
-        if step is not None and folder.is_dir():
-            serial = _serial(folder)
-            found.append((float("inf") if serial is None else serial, step, folder))
-    return [folder for _, _, folder in sorted(found, reverse=True)]
-
-
-def _step_of(name: str, directory_format: str) -> int | None:
-    before, mark, after = directory_format.partition("{}")
-    if not mark:
-        raise ValueError(
-            f"directory_format: {directory_format!r} has no {{}} where the step goes. Use {STEP_FORMAT!r}."
-        )
-    number = name[len(before) : len(name) - len(after)]
-    fits = name == before + number + after and number.isascii() and number.isdecimal()
-    return int(number) if fits else None
-
-
 def _step_or_zero(folder: Path) -> int:
-    return _step_of(folder.name, STEP_FORMAT) or 0
-
-
-def _serial(folder: Path) -> int | None:
-    try:
-        return read_manifest(folder).serial
-    except (ValueError, OSError):
-        return None
-
-
-def _last_serial(root: Path) -> int:
-    serials = [_serial(folder) for folder in [*_newest_first(root, STEP_FORMAT), *_fetched(root)]]
-    return max((serial for serial in serials if serial is not None), default=0)
-
-
-def _fetched(root: Path) -> list[Path]:
-    return [path.parent for path in (root / _FETCHED).glob(f"*/*/{MANIFEST}")]
-
-
-def _hidden(root: Path, name: str, kind: str) -> Path:
-    """A new name beside the steps; unique, since an old one may still be there if a file in it would not go."""
-    return root / f".{name}.{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-
-
-def _delete_unless_read(folder: Path, root: Path) -> None:
-    """Under another name first: deleting takes time, and a half-deleted step must not look like a damaged one."""
-    doomed = _hidden(root, folder.name, "del")
-    with deleter_lock(folder / MANIFEST) as unread:
-        if not unread:
-            logger.info("%s is over the limit but being read; it stays for now", folder)
-            return
-        os.rename(folder, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _tidy(root: Path) -> None:
-    """Finish or undo what a killed process left half done. Only while holding the writer lock."""
-    for leftover in root.glob(".*"):
-        found = _LEFTOVER.fullmatch(leftover.name)
-        if found and found["kind"] == "old" and not (root / found["step"]).exists():
-            # Killed between the two renames of a step that replaces one of the same number.
-            os.rename(leftover, root / found["step"])
-        elif found:
-            logger.info("removing %s, left by a run that was killed", leftover)
-            # A worker that outlived its run may still write there; what stays goes the next time.
-            shutil.rmtree(leftover, ignore_errors=True)
-        elif _PARTIAL.fullmatch(leftover.name):
-            leftover.unlink(missing_ok=True)
+    return step_of(folder.name) or 0
 
 
 def _summary(problems: list[str], shown: int = 5) -> str:

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: path, size and checksum of every file, so that damage is found and named.
 
-A folder is whole when it has a manifest and every file in it is as the manifest says. Writers may take checksums as
-the bytes go by (`ChecksumRecorder`); what they did not take is read once when the manifest is written.
+A folder is whole when it has a manifest and every file in it is as the manifest says. Writers take checksums as the
+bytes go by (`ChecksumRecorder`); only what they did not take is read when the manifest is written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import uuid
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,40 +36,54 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All files of one step. `serial` grows with every save into a root: the later of two saves has the larger."""
+    """All files of one step. `serial` grows with every save into a root: the later of two saves has the larger.
+
+    `dropped` are the parts (folders of the step) that were deleted since, on purpose.
+    """
 
     step: int
     serial: int
     files: Mapping[str, FileRecord]
+    dropped: tuple[str, ...] = ()
+
+    def has_part(self, part: str) -> bool:
+        """Whether files of that folder are listed; "." is the step itself."""
+        return any(_is_in(name, part) for name in self.files)
 
 
 class ChecksumRecorder:
-    """Checksums of the files that one process writes into an unfinished step, taken while it writes them.
+    """Checksums of the files that one process writes into a step, taken while it writes them.
 
     with ChecksumRecorder(folder) as recorder:
         with recorder.open("shard_0.bin") as stream: ...
 
-    Leaves its records in `folder` for whoever writes the manifest. A stream that is not written front to back, or a
-    file changed afterwards, is simply read again then.
+    They are left for whoever writes the manifest of the step around `folder` (see `expect_records`); around a folder
+    that belongs to no step there is nobody to leave them to. A stream that is not written front to back, or a file
+    changed afterwards, is simply read when the manifest is written.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = Path(folder)
-        self._taken: dict[str, dict[str, int]] = {}
+        self._folder = Path(folder).absolute()
+        self._taken: dict[Path, dict[str, int]] = {}
 
     def open(self, name: str | os.PathLike[str]) -> io.BufferedIOBase:
-        """A stream to a new file in the folder (a relative name, or a path inside it)."""
+        """A stream to a new file in the folder (a relative name, or a path inside it); on disk once it is closed."""
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _ChecksumStream(path, path.relative_to(self._folder).as_posix(), self._taken)
+        return _ChecksumStream(path, self._taken)
+
+    def renamed(self, old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
+        """A file written through this recorder has another name now."""
+        if self._folder / old in self._taken:
+            self._taken[self._folder / new] = self._taken.pop(self._folder / old)
 
     def close(self) -> None:
-        """Leave the records in the folder."""
-        if self._taken:
-            records = self._folder / _RECORDS
-            records.mkdir(parents=True, exist_ok=True)
-            (records / f"{uuid.uuid4().hex}.json").write_text(json.dumps(self._taken))
-            self._taken = {}
+        """Leave the records."""
+        step = next((place for place in (self._folder, *self._folder.parents) if (place / _RECORDS).is_dir()), None)
+        if step is not None and self._taken:
+            records = {path.relative_to(step).as_posix(): record for path, record in self._taken.items()}
+            (step / _RECORDS / f"{uuid.uuid4().hex}.json").write_text(json.dumps(records))
+        self._taken = {}
 
     def __enter__(self) -> ChecksumRecorder:
         return self
@@ -77,6 +91,11 @@ class ChecksumRecorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is None:
             self.close()
+
+
+def expect_records(folder: Path) -> None:
+    """Make room for the records of files that are written into the step `folder`, at any depth, by any process."""
+    (folder / _RECORDS).mkdir(parents=True, exist_ok=True)
 
 
 def write_manifest(folder: Path, step: int, serial: int) -> Manifest:
@@ -103,6 +122,14 @@ def read_manifest(folder: Path) -> Manifest:
     return decode_manifest(content)
 
 
+def drop_part(folder: Path, part: str) -> None:
+    """Say in the manifest of a step that its folder `part` is gone on purpose. Deleting it comes after."""
+    manifest = read_manifest(folder)
+    files = {name: record for name, record in manifest.files.items() if not _is_in(name, part)}
+    dropped = tuple(sorted({*manifest.dropped, part}))
+    write_atomically(folder / MANIFEST, _encode(replace(manifest, files=files, dropped=dropped)))
+
+
 def decode_manifest(content: bytes) -> Manifest:
     """The manifest in these bytes; ValueError where they were damaged."""
     try:
@@ -111,17 +138,23 @@ def decode_manifest(content: bytes) -> Manifest:
         if fields["format"] != _FORMAT or own != zlib.crc32(_canonical(fields)):
             raise ValueError("its checksum does not fit")
         files = {name: FileRecord(**record) for name, record in fields["files"].items()}
-        return Manifest(fields["step"], fields["serial"], files)
+        return Manifest(fields["step"], fields["serial"], files, tuple(fields.get("dropped", ())))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST}: damaged ({error})") from error
 
 
-def find_problems(folder: Path, contents: bool = True) -> list[str]:
-    """What keeps a step from being whole, one line per file; [] when it is. `contents=False` compares sizes only."""
+def find_problems(folder: Path) -> list[str]:
+    """What keeps a step from being whole, one line per file or part; [] when it is."""
     try:
         manifest = read_manifest(folder)
     except (ValueError, OSError) as error:
         return [str(error)]
+    dropped = [f"{part}: deleted, trainer.max_{part}_ckpt_to_keep limits them" for part in manifest.dropped]
+    return dropped + damaged_files(folder, manifest)
+
+
+def damaged_files(folder: Path, manifest: Manifest, contents: bool = True) -> list[str]:
+    """Files of a step that are not as its manifest says, one line each. `contents=False` compares sizes only."""
     with _pool() as pool:
         found = pool.map(lambda item: _problem(folder, item[0], item[1], contents), manifest.files.items())
         return [problem for problem in found if problem]
@@ -150,9 +183,9 @@ def sync_folder(folder: Path) -> None:
 class _ChecksumStream(io.BufferedIOBase):
     """A file being written whose checksum grows with it."""
 
-    def __init__(self, path: Path, name: str, taken: dict[str, dict[str, int]]) -> None:
+    def __init__(self, path: Path, taken: dict[Path, dict[str, int]]) -> None:
         self._file = path.open("wb")
-        self._name, self._taken = name, taken
+        self._path, self._taken = path, taken
         self._crc, self._size, self._in_order = 0, 0, True
 
     def writable(self) -> bool:
@@ -189,27 +222,26 @@ class _ChecksumStream(io.BufferedIOBase):
         stat = os.fstat(self._file.fileno())
         self._file.close()
         if self._in_order:
-            self._taken[self._name] = {"size": self._size, "crc32": self._crc, "modified": stat.st_mtime_ns}
+            self._taken[self._path] = {"size": self._size, "crc32": self._crc, "modified": stat.st_mtime_ns}
         super().close()
 
 
 def _collect_records(folder: Path) -> dict[str, dict[str, int]]:
-    """What recorders left anywhere in the folder, by path in it; their files are removed."""
+    """What recorders left for this step, by path in it; their own files are removed."""
     taken: dict[str, dict[str, int]] = {}
-    for records in [Path(inside) / _RECORDS for inside, names, _ in os.walk(folder) if _RECORDS in names]:
-        for file in records.iterdir():
-            for name, record in json.loads(file.read_text()).items():
-                taken[(records.parent / name).relative_to(folder).as_posix()] = record
-        shutil.rmtree(records)
+    if (folder / _RECORDS).is_dir():
+        for file in (folder / _RECORDS).iterdir():
+            taken.update(json.loads(file.read_text()))
+        shutil.rmtree(folder / _RECORDS)
     return taken
 
 
 def _sync_and_record(path: Path, taken: Mapping[str, int] | None) -> FileRecord:
+    stat = path.stat()
+    if taken is not None and (taken["size"], taken["modified"]) == (stat.st_size, stat.st_mtime_ns):
+        return FileRecord(taken["size"], taken["crc32"])  # and its writer brought it to disk
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        stat = os.fstat(file.fileno())
-        if taken is not None and (taken["size"], taken["modified"]) == (stat.st_size, stat.st_mtime_ns):
-            return FileRecord(taken["size"], taken["crc32"])
         return _read_record(file)
 
 
@@ -239,6 +271,10 @@ def _problem(folder: Path, name: str, expected: FileRecord, contents: bool) -> s
     return None
 
 
+def _is_in(name: str, part: str) -> bool:
+    return part == "." or name.startswith(f"{part}/")
+
+
 def _files_in(folder: Path) -> Iterator[str]:
     for inside, _, names in os.walk(folder):
         for name in names:
@@ -249,7 +285,8 @@ def _files_in(folder: Path) -> Iterator[str]:
 
 def _encode(manifest: Manifest) -> bytes:
     files = {name: asdict(record) for name, record in manifest.files.items()}
-    fields = {"format": _FORMAT, "step": manifest.step, "serial": manifest.serial, "files": files}
+    fields: dict[str, Any] = {"format": _FORMAT, "step": manifest.step, "serial": manifest.serial, "files": files}
+    fields["dropped"] = list(manifest.dropped)
     # The manifest vouches for itself as well: a flipped bit in a name or size is damage, not another file.
     return json.dumps({**fields, "crc32": zlib.crc32(_canonical(fields))}, indent=1).encode()
 

@@ -61,6 +61,9 @@ class TrainEngine(Protocol):
     gives `scores` [B]. All float32, and 0 where the response is padding.
 
     Every method but `manifest` is a collective: all ranks call it, in the same order.
+
+    Rows are counted per micro-batch (`verl.utils.progress`): `infer` expects its rows and ticks them;
+    `forward_backward` only ticks, for its caller knows how many steps there are.
     """
 
     dp_rank: int

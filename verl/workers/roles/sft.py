@@ -11,6 +11,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.fs import resolve_model_path
+from verl.utils.progress import expect
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.roles.engines import make_engine
 
@@ -58,6 +59,7 @@ class SFTWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
     def train_batch(self, data: DataProto) -> DataProto:
         """One optimizer step on the rows of all ranks; metrics in `meta_info["metrics"]`."""
+        expect(len(data))
         found = self.engine.forward_backward(data, token_mean_loss, ["log_probs"], micro=self._micro())
         step = self.engine.optimizer_step()
         metrics: dict[str, Any] = {

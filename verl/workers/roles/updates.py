@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.protocol import DataProto
+from verl.utils.progress import expect
 from verl.workers.engine.base import LossFn, MicroBatching, TrainEngine
 
 # The same quantity under the name that users' dashboards know.
@@ -30,6 +31,7 @@ def run_epochs(
     size, rest = divmod(len(data), mini_batches)
     if rest or size == 0:
         raise ValueError(f"{len(data)} rows on this rank do not divide into {mini_batches} mini-batches.")
+    expect(len(data) * epochs)
     totals: dict[str, list[tuple[float, float]]] = {}
     for _ in range(epochs):
         for mini_batch in data.split(size):

@@ -15,7 +15,7 @@ from verl.utils.checkpoint.checkpoint_manager import (
     reading,
     resolve_resume,
 )
-from verl.utils.checkpoint.manifest import write_manifest
+from verl.utils.checkpoint.manifest import drop_part, read_manifest, write_manifest
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -25,6 +25,9 @@ def save(root, step, max_to_keep=None, remote=None, content=None) -> Path:
     folder = manager.begin(step)
     (folder / "actor").mkdir()
     (folder / "actor" / "weights.bin").write_bytes(content or f"weights {step}".encode())
+    if isinstance(max_to_keep, dict) and "critic" in max_to_keep:
+        (folder / "critic").mkdir()
+        (folder / "critic" / "values.bin").write_bytes(b"values")
     (folder / "trainer.pt").write_bytes(b"state")
     return manager.commit(step)
 
@@ -127,6 +130,8 @@ def test_retention_keeps_the_newest(tmp_path):
     assert steps(tmp_path) == ["global_step_10", "global_step_12"]
     with pytest.raises(ValueError, match="would keep no step"):
         CheckpointManager(tmp_path, max_to_keep=0)
+    with pytest.raises(ValueError, match=r"max_critic_ckpt_to_keep: 0 would keep no step"):
+        CheckpointManager(tmp_path, max_to_keep={"actor": 1, "critic": 0})
 
 
 def test_retention_leaves_a_step_that_is_read_until_it_is_not(tmp_path):
@@ -165,6 +170,68 @@ def test_retention_counts_whole_steps_and_never_touches_folders_that_are_not_our
     assert steps(tmp_path) == ["global_step_1", "global_step_2", "global_step_3", "global_step_99"]
     save(tmp_path, 4, max_to_keep=2)
     assert steps(tmp_path) == ["global_step_3", "global_step_4", "global_step_99"]
+
+
+def kept(root) -> dict[int, str]:
+    """What is left of every step, by its first letters: a for actor, c for critic."""
+    found = {path: {part for part in ("actor", "critic") if (path / part).exists()} for path in Path(root).glob("g*")}
+    listed = {path: {name.split("/")[0] for name in read_manifest(path).files} for path in found}
+    assert all(parts == listed[path] - {"trainer.pt"} for path, parts in found.items()), "the manifest is true"
+    return {int(path.name.split("_")[-1]): "".join(sorted(part[0] for part in found[path])) for path in found}
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "left"),
+    [
+        (2, 2, {3: "ac", 4: "ac"}),
+        (3, 1, {2: "a", 3: "a", 4: "ac"}),
+        (1, 2, {3: "c", 4: "ac"}),
+        (None, 1, {1: "a", 2: "a", 3: "a", 4: "ac"}),
+        (1, None, {1: "c", 2: "c", 3: "c", 4: "ac"}),
+        (None, None, {1: "ac", 2: "ac", 3: "ac", 4: "ac"}),
+    ],
+)
+def test_each_part_has_a_limit_of_its_own_and_a_step_without_parts_goes(tmp_path, actor, critic, left):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, max_to_keep={"actor": actor, "critic": critic})
+        assert find_latest_ckpt_path(tmp_path) == str(tmp_path / f"global_step_{step}")
+    assert kept(tmp_path) == left
+    assert hidden(tmp_path) == []
+
+
+def test_a_step_that_lost_a_part_is_not_whole_and_the_error_says_why(tmp_path):
+    first, second = (save(tmp_path, step, max_to_keep={"actor": 2, "critic": 1}) for step in (1, 2))
+    with pytest.raises(ValueError, match=rf"critic: deleted, trainer.max_critic_ckpt_to_keep.*step there is {second}"):
+        resolve_resume("resume_path", tmp_path, first)
+    flip(second)
+    with pytest.raises(ValueError, match=r"none is whole .*global_step_1: critic: deleted"):
+        resolve_resume("auto", tmp_path)
+
+
+def test_a_part_that_is_read_stays_until_it_is_not(tmp_path):
+    limits = {"actor": 3, "critic": 1}
+    first = save(tmp_path, 1, max_to_keep=limits)
+    with reading(first):
+        save(tmp_path, 2, max_to_keep=limits)
+        assert CheckpointManager.verify(first) == []
+    save(tmp_path, 3, max_to_keep=limits)
+    assert kept(tmp_path) == {1: "a", 2: "a", 3: "ac"}
+
+
+def test_a_part_that_a_killed_run_did_not_finish_deleting_goes_with_the_next_save(tmp_path):
+    limits = {"actor": 3, "critic": 1}
+    first = save(tmp_path, 1, max_to_keep=limits)
+    drop_part(first, "critic")
+    (first / ".manifest.json.123.partial").write_bytes(b"half")
+    save(tmp_path, 2, max_to_keep=limits)
+    assert kept(tmp_path) == {1: "a", 2: "ac"}
+    assert sorted(path.name for path in first.iterdir()) == ["actor", "manifest.json", "trainer.pt"]
+
+
+def test_steps_without_a_critic_go_by_the_actors_limit(tmp_path):
+    save(tmp_path, 1, max_to_keep={"actor": 1})
+    save(tmp_path, 2, max_to_keep={"actor": 1, "critic": 5})
+    assert kept(tmp_path) == {2: "ac"}
 
 
 def test_going_back_and_saving_a_lower_step_makes_that_the_newest(tmp_path):

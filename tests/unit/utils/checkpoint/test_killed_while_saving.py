@@ -25,6 +25,9 @@ def save(root, step, content, max_to_keep=None):
     (folder / "actor").mkdir()
     for shard in range(2):
         (folder / "actor" / f"shard_{shard}").write_bytes(content)
+    if isinstance(max_to_keep, dict):
+        (folder / "critic").mkdir()
+        (folder / "critic" / "shard_0").write_bytes(content)
     manager.commit(step)
 """
 
@@ -42,15 +45,15 @@ def die_at(number):
                 os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(hook)
 
-before = Path(sys.argv[1]) / "before"
+before, limits = Path(sys.argv[1]) / "before", json.loads(sys.argv[3])
 for step in json.loads(sys.argv[2]):
-    save(before, step, b"old")
+    save(before, step, b"old", limits if isinstance(limits, dict) else None)
 for number in range(1, 1000):
     root = Path(shutil.copytree(before, before.with_name(str(number))))
     child = os.fork()
     if child == 0:
         die_at(number)
-        save(root, 2, b"new", max_to_keep=json.loads(sys.argv[3]))
+        save(root, 2, b"new", limits)
         os._exit(0)
     if os.waitpid(child, 0)[1] == 0:
         print(number)
@@ -64,12 +67,16 @@ def newest(root: Path) -> str:
     path = manager.latest_whole()
     assert manager.verify(path) == []
     assert manager.verify(root / (root / "latest").read_text()) == []
-    assert all(manager.verify(step) == [] for step in root.glob("global_step_*"))
+    problems = [problem for step in root.glob("global_step_*") for problem in manager.verify(step)]
+    assert all(problem.startswith("critic: deleted, ") for problem in problems), problems
     assert [name for name in root.glob(".*") if name.name != ".lock"] == []
     return (path / "actor" / "shard_0").read_text()
 
 
-@pytest.mark.parametrize(("before", "max_to_keep"), [([1], 1), ([2], None), ([1, 2], 1)])
+PARTS = {"actor": 2, "critic": 1}
+
+
+@pytest.mark.parametrize(("before", "max_to_keep"), [([1], 1), ([2], None), ([1, 2], 1), ([1], PARTS)])
 def test_killed_before_every_single_file_operation(tmp_path, before, max_to_keep):
     command = [sys.executable, "-c", SAVE + KILLED_AT_EVERY_OPERATION, str(tmp_path), json.dumps(before)]
     result = subprocess.run(

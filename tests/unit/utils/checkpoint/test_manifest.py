@@ -1,15 +1,22 @@
 """The manifest: every kind of damage is found and named; checksums taken while writing equal those read back."""
 
-import json
 import os
 import zlib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reads import files_read
 
-from verl.utils.checkpoint import manifest
-from verl.utils.checkpoint.manifest import ChecksumRecorder, find_problems, read_manifest, write_manifest
+from verl.utils.checkpoint.manifest import (
+    ChecksumRecorder,
+    damaged_files,
+    drop_part,
+    expect_records,
+    find_problems,
+    read_manifest,
+    write_manifest,
+)
 
 
 @pytest.fixture
@@ -39,7 +46,7 @@ def test_missing_truncated_longer_and_flipped_files_are_named(step):
     assert find_problems(step) == ["actor/shard_0.bin: changed, 7001 of 7000 bytes"]
     shard.write_bytes(content[:3000] + bytes([content[3000] ^ 1]) + content[3001:])
     assert find_problems(step) == ["actor/shard_0.bin: damaged, its content does not fit its checksum"]
-    assert find_problems(step, contents=False) == []
+    assert damaged_files(step, read_manifest(step), contents=False) == []
     shard.unlink()
     (step / "empty").unlink()
     assert find_problems(step) == ["actor/shard_0.bin: missing", "empty: missing"]
@@ -80,6 +87,7 @@ def test_a_step_without_files_cannot_be_finished(tmp_path):
 @given(pieces=st.lists(st.binary(max_size=50), max_size=10))
 def test_checksum_while_writing_equals_checksum_of_the_file(tmp_path_factory, pieces):
     folder = tmp_path_factory.mktemp("step")
+    expect_records(folder)
     with ChecksumRecorder(folder / "actor") as recorder, recorder.open("deep/shard.bin") as stream:
         for piece in pieces:
             stream.write(piece)
@@ -87,22 +95,48 @@ def test_checksum_while_writing_equals_checksum_of_the_file(tmp_path_factory, pi
     assert (folder / "actor" / "deep" / "shard.bin").read_bytes() == b"".join(pieces)
     record = write_manifest(folder, 1, serial=1).files["actor/deep/shard.bin"]
     assert (record.size, record.crc32) == (len(b"".join(pieces)), zlib.crc32(b"".join(pieces)))
-    assert not (folder / "actor" / ".checksums").exists()
+    assert {path.name for path in folder.iterdir()} == {"actor", "manifest.json"}
     assert find_problems(folder) == []
 
 
-def test_streamed_files_are_not_read_again_and_others_are(tmp_path, monkeypatch):
-    with ChecksumRecorder(tmp_path) as recorder, recorder.open("streamed") as stream:
-        stream.write(b"a" * 100)
+def test_streamed_files_are_not_read_again_and_others_are(tmp_path):
+    expect_records(tmp_path)
+    with ChecksumRecorder(tmp_path / "deep" / "er") as recorder:
+        with recorder.open("streamed") as stream:
+            stream.write(b"a" * 100)
+        with recorder.open("unnamed") as stream:
+            stream.write(b"c" * 100)
+        os.rename(tmp_path / "deep" / "er" / "unnamed", tmp_path / "deep" / "er" / "named")
+        recorder.renamed("unnamed", "named")
     (tmp_path / "plain").write_bytes(b"b" * 100)
-    read = []
-    original = manifest._read_record
-    monkeypatch.setattr(manifest, "_read_record", lambda file: read.append(file.name) or original(file))
-    write_manifest(tmp_path, 1, serial=1)
-    assert [os.path.basename(name) for name in read] == ["plain"]
+    with files_read(tmp_path) as read:
+        write_manifest(tmp_path, 1, serial=1)
+    assert [path.name for path in read if path.parent.name != ".checksums"] == ["plain"]
+    assert find_problems(tmp_path) == []
+
+
+def test_a_recorder_of_a_folder_in_no_step_leaves_nothing(tmp_path):
+    with ChecksumRecorder(tmp_path) as recorder, recorder.open("streamed") as stream:
+        stream.write(b"a")
+    assert [path.name for path in tmp_path.iterdir()] == ["streamed"]
+
+
+def test_a_part_deleted_on_purpose_is_said_and_leaves_the_rest_checked(step):
+    (step / "critic").mkdir()
+    (step / "critic" / "shard").write_bytes(b"c")
+    (step / "critic_notes").write_bytes(b"n")
+    write_manifest(step, 5, serial=2)
+    drop_part(step, "critic")
+    drop_part(step, "critic")
+    assert find_problems(step) == ["critic: deleted, trainer.max_critic_ckpt_to_keep limits them"]
+    assert "critic_notes" in read_manifest(step).files
+    assert (read_manifest(step).has_part("actor"), read_manifest(step).has_part("critic")) == (True, False)
+    (step / "empty").unlink()
+    assert find_problems(step)[1:] == ["empty: missing"]
 
 
 def test_a_stream_written_out_of_order_or_changed_later_is_read_again(tmp_path):
+    expect_records(tmp_path)
     with ChecksumRecorder(tmp_path) as recorder:
         with recorder.open("patched") as stream:
             stream.write(b"????rest")
@@ -115,24 +149,3 @@ def test_a_stream_written_out_of_order_or_changed_later_is_read_again(tmp_path):
     write_manifest(tmp_path, 1, serial=1)
     assert (tmp_path / "patched").read_bytes() == b"headrest"
     assert find_problems(tmp_path) == []
-
-
-def test_torch_save_and_distributed_save_can_write_through_a_recorder(tmp_path):
-    torch = pytest.importorskip("torch")
-    from torch.distributed.checkpoint import FileSystemWriter, load, save
-
-    weights = {"w": torch.arange(1000.0)}
-    with ChecksumRecorder(tmp_path / "actor") as recorder:
-        with recorder.open("state.pt") as stream:
-            torch.save(weights, stream)
-        writer = FileSystemWriter(tmp_path / "actor" / "shards")
-        writer.fs.create_stream = lambda path, mode: recorder.open(path)
-        save(weights, storage_writer=writer, no_dist=True)
-    taken = [json.loads(file.read_text()) for file in (tmp_path / "actor" / ".checksums").iterdir()]
-    assert {"state.pt", "shards/__0_0.distcp"} <= set(taken[0])
-    write_manifest(tmp_path, 1, serial=1)
-    assert find_problems(tmp_path) == []
-    assert torch.load(tmp_path / "actor" / "state.pt")["w"].equal(weights["w"])
-    loaded = {"w": torch.zeros(1000)}
-    load(loaded, checkpoint_id=tmp_path / "actor" / "shards", no_dist=True)
-    assert loaded["w"].equal(weights["w"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +12,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from verl.utils.checkpoint.manifest import ChecksumRecorder
 
 
-def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Every rank writes its shards; a collective."""
-    dcp.save(dict(tensors), checkpoint_id=folder)
+def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, recorder: ChecksumRecorder) -> None:
+    """Every rank writes its shards, their checksums taken by its `recorder`; a collective."""
+    writer = dcp.FileSystemWriter(folder, sync_files=False)  # the recorder's streams do it when they close
+    writer.fs = _RecordedFileSystem(recorder)
+    dcp.save(dict(tensors), storage_writer=writer)
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -63,3 +69,17 @@ def restore_random_state(states: list[dict[str, Any]], device: torch.device) -> 
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+class _RecordedFileSystem(FileSystem):
+    """Where torch writes its files, through a recorder."""
+
+    def __init__(self, recorder: ChecksumRecorder) -> None:
+        self._recorder = recorder
+
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Any:
+        return self._recorder.open(path) if mode == "wb" else super().create_stream(path, mode)
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self._recorder.renamed(path, new_path)

@@ -20,6 +20,8 @@ from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelCo
 from verl.models.forward import FIELDS_OF_KIND, ResponseModel, front_rows
 from verl.models.loading import ModelKind, empty_model, pretrained_model, read_config, switch_dropout_off
 from verl.protocol import DataProto
+from verl.utils.checkpoint.manifest import ChecksumRecorder
+from verl.utils.progress import expect, tick
 from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching, TensorSpec
 from verl.workers.engine.common import checkpoint, groups
 from verl.workers.engine.common.micro_batches import (
@@ -116,6 +118,7 @@ class FSDPEngine:
                 for name, (total, count) in metrics.items():
                     sums.add(name, total, count)
             (loss * self._loss_scale.value).backward()
+            tick(len(rows or ()))
         return sums.result()
 
     def optimizer_step(self) -> dict[str, float]:
@@ -145,12 +148,14 @@ class FSDPEngine:
         inputs = data.select(batch_keys=keys, non_tensor_batch_keys=[], meta_info_keys=[])
         width = () if self.kind == "sequence_classification" else (inputs.batch["responses"].shape[1],)
         found = {name: torch.zeros((len(data), *width)) for name in outputs}
+        expect(len(data))
         with self._inference():
             for part, rows in self._micro_batches(inputs, micro):
                 fields = self._forward(part, outputs, temperature)
                 if rows is not None:
                     for name, value in fields.items():
                         found[name][rows] = value.cpu()
+                    tick(len(rows))
         return DataProto.from_dict(found)
 
     # ---------------------------------------------------------------- weights
@@ -183,19 +188,20 @@ class FSDPEngine:
         """Write the named contents in shards under `path`; `hf_model` is `export_hf`'s and not written here."""
         folder = _checked(path, contents)
         self.to("device")
-        if "model" in contents:
-            checkpoint.save_tensors(self._unique_weights(), folder / "model")
-        if "optimizer" in contents and self._optimizer is not None:
-            checkpoint.save_tensors(self._optimizer.tensors(), folder / "optimizer")
-        if "extra" in contents:
-            extra = {
-                "schedule_step": self._schedule.last_epoch if self._schedule is not None else 0,
-                "loss_scale": self._loss_scale.state_dict(),
-                "random": checkpoint.random_states(self.device),
-            }
-            if self.dp_rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                torch.save(extra, folder / "extra.pt")
+        with ChecksumRecorder(folder) as recorder:
+            if "model" in contents:
+                checkpoint.save_tensors(self._unique_weights(), folder / "model", recorder)
+            if "optimizer" in contents and self._optimizer is not None:
+                checkpoint.save_tensors(self._optimizer.tensors(), folder / "optimizer", recorder)
+            if "extra" in contents:
+                extra = {
+                    "schedule_step": self._schedule.last_epoch if self._schedule is not None else 0,
+                    "loss_scale": self._loss_scale.state_dict(),
+                    "random": checkpoint.random_states(self.device),
+                }
+                if self.dp_rank == 0:
+                    with recorder.open("extra.pt") as stream:
+                        torch.save(extra, stream)
         dist.barrier()
 
     def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:

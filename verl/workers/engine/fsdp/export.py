@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from verl.models.heads import ValueModel
+from verl.workers.engine.common.safetensors_files import write_weights
 
 
 def write_hf_model(skeleton: nn.Module, state: Mapping[str, torch.Tensor], folder: Path, source: str = "") -> None:
@@ -26,19 +27,24 @@ def write_hf_model(skeleton: nn.Module, state: Mapping[str, torch.Tensor], folde
     generation = _generation_config(source)
     if generation is not None and model.can_generate():
         model.generation_config = generation
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict={})  # configs, and the code of a model that brings its own
+    write_weights(_as_stored(model), folder)
+
+
+def _as_stored(model: Any) -> dict[str, torch.Tensor]:
+    """The weights as `save_pretrained` would store them: tied ones once, what is fused in memory taken apart."""
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    ignored = set(model._keys_to_ignore_on_save or ())
+    state = {name: value for name, value in model.state_dict().items() if name not in ignored}
+    return revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
 
 
 def _write_value_model(model: ValueModel, folder: Path) -> None:
-    from safetensors.torch import save_file
     from transformers import AutoModelForTokenClassification
 
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: value.contiguous() for name, value in model.state_dict().items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    write_weights(model.state_dict(), folder)
     config = type(model.config).from_dict(model.config.to_dict())
     config.num_labels = 1
     classifier = AutoModelForTokenClassification._model_mapping.get(type(config), None)

@@ -1,0 +1,64 @@
+"""What a run tells of itself: the samples of every phase as they are done, and the lines that users know."""
+
+from __future__ import annotations
+
+import logging
+
+from training_harness import close, make_task, make_trainer, overrides
+
+from verl.utils.progress import Progress
+
+
+def test_every_phase_counts_its_samples_and_the_console_says_what_users_know(tmp_path, monkeypatch, caplog):
+    """PPO with a critic and a reference, two epochs, in this process: asked for the standing at every tick."""
+    task = make_task(tmp_path)
+    run = overrides(
+        task,
+        tmp_path,
+        "trainer.total_training_steps=1",
+        "trainer.val_before_train=True",
+        "reward_model.reward_kwargs={num_processes: 0}",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "critic.ppo_epochs=3",
+        "critic.ppo_micro_batch_size_per_gpu=1",
+        "critic.forward_micro_batch_size_per_gpu=4",
+    )
+    trainer = make_trainer(run)
+    seen: dict[str, list[tuple[int, int]]] = {}
+    tick = Progress.tick
+
+    def tick_and_look(self: Progress, units: int = 1) -> None:
+        tick(self, units)
+        now = trainer.console.standing()
+        seen.setdefault(now.phase, []).append((now.done, now.units))
+
+    monkeypatch.setattr(Progress, "tick", tick_and_look)
+    caplog.set_level(logging.INFO, logger="verl")
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        close(trainer)
+
+    assert seen["old_log_prob"][-1] == (8, 8)
+    assert seen["ref"][-1] == (8, 8)
+    assert seen["compute_values"] == [(4, 8), (8, 8)]
+    assert seen["train_critic"] == [(i, 24) for i in range(1, 25)]
+    assert seen["train_actor"] == [(i, 16) for i in range(2, 17, 2)]
+    assert seen["reward"][-1] == (8, 8)
+    assert seen["validation reward"][-1] == (6, 6)
+    # The last answer wakes the trainer and is counted at the same moment: it may be in the next phase already.
+    assert seen["rollout"][:7] == [(i, 8) for i in range(1, 8)]
+    assert seen["validation rollout"][:5] == [(i, 6) for i in range(1, 6)]
+    for line in (
+        "Creating Actor worker pool...",
+        "Creating Rollout worker pool...",
+        "Creating Critic worker pool...",
+        "toy Correct: 0/6, Accuracy: 0.00",
+        "Starting training...",
+        "Epoch 1/15",
+        f"saved to {tmp_path}/checkpoints/global_step_1",
+    ):
+        assert line in caplog.messages

@@ -1,0 +1,83 @@
+"""Progress: how far a call has come. Loops count as they go, and whoever made the call reads, from any thread.
+
+The counter belongs to the call, not to the loop: `counted_by(progress)` is put around the call, and the loops in it say
+`expect(rows)` and `tick(rows)` without being handed anything. Outside of a counted call both do nothing.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Progress:
+    """Units of work (samples) done, and to do as far as is known.
+
+    `share` is the part of them that the whole group counts: less than 1 where rows only fill up a rank, 0 on a rank
+    that does the same rows as another.
+    """
+
+    def __init__(self, share: float = 1.0) -> None:
+        self._share = share
+        self._done = self._total = 0
+        self._lock = threading.Lock()
+
+    def expect(self, units: int) -> None:
+        """So many more are to do."""
+        with self._lock:
+            self._total += units
+
+    def tick(self, units: int = 1) -> None:
+        """So many more are done."""
+        with self._lock:
+            self._done += units
+
+    def read(self) -> tuple[int, int]:
+        """(done, total)"""
+        return round(self._done * self._share), round(self._total * self._share)
+
+
+_current: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("verl_progress", default=None)
+
+
+@contextmanager
+def counted_by(progress: Progress) -> Iterator[None]:
+    """What this thread does inside is counted there."""
+    token = _current.set(progress)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def expect(units: int) -> None:
+    """The call that runs has so many more units to do."""
+    progress = _current.get()
+    if progress is not None:
+        progress.expect(units)
+
+
+def tick(units: int = 1) -> None:
+    """The call that runs has done so many more."""
+    progress = _current.get()
+    if progress is not None:
+        progress.tick(units)
+
+
+def counted(futures: Iterable[Future[T]], total: int) -> list[Future[T]]:
+    """The futures of `total` units, each of which is done when its future is, in whichever thread that happens."""
+    progress = _current.get()
+    if progress is None:
+        return list(futures)
+    progress.expect(total)
+    taken = []
+    for future in futures:
+        future.add_done_callback(lambda _: progress.tick())
+        taken.append(future)
+    return taken
