@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,11 @@ import pytest
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "VERL_CACHE" not in os.environ:  # tokens of test data would stay in the user's cache for good
+    os.environ["VERL_CACHE"] = tempfile.mkdtemp(prefix="verl-test-cache-")
+    atexit.register(shutil.rmtree, os.environ["VERL_CACHE"], ignore_errors=True)
+# A cluster of the machine, or the note that a dead one left behind, is none of ours to join: tests start their own.
+os.environ["RAY_ADDRESS"] = "local"
 
 # Continuous integration looks at the same examples every time; new ones are searched for on developers' machines.
 hypothesis.settings.register_profile("ci", derandomize=True, print_blob=True)

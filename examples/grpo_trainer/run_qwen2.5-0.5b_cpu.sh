@@ -18,7 +18,6 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=4 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 \
-    actor_rollout_ref.rollout.name=hf \
     actor_rollout_ref.rollout.n=4 \
     trainer.device=cpu \
     trainer.n_gpus_per_node=2 \

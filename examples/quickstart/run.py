@@ -129,14 +129,8 @@ def train(module: str, overrides: list[str], folder: Path, name: str) -> Path:
     metrics = folder / "runs" / "quickstart" / name / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     log = folder / f"{name}.log"
-    # A model this small is slower on two threads than on one; the two worker processes have a core each.
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-    }
     with log.open("w") as stream:
-        process = subprocess.Popen(command, cwd=folder, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(command, cwd=folder, stdout=stream, stderr=subprocess.STDOUT, env=environment())
         try:
             follow(process, metrics)
         except KeyboardInterrupt:
@@ -146,6 +140,18 @@ def train(module: str, overrides: list[str], folder: Path, name: str) -> Path:
         raise SystemExit(f"{module} failed; the end of {log}:\n{log.read_text()[-3000:]}")
     print(f"(everything it said: {log})")
     return metrics
+
+
+def environment() -> dict[str, str]:
+    """What a training command is started with."""
+    return {
+        # A Ray of its own, unless you name one: neither one that runs here, nor the note of one that died.
+        "RAY_ADDRESS": "local",
+        **os.environ,
+        # A model this small is slower on two threads than on one; the two worker processes have a core each.
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
 
 
 def follow(process: subprocess.Popen, metrics: Path) -> None:

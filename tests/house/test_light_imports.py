@@ -20,6 +20,8 @@ HEAVY = ("torch", "ray", "tensordict", "transformers", "datasets", "numpy")
         ("verl.trainer.main_ppo", HEAVY),
         ("verl.trainer.constants_ppo", HEAVY),
         ("verl.utils", HEAVY),
+        ("verl.inference.engine", HEAVY),
+        ("verl.inference.async_engine", HEAVY),
     ],
 )
 def test_module_imports_nothing_heavy(module, heavy):

@@ -4,6 +4,7 @@ from verl.config.actor import ActorConfig, PolicyLossConfig
 from verl.config.algorithm import (
     AlgorithmConfig,
     FilterGroupsConfig,
+    GDPOConfig,
     KLControllerConfig,
     RolloutCorrectionConfig,
     StateMaskingConfig,
@@ -11,6 +12,7 @@ from verl.config.algorithm import (
 from verl.config.critic import CriticConfig
 from verl.config.data import CustomClassConfig, DataConfig, SamplerConfig
 from verl.config.engine import CheckpointConfig, FSDPConfig, MegatronConfig, OptimConfig
+from verl.config.generation import EvalConfig, GenerationConfig
 from verl.config.load import as_config, load_config
 from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
 from verl.config.plan import BatchPlan, Layout, UpdatePlan, active_roles, batch_plan, layout_of
@@ -18,7 +20,7 @@ from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.config.problems import ConfigError, Problem
 from verl.config.ref import RefConfig
 from verl.config.reward import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
-from verl.config.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
+from verl.config.rollout import AgentConfig, GeneratorConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
 from verl.config.sft import SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig, SFTTrainerConfig
 from verl.config.trainer import RayInitConfig, RetrieverConfig, RunConfig, TrainerConfig
 
@@ -35,8 +37,12 @@ __all__ = [
     "CustomClassConfig",
     "CustomRewardFunctionConfig",
     "DataConfig",
+    "EvalConfig",
     "FSDPConfig",
     "FilterGroupsConfig",
+    "GDPOConfig",
+    "GenerationConfig",
+    "GeneratorConfig",
     "KLControllerConfig",
     "Layout",
     "MegatronConfig",

@@ -7,7 +7,9 @@ Hydra alone stops at the first key it does not know, and at `+key` for one it do
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,17 @@ _QUIET_HYDRA = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_loggin
 # Groups that can be turned off as a whole: `critic=null`.
 _SWITCHABLE = ("critic", "reward_model")
 _SEARCH_OURS = "hydra.searchpath=[pkg://verl.trainer.config]"
+
+
+@contextmanager
+def prepared_arguments(root: str = ROOT) -> Iterator[None]:
+    """While inside, `sys.argv` is what Hydra should read for what the user typed."""
+    typed = sys.argv[1:]
+    sys.argv[1:] = hydra_arguments(typed, root)
+    try:
+        yield
+    finally:
+        sys.argv[1:] = typed
 
 
 def hydra_arguments(argv: Sequence[str], root: str = ROOT) -> list[str]:

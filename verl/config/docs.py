@@ -11,7 +11,7 @@ from typing import Any
 from verl.config.compose import CONFIG_DIR, default_tree, groups
 from verl.config.convert import range_words
 from verl.config.obsolete import OBSOLETE
-from verl.config.roots import PPO, SFT, Root
+from verl.config.roots import EVAL, GENERATION, PPO, SFT, Root
 from verl.config.schema import Block, Entry, alias_table, entries, join, pick
 
 _INTRO = """# Configuration
@@ -36,14 +36,34 @@ Every key of `python -m verl.trainer.main_sft key=value …`; all that is said a
 groups. Several ranks (`trainer.n_gpus_per_node=2`) run on Ray, one runs in the calling process.
 """
 
+_GENERATION_INTRO = """# Generation
+
+Every key of `python -m verl.trainer.main_generation key=value …` ([inference.md](inference.md)); all that is said above
+holds for them too. There are no groups.
+"""
+
+_EVAL_INTRO = """# Evaluation
+
+Every key of `python -m verl.trainer.main_eval key=value …` ([inference.md](inference.md)), likewise.
+"""
+
 _TYPES = {int: "int", float: "float", bool: "bool", str: "str"}
 
 
 def render() -> str:
     """The whole page."""
     ppo = [_INTRO, *_groups(), *_blocks(PPO, PPO.cls, ""), *_aliases(PPO), *_obsolete()]
-    sft = [_SFT_INTRO, *_blocks(SFT, SFT.cls, "", heading="SFT: "), *_aliases(SFT, heading="SFT: ")]
-    return "\n".join([*ppo, *sft])
+    sft = [_SFT_INTRO, *_program(SFT, "SFT: ")]
+    generation = [_GENERATION_INTRO, *_program(GENERATION, "Generation: ")]
+    evaluation = [_EVAL_INTRO, *_program(EVAL, "Evaluation: ")]
+    return "\n".join([*ppo, *sft, *generation, *evaluation])
+
+
+def _program(root: Root, heading: str) -> Iterator[str]:
+    """All of a program's keys, and their other spellings if they have any."""
+    yield from _blocks(root, root.cls, "", heading=heading)
+    if alias_table(root.cls):
+        yield from _aliases(root, heading)
 
 
 def _groups() -> Iterator[str]:

@@ -43,9 +43,14 @@ def check_environment(config: PPOConfig, report: Report) -> None:
 def check_data_files(data: Block, report: Report) -> None:
     """Report data files that are not here; hub names may be anywhere."""
     for key in ("train_files", "val_files"):
-        for file in data[key] or ():
-            if not _is_hub_dataset(file):
-                must_exist(f"data.{key}", file, report)
+        check_paths(f"data.{key}", data[key], report)
+
+
+def check_paths(key: str, paths: Sequence[str] | None, report: Report) -> None:
+    """Report data files that are not here; hub names may be anywhere."""
+    for path in paths or ():
+        if not _is_hub_dataset(path):
+            must_exist(key, path, report)
 
 
 def check_model(key: str, path: str, report: Report) -> None:

@@ -31,6 +31,7 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _critic(config)
     _micro_batches(config, report)
     _follow(config)
+    _generation_batches(config, report)
     _lengths(config)
 
 
@@ -80,6 +81,16 @@ def _clip_bounds(config: PPOConfig, report: Report) -> None:
         )
 
 
+def _generation_batches(config: PPOConfig, report: Report) -> None:
+    """Without dynamic sampling every prompt that is generated is trained on: both batches are the same."""
+    data = config.data
+    if not config.algorithm.filter_groups.enable and data.gen_batch_size != data.train_batch_size:
+        report.notice(
+            f"data.gen_batch_size = {data.gen_batch_size} has no effect without algorithm.filter_groups.enable=True."
+        )
+        data.gen_batch_size = data.train_batch_size
+
+
 def empty_lists(config: Block) -> None:
     """A null list that means "none" is an empty list, so nobody has to ask."""
     for path, entry in walk(type(config)):
@@ -123,6 +134,8 @@ def _critic(config: PPOConfig) -> None:
         critic.ppo_mini_batch_size = (
             DEFAULT_MINI_BATCH if divides else config.actor_rollout_ref.actor.ppo_mini_batch_size
         )
+    if config.trainer.max_critic_ckpt_to_keep is None:
+        config.trainer.max_critic_ckpt_to_keep = config.trainer.max_actor_ckpt_to_keep
 
 
 def _micro_batches(config: PPOConfig, report: Report) -> None:

@@ -39,19 +39,17 @@ class AgentConfig(Block):
 
 
 @dataclass(kw_only=True, slots=True)
-class RolloutConfig(Block):
+class GeneratorConfig(Block):
+    """How answers are generated, whether a training follows or not."""
+
     name: str = key("Engine: native is ours and needs no install.", choices=names.ROLLOUTS)
-    mode: str = key("async lets every sample proceed on its own (needed for tools).", choices=("sync", "async"))
-    n: int = key("Answers per prompt.", null="1, and 4 for estimators that compare answers", min=1)
-    temperature: float = key("Sampling temperature; log-probs in training use the same one.", above=0)
+    temperature: float = key("Sampling temperature; 0: greedy.", min=0)
     top_p: float = key("Nucleus: smallest set of tokens with this probability.", above=0, max=1)
     top_k: int = key("Tokens considered; -1: all.", min=-1)
     min_p: float = key("Drop tokens less likely than this share of the likeliest.", min=0, max=1)
     do_sample: bool = key("Sample; False: greedy.")
-    seed: int = key("Seed of the sampling noise.", null="", follows="data.seed", min=0)
-    max_new_tokens: int = key(
-        "Longest answer in tokens.", null="", follows="data.max_response_length", min=1, aliases=("response_length",)
-    )
+    seed: int = key("Seed of the sampling noise.", min=0)
+    max_new_tokens: int = key("Longest answer in tokens.", min=1, aliases=("response_length",))
     stop: list[str] = key("Strings that end an answer.", null="none")
     stop_token_ids: list[int] = key("Token ids that end an answer, besides the end-of-sequence token.", null="none")
     ignore_eos: bool = key("Go on after the end-of-sequence token (benchmarks).")
@@ -62,15 +60,26 @@ class RolloutConfig(Block):
         choices=("auto", "bfloat16", "float16", "float32"),
         synonyms={"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"},
     )
-    load_format: str = key("Where the engine's first weights come from (engine's own name; dummy: from the trainer).")
     enforce_eager: bool = key("No CUDA graphs.")
-    free_cache_engine: bool = key("Release the KV memory while training.")
     max_num_seqs: int = key("Most sequences decoded at once.", min=1)
     max_num_batched_tokens: int = key("Most tokens in one engine step.", min=1)
     max_model_len: int = key("Longest sequence.", null="max_prompt_length + the longest answer", min=1)
     enable_chunked_prefill: bool = key("Mix pieces of long prompts with decoding.")
     enable_prefix_caching: bool = key("Reuse the KV of equal prefixes.")
     engine_kwargs: dict[str, Any] = key("Arguments for the engine itself, by engine name.")
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig(GeneratorConfig):
+    temperature: float = key("Sampling temperature; log-probs in training use the same one.", above=0)
+    seed: int = key("Seed of the sampling noise.", null="", follows="data.seed", min=0)
+    max_new_tokens: int = key(
+        "Longest answer in tokens.", null="", follows="data.max_response_length", min=1, aliases=("response_length",)
+    )
+    mode: str = key("async lets every sample proceed on its own (needed for tools).", choices=("sync", "async"))
+    n: int = key("Answers per prompt.", null="1, and 4 for estimators that compare answers", min=1)
+    load_format: str = key("Where the engine's first weights come from (engine's own name; dummy: from the trainer).")
+    free_cache_engine: bool = key("Release the KV memory while training.")
     log_prob_micro_batch_size_per_gpu: int = key(
         "Samples per rank and forward pass when old log-probs are computed.",
         null="",

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import files, resolve, sft_rules, validate
+from verl.config import files, generation_rules, resolve, sft_rules, validate
+from verl.config.generation import EvalConfig, GenerationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.schema import Block
@@ -29,11 +30,23 @@ class Root:
 
 PPO = Root(PPOConfig, "ppo_trainer", resolve.resolve, validate.validate, files.check_environment)
 SFT = Root(SFTConfig, "sft_trainer", sft_rules.resolve, sft_rules.validate, sft_rules.check_environment)
+GENERATION = Root(
+    GenerationConfig,
+    "generation",
+    generation_rules.resolve_generation,
+    generation_rules.validate_generation,
+    generation_rules.check_generation,
+)
+EVAL = Root(
+    EvalConfig, "evaluation", generation_rules.resolve_eval, generation_rules.validate_eval, generation_rules.check_eval
+)
+ROOTS = (PPO, SFT, GENERATION, EVAL)
 
 
 def root_of(cls: type[Block]) -> Root:
     """The program whose whole configuration is a `cls`."""
-    for root in (PPO, SFT):
+    for root in ROOTS:
         if root.cls is cls:
             return root
-    raise ValueError(f"root: {cls.__name__} is a block, not a whole configuration. Use PPOConfig or SFTConfig.")
+    known = ", ".join(root.cls.__name__ for root in ROOTS)
+    raise ValueError(f"root: {cls.__name__} is a block, not a whole configuration. Use one of {known}.")

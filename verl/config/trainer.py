@@ -49,7 +49,11 @@ class TrainerConfig(RunConfig):
         "Validation answers shown in the logs.", min=0, aliases=("val_generations_to_log_to_wandb",)
     )
     max_actor_ckpt_to_keep: int | None = key("Older actor checkpoints are deleted.", null="keep all", min=1)
-    max_critic_ckpt_to_keep: int | None = key("Older critic checkpoints are deleted.", null="keep all", min=1)
+    max_critic_ckpt_to_keep: int | None = key(
+        "Older critic checkpoints are deleted; resuming needs a step with both.",
+        null="as many as of the actor",
+        min=1,
+    )
     dump_steps: list[int] = key("Steps whose batch is written as debug_step_N.pt.", null="none")
     rollout_data_dir: str | None = key("Folder for training answers as JSONL.", null="not written", path=True)
     validation_data_dir: str | None = key("Folder for validation answers as JSONL.", null="not written", path=True)

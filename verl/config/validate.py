@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from verl.config import names
+from verl.config.algorithm_rules import algorithm_rules
 from verl.config.data import CustomClassConfig, SamplerConfig
 from verl.config.engine import OptimConfig
 from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, batch_plan
@@ -19,6 +20,7 @@ def validate(config: PPOConfig, report: Report) -> None:
     values_present(config, "", report)
     for rule in (
         _estimator,
+        algorithm_rules,
         _kl,
         _clipping,
         _lengths,

@@ -31,10 +31,16 @@ def lines_of(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_console_writes_one_plain_line_with_the_headline_first(capsys):
+def test_console_writes_the_headline_and_a_plain_line_per_group(capsys):
     with Tracking("project", "run") as tracking:
-        tracking.log(METRICS, step=7)
-    assert capsys.readouterr().out == "step 7: reward_mean=0.35, kl=0.002, actor_loss=0.234, timing/step=3.25\n"
+        tracking.log({**METRICS, "critic/lr": 1.0, "timing/gen": 2.0}, step=7)
+        tracking.log({"val/a": 1, "val/b": 2}, step=8)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 7: reward_mean=0.35, kl=0.002, actor_loss=0.234",
+        "  critic/lr=1",
+        "  timing/gen=2, timing/step=3.25",
+        "step 8: val/a=1, val/b=2",
+    ]
 
 
 def test_console_groups_metrics_on_a_terminal():

@@ -1,4 +1,4 @@
-"""Metrics for a person watching: grouped and coloured on a terminal, one line per step everywhere else."""
+"""Metrics for a person watching: the headline first, then a line per group; coloured on a terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ConsoleBackend:
         if self._stream.isatty():
             self._print_grouped(f"step {step}", headline, rest)
         else:
-            self._write(f"step {step}: " + ", ".join([*headline, *(f"{key}={value}" for key, value in rest.items())]))
+            self._write(f"step {step}: " + "\n  ".join(_plain_lines(headline, rest)))
 
     def log_generations(self, samples: Sequence[Sample], step: int) -> None:
         for sample in samples:
@@ -66,6 +66,14 @@ class ConsoleBackend:
         console = Console(file=self._stream)
         console.print(Text.assemble((title, "bold"), "  ", ("  ".join(headline), "green")))
         console.print(table)
+
+
+def _plain_lines(headline: list[str], rest: Mapping[str, str]) -> list[str]:
+    """Metrics under their whole names, so that a log can be searched for them."""
+    groups: dict[str, list[str]] = {"": headline} if headline else {}
+    for key, value in rest.items():
+        groups.setdefault(key.partition("/")[0], []).append(f"{key}={value}")
+    return [", ".join(entries) for entries in groups.values()]
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,98 @@
+"""Rules between the keys of an algorithm: what would have no effect is said, what could never work is refused."""
+
+import pytest
+
+from verl.config import ConfigError, load_config
+
+GIVEN = ("data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=1")
+CORRECTION = "algorithm.rollout_correction"
+FILTER = ("algorithm=grpo", "algorithm.filter_groups.enable=True")
+GDPO = "algorithm.adv_estimator=gdpo"
+
+
+def load(*overrides):
+    return load_config(None, [*GIVEN, *overrides], check_files=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "why"),
+    [
+        (
+            [*FILTER, "data.gen_batch_size=64", "algorithm.filter_groups.max_num_gen_batches=7"],
+            "algorithm.filter_groups.max_num_gen_batches",
+            "at most 448 prompts",
+        ),
+        (
+            [GDPO, "algorithm.gdpo={reward_keys: [a, b], reward_weights: [1.0]}"],
+            "algorithm.gdpo.reward_weights",
+            "are 1",
+        ),
+        ([GDPO, "algorithm.gdpo.reward_weights=[1.0,2.0]"], "algorithm.gdpo.reward_weights", "are 2 for 1"),
+        (
+            [GDPO, "algorithm.gdpo.reward_keys=[a,b]", "algorithm.use_kl_in_reward=True"],
+            "algorithm.use_kl_in_reward",
+            "normalises each reward on its own",
+        ),
+        (
+            [f"{CORRECTION}={{rollout_rs: token, rollout_rs_threshold: 0.5}}"],
+            f"{CORRECTION}.rollout_rs_threshold",
+            "the lower one is 2, the upper one 0.5",
+        ),
+        (
+            [f"{CORRECTION}={{rollout_rs: geometric, rollout_rs_threshold: 2.0, rollout_rs_threshold_lower: 3.0}}"],
+            f"{CORRECTION}.rollout_rs_threshold",
+            "everything would be masked",
+        ),
+        ([f"{CORRECTION}={{bypass_mode: true, rollout_is: token}}"], f"{CORRECTION}.rollout_is", "no ratio to use"),
+        ([f"{CORRECTION}={{bypass_mode: true, rollout_rs: token}}"], f"{CORRECTION}.rollout_rs", "no ratio to use"),
+        (
+            ["actor_rollout_ref.actor.policy_loss.clip_cov_lb=6.0"],
+            "actor_rollout_ref.actor.policy_loss.clip_cov_lb",
+            "no token could be chosen",
+        ),
+    ],
+)
+def test_what_could_never_work_is_one_problem_with_a_remedy(overrides, key, why):
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert why in problem.why
+    assert problem.fix
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.gen_batch_size=64"], "data.gen_batch_size = 64 has no effect without algorithm.filter_groups"),
+        ([GDPO], "algorithm.gdpo.reward_keys is not set: the score is the only reward"),
+        (["algorithm.gdpo.reward_keys=[a]"], "algorithm.gdpo has no effect with algorithm.adv_estimator = gae"),
+    ],
+)
+def test_what_has_no_effect_is_a_notice(overrides, words):
+    assert any(words in notice for notice in load(*overrides).notices)
+
+
+def test_without_dynamic_sampling_both_batches_are_the_same_and_with_it_each_has_its_size():
+    assert load("data.gen_batch_size=64").data.gen_batch_size == 512
+    assert load(*FILTER, "data.gen_batch_size=1536").data.gen_batch_size == 1536
+    assert load(*FILTER).data.gen_batch_size == 512
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        [*FILTER, "data.gen_batch_size=64", "algorithm.filter_groups.max_num_gen_batches=8"],
+        [*FILTER, "data.gen_batch_size=64", "algorithm.filter_groups.max_num_gen_batches=0"],
+        [*FILTER, "data.gen_batch_size=64", "algorithm.filter_groups.max_num_gen_batches=-1"],
+        [f"{CORRECTION}={{rollout_is: sequence, rollout_rs: geometric, rollout_rs_threshold: 1.01}}"],
+        [GDPO, "algorithm.gdpo={reward_keys: [a, b], reward_weights: [1.0, 0.5]}"],
+    ],
+)
+def test_what_works_is_accepted(good):
+    load(*good)
+
+
+@pytest.mark.parametrize("name", ["seq_reward", "seq_final_reward", "score"])
+def test_the_score_has_several_names(name):
+    assert load(*FILTER, f"algorithm.filter_groups.metric={name}").algorithm.filter_groups.metric == "score"
