@@ -21,7 +21,7 @@ test-slow: setup lint
 	$(PYTEST) -m "slow and not gpu"
 
 train: setup
-	$(BIN)/python examples/quickstart/run.py --algo $(ALGO)
+	$(BIN)/python examples/quickstart/run.py --algo $(ALGO) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ from plot import Line, read_line, text_chart, write_png
 from task import make_task
 
 ACCURACY = "val/openai/gsm8k/accuracy"
+STEPS = 60
 ROOT = Path(__file__).parents[2]
 
 
@@ -61,7 +62,7 @@ def training_overrides(algo: str, files: dict[str, Path], start: Path, folder: P
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=64",
         "trainer.n_gpus_per_node=2",
         "trainer.device=cpu",
-        "trainer.total_training_steps=40",
+        f"trainer.total_training_steps={STEPS}",
         "trainer.test_freq=5",
         "trainer.save_freq=-1",
         f"trainer.default_local_dir={folder / algo}",
@@ -96,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=("ppo", "grpo"), default="ppo")
     parser.add_argument("--folder", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument("overrides", nargs="*", help="keys of your own, such as actor_rollout_ref.rollout.name=hf")
     options = parser.parse_args()
     folder, algo = options.folder.resolve(), options.algo
     begin = time.monotonic()
@@ -109,9 +111,10 @@ def main() -> None:
     heading("2. Warm start: 300 supervised steps on a hasty teacher's answers")
     train("verl.trainer.main_sft", warm_start_overrides(files, folder), folder, "sft")
 
-    heading(f"3. {algo.upper()}: 40 steps of reinforcement learning on 2 worker processes")
+    heading(f"3. {algo.upper()}: {STEPS} steps of reinforcement learning on 2 worker processes")
     start = folder / "sft" / "global_step_300"
-    metrics = train("verl.trainer.main_ppo", training_overrides(algo, files, start, folder), folder, algo)
+    overrides = [*training_overrides(algo, files, start, folder), *options.overrides]
+    metrics = train("verl.trainer.main_ppo", overrides, folder, algo)
 
     heading("4. What changed")
     accuracy = read_line(metrics, ACCURACY, "accuracy on 256 new problems")
@@ -119,7 +122,8 @@ def main() -> None:
     picture = write_png(folder / f"{algo}.png", f"{algo} on word problems", lines)
     print(text_chart(lines))
     show_answers(folder / algo / "answers", last=int(accuracy.points[-1][0]))
-    report(accuracy, picture, folder / algo / "global_step_40", time.monotonic() - begin)
+    last_step = int(accuracy.points[-1][0])
+    report(accuracy, picture, folder / algo / f"global_step_{last_step}", time.monotonic() - begin)
 
 
 def train(module: str, overrides: list[str], folder: Path, name: str) -> Path:
