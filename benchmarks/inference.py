@@ -247,7 +247,7 @@ def hand_over_row(bench: Bench) -> dict[str, Any]:
 
     rollout = bench.rollout(32, 512)
     try:
-        source = {name: tensor.float() for name, tensor in rollout.weights.items()}
+        source = {name: tensor.to(torch.float32, copy=True) for name, tensor in rollout.weights.items()}
         expected = fingerprints(source, bench.dtype)
         times = []
         for version in range(1, 8):
