@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 from torch.nn.functional import silu
 
 __all__ = ["add_rms_norm", "gated_silu", "linear", "rms_norm", "rotated"]
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x` [tokens, in], `weight` [out, in] → [tokens, out].
+# Where CPU libraries multiply up to twice as fast with the weight first: few rows, weights of at least this size.
+_FEW_ROWS = range(2, 65)
+_LARGE_WEIGHT = 2**18
 
-    The weight stands first: for the few rows of a decode step CPU libraries are 1.1 to 6 times faster that way.
-    """
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x` [tokens, in], `weight` [out, in] → [tokens, out]."""
+    if len(x) not in _FEW_ROWS or weight.numel() < _LARGE_WEIGHT:
+        return functional.linear(x, weight, bias)
     out = torch.mm(weight, x.t()).t().contiguous()
     return out if bias is None else out.add_(bias)
 
