@@ -21,6 +21,8 @@ import torch
 from _report import report
 
 from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.inference.build import build_engine
+from verl.inference.sequence import Sequence
 from verl.utils.token_sampling import SamplingParams
 from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.rollout.request import Request
@@ -83,7 +85,8 @@ class Bench:
         """Seconds to read weights and KV once."""
         return (self.weight_bytes + sequences * mean_length * self.kv_bytes) / self.bandwidth
 
-    def rollout(self, slots: int, max_len: int, **native: Any) -> NativeRollout:
+    def settings(self, slots: int, max_len: int, **native: Any) -> tuple[str, ModelConfig, RolloutConfig, torch.device]:
+        """What an engine of `slots` sequences is made from."""
         keys = {
             "max_num_seqs": slots,
             "max_model_len": max_len,
@@ -91,9 +94,10 @@ class Bench:
             "gpu_memory_utilization": 0.5,
             "engine_kwargs": {"native": native},
         }
-        return NativeRollout(
-            self.path, as_config(ModelConfig, {"path": self.path}), as_config(RolloutConfig, keys), self.device
-        )
+        return self.path, as_config(ModelConfig, {"path": self.path}), as_config(RolloutConfig, keys), self.device
+
+    def rollout(self, slots: int, max_len: int, **native: Any) -> NativeRollout:
+        return NativeRollout(*self.settings(slots, max_len, **native))
 
 
 def requests_of(lengths: list[int], prompt: int, n: int, vocab: int, seed: int = 0) -> list[Request]:
@@ -278,6 +282,25 @@ def hand_over_row(bench: Bench) -> dict[str, Any]:
     }
 
 
+def profile_rows(bench: Bench, slots: int, steps: int = 5) -> list[dict[str, Any]]:
+    """Milliseconds per decode step by kernel (GPU) or operator (CPU), the largest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = bench.device.type == "cuda"
+    engine = build_engine(*bench.settings(slots, 512)).engine
+    requests = requests_of([256] * slots, 128, 8, bench.config.vocab_size)
+    engine.add(Sequence(request, serial) for serial, request in enumerate(requests))
+    for _ in range(20):  # the prompts, and what a first step costs
+        engine.step()
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
+        for _ in range(steps):
+            engine.step()
+        engine.drain()
+    spent = [(e.self_device_time_total if cuda else e.self_cpu_time_total, e) for e in found.key_averages()]
+    spent.sort(key=lambda entry: -entry[0])
+    return [{"what": e.key[:60], "ms": time_us / steps / 1e3, "calls": e.count / steps} for time_us, e in spent[:14]]
+
+
 def ragged_lengths(count: int, mean: int, longest: int, seed: int = 1) -> list[int]:
     """Exponential lengths around `mean`, cut at `longest`, at least 8."""
     draw = random.Random(seed)
@@ -349,6 +372,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="default: qwen2.5-0.5b on a GPU, smollm2-135m on a CPU")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
+    parser.add_argument("--profile", action="store_true", help="also where the time of a decode step goes")
     parser.add_argument("--json", help="append the result to this file")
     args = parser.parse_args()
     shape = args.shape or ("qwen2.5-0.5b" if args.device == "cuda" else "smollm2-135m")
@@ -357,6 +381,9 @@ def main() -> None:
         rows = on_gpu(bench, args.quick) if args.device == "cuda" else on_cpu(bench, args.quick)
         report(f"generation, {shape} shape, {str(bench.dtype).removeprefix('torch.')}", rows, args.json)
         report("weight hand-over and sleep", [hand_over_row(bench)], args.json)
+        if args.profile:
+            slots = 256 if args.device == "cuda" else 16
+            report(f"a decode step of {slots} sequences", profile_rows(bench, slots), args.json)
 
 
 if __name__ == "__main__":

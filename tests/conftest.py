@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import sys
@@ -34,6 +35,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_WORKERS, os.environ.ge
 
 # A 2-CPU node whatever the machine has: everything must schedule there.
 RAY_CPUS = 2
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """For tests of commands: they set up logging on the stderr of their test, closed when the next one logs."""
+    logger = logging.getLogger("verl")
+    before = (logger.level, list(logger.handlers), logger.propagate)
+    yield
+    logger.level, logger.handlers, logger.propagate = before
+    logger.manager._clear_cache()
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,8 @@ from verl.inference.stop_strings import StopStrings
 __all__ = ["AsyncEngine", "StepEngine"]
 
 _PAUSE = "pause"
+# A server may be asked with other strings every time; the oldest are looked up again.
+_KEPT_STOP_STRINGS = 256
 _FAILING = "failing"
 
 
@@ -252,6 +254,8 @@ class AsyncEngine:
             if self._tokenizer is None:
                 self._tokenizer = self._load_tokenizer()
             if stop not in self._stop_strings:
+                if len(self._stop_strings) >= _KEPT_STOP_STRINGS:
+                    self._stop_strings.pop(next(iter(self._stop_strings)))  # sequences keep their own
                 self._stop_strings[stop] = StopStrings(self._tokenizer, stop)
             return self._stop_strings[stop]
 

@@ -64,14 +64,6 @@ class ModelRunner:
         if use_graphs and device.type == "cuda":
             self._graphs = StepGraphs(self.decode, self.mixed, self._last_tokens, max_num_seqs)
 
-    @property
-    def num_blocks(self) -> int:
-        return self.kv.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self.kv.block_size
-
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step; on a GPU this returns before it is done. Steps run in the order they were launched."""

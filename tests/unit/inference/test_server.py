@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import re
 import signal
@@ -28,15 +27,8 @@ MAX_LENGTH = 50_000
 TOKENIZER = tiny_tokenizer()
 PROMPT = "The quick brown fox"
 
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    """A command sets up logging on the stderr of its test, which is closed when the next one logs."""
-    logger = logging.getLogger("verl")
-    before = (logger.level, list(logger.handlers), logger.propagate)
-    yield
-    logger.level, logger.handlers, logger.propagate = before
-    logger.manager._clear_cache()
+# The command sets up logging.
+pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 
 import pyarrow as pa
@@ -16,15 +15,8 @@ from verl.workers.reward_manager.naive import RewardError
 
 HERE = {"reward_kwargs": {"num_processes": 0}}
 
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    """A command sets up logging on the stderr of its test, which is closed when the next one logs."""
-    logger = logging.getLogger("verl")
-    before = (logger.level, list(logger.handlers), logger.propagate)
-    yield
-    logger.level, logger.handlers, logger.propagate = before
-    logger.manager._clear_cache()
+# The command sets up logging.
+pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 def row(truth, *answers, source="openai/gsm8k"):
