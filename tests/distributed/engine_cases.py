@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from verl.protocol import DataProto
 from verl.workers.engine.fsdp import FSDPEngine
 
 ACTOR = "actor_rollout_ref.actor"
+_MODEL_CODE = [f"transformers.models.{family}.modeling_{family}" for family in ("qwen2", "llama", "mistral")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -92,7 +94,11 @@ def plain_fields(model: Any, data: DataProto, temperature: float = 1.0) -> dict[
 
 def plain_gradients(family: str, data: DataProto, temperature: float = 1.0, **changes: Any) -> dict[str, torch.Tensor]:
     """Gradients of `token_loss` over all of `data`, by transformers alone."""
-    model = tiny_model(family, **changes)
+    return gradients_of(tiny_model(family, **changes), data, temperature)
+
+
+def gradients_of(model: Any, data: DataProto, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+    """The same, of a given model."""
     mask = data.batch["response_mask"]
     from verl.workers.engine.base import Counts
 
@@ -125,7 +131,9 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 def run_ranks(work: Any, folder: Any, *arguments: Any, ranks: int = 2) -> None:
     """`work(rank, ranks, folder, *arguments)` in real processes joined by gloo."""
-    mp.spawn(_joined, args=(work, ranks, str(folder), arguments), nprocs=ranks, join=True)
+    # Imports are most of a rank's time: one server imports, and every rank is a fork of it.
+    multiprocessing.set_forkserver_preload([FSDPEngine.__module__, *_MODEL_CODE])
+    mp.start_processes(_joined, (work, ranks, str(folder), arguments), nprocs=ranks, start_method="forkserver")
 
 
 def _joined(rank: int, work: Any, ranks: int, folder: str, arguments: tuple[Any, ...]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from engine_cases import engine_gradients, make_batch, make_engine, token_loss, whole_weights
+from lora_cases import adapters_at_work
 from tiny import tiny_model
 
 from verl.models.heads import ValueModel
@@ -24,7 +25,8 @@ def two_ranks_at_work(rank, ranks, folder):
     found = {}
     data = make_batch(rows=ROWS)
     mine = data[MINE[rank]]
-    for name, changes in {"all": {}, "hybrid": {"fsdp_size": 1}, "tied": {}}.items():
+    layouts = {"all": {}, "hybrid": {"fsdp_size": 1}, "padded": {"use_remove_padding": False}, "tied": {}}
+    for name, changes in layouts.items():
         engine = make_engine(tiny_model(tie_word_embeddings=name == "tied"), **changes)
         engine.forward_backward(mine, token_loss, BOTH, 0.7, MicroBatching(size=2))
         found[f"gradients-{name}"] = engine_gradients(engine)
@@ -34,6 +36,7 @@ def two_ranks_at_work(rank, ranks, folder):
     found["inferred"] = dict(engine.infer(mine, BOTH, 0.7, MicroBatching(size=2)).batch.items())
     found["skipped"] = skipped_step(engine, mine, rank)
     found["value"] = value_gradients(mine)
+    found["second step"] = {tied: second_gradients(mine, tied) for tied in (False, True)}
     found["empty"] = dict(engine.infer(mine if rank else mine[:0], BOTH).batch.items())
 
     engine = make_engine(str(folder / "model"), **CHANGES)
@@ -52,6 +55,7 @@ def two_ranks_at_work(rank, ranks, folder):
     found["same noise"] = torch.equal(torch.rand(3), noise)
     found["rates again"] = steps(again, mine, 2)
     found["continued again"] = whole_weights(again)
+    found["adapters"] = adapters_at_work(mine, folder)
     torch.save(found, folder / f"found-{rank}.pt")
 
 
@@ -61,6 +65,17 @@ def steps(engine, data, count):
         engine.forward_backward(data, token_loss, ["log_probs"])
         rates.append(engine.optimizer_step())
     return rates
+
+
+def second_gradients(data, tied):
+    """Weights after one step, and the gradient there, summed over micro-batches; other passes have come between."""
+    engine = make_engine(tiny_model(tie_word_embeddings=tied), reshard_after_forward=tied)
+    engine.forward_backward(data, token_loss, BOTH, 0.7, MicroBatching(size=2))
+    engine.optimizer_step()
+    weights = whole_weights(engine)
+    engine.infer(data, BOTH)
+    engine.forward_backward(data, token_loss, BOTH, 0.7, MicroBatching(size=2))
+    return weights, engine_gradients(engine)
 
 
 def skipped_step(engine, data, rank):

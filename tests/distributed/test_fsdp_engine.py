@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from engine_cases import (
     assert_close,
+    gradients_of,
     make_batch,
     make_engine,
     plain_fields,
@@ -15,6 +16,8 @@ from engine_cases import (
     whole_weights,
 )
 from fsdp_ranks import CHANGES, MINE, ROWS, steps, two_ranks_at_work, value_gradients
+from lora_cases import adapter_values, lora_engine, nudged, peft_gradients
+from peft import PeftModel
 from reads import files_read
 from tiny import save_tiny_model, tiny_model
 from transformers import AutoModelForCausalLM
@@ -33,6 +36,9 @@ def one_rank(tmp_path_factory):
     engine.save(folder / "one")
     expect_records(folder / "two")
     steps(engine, data, 2)
+    adapted = lora_engine(str(folder / "model"))
+    steps(adapted, data, 2)
+    adapted.save(folder / "lora-one")
     yield folder, whole_weights(engine)
     dist.destroy_process_group()
 
@@ -45,11 +51,19 @@ def found(one_rank):
     return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-@pytest.mark.parametrize("layout", ["all", "hybrid", "tied"])
+@pytest.mark.parametrize("layout", ["all", "hybrid", "padded", "tied"])
 def test_gradients_over_two_ranks_are_those_of_plain_transformers(found, layout):
     wanted = plain_gradients("qwen2", make_batch(rows=ROWS), 0.7, tie_word_embeddings=layout == "tied")
     for rank in range(2):
         assert_close(found[rank][f"gradients-{layout}"], wanted)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_after_a_step_are_those_at_the_new_weights(found, tied):
+    weights, gradients = found[0]["second step"][tied]
+    model = tiny_model(tie_word_embeddings=tied)
+    model.load_state_dict(weights)
+    assert_close(gradients, gradients_of(model, make_batch(rows=ROWS), 0.7))
 
 
 def test_gradients_of_a_value_model_do_not_depend_on_the_number_of_ranks(found):
@@ -118,3 +132,52 @@ def test_the_manifest_needs_no_look_at_what_two_ranks_saved(found, one_rank):
     assert {path.parent.name for path in read} == {".checksums"}, "only the records that both ranks left"
     assert {"model/__0_0.distcp", "model/__1_0.distcp", "optimizer/__1_0.distcp", "extra.pt"} <= set(listed)
     assert find_problems(saved) == []
+
+
+# ---------------------------------------------------------------- LoRA
+
+
+@pytest.fixture(scope="module")
+def adapters(found):
+    """What each of the two ranks found with adapters."""
+    return [mine["adapters"] for mine in found]
+
+
+def test_adapters_start_equal_and_have_the_gradients_that_peft_gives_them(adapters, one_rank):
+    engine = lora_engine(str(one_rank[0] / "model"))
+    started = adapter_values(engine)
+    nudged(engine)
+    wanted = peft_gradients(adapter_values(engine), make_batch(rows=ROWS), 0.7)
+    for mine in adapters:
+        assert all(torch.equal(mine["started"][name], value) for name, value in started.items())
+        assert_close(mine["gradients"], wanted)
+
+
+def test_two_ranks_continue_the_adapters_that_one_rank_saved(adapters, one_rank):
+    engine = lora_engine(str(one_rank[0] / "model"))
+    engine.load(one_rank[0] / "lora-one")
+    steps(engine, make_batch(rows=ROWS), 2)
+    assert_close(adapters[0]["continued"], whole_weights(engine), tolerance=1e-4)
+
+
+def test_what_two_ranks_write_merged_or_alone_gives_the_log_probs_of_training(adapters, one_rank):
+    folder, data = one_rank[0], make_batch(rows=ROWS)
+    trained = torch.cat([mine["trained"] for mine in adapters])
+    merged = AutoModelForCausalLM.from_pretrained(folder / "lora-merged")
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    with torch.no_grad():
+        reference = plain_fields(base, data)["log_probs"]
+        torch.testing.assert_close(plain_fields(merged, data)["log_probs"], trained, atol=1e-5, rtol=1e-5)
+        alone = PeftModel.from_pretrained(base, folder / "lora-two" / "lora_adapter")
+        torch.testing.assert_close(plain_fields(alone, data)["log_probs"], trained, atol=1e-5, rtol=1e-5)
+    found = torch.cat([mine["reference"] for mine in adapters])
+    torch.testing.assert_close(found, reference, atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_of_a_model_in_half_precision_follow_one_rank(adapters, one_rank):
+    engine, data = lora_engine(str(one_rank[0] / "model"), mixed_precision="bf16"), make_batch(rows=ROWS)
+    before = engine.infer(data, ["log_probs"]).batch["log_probs"]
+    steps(engine, data, 1)
+    after = engine.infer(data, ["log_probs"]).batch["log_probs"]
+    found = torch.cat([mine["mixed"] for mine in adapters])
+    assert (found - after).abs().max() < 0.2 * (after - before).abs().max()

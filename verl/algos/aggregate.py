@@ -96,10 +96,14 @@ def _counts(mask: torch.Tensor, tokens: Count | None, sequences: Count | None) -
     """Tokens and sequences to divide by: as given, else those of the mask. float64: exact for any count."""
     tokens = mask.sum() if tokens is None else tokens
     sequences = mask.any(dim=-1).sum() if sequences is None else sequences
-    return (
-        torch.as_tensor(tokens, dtype=torch.float64, device=mask.device),
-        torch.as_tensor(sequences, dtype=torch.float64, device=mask.device),
-    )
+    return _on(mask.device, tokens), _on(mask.device, sequences)
+
+
+def _on(device: torch.device, count: Count) -> torch.Tensor:
+    """A number is written by the device itself: copying it there would make the host wait."""
+    if isinstance(count, torch.Tensor):
+        return count.to(device, torch.float64)
+    return torch.full((), count, dtype=torch.float64, device=device)
 
 
 def _nonzero(count: torch.Tensor) -> torch.Tensor:

@@ -92,22 +92,28 @@ def mismatch_metrics(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:
     """How far the two policies are apart on this batch. `log_prob_diff` is the mean |difference| of log-probs."""
-    log_ratio = _log_ratio(old_log_prob, rollout_log_prob, response_mask)
-    per_sequence = _ratio(log_ratio, response_mask, "sequence")[(response_mask != 0).any(dim=-1)]
+    mask = response_mask.bool()
+    # Only real tokens from here on, [tokens]: long answers are few, and most of a padded batch is padding.
+    log_ratio = (old_log_prob[mask] - rollout_log_prob[mask]).detach()
+    if not len(log_ratio):
+        log_ratio = log_ratio.new_zeros(1)  # two policies that said nothing agree
+    lengths = mask.sum(dim=-1)
+    sums = log_ratio.new_zeros(len(mask)).index_add_(0, mask.nonzero()[:, 0], log_ratio[: int(lengths.sum())])
+    per_sequence = _bounded_exp(sums[lengths > 0])
     divergence = {name: kl_penalty(-log_ratio, torch.zeros_like(log_ratio), name) for name in ("k1", "k3")}
-    ratio = _ratio(log_ratio, response_mask, "token")
-    mean_ratio = masked_mean(ratio, response_mask)
+    ratio = _bounded_exp(log_ratio)
+    mean_ratio = ratio.mean()
     metrics = {
-        "rollout_corr/kl": masked_mean(divergence["k1"], response_mask),
-        "rollout_corr/k3_kl": masked_mean(divergence["k3"], response_mask),
-        "rollout_corr/log_prob_diff": masked_mean(log_ratio.abs(), response_mask),
-        "rollout_corr/log_prob_diff_max": log_ratio.abs().max() if log_ratio.numel() else log_ratio.new_zeros(()),
+        "rollout_corr/kl": divergence["k1"].mean(),
+        "rollout_corr/k3_kl": divergence["k3"].mean(),
+        "rollout_corr/log_prob_diff": log_ratio.abs().mean(),
+        "rollout_corr/log_prob_diff_max": log_ratio.abs().max(),
         "rollout_corr/ratio_mean": mean_ratio,
         # Effective share of the tokens if they were weighted by their ratios: 1 when the policies agree.
-        "rollout_corr/effective_share": mean_ratio**2 / masked_mean(ratio**2, response_mask).clamp(min=1e-12),
+        "rollout_corr/effective_share": mean_ratio**2 / (ratio**2).mean().clamp(min=1e-12),
         "rollout_corr/sequence_ratio_mean": per_sequence.mean() if len(per_sequence) else per_sequence.new_zeros(()),
     }
-    metrics |= {f"rollout_corr/ratio_{name}": value for name, value in _quantiles(ratio, response_mask).items()}
+    metrics |= {f"rollout_corr/ratio_{name}": value for name, value in _quantiles(ratio).items()}
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -126,10 +132,16 @@ def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Ten
         log_ratio = total if level == "sequence" else total / tokens
     else:
         raise ValueError(f"algorithm.rollout_correction: {level!r} is not known. Use token, sequence or geometric.")
+    return _bounded_exp(log_ratio)
+
+
+def _bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _masked_metrics(before: torch.Tensor, after: torch.Tensor) -> dict[str, float]:
+    if after is before:
+        return {"rollout_corr/masked_fraction": 0.0, "rollout_corr/masked_sequence_fraction": 0.0}
     dropped = (before != 0) & (after == 0)
     rows = (before != 0).any(dim=-1)
     emptied = rows & ~(after != 0).any(dim=-1)
@@ -139,9 +151,6 @@ def _masked_metrics(before: torch.Tensor, after: torch.Tensor) -> dict[str, floa
     }
 
 
-def _quantiles(ratio: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    tokens = ratio[mask.bool()]
-    if not len(tokens):
-        return {name: ratio.new_zeros(()) for name in _QUANTILES}
+def _quantiles(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     tokens = tokens[:: -(-len(tokens) // _QUANTILE_TOKENS)].sort().values
     return {name: tokens[round(share * (len(tokens) - 1))] for name, share in _QUANTILES.items()}

@@ -1,19 +1,24 @@
 """One forward pass over padded rows: padding is taken out before, and fields are put back at response columns after.
 
-Each row's attended tokens move to the front, so neither the amount nor the side of padding, nor what ids stand in it,
-reaches the model. A causal model then needs no attention mask (padding only follows), which leaves the fast kernels.
+Neither the amount nor the side of padding, nor what ids stand in it, reaches the model. Packed rows have none left.
+Where a model cannot attend packed, each row's tokens move to the front: a causal model then needs no attention mask
+(padding only follows), which leaves the fast kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from verl.models.heads import chunk_rows_for, label_statistics, logit_head
+from verl.models.fused_head import label_statistics
+from verl.models.heads import head_weights, logit_adjustment, logit_head
+from verl.models.packing import PackedRows, refuse_lone_responses
+from verl.models.sharing import SharedRows
+from verl.utils.device_copy import copied_together
 
 FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
     "causal_lm": ("log_probs", "entropy"),
@@ -35,12 +40,19 @@ class FrontRows:
     columns: torch.Tensor
     """[N] its column in `responses`."""
     before: torch.Tensor
-    """[N] the place in `input_ids` of the token before it, whose hidden state predicts it."""
+    """[N] the place in the flattened `input_ids` of the token before it, whose hidden state predicts it."""
     labels: torch.Tensor
     """[N] its id."""
+    last: torch.Tensor
+    """[b] the place of each row's last token in the flattened `input_ids`."""
 
     def to(self, device: torch.device) -> FrontRows:
-        return FrontRows(**{name: value.to(device, non_blocking=True) for name, value in vars(self).items()})
+        """Without waiting for it."""
+        return FrontRows(**dict(zip(vars(self), copied_together(list(vars(self).values()), device), strict=True)))
+
+
+Rows: TypeAlias = "FrontRows | PackedRows"
+"""What a forward pass takes."""
 
 
 def front_rows(
@@ -51,18 +63,23 @@ def front_rows(
     lengths = mask.sum(dim=1)
     longest = max(1, int(lengths.max())) if len(lengths) else 1
     order = mask.int().argsort(dim=1, descending=True, stable=True)[:, :longest]
-    attended = torch.arange(longest, device=mask.device) < lengths[:, None]
+    attended = torch.arange(longest) < lengths[:, None]
     ids = torch.where(attended, input_ids.gather(1, order), pad_token_id)
     place = mask.long().cumsum(dim=1) - 1
     first = mask.shape[1] - response_length
     rows, columns = mask[:, first:].nonzero(as_tuple=True)
-    before = place[rows, first + columns] - 1
-    if bool((before < 0).any()):
-        row = int(rows[before < 0][0])
-        raise ValueError(
-            f"attention_mask: row {row} has a response but no prompt token before it. Every prompt needs at least one."
-        )
-    return FrontRows(ids, attended.long(), rows, columns, before, input_ids[rows, first + columns])
+    in_row = place[rows, first + columns]
+    refuse_lone_responses(rows, in_row)
+    starts = torch.arange(len(mask)) * longest
+    return FrontRows(
+        input_ids=ids,
+        attention_mask=attended.long(),
+        rows=rows,
+        columns=columns,
+        before=starts[rows] + in_row - 1,
+        labels=input_ids[rows, first + columns],
+        last=starts + lengths.clamp(min=1) - 1,
+    )
 
 
 class ResponseModel(nn.Module):
@@ -84,47 +101,53 @@ class ResponseModel(nn.Module):
             )
 
     def forward(
-        self, front: FrontRows, fields: Sequence[str], shape: tuple[int, int], temperature: float = 1.0
+        self, rows: Rows, fields: Sequence[str], shape: tuple[int, int], temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        """The named `fields`, float32 `shape` [b, R] with 0 at padding; `scores` [b]; `head_gap` as one number."""
+        """The named `fields`, float32 `shape` [b, R] with 0 at padding; `scores` [b].
+
+        Two more, for trials: `hidden` [tokens, H] and, of rows with padding, `head_gap` as one number.
+        """
         if "head_gap" in fields:
-            return {"head_gap": self._head_gap(front)}
+            return {"head_gap": self._head_gap(rows)}
+        if "hidden" in fields:
+            return {"hidden": self._hidden(rows)}
         if self.kind == "sequence_classification":
-            return {"scores": self._scores(front)}
-        hidden = self._hidden(front)[front.rows, front.before]
+            return {"scores": self._scores(rows)}
+        hidden = self._hidden(rows).index_select(0, rows.before)
         if self.kind == "value":
-            return {"values": _scattered(self.hf.score(hidden).squeeze(-1).float(), front, shape)}
+            return {"values": _scattered(self.hf.score(hidden).squeeze(-1).float(), rows, shape)}
+        weight, bias = head_weights(self.hf)
+        adjust = logit_adjustment(self.hf.config)
         log_probs, entropy = label_statistics(
-            hidden,
-            front.labels,
-            logit_head(self.hf),
-            temperature,
-            with_entropy="entropy" in fields,
-            chunk_rows=chunk_rows_for(self.hf.config.get_text_config().vocab_size),
+            hidden, weight, rows.labels, temperature, "entropy" in fields, bias=bias, adjust=adjust
         )
         found = {"log_probs": log_probs, "entropy": entropy}
-        return {name: _scattered(value, front, shape) for name, value in found.items() if name in fields}
+        return {name: _scattered(value, rows, shape) for name, value in found.items() if name in fields}
 
-    def _hidden(self, front: FrontRows) -> torch.Tensor:
-        output = self.hf.base_model(input_ids=front.input_ids, use_cache=False)
-        return output.last_hidden_state
+    def _hidden(self, rows: Rows) -> torch.Tensor:
+        """[tokens, H], in the order of the flattened `rows.input_ids`."""
+        packed = {"position_ids": rows.position_ids, "packing": rows.packing} if isinstance(rows, PackedRows) else {}
+        output = self.hf.base_model(input_ids=rows.input_ids, use_cache=False, **packed)
+        return output.last_hidden_state.flatten(0, 1)
 
-    def _head_gap(self, front: FrontRows) -> torch.Tensor:
+    def _head_gap(self, rows: Rows) -> torch.Tensor:
         """How far our logits are from those of the model's own forward pass, relative to the largest."""
-        ours = logit_head(self.hf)(self._hidden(front))
-        own = self.hf(input_ids=front.input_ids, use_cache=False).logits.float()
+        ours = logit_head(self.hf)(self._hidden(rows))
+        own = self.hf(input_ids=rows.input_ids, use_cache=False).logits.flatten(0, 1).float()
         return (ours - own).abs().max() / own.abs().max().clamp(min=1e-6)
 
-    def _scores(self, front: FrontRows) -> torch.Tensor:
+    def _scores(self, rows: Rows) -> torch.Tensor:
         if hasattr(self.hf, "score"):  # a decoder: its last token has read everything
-            last = front.attention_mask.sum(dim=1).clamp(min=1) - 1
-            hidden = self._hidden(front)[torch.arange(len(last), device=last.device), last]
-            return self.hf.score(hidden).squeeze(-1).float()
-        logits = self.hf(input_ids=front.input_ids, attention_mask=front.attention_mask).logits
+            scores = self.hf.score(self._hidden(rows).index_select(0, rows.last)).squeeze(-1).float()
+            return rows.of_rows(scores) if isinstance(rows, SharedRows) else scores
+        assert isinstance(rows, FrontRows), "an encoder runs with padding"
+        logits = self.hf(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits
         return logits.squeeze(-1).float()
 
 
-def _scattered(values: torch.Tensor, front: FrontRows, shape: tuple[int, int]) -> torch.Tensor:
+def _scattered(values: torch.Tensor, rows: Rows, shape: tuple[int, int]) -> torch.Tensor:
     """[N] -> [b, R] with 0 elsewhere; only real positions are part of the graph."""
+    if isinstance(rows, SharedRows):
+        values = rows.of_responses(values)
     empty = torch.zeros(shape, dtype=values.dtype, device=values.device)
-    return empty.index_put((front.rows, front.columns), values)
+    return empty.index_put((rows.rows, rows.columns), values)

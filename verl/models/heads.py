@@ -1,18 +1,13 @@
-"""What stands on top of the hidden states: the vocabulary head taken in chunks, and the value head."""
+"""What stands on top of the hidden states: the vocabulary head as each model family has it, and the value head."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
-
-# Elements of the logits of one chunk (256 MB in float32): all the memory that the vocabulary ever takes.
-_CHUNK_ELEMENTS = 2**26
 
 
 class ValueModel(nn.Module):
@@ -43,65 +38,46 @@ class ValueModel(nn.Module):
         return getattr(self, self.base_model_prefix)
 
 
+def head_weights(model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight [vocab, H] and bias [vocab] of the linear map from hidden states to logits, as they are now."""
+    linear = model.get_output_embeddings()
+    if not isinstance(linear, nn.Linear):
+        raise ValueError(
+            f"model.path: the output layer is a {type(linear).__name__}; log-probabilities are computed from a plain "
+            "linear one. Leave it out of model.target_modules (model.exclude_modules), or use another model."
+        )
+    return linear.weight, linear.bias
+
+
 def logit_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """hidden [N, H] -> float32 logits [N, vocab], exactly as the causal LM `model` computes them."""
-    linear = model.get_output_embeddings()
+    weight, bias = head_weights(model)
     adjusted = logit_adjustment(model.config)
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
-        values = linear(hidden).float()
+        values = nn.functional.linear(hidden, weight, bias).float()
         return values if adjusted is None else adjusted(values)
 
     return logits
 
 
-def logit_adjustment(config: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What a model of this config does to its float32 logits after the linear map; None: nothing."""
+@dataclass(frozen=True)
+class LogitAdjustment:
+    """What some models do to their float32 logits after the linear map: scale them, then hold them below a cap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        if self.scale != 1.0:
+            values = values * self.scale
+        return values if self.softcap is None else torch.tanh(values / self.softcap) * self.softcap
+
+
+def logit_adjustment(config: Any) -> LogitAdjustment | None:
+    """What a model of this config does to its logits; None: nothing."""
     config = config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
-    if softcap is None and scale == 1.0:
-        return None
-
-    def adjusted(values: torch.Tensor) -> torch.Tensor:
-        if scale != 1.0:
-            values = values * scale
-        return values if softcap is None else torch.tanh(values / softcap) * softcap
-
-    return adjusted
-
-
-def label_statistics(
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    temperature: float,
-    with_entropy: bool,
-    chunk_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of `labels` [N] (and entropy) at `hidden` [N, H], float32 [N].
-
-    Logits exist for `chunk_rows` rows at a time, in the forward pass and, computed again, in the backward pass.
-    """
-
-    def chunk(rows: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = logits_of(rows)
-        if temperature != 1.0:
-            logits = logits / temperature
-        log_probs = logprobs_from_logits(logits, targets)
-        return (log_probs, entropy_from_logits(logits)) if with_entropy else (log_probs,)
-
-    parts = []
-    for rows, targets in zip(hidden.split(chunk_rows), labels.split(chunk_rows), strict=True):
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(chunk, rows, targets, use_reentrant=False, preserve_rng_state=False))
-        else:
-            parts.append(chunk(rows, targets))
-    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-    return columns[0], columns[1] if with_entropy else None
-
-
-def chunk_rows_for(vocab_size: int) -> int:
-    """How many rows of logits to hold at once."""
-    return max(1, _CHUNK_ELEMENTS // vocab_size)
+    return None if softcap is None and scale == 1.0 else LogitAdjustment(scale, softcap)

@@ -26,7 +26,8 @@ def test_front_rows_keep_every_attended_token_and_know_its_predecessor(rows, pad
     assert places == [(row, t) for row, (_, length) in enumerate(rows) for t in range(length)]
     for (row, column), before, label in zip(places, front.before, front.labels, strict=True):
         assert label == ids[row, 5 + column]
-        assert front.input_ids[row, before + 1] == label
+        assert front.input_ids.flatten()[before + 1] == label
+        assert before // front.input_ids.shape[1] == row
 
 
 def test_a_response_without_a_prompt_is_refused():

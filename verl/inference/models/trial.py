@@ -9,6 +9,7 @@ import torch
 from verl.inference.attention.base import AttentionStep
 from verl.inference.attention.torch_attention import TorchAttention
 from verl.inference.models import InferenceModel
+from verl.models.attention import window_lost
 
 __all__ = ["StepLostError", "Trial"]
 
@@ -56,7 +57,7 @@ class Trial:
         if len(set(shapes)) > 1:
             return "its layers have attention heads of different number or size"
         self.attention_shape = shapes[0]
-        return _window_lost(config, [window for _, _, window in self._calls]) or self._gap(model, hidden)
+        return window_lost(config, [window for _, _, window in self._calls]) or self._gap(model, hidden)
 
     def _gap(self, model: InferenceModel, hidden: torch.Tensor) -> str | None:
         gap = float((model.logits(hidden).float() - self._expected).abs().max() / self._expected.abs().max())
@@ -105,15 +106,3 @@ class Trial:
         block = key.new_zeros(len(_LENGTHS), max(_LENGTHS), *key.shape[1:])
         step.kv_cache = [(block, block.clone())]
         return TorchAttention()(0, query, key, value, step, scale, window, softcap)
-
-
-def _window_lost(config: Any, windows: list[int | None]) -> str | None:
-    """A sliding window that the config has and the attention was not told of."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-        kinds = ["sliding_attention" if windowed else "full_attention"] * len(windows)
-    for layer, (kind, window) in enumerate(zip(kinds, windows, strict=True)):
-        if (kind == "sliding_attention") != (window is not None):
-            return f"layer {layer} is of the kind {kind}, but attention is told of window {window}"
-    return None

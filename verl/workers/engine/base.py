@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import torch
@@ -23,6 +24,10 @@ class MicroBatching:
     """Rows per micro-batch."""
     max_tokens: int | None = None
     """Or as many rows as fit this many tokens (padding not counted)."""
+
+    def shared_by(self, ranks: int) -> MicroBatching:
+        """Where several ranks share every row, their token budgets add up."""
+        return self if self.max_tokens is None else replace(self, max_tokens=self.max_tokens * ranks)
 
 
 ALL_ROWS = MicroBatching()
@@ -67,7 +72,10 @@ class TrainEngine(Protocol):
     """
 
     dp_rank: int
+    """Which of the `dp_size` parts of a batch this rank works on; ranks that share one have the same."""
     dp_size: int
+    answers: bool
+    """Whether this rank's results count for its part: exactly one of those that share it."""
     device: torch.device
 
     def forward_backward(
@@ -95,8 +103,11 @@ class TrainEngine(Protocol):
     ) -> DataProto:
         """The fields without gradient, on the CPU, in the order of the rows."""
 
+    def base_weights(self) -> AbstractContextManager[None]:
+        """Within it a model with LoRA adapters computes without them: the reference, at no memory."""
+
     def manifest(self) -> dict[str, TensorSpec]:
-        """Every weight of the whole model under its Hugging Face name."""
+        """Every weight of the whole model under its Hugging Face name, with adapters added in."""
 
     def buckets(self, dtype: torch.dtype | None, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
         """Those weights, whole, in parts of at most `max_bytes` (a larger tensor comes alone), as `dtype` if given.
@@ -109,6 +120,8 @@ class TrainEngine(Protocol):
 
     def save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
         """Write `model`, `optimizer`, `extra` (schedule, random states of all ranks) in shards under `path`.
+
+        `model` is what learns; of LoRA also `lora_adapter`, which peft loads.
 
         Saving and loading bring the engine back to its device first.
         """

@@ -84,6 +84,7 @@ def test_fields_and_gradients_equal_plain_transformers(family, changes, temperat
         (MicroBatching(), {"enable_gradient_checkpointing": False}, {}),
         (MicroBatching(), {"reshard_after_forward": False}, {}),
         (MicroBatching(size=2), {}, {"extra_prompt": 13}),
+        (MicroBatching(size=4), {"use_remove_padding": False}, {}),
     ],
 )
 def test_gradients_do_not_depend_on_how_the_rows_are_cut_padded_or_recomputed(micro, changes, batch):

@@ -2,27 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
 from verl.protocol import DataProto
 from verl.utils.balancing import ceildiv, get_seqlen_balanced_partitions
+from verl.utils.flops import TOKENS, SequenceCost
 from verl.workers.engine.base import Counts, Metrics, MicroBatching
 
+_Part = TypeVar("_Part")
 
-def micro_batch_rows(lengths: Sequence[int], micro: MicroBatching) -> list[list[int]]:
-    """Row indices of each micro-batch; every row exactly once. `lengths` are tokens per row."""
-    rows = list(range(len(lengths)))
+
+def micro_batches(
+    data: DataProto, micro: MicroBatching, cost: SequenceCost, largest: Callable[[int], int]
+) -> Iterator[tuple[DataProto, list[int] | None]]:
+    """Each micro-batch with its row indices. `largest` is the most that any rank has of a number; a collective.
+
+    All ranks give equally many: one with fewer cuts its rows into more parts, and only one that has fewer rows than
+    others have parts adds fillers, whose indices are None.
+    """
+    lengths = row_lengths(data)
+    parts = micro_batch_rows(lengths, micro, cost)
+    wanted = largest(len(parts))
+    if len(parts) < wanted:
+        parts = micro_batch_rows(lengths, micro, cost, at_least=wanted)
+    for rows in parts:
+        yield data.select_idxs(rows), rows
+    for _ in range(wanted - len(parts)):
+        yield filler_batch(data), None
+
+
+def with_last(parts: Iterator[_Part]) -> Iterator[tuple[_Part, bool]]:
+    """Each part, and whether it is the last."""
+    before = next(parts, None)
+    for part in parts:
+        if before is not None:
+            yield before, False
+        before = part
+    if before is not None:
+        yield before, True
+
+
+def micro_batch_rows(
+    lengths: Sequence[int], micro: MicroBatching, cost: SequenceCost = TOKENS, at_least: int = 1
+) -> list[list[int]]:
+    """Row indices of each micro-batch; every row exactly once. `lengths` are tokens per row.
+
+    With a size, runs of rows. With a token budget, parts of about equal cost, the costliest first: what other ranks do
+    at the same time then costs about the same. A row over the budget stands alone. There are as few parts as that
+    takes, and `at_least` so many if there are rows for them.
+    """
     for key, value in (("size", micro.size), ("max_tokens", micro.max_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"micro batch {key}: {value} leaves no room for a row. Use 1 or more.")
-    if not rows:
+    count = len(lengths)
+    if not count:
         return []
     if micro.max_tokens is not None:
-        return _within_budget(lengths, micro.max_tokens)
-    size = micro.size or len(rows)
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+        return _within_budget(lengths, micro.max_tokens, cost, min(at_least, count))
+    size = micro.size or count
+    if ceildiv(count, size) < at_least:
+        parts = min(at_least, count)
+        return [list(range(count * part // parts, count * (part + 1) // parts)) for part in range(parts)]
+    return [list(range(start, min(start + size, count))) for start in range(0, count, size)]
 
 
 def row_lengths(data: DataProto) -> list[int]:
@@ -31,12 +76,14 @@ def row_lengths(data: DataProto) -> list[int]:
 
 
 def filler_batch(data: DataProto) -> DataProto:
-    """One row like those of `data` (also of none), made of zeros and all attended.
+    """One row like those of `data` (also of none) with as few tokens as a model needs: one of each side.
 
     A rank that has run out of rows still takes part in the other ranks' collectives with it.
     """
     tensors = {key: torch.zeros((1, *value.shape[1:]), dtype=value.dtype) for key, value in data.batch.items()}
-    tensors["attention_mask"] = torch.ones_like(tensors["attention_mask"])
+    answers = data.batch["responses"].shape[1] if "responses" in data.batch.keys() else 0
+    first = max(0, tensors["attention_mask"].shape[1] - answers - 1)
+    tensors["attention_mask"][:, first : first + 2] = 1
     return DataProto.from_dict(tensors)
 
 
@@ -61,10 +108,36 @@ class MetricSums:
         return {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
 
 
-def _within_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """As few balanced parts as keep every one within the budget; a row over it stands alone."""
-    for parts in range(ceildiv(sum(lengths), budget) or 1, len(lengths)):
-        partition = get_seqlen_balanced_partitions(lengths, parts, equal_size=False)
-        if all(len(rows) == 1 or sum(lengths[row] for row in rows) <= budget for rows in partition):
-            return partition
-    return [[row] for row in range(len(lengths))]
+def _within_budget(lengths: Sequence[int], budget: int, cost: SequenceCost, at_least: int) -> list[list[int]]:
+    """Parts of equal cost where those keep the budget, else of equal tokens, else as tight packing leaves them."""
+    packed = _packed(lengths, budget)
+    costs = cost(lengths).tolist()
+    parts = max(len(packed), at_least)
+    for weights in (costs, lengths):
+        found = get_seqlen_balanced_partitions(weights, parts, equal_size=False)
+        if all(len(rows) == 1 or sum(lengths[row] for row in rows) <= budget for rows in found):
+            break
+    else:
+        found = packed
+    # Neighbours of similar length need little padding where a model is run padded.
+    found = [sorted(rows, key=lambda row: (-lengths[row], row)) for rows in found]
+    return sorted(found, key=lambda rows: (-sum(costs[row] for row in rows), rows))
+
+
+def _packed(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Best fit, longest first: each row into the fullest part that has room for it; near-linear in the rows.
+
+    At most 11/9 of the fewest possible parts, plus one.
+    """
+    parts: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # ascending: (tokens left, part)
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        at = bisect_left(rooms, (lengths[row], -1))
+        if at < len(rooms):
+            room, part = rooms.pop(at)
+        else:
+            room, part = budget, len(parts)
+            parts.append([])
+        parts[part].append(row)
+        insort(rooms, (room - lengths[row], part))
+    return parts

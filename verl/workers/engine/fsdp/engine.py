@@ -6,7 +6,7 @@ import copy
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +19,37 @@ from verl.config.engine import FSDPConfig, OptimConfig
 from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
 from verl.models.forward import FIELDS_OF_KIND, ResponseModel, front_rows
 from verl.models.loading import ModelKind, empty_model, pretrained_model, read_config, switch_dropout_off
+from verl.models.lora import ADAPTER_FOLDER, Adapters
+from verl.models.packed_trial import runs_packed
+from verl.models.packing import packed_rows
+from verl.models.sharing import shared_rows
+from verl.models.ulysses import check_heads
 from verl.protocol import DataProto
 from verl.utils.checkpoint.manifest import ChecksumRecorder
+from verl.utils.device_copy import copied_together
+from verl.utils.flops import SequenceCost
 from verl.utils.progress import expect, tick
 from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching, TensorSpec
 from verl.workers.engine.common import checkpoint, groups
-from verl.workers.engine.common.micro_batches import (
-    MetricSums,
-    filler_batch,
-    local_counts,
-    micro_batch_rows,
-    row_lengths,
-)
+from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches, with_last
+from verl.workers.engine.common.offload import EngineMemory
 from verl.workers.engine.common.optim import LossScale, build_schedule, restore_schedule
 from verl.workers.engine.common.weights import bucketed
 from verl.workers.engine.fsdp import sharding
 from verl.workers.engine.fsdp.export import write_hf_model
+from verl.workers.engine.fsdp.model_weights import ModelWeights
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
 
 _CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 class FSDPEngine:
-    """See `verl.workers.engine.base.TrainEngine`. Every rank of the process group is a data-parallel rank.
+    """See `verl.workers.engine.base.TrainEngine`. Weights are sharded over all ranks of the process group; groups of
+    `sequence_parallel_size` neighbours get the same rows and share their tokens.
 
     Master weights, gradients and moments are float32 shards; matrices are multiplied in `mixed_precision`. Without
-    `optim` the model is frozen (a reference, a reward model) and kept in the compute dtype.
+    `optim` the model is frozen (a reference, a reward model) and kept in the compute dtype; so is, with
+    `model_config.lora_rank`, everything but the adapters (and a value head).
     """
 
     def __init__(
@@ -58,35 +63,54 @@ class FSDPEngine:
         grad_clip: float | None = None,
         total_steps: int | None = None,
         device: torch.device | str = "cpu",
+        sequence_parallel_size: int = 1,
+        compile_layers: bool = False,
     ) -> None:
-        """`model` is a local folder or hub name, or a model of that kind in memory (a ValueModel, for `value`)."""
+        """`model` is a local folder or hub name, or a model of that kind in memory (a ValueModel, for `value`).
+
+        `compile_layers` has an effect on packed tokens on CUDA only.
+        """
         self.device = _with_index(torch.device(device))
         groups.ensure_process_group(self.device)
-        self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
+        self._sharing = sharding.sequence_parallel(self.device, sequence_parallel_size)
+        self.dp_rank = dist.get_rank() // sequence_parallel_size
+        self.dp_size = dist.get_world_size() // sequence_parallel_size
+        self.answers = self._sharing is None or self._sharing.rank == 0
         self.kind: ModelKind = kind
         self.compute_dtype = sharding.compute_dtype(engine_config, self.device)
         self.mesh = sharding.build_mesh(self.device, engine_config.fsdp_size)
-        self._place = {"model": self.device, "optimizer": self.device}
         self._grad_clip = grad_clip
         self._source = "" if isinstance(model, nn.Module) else str(model)
         self._trust_remote_code = model_config.trust_remote_code
-        if getattr(model_config, "lora_rank", 0):
-            raise ValueError("model.lora_rank: this engine trains all weights; adapters are not built. Set it to 0.")
         if isinstance(model, nn.Module):
             self.hf_config: Any = copy.deepcopy(model.config)
             switch_dropout_off(self.hf_config)
         else:
             self.hf_config = read_config(self._source, self._trust_remote_code, model_config.override_config)
-        self._build_model(model, engine_config, frozen=optim is None)
+        self._cost = SequenceCost.of_shape(self.hf_config.to_dict())
+        if self._sharing is not None:
+            check_heads(self.hf_config, self._sharing.size)
+        self._build_model(model, model_config, engine_config, frozen=optim is None)
         self._check_head()
+        self._packs = model_config.use_remove_padding and self._runs_packed()
+        if self._sharing is not None and not self._packs:
+            raise ValueError(
+                "ulysses_sequence_parallel_size: ranks share packed tokens, and this model runs with padding. Set it "
+                "to 1, or model.use_remove_padding=True if that is off."
+            )
         self._checkpoint_activations(
             getattr(model_config, "enable_gradient_checkpointing", False) and optim is not None
         )
+        if compile_layers and self._packs and self.device.type == "cuda":
+            sharding.compile_layers(self.model)
         self._optimizer: ShardedAdamW | None = None
+        moments = lambda: self._optimizer.state_tensors() if self._optimizer is not None else ()  # noqa: E731
+        self._memory = EngineMemory(self.device, self.model, moments, bool(engine_config.grad_offload))
         self._schedule: LambdaLR | None = None
         self._loss_scale = LossScale(self.compute_dtype)
         if optim is not None:
-            self._optimizer = ShardedAdamW(dict(self.model.hf.named_parameters()), optim, self.mesh)
+            learning = {name: value for name, value in self.model.hf.named_parameters() if value.requires_grad}
+            self._optimizer = ShardedAdamW(learning, optim, self.mesh)
             self._schedule = build_schedule(self._optimizer.adamw, optim, total_steps)
 
     # ---------------------------------------------------------------- training
@@ -104,17 +128,20 @@ class FSDPEngine:
         if self._optimizer is None:
             raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot train.")
         if counts is None:
-            mine = local_counts(data)
+            mine = local_counts(data) if self.answers else Counts(0.0, 0.0)
             tokens, sequences = groups.summed([mine.tokens, mine.sequences], self.device)
             counts = Counts(tokens, sequences)
         sums = MetricSums()
         self.model.train()
-        for part, rows in self._micro_batches(data, micro):
+        for (part, rows), last in with_last(self._micro_batches(data, micro)):
+            if self._one_group and not self._memory.offloads_gradients:
+                sharding.finish_with(self.model, last)
+            self._memory.before_micro_batch()
             fields = self._forward(part, outputs, temperature)
             if rows is None:
                 loss = sum((value.sum() for value in fields.values()), start=torch.zeros((), device=self.device)) * 0.0
             else:
-                loss, metrics = loss_fn(fields, part, counts)
+                loss, metrics = loss_fn(fields, self._on_device(part), counts)
                 for name, (total, count) in metrics.items():
                     sums.add(name, total, count)
             (loss * self._loss_scale.value).backward()
@@ -125,6 +152,7 @@ class FSDPEngine:
         """Clip, step, advance the schedule, zero the gradients; skipped on all ranks if a gradient is not finite."""
         if self._optimizer is None or self._schedule is None:
             raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot step.")
+        self._memory.ready()
         if not self._optimizer.gradients():
             raise RuntimeError("optimizer_step: there are no gradients; call forward_backward first.")
         lr = self._schedule.get_last_lr()[0]
@@ -147,50 +175,61 @@ class FSDPEngine:
         keys = ["input_ids", "attention_mask"] + (["responses"] if self.kind != "sequence_classification" else [])
         inputs = data.select(batch_keys=keys, non_tensor_batch_keys=[], meta_info_keys=[])
         width = () if self.kind == "sequence_classification" else (inputs.batch["responses"].shape[1],)
-        found = {name: torch.zeros((len(data), *width)) for name in outputs}
+        order: list[int] = []
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in outputs}
         expect(len(data))
         with self._inference():
             for part, rows in self._micro_batches(inputs, micro):
                 fields = self._forward(part, outputs, temperature)
                 if rows is not None:
+                    order += rows
                     for name, value in fields.items():
-                        found[name][rows] = value.cpu()
+                        parts[name].append(value)
                     tick(len(rows))
+        found = {name: torch.zeros((len(data), *width)) for name in outputs}
+        for name, values in parts.items() if order else ():
+            found[name][order] = torch.cat(values).cpu()  # the first time that the host waits for the device
         return DataProto.from_dict(found)
+
+    @contextmanager
+    def base_weights(self) -> Iterator[None]:
+        """Within it a model with adapters computes without them."""
+        with self._adapters.off() if self._adapters is not None else nullcontext():
+            yield
 
     # ---------------------------------------------------------------- weights
 
     def manifest(self) -> dict[str, TensorSpec]:
         """Every weight of the whole model under its Hugging Face name (tied ones under each of their names)."""
-        return {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self._weights().items()}
+        return {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self._weights.named().items()}
 
     def buckets(self, dtype: torch.dtype | None, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Those weights, whole and on the engine's device; all ranks walk in lockstep."""
-        weights = self._weights()
-        whole = lambda name, target: sharding.whole_tensor(weights[name], target, self.device)  # noqa: E731
+        """Those weights, whole and on the engine's device, where they stay; all ranks walk in lockstep."""
+        self.to("device", optimizer=False)
+        named = self._weights.named()
+        whole = lambda name, target: self._weights.whole(name, named[name], target)  # noqa: E731
         return bucketed(self.manifest(), whole, dtype, max_bytes)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move weights (with any gradients) and moments to host memory ("cpu") or back ("device")."""
-        target = self.device if device == "device" else torch.device(device)
-        wanted = {"model": model, "optimizer": optimizer and self._optimizer is not None}
-        moves = {part for part, asked in wanted.items() if asked and self._place[part] != target}
-        if "model" in moves:
-            self.model.to(target)
-        if "optimizer" in moves and self._optimizer is not None:
-            self._optimizer.to(target)
-        self._place.update(dict.fromkeys(moves, target))
-        if moves and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        if device == "device":
+            self._memory.come_back(model, optimizer)
+        else:
+            self._reshard()
+            self._memory.leave(model, optimizer)
 
     def save(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
-        """Write the named contents in shards under `path`; `hf_model` is `export_hf`'s and not written here."""
+        """Write the named contents in shards under `path`; `hf_model` is `export_hf`'s and not written here.
+
+        `model` of a model with adapters is what learns, and beside it `lora_adapter` as peft loads it.
+        """
         folder = _checked(path, contents)
         self.to("device")
+        self._memory.ready()
         with ChecksumRecorder(folder) as recorder:
             if "model" in contents:
-                checkpoint.save_tensors(self._unique_weights(), folder / "model", recorder)
+                checkpoint.save_tensors(self._weights.stored(), folder / "model", recorder)
+                self._weights.write_adapter(folder / ADAPTER_FOLDER, self._source)
             if "optimizer" in contents and self._optimizer is not None:
                 checkpoint.save_tensors(self._optimizer.tensors(), folder / "optimizer", recorder)
             if "extra" in contents:
@@ -199,7 +238,7 @@ class FSDPEngine:
                     "loss_scale": self._loss_scale.state_dict(),
                     "random": checkpoint.random_states(self.device),
                 }
-                if self.dp_rank == 0:
+                if dist.get_rank() == 0:
                     with recorder.open("extra.pt") as stream:
                         torch.save(extra, stream)
         dist.barrier()
@@ -208,8 +247,9 @@ class FSDPEngine:
         """Read back what `save` wrote, with this or another number of ranks."""
         folder = _checked(path, contents)
         self.to("device")
+        self._memory.ready()
         if "model" in contents:
-            checkpoint.load_tensors(self._unique_weights(), folder / "model")
+            checkpoint.load_tensors(self._weights.stored(), folder / "model")
         if "optimizer" in contents and self._optimizer is not None:
             stored = checkpoint.stored_names(folder / "optimizer")
             checkpoint.load_tensors(self._optimizer.prepare(stored), folder / "optimizer")
@@ -223,21 +263,25 @@ class FSDPEngine:
     def export_hf(self, path: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
         """Write safetensors and config as transformers loads them, in the compute dtype unless `dtype` is given."""
         target = dtype or self.compute_dtype
+        self.to("device", optimizer=False)
         state = {}
-        for name, value in self._unique_weights().items():
-            whole = sharding.whole_tensor(value, target if value.is_floating_point() else value.dtype, self.device)
-            if self.dp_rank == 0:
+        for name, value in self._weights.unique().items():
+            whole = self._weights.whole(name, value, target if value.is_floating_point() else value.dtype)
+            if dist.get_rank() == 0:
                 state[name] = whole.cpu()
-        if self.dp_rank == 0:
+        if dist.get_rank() == 0:
             skeleton = empty_model(self.hf_config, self.kind, target, self._trust_remote_code)
             write_hf_model(skeleton, state, Path(path), self._source)
         dist.barrier()
 
     # ---------------------------------------------------------------- parts
 
-    def _build_model(self, model: str | os.PathLike | nn.Module, engine_config: FSDPConfig, frozen: bool) -> None:
+    def _build_model(
+        self, model: str | os.PathLike | nn.Module, model_config: Any, engine_config: FSDPConfig, frozen: bool
+    ) -> None:
         """Empty, sharded, then filled from the one copy that each node's leader reads."""
-        master = self.compute_dtype if frozen else torch.float32
+        adapted = not frozen and not isinstance(model_config, RewardModelModelConfig) and model_config.lora_rank > 0
+        master = self.compute_dtype if frozen or adapted else torch.float32
         node = groups.node_group()
         source: nn.Module | None = None
         if node.is_leader and isinstance(model, nn.Module):
@@ -247,8 +291,11 @@ class FSDPEngine:
         hf = empty_model(self.hf_config, self.kind, master, self._trust_remote_code)
         self.model = ResponseModel(hf, self.kind)
         self.model.requires_grad_(not frozen)
-        sharding.shard(self.model, self.mesh, self.compute_dtype, bool(engine_config.reshard_after_forward))
-        sharding.fill(self.model.hf, source, node, self.device)
+        self._adapters = Adapters(hf, self.kind, model_config) if adapted else None
+        self._weights = ModelWeights(hf, self._adapters, self.device)
+        reshard, prefetch = engine_config.reshard_after_forward, bool(engine_config.forward_prefetch)
+        self._one_group = sharding.shard(self.model, self.mesh, self.compute_dtype, reshard, prefetch)
+        sharding.fill(self.model.hf, source, node, self.device, self._adapters)
 
     def _check_head(self) -> None:
         """A causal LM's head is ours to compute: refuse a model whose own logits are not what it gives."""
@@ -263,6 +310,10 @@ class FSDPEngine:
                 f"model.path: {type(self.model.hf).__name__} changes its logits after the output layer in a way that "
                 f"is not known here (they differ by {gap:.1%}). Use another model, or add it to verl.models.heads."
             )
+
+    def _runs_packed(self) -> bool:
+        with self._inference():
+            return runs_packed(self.model, self.device)
 
     def _checkpoint_activations(self, wanted: bool) -> None:
         if not wanted:
@@ -282,20 +333,19 @@ class FSDPEngine:
                 yield
         finally:
             # What stays gathered would be used again, stale, after the next optimizer step.
-            for module in sharding.sharded_modules(self.model):
-                module.reshard()
+            self._reshard()
+
+    def _reshard(self) -> None:
+        for module in sharding.sharded_modules(self.model):
+            module.reshard()
 
     def _micro_batches(self, data: DataProto, micro: MicroBatching) -> Iterator[tuple[DataProto, list[int] | None]]:
-        """Each micro-batch on the device with its row indices; None for a filler that keeps step with other ranks."""
-        parts = micro_batch_rows(row_lengths(data), micro)
-        fillers = groups.largest(len(parts), self.device) - len(parts)
-        for rows in parts:
-            yield data.select_idxs(rows), rows
-        for _ in range(fillers):
-            yield filler_batch(data), None
+        """Each micro-batch with its row indices; None for a filler that keeps step with other ranks."""
+        shared = micro.shared_by(self._sharing.size if self._sharing else 1)
+        return micro_batches(data, shared, self._cost, lambda count: groups.largest(count, self.device))
 
     def _forward(self, part: DataProto, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
-        """The fields of one micro-batch, which moves to the device."""
+        """The fields of one micro-batch, which stays where it is."""
         unknown = set(outputs) - set(FIELDS_OF_KIND[self.kind])
         if unknown or not outputs:
             raise ValueError(
@@ -305,18 +355,16 @@ class FSDPEngine:
             raise ValueError(f"temperature: {temperature} is not above 0; log-probabilities need one that is.")
         batch = part.batch
         shape = (len(part), batch["responses"].shape[1] if self.kind != "sequence_classification" else 0)
-        front = front_rows(batch["input_ids"], batch["attention_mask"], shape[1], self.model.pad_token_id)
-        part.to(self.device)
-        return self.model(front.to(self.device), tuple(outputs), shape, temperature)
+        without_padding: Any = packed_rows if self._packs else front_rows
+        rows = without_padding(batch["input_ids"], batch["attention_mask"], shape[1], self.model.pad_token_id)
+        if self._sharing is not None:
+            rows = shared_rows(rows, self._sharing)
+        return self.model(rows.to(self.device), tuple(outputs), shape, temperature)
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return self.model.hf.state_dict()
-
-    def _unique_weights(self) -> dict[str, torch.Tensor]:
-        """Weights with tied ones under their first name only."""
-        named = (name for name, _ in self.model.hf.named_parameters(remove_duplicate=False))
-        tied = set(named) - {name for name, _ in self.model.hf.named_parameters()}
-        return {name: value for name, value in self._weights().items() if name not in tied}
+    def _on_device(self, part: DataProto) -> DataProto:
+        tensors = dict(part.batch.items())
+        moved = zip(tensors, copied_together(list(tensors.values()), self.device), strict=True)
+        return DataProto.from_dict(dict(moved), part.non_tensor_batch, part.meta_info)
 
 
 def _with_index(device: torch.device) -> torch.device:

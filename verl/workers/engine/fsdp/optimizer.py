@@ -6,19 +6,18 @@ cost of dispatching every operation through them (ten times AdamW's own on small
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from verl.config.engine import OptimConfig
+from verl.workers.engine.common.half_moments import MOMENTS, WorkingMoments, portions
+from verl.workers.engine.common.offload import local_shard, sharded_like
 from verl.workers.engine.common.optim import build_optimizer
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedAdamW:
@@ -27,13 +26,15 @@ class ShardedAdamW:
     def __init__(self, named: Mapping[str, nn.Parameter], optim: OptimConfig, mesh: DeviceMesh) -> None:
         self._named: dict[str, Any] = dict(named)
         # Stand-ins for AdamW; they hold memory only during a step, so that offloading the model really frees it.
-        self._shards = {name: nn.Parameter(_local(value).new_empty(0)) for name, value in self._named.items()}
+        self._shards = {name: nn.Parameter(local_shard(value).new_empty(0)) for name, value in self._named.items()}
         self._group = mesh.get_group("shard")
+        self._half = optim.state_dtype == "bf16"
+        self._steps: int | None = 0  # None: as many as a loaded state says
         self.adamw = build_optimizer(self._shards.values(), optim)
 
     def gradients(self) -> list[torch.Tensor]:
         """This rank's shards of all gradients there are."""
-        return [_local(parameter.grad) for parameter in self._named.values() if parameter.grad is not None]
+        return [local_shard(parameter.grad) for parameter in self._named.values() if parameter.grad is not None]
 
     def grad_norm(self) -> torch.Tensor:
         """The norm over all ranks' shards: the same number on every rank; a collective."""
@@ -47,56 +48,62 @@ class ShardedAdamW:
 
     def step(self) -> None:
         """One AdamW step of every parameter that has a gradient."""
-        for name, parameter in self._named.items():
-            shard = self._shards[name]
-            shard.data = _local(parameter)
-            shard.grad = None if parameter.grad is None else _local(parameter.grad)
+        learning = [name for name, parameter in self._named.items() if parameter.grad is not None]
+        if self._half:
+            self._step_with_half_moments(learning)
+        else:
+            self._step(learning)
+
+    def _step(self, names: Iterable[str]) -> None:
+        for name in names:
+            shard, parameter = self._shards[name], self._named[name]
+            shard.data, shard.grad = local_shard(parameter), local_shard(parameter.grad)
         self.adamw.step()
-        for shard in self._shards.values():
+        for name in names:
+            shard = self._shards[name]
             shard.grad = None
             shard.data = shard.data.new_empty(0)
+
+    def _step_with_half_moments(self, names: list[str]) -> None:
+        """The same, a portion at a time. Noise is drawn by the number of the step, so replicas of a shard agree."""
+        if self._steps is None:
+            self._steps = int(torch.stack([state["step"] for state in self.adamw.state.values()]).max())
+        for name in names:
+            if not self.adamw.state[self._shards[name]]:
+                self._give_state(name)
+        noise = torch.Generator(local_shard(self._named[names[0]]).device).manual_seed(self._steps)
+        for portion in portions((name, local_shard(self._named[name]).numel()) for name in names):
+            moments = WorkingMoments([self.adamw.state[self._shards[name]] for name in portion])
+            self._step(portion)
+            moments.put_back(noise)
+        self._steps += 1
 
     def zero_grad(self) -> None:
         for parameter in self._named.values():
             parameter.grad = None
 
-    def to(self, device: torch.device) -> None:
-        """Move the moments; in host memory they are page-locked, which is several times faster."""
-        for state in self.adamw.state.values():
-            for key, value in state.items():
-                room = torch.empty_like(value, device=device, pin_memory=value.is_cuda and device.type == "cpu")
-                state[key] = room.copy_(value, non_blocking=True)
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Moments and step numbers, as this rank holds them."""
+        return [value for state in self.adamw.state.values() for value in state.values()]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state as `parameter/key`, sharded like the parameter; empty before the first step. Shares memory."""
         found = {}
         for name, shard in self._shards.items():
             for key, value in self.adamw.state.get(shard, {}).items():
-                found[f"{name}/{key}"] = _sharded_like(self._named[name], value) if key in _MOMENTS else value
+                found[f"{name}/{key}"] = sharded_like(self._named[name], value) if key in MOMENTS else value
         return found
 
     def prepare(self, stored: set[str]) -> dict[str, torch.Tensor]:
         """Make room for a stored state of these names, replacing the present one; returns that room."""
         self.adamw.state.clear()
-        for name, shard in self._shards.items():
+        for name in self._shards:
             if f"{name}/step" in stored:
-                local = _local(self._named[name])
-                state = {key: torch.zeros_like(local) for key in _MOMENTS}
-                self.adamw.state[shard] = {"step": torch.zeros((), device=local.device), **state}
+                self._give_state(name)
+        self._steps = None if self.adamw.state else 0
         return self.tensors()
 
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _sharded_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    def _give_state(self, name: str) -> None:
+        local = local_shard(self._named[name])
+        moments = {key: torch.zeros_like(local, dtype=torch.bfloat16 if self._half else local.dtype) for key in MOMENTS}
+        self.adamw.state[self._shards[name]] = {"step": torch.zeros((), device=local.device), **moments}

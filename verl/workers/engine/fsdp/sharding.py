@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.config.engine import FSDPConfig
 from verl.models.forward import ResponseModel
+from verl.models.lora import Adapters
+from verl.models.ulysses import SequenceParallel
 from verl.workers.engine.common.groups import NodeGroup
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -38,11 +41,37 @@ def build_mesh(device: torch.device, fsdp_size: int | None) -> DeviceMesh:
     return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: ResponseModel, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool) -> None:
-    """Shard every layer and the rest in place; gradients become the sum over all ranks, reduced in float32."""
+def sequence_parallel(device: torch.device, size: int) -> SequenceParallel | None:
+    """This rank's place among the `size` neighbours that share every sequence; None where each has its own."""
+    world = dist.get_world_size()
+    if size < 1 or world % size:
+        raise ValueError(
+            f"ulysses_sequence_parallel_size: {size} does not divide the {world} ranks. Use a divisor, or 1."
+        )
+    if size == 1:
+        return None
+    mesh = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("data", "sequence"))
+    return SequenceParallel(mesh.get_group("sequence"), size, mesh.get_local_rank("sequence"))
+
+
+def shard(
+    model: ResponseModel, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool | None, prefetch: bool
+) -> bool:
+    """Shard every layer and the rest in place; gradients become the sum over all ranks, reduced in float32.
+
+    Returns whether everything is one group (see `finish_with`).
+    """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in outermost_layers(model.hf):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    gathers = mesh["shard"].size() > 1
+    reshards = gathers if reshard_after_forward is None else reshard_after_forward
+    # Where nothing is gathered and all weights may stay in the compute dtype, they are one group: the host, which is
+    # what small models wait for, does nothing between layers.
+    layers: list[Any] = outermost_layers(model.hf) if gathers or reshards else []
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+    if prefetch and gathers:
+        for layer, following in pairwise(layers):
+            layer.set_modules_to_forward_prefetch([following])
     score = getattr(model.hf, "score", None)
     if score is not None:  # one number per token: half precision would show in it
         exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -53,7 +82,23 @@ def shard(model: ResponseModel, mesh: DeviceMesh, dtype: torch.dtype, reshard_af
         # Losses are divided by global counts, so the gradient is a sum, not fully_shard's average. Plain SUM is the
         # one reduction that gloo and nccl both have.
         module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(1.0)
+        if dist.get_world_size() > 1:  # one rank has nothing to divide by, and dividing by 1 takes a copy of all
+            module.set_gradient_divide_factor(1.0)
+    return not layers
+
+
+def finish_with(model: Any, last: bool) -> None:
+    """Of a model that is one group: its weights stay in the compute dtype, and its gradients where the backward pass
+    leaves them (added up in float32), until the last micro-batch of an optimizer step.
+    """
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+
+
+def compile_layers(model: ResponseModel) -> None:
+    """Compile each layer's pass for any number of tokens; layers of one kind share the code."""
+    for layer in outermost_layers(model.hf):
+        layer.compile(dynamic=True)
 
 
 def sharded_modules(model: nn.Module) -> Iterator[Any]:
@@ -68,18 +113,25 @@ def outermost_layers(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def fill(model: nn.Module, source: nn.Module | None, node: NodeGroup, device: torch.device) -> None:
+def fill(
+    model: nn.Module,
+    source: nn.Module | None,
+    node: NodeGroup,
+    device: torch.device,
+    adapters: Adapters | None = None,
+) -> None:
     """Materialise a sharded meta `model` on `device` with the weights of the node leader's `source`; a collective.
 
     One tensor at a time: the leader sends it whole to its node, and every rank keeps its shard. Buffers travel too, so
-    those that a checkpoint does not hold (rotary frequencies) are what the model itself computed.
+    those that a checkpoint does not hold (rotary frequencies) are what the model itself computed. The source has no
+    adapters; those of `model` get their first values.
     """
     model.to_empty(device=device)
     theirs = _all_tensors(source) if source is not None else {}
     described: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in theirs.items()}]
     if len(node.ranks) > 1:
         dist.broadcast_object_list(described, src=node.leader, group=node.group)
-    mine = _all_tensors(model)
+    mine = _all_tensors(model) if adapters is None else adapters.plain(_all_tensors(model))
     odd = sorted(set(mine) ^ set(described[0]))
     if odd:
         raise ValueError(
@@ -96,6 +148,8 @@ def fill(model: nn.Module, source: nn.Module | None, node: NodeGroup, device: to
         if len(node.ranks) > 1:
             dist.broadcast(whole, src=node.leader, group=node.group)
         _copy_into(target, whole)
+    if adapters is not None:
+        adapters.start(_copy_into)
 
 
 def whole_tensor(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

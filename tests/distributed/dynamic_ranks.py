@@ -1,0 +1,55 @@
+"""What two ranks do in the test of dynamic batches; the processes import it by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from engine_cases import engine_gradients, make_batch, make_engine
+from tiny import tiny_model
+
+from verl.config import ActorConfig, as_config
+from verl.workers.engine.base import MicroBatching
+from verl.workers.roles.policy_loss import PolicyLoss
+
+# Rank 0 has many tokens, rank 1 few: a token budget cuts them into different numbers of parts.
+MINE = {1: {0: slice(0, 12)}, 2: {0: slice(0, 9), 1: slice(9, 12)}}
+WAYS = {
+    "one by one": MicroBatching(size=1),
+    "fixed": MicroBatching(size=4),
+    "dynamic": MicroBatching(max_tokens=32),
+    "dynamic wide": MicroBatching(max_tokens=70),
+}
+
+
+def batch():
+    data = make_batch(rows=12, seed=3)
+    draw = torch.Generator().manual_seed(1)
+    shape = data.batch["responses"].shape
+    data.batch["old_log_probs"] = -5.5 + torch.randn(shape, generator=draw)
+    data.batch["advantages"] = torch.randn(shape, generator=draw)
+    return data
+
+
+def updates_in_all_ways(rank, ranks, folder):
+    """Gradients, metrics and log-probs of the same rows, cut in every way; rank r writes `cut-r.pt`."""
+    mine = batch()[MINE[ranks][rank]]
+    engine = make_engine(tiny_model())
+    loss = PolicyLoss(as_config(ActorConfig, {"entropy_coeff": 0.01}))
+    found = {}
+    for name, micro in WAYS.items():
+        passes = []
+
+        def counted(output, part, counts, passes=passes):
+            passes.append(len(part))
+            return loss(output, part, counts)
+
+        metrics = engine.forward_backward(mine, counted, loss.outputs, 0.7, micro)
+        found[name] = {
+            "metrics": metrics,
+            "gradients": engine_gradients(engine),
+            "passes": passes,
+            "inferred": engine.infer(mine, loss.outputs, 0.7, micro).batch["log_probs"],
+        }
+        engine._optimizer.zero_grad()
+    torch.save(found, Path(folder) / f"cut-{ranks}-{rank}.pt")

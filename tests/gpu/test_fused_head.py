@@ -1,0 +1,149 @@
+"""Triton kernels of the fused head against float64, on a real GPU; its memory, and that it never waits for the GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl.models.fused_head import label_statistics
+from verl.models.heads import LogitAdjustment
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CUDA = torch.device("cuda")
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-17}
+ADJUSTMENTS = [LogitAdjustment(), LogitAdjustment(scale=0.5), LogitAdjustment(scale=2.0, softcap=15.0)]
+QWEN_VOCAB = 151_936
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def padded(rows, vocab, dtype, spread=4.0):
+    """Logits in rows a multiple of 16 apart; what lies between is NaN."""
+    place = torch.full((rows, -(-vocab // 16) * 16), torch.nan, device=CUDA, dtype=dtype)
+    place[:, :vocab] = torch.randn(rows, vocab, device=CUDA) * spread
+    return place[:, :vocab]
+
+
+def exact(logits, labels, temperature, adjust):
+    """log_probs, entropy and log_total in float64, and the logits they can be differentiated by."""
+    logits = logits.double().requires_grad_()
+    scaled = adjust(logits) / temperature
+    log_p = torch.log_softmax(scaled, dim=-1)
+    entropy = -(log_p.exp() * log_p).sum(dim=-1)
+    return log_p.gather(1, labels[:, None])[:, 0], entropy, torch.logsumexp(scaled, dim=-1), logits
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("vocab", [2, 37, 8192, 50_257, QWEN_VOCAB])
+@pytest.mark.parametrize("adjust", ADJUSTMENTS)
+def test_statistics_and_gradients_of_a_chunk_are_exact(dtype, vocab, adjust):
+    from verl.models.kernels.label_statistics import logit_gradients_, row_statistics
+
+    rows, temperature = 19, 0.7
+    logits = padded(rows, vocab, dtype)
+    labels = torch.randint(0, vocab, (rows,), device=CUDA)
+    planes = torch.empty(4, rows, device=CUDA)
+    row_statistics(logits, labels, planes, temperature, adjust.scale, adjust.softcap, True)
+    highest, total, weighted, label = planes.double()
+    log_probs, entropy, log_total, leaf = exact(logits, labels, temperature, adjust)
+    torch.testing.assert_close((label - highest) - total.log(), log_probs.detach(), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(total.log() - weighted / total, entropy.detach(), rtol=1e-5, atol=2e-5)
+
+    d_log_probs, d_entropy = torch.randn(2, rows, device=CUDA)
+    for with_entropy in (True, False):
+        loss = (log_probs * d_log_probs).sum() + (entropy * d_entropy).sum() * with_entropy
+        (wanted,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+        place = torch.empty(rows, logits.stride(0), device=CUDA, dtype=dtype)[:, :vocab].copy_(logits)
+        logit_gradients_(
+            place, labels, log_total.detach().float(), entropy.detach().float(), d_log_probs,
+            d_entropy if with_entropy else None, temperature, adjust.scale, adjust.softcap,
+        )  # fmt: skip
+        error = (place.double() - wanted).norm() / wanted.norm().clamp(min=1e-6)
+        assert error < ROUNDING[dtype], f"relative error {error:.2e}"
+
+
+def test_tokens_that_cannot_occur_add_nothing_and_what_is_not_a_number_stays_so():
+    from verl.models.kernels.label_statistics import logit_gradients_, row_statistics
+
+    logits = padded(3, 9001, torch.bfloat16)
+    logits[0, 100:9000] = -torch.inf
+    logits[1, 8000] = torch.nan
+    labels = torch.tensor([5, 5, -100], device=CUDA)
+    planes = torch.empty(4, 3, device=CUDA)
+    row_statistics(logits, labels, planes, 1.0, 1.0, None, True)
+    highest, total, weighted, label = planes.double()
+    allowed = torch.cat([logits[:1, :100], logits[:1, 9000:]], dim=1)
+    log_probs, entropy, _, _ = exact(allowed, labels[:1], 1.0, LogitAdjustment())
+    assert float(label[0] - highest[0] - total[0].log()) == pytest.approx(float(log_probs), abs=1e-4)
+    assert float(total[0].log() - weighted[0] / total[0]) == pytest.approx(float(entropy), abs=1e-4)
+    assert total.isnan().tolist() == [False, True, False]
+    assert label[2] == -torch.inf, "the label is in another part of the vocabulary"
+    ones = torch.ones(3, device=CUDA)
+    log_totals = (highest + total.log()).float()
+    logit_gradients_(
+        logits, labels, log_totals, entropy.detach().float().expand(3).contiguous(), ones, ones, 1.0, 1.0, None
+    )
+    assert (logits[0, 100:9000] == 0).all()
+    assert logits[0].isfinite().all()
+    assert logits[1].isnan().all()
+
+
+def head(rows, size, vocab, dtype):
+    hidden = torch.randn(rows, size, device=CUDA).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, size, device=CUDA) * 3 * size**-0.5).to(dtype).requires_grad_()
+    bias = torch.randn(vocab, device=CUDA).to(dtype).requires_grad_()
+    return hidden, weight, bias, torch.randint(0, vocab, (rows,), device=CUDA)
+
+
+def plain_gradients(hidden, weight, bias, labels, temperature, loss_weights, dtype):
+    """Of full logits in `dtype`, the rest at least float32."""
+    inputs = [value.detach().to(dtype).requires_grad_() for value in (hidden, weight, bias)]
+    logits = torch.nn.functional.linear(*inputs)
+    log_p = torch.log_softmax(logits.to(torch.promote_types(dtype, torch.float32)) / temperature, dim=-1)
+    log_probs, entropy = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
+    loss = (torch.stack([log_probs, entropy]) * loss_weights).sum()
+    return torch.autograd.grad(loss, inputs), (log_probs.detach(), entropy.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [50_257, QWEN_VOCAB])
+def test_values_and_gradients_are_as_near_to_float64_as_those_of_full_logits(dtype, vocab):
+    hidden, weight, bias, labels = head(300, 64, vocab, dtype)
+    loss_weights = torch.randn(2, 300, device=CUDA)
+    found = label_statistics(hidden, weight, labels, 0.7, True, bias=bias, chunk_rows=128)
+    ours = torch.autograd.grad((torch.stack(found) * loss_weights).sum(), (hidden, weight, bias))
+    arguments = (hidden, weight, bias, labels, 0.7, loss_weights)
+    plain, plain_values = plain_gradients(*arguments, dtype)
+    true, true_values = plain_gradients(*arguments, torch.float64)
+    error = lambda value, wanted: (value.double() - wanted).norm() / wanted.norm()  # noqa: E731
+    for mine, theirs, wanted in zip((*found, *ours), (*plain_values, *plain), (*true_values, *true), strict=True):
+        assert error(mine, wanted) <= 1.1 * error(theirs, wanted) + 1e-6
+
+
+def test_a_chunk_and_the_weights_gradient_are_all_the_memory_it_takes():
+    rows, size = 16_384, 896
+    hidden, weight, _, labels = head(rows, size, QWEN_VOCAB, torch.bfloat16)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    log_probs, entropy = label_statistics(hidden, weight, labels, 1.0, True)
+    (log_probs.sum() + entropy.sum()).backward()
+    taken = torch.cuda.max_memory_allocated() - before
+    chunk, d_weight, d_hidden = 512 * 2**20, QWEN_VOCAB * size * (4 + 2), rows * size * 2
+    assert taken < 1.05 * (chunk + d_weight + d_hidden), f"{taken / 1e9:.2f} GB; all logits take 5 GB"
+
+
+def test_no_pass_waits_for_the_gpu():
+    hidden, weight, _, labels = head(512, 64, 9001, torch.bfloat16)
+    for mode in ("default", "error"):  # the first time kernels are compiled
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            log_probs, entropy = label_statistics(hidden, weight, labels, 0.7, True, chunk_rows=128)
+            (log_probs.sum() + entropy.sum()).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert hidden.grad.isfinite().all()

@@ -1,0 +1,273 @@
+"""The fused head: values and gradients of plain log_softmax, whatever the chunks, without logits of all rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from verl.models.fused_head import CHUNK_BYTES, RowStatistics, chunk_statistics, label_statistics, rows_per_chunk
+from verl.models.heads import LogitAdjustment
+
+PLAIN = LogitAdjustment()
+ADJUSTMENTS = [None, LogitAdjustment(scale=0.25), LogitAdjustment(scale=2.0, softcap=3.0)]
+
+
+def plain_statistics(hidden, weight, labels, temperature, bias=None, adjust=None):
+    """With all logits at once, by torch alone."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits if adjust is None else adjust(logits)
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
+
+
+class Case:
+    """Random hidden states, a head and labels; `gradients` of a random loss on the statistics."""
+
+    def __init__(self, rows=11, size=6, vocab=29, dtype=torch.float64, bias=True, seed=0):
+        draw = torch.Generator().manual_seed(seed)
+        normal = lambda *shape: torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)  # noqa: E731
+        self.hidden, self.weight = normal(rows, size).requires_grad_(), normal(vocab, size).requires_grad_()
+        self.bias = normal(vocab).requires_grad_() if bias else None
+        self.labels = torch.randint(0, vocab, (rows,), generator=draw)
+        self.loss_weights = normal(2, rows)
+        self.inputs = [self.hidden, self.weight] + ([self.bias] if bias else [])
+
+    def ours(self, temperature=1.0, adjust=None, chunk_rows=None, with_entropy=True):
+        return label_statistics(
+            self.hidden,
+            self.weight,
+            self.labels,
+            temperature,
+            with_entropy,
+            bias=self.bias,
+            adjust=adjust,
+            chunk_rows=chunk_rows,
+        )
+
+    def plain(self, temperature=1.0, adjust=None):
+        return plain_statistics(self.hidden, self.weight, self.labels, temperature, self.bias, adjust)
+
+    def gradients(self, found):
+        return torch.autograd.grad((torch.stack(found) * self.loss_weights).sum(), self.inputs)
+
+
+def assert_equal_statistics(case, found, wanted, **tolerance):
+    torch.testing.assert_close(found, wanted, **tolerance)
+    torch.testing.assert_close(case.gradients(found), case.gradients(wanted), **tolerance)
+
+
+def test_two_tokens_with_logits_one_and_zero_are_as_computed_by_hand():
+    hidden = torch.tensor([[1.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0]], requires_grad=True)
+    log_probs, entropy = label_statistics(hidden, weight, torch.tensor([0]), 0.5, True)
+    # At temperature 0.5 the logits are 2 and 0: p = e^2 / (e^2 + 1).
+    p = math.exp(2) / (math.exp(2) + 1)
+    assert log_probs.item() == pytest.approx(math.log(p))
+    assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
+    log_probs.sum().backward(retain_graph=True)
+    assert weight.grad.flatten().tolist() == pytest.approx([(1 - p) / 0.5, -(1 - p) / 0.5])
+    assert hidden.grad.item() == pytest.approx((1 - p) / 0.5)
+    weight.grad = None
+    entropy.sum().backward()
+    # d entropy / d logit = -p (1 - p) (logit difference), here of scaled logits that are 2 apart.
+    assert weight.grad[0].item() == pytest.approx(-p * (1 - p) * 2 / 0.5)
+
+
+@pytest.mark.parametrize("adjust", ADJUSTMENTS)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_values_and_gradients_are_those_of_plain_log_softmax(adjust, temperature, dtype, tolerance):
+    for bias in (False, True):
+        case = Case(dtype=dtype, bias=bias)
+        found = case.ours(temperature, adjust, chunk_rows=4)
+        assert_equal_statistics(case, found, case.plain(temperature, adjust), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("adjust", ADJUSTMENTS)
+def test_gradients_are_those_of_finite_differences(adjust):
+    case = Case(rows=3, size=4, vocab=7)
+    run = lambda hidden, weight, bias: label_statistics(  # noqa: E731
+        hidden, weight, case.labels, 0.7, True, bias=bias, adjust=adjust, chunk_rows=2
+    )
+    assert torch.autograd.gradcheck(run, tuple(case.inputs))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(0, 9),
+    vocab=st.integers(1, 40),
+    chunk_rows=st.integers(1, 10),
+    temperature=st.floats(0.2, 3.0),
+    adjust=st.sampled_from(ADJUSTMENTS),
+    seed=st.integers(0, 1000),
+)
+def test_any_sizes_in_any_chunks_give_the_plain_values_and_gradients(
+    rows, vocab, chunk_rows, temperature, adjust, seed
+):
+    case = Case(rows, 3, vocab, seed=seed)
+    found = case.ours(temperature, adjust, chunk_rows)
+    assert_equal_statistics(case, found, case.plain(temperature, adjust), rtol=1e-9, atol=1e-9)
+
+
+def test_each_output_alone_has_its_own_gradient():
+    case = Case()
+    for index in range(2):
+        wanted = torch.autograd.grad(case.plain(0.7)[index].sum(), case.inputs)
+        torch.testing.assert_close(torch.autograd.grad(case.ours(0.7, chunk_rows=4)[index].sum(), case.inputs), wanted)
+    log_probs, entropy = case.ours(with_entropy=False)
+    assert entropy is None
+    torch.testing.assert_close(log_probs, case.plain()[0])
+
+
+def test_a_tied_head_adds_to_the_gradient_of_the_embedding():
+    ids = torch.tensor([3, 1, 4, 1])
+
+    def gradient(statistics):
+        table = Case().weight.detach().clone().requires_grad_()
+        log_probs, entropy = statistics(table[ids].tanh(), table, ids.roll(-1))
+        return torch.autograd.grad((log_probs + entropy).sum(), table)
+
+    wanted = gradient(lambda hidden, weight, labels: plain_statistics(hidden, weight, labels, 0.8))
+    ours = lambda hidden, weight, labels: label_statistics(hidden, weight, labels, 0.8, True, chunk_rows=3)  # noqa: E731
+    torch.testing.assert_close(gradient(ours), wanted)
+
+
+def test_rows_that_the_loss_leaves_out_give_no_gradient():
+    case = Case()
+    keep = torch.arange(11) % 3 == 0
+    log_probs, entropy = case.ours(chunk_rows=4)
+    d_hidden, d_weight, _ = torch.autograd.grad((log_probs + entropy)[keep].sum(), case.inputs)
+    assert (d_hidden[~keep] == 0).all()
+    alone = label_statistics(case.hidden[keep], case.weight, case.labels[keep], 1.0, True, bias=case.bias)
+    torch.testing.assert_close(d_weight, torch.autograd.grad((alone[0] + alone[1]).sum(), case.weight)[0])
+
+
+def test_no_rows_give_no_statistics_but_a_gradient_of_zero():
+    case = Case(rows=0)
+    log_probs, entropy = case.ours()
+    assert log_probs.shape == entropy.shape == (0,)
+    d_hidden, *others = torch.autograd.grad(log_probs.sum() + entropy.sum(), case.inputs)
+    assert d_hidden.shape == (0, 6)
+    assert all((value == 0).all() for value in others)
+
+
+def test_a_frozen_head_passes_the_gradient_on_and_gets_none():
+    case = Case(dtype=torch.float32)
+    wanted = case.gradients(case.plain())[0]
+    case.weight.requires_grad_(False), case.bias.requires_grad_(False)
+    with Allocations() as made:
+        (torch.stack(case.ours(chunk_rows=4)) * case.loss_weights).sum().backward()
+    torch.testing.assert_close(case.hidden.grad, wanted)
+    assert case.weight.grad is None
+    assert case.weight.shape not in made.shapes
+
+
+def test_half_precision_rounds_as_the_model_itself_does():
+    case = Case(rows=40, vocab=300, dtype=torch.bfloat16)
+    exact = [value.detach().float().requires_grad_() for value in case.inputs]
+    logits = torch.nn.functional.linear(*case.inputs).float()
+    log_p = torch.log_softmax(logits / 0.7, dim=-1)
+    wanted = log_p.gather(1, case.labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
+    found = case.ours(0.7, chunk_rows=7)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    exact_case = Case(rows=40, vocab=300, dtype=torch.float32)
+    exact_case.hidden, exact_case.weight, exact_case.bias = exact_case.inputs = exact
+    exactly = exact_case.gradients(exact_case.plain(0.7))
+    for ours, plain, true in zip(case.gradients(found), case.gradients(wanted), exactly, strict=True):
+        assert ours.dtype == torch.bfloat16
+        error = lambda value, true=true: (value.float() - true).norm()  # noqa: E731
+        assert error(ours) <= 1.05 * error(plain), "sums over chunks are rounded once, at the end"
+
+
+def test_a_token_that_cannot_occur_adds_nothing():
+    case = Case()
+    with torch.no_grad():
+        case.bias[5:20] = -torch.inf
+        case.labels.clamp_(max=4)
+    allowed = [*range(5), *range(20, 29)]
+    found = case.ours(0.7, chunk_rows=4)
+    wanted = plain_statistics(case.hidden, case.weight[allowed], case.labels, 0.7, case.bias[allowed])
+    torch.testing.assert_close(found, wanted)
+    for ours, plain in zip(case.gradients(found), case.gradients(wanted), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_what_is_not_a_number_stays_so_and_in_its_row():
+    case = Case()
+    with torch.no_grad():
+        case.hidden[2, 1] = torch.nan
+    for value in case.ours():
+        assert value.isnan().nonzero().flatten().tolist() == [2]
+
+
+class Allocations(TorchDispatchMode):
+    """The shapes of all tensors that operations give, views included."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.shapes.add(value.shape)
+        return result
+
+
+@pytest.mark.parametrize("adjust", ADJUSTMENTS)
+def test_no_operation_ever_gives_a_tensor_of_more_than_a_chunk_of_logits(adjust):
+    rows, size, vocab, chunk = 24, 4, 160, 5
+    case = Case(rows, size, vocab, torch.float32)
+    with Allocations() as made:
+        case.gradients(case.ours(0.7, adjust, chunk))
+    assert max(shape.numel() for shape in made.shapes) == chunk * vocab
+    assert torch.Size([chunk, vocab]) in made.shapes
+    with Allocations() as made:
+        case.gradients(case.plain(0.7, adjust))
+    assert torch.Size([rows, vocab]) in made.shapes, "the plain way is seen"
+
+
+def test_only_inputs_and_numbers_per_row_are_kept_for_the_backward_pass():
+    kept = []
+    case = Case(rows=12, size=8, vocab=1000)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda t: t):
+        case.ours(chunk_rows=3)
+    given = {value.data_ptr() for value in case.inputs}
+    assert all(value.shape == (12,) for value in kept if value.data_ptr() not in given)
+
+
+def test_without_gradient_nothing_is_kept():
+    with torch.no_grad():
+        log_probs, entropy = Case().ours()
+    assert log_probs.grad_fn is None
+    assert entropy.grad_fn is None
+
+
+@given(vocab=st.integers(2, 30), cut=st.integers(1, 29), adjust=st.sampled_from(ADJUSTMENTS))
+@settings(max_examples=20, deadline=None)
+def test_statistics_of_two_parts_of_the_vocabulary_merge_into_those_of_the_whole(vocab, cut, adjust):
+    cut = min(cut, vocab - 1)
+    case = Case(vocab=vocab)
+    logits = torch.nn.functional.linear(*case.inputs).detach()
+    run = lambda part, first: chunk_statistics(part.clone(), case.labels - first, 0.7, adjust or PLAIN, True)  # noqa: E731
+    whole = run(logits[:, :cut], 0).merged(run(logits[:, cut:], cut))
+    assert isinstance(whole, RowStatistics)
+    torch.testing.assert_close((whole.log_probs(), whole.entropy()), case.plain(0.7, adjust))
+
+
+def test_chunks_have_one_size_within_the_budget_and_hold_at_least_a_row():
+    assert rows_per_chunk(100, 2**30, 4, "cpu") == 1
+    assert rows_per_chunk(0, 100, 4, "cpu") == 1
+    for rows in (1, 100, 8192, 32768):
+        chunk = rows_per_chunk(rows, 151_936, 2, "cuda")
+        assert chunk % 128 == 0
+        assert chunk * 151_936 * 2 <= CHUNK_BYTES["cuda"]
+        count = -(-rows // chunk)
+        assert rows > (count - 1) * chunk
+        assert chunk - rows / count < 128, "no small chunk is left over"

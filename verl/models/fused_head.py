@@ -1,0 +1,281 @@
+"""Log-probabilities and entropies straight from hidden states: logits exist for a chunk of rows at a time, never whole.
+
+The backward pass computes each chunk's logits again and turns them in place into their gradient, so a call keeps only
+its inputs and a few numbers per row. On CUDA the passes over logits are Triton kernels, elsewhere plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from verl.models.heads import LogitAdjustment
+
+# One chunk of logits. On CUDA large enough that the matmuls run at full speed and that adding up the weight's
+# gradient, a read and a write of float32 [vocab, H] per chunk, stays small beside them. On CPU the same holds from
+# 32 MB on, and beyond 64 MB the passes over the chunk get slower.
+CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
+# Rows of the tiles that matmul kernels work in.
+_TILE_ROWS = 128
+# Rows of logits begin at multiples of so many elements, which vector loads and matmul kernels want.
+_ROW_MULTIPLE = 16
+# exp of it is 0 in every float type, and 0 times it is 0: stands for -inf, which would give NaN.
+_LOWEST_LOG_P = -1e4
+
+
+class RowStatistics(NamedTuple):
+    """The softmax of rows of logits, or of a part of their vocabulary; [rows] each, of x = adjusted logit / T."""
+
+    highest: torch.Tensor
+    """max x."""
+    total: torch.Tensor
+    """sum of exp(x - highest)."""
+    weighted: torch.Tensor
+    """sum of exp(x - highest) (x - highest); unset unless the entropy is wanted."""
+    label: torch.Tensor
+    """x of the label; -inf when it is not in this part."""
+
+    def log_total(self) -> torch.Tensor:
+        """log of the sum of exp(x)."""
+        return self.highest + self.total.log()
+
+    def log_probs(self) -> torch.Tensor:
+        return (self.label - self.highest) - self.total.log()
+
+    def entropy(self) -> torch.Tensor:
+        return self.total.log() - self.weighted / self.total
+
+    def merged(self, other: RowStatistics) -> RowStatistics:
+        """The statistics of both parts of the vocabulary together."""
+        highest = torch.maximum(self.highest, other.highest)
+        total, weighted = torch.zeros_like(self.total), torch.zeros_like(self.weighted)
+        for part in (self, other):
+            lower = part.highest - highest
+            total = total + lower.exp() * part.total
+            weighted = weighted + lower.exp() * (part.weighted + lower * part.total)
+        return RowStatistics(highest, total, weighted, torch.maximum(self.label, other.label))
+
+
+def label_statistics(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+    *,
+    bias: torch.Tensor | None = None,
+    adjust: LogitAdjustment | None = None,
+    chunk_rows: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probability of `labels` [N] at `hidden` [N, H] under the head `weight` [vocab, H], and the entropy: [N] each.
+
+    Logits are multiplied in the inputs' dtype, as the model itself does; all that follows is float32 (float64 for
+    such inputs). `adjust` comes before `temperature`. Gradients reach `hidden`, `weight` and `bias`; there are no
+    second derivatives.
+    """
+    rows = chunk_rows or rows_per_chunk(len(hidden), len(weight), hidden.element_size(), hidden.device.type)
+    return _LabelStatistics.apply(
+        hidden, weight, bias, labels, temperature, adjust or LogitAdjustment(), with_entropy, rows
+    )
+
+
+def rows_per_chunk(rows: int, vocab: int, element_size: int, device_type: str) -> int:
+    """How many of `rows` rows of logits to hold at once: chunks of one size, within the budget, whole tiles."""
+    most = max(1, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (vocab * element_size))
+    tile = _TILE_ROWS if most >= _TILE_ROWS else 1
+    most -= most % tile
+    chunks = max(1, -(-rows // most))
+    return -(-rows // (chunks * tile)) * tile or 1
+
+
+def chunk_statistics(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, adjust: LogitAdjustment, with_entropy: bool
+) -> RowStatistics:
+    """The statistics of `logits` [rows, vocab], which are overwritten; labels may lie outside this vocabulary."""
+    x = _scaled_(logits, temperature, adjust)
+    inside = (labels >= 0) & (labels < x.shape[1])
+    label = x.gather(1, torch.where(inside, labels, 0)[:, None])[:, 0]
+    label = torch.where(inside, label, -torch.inf)
+    highest = x.amax(dim=1)
+    x.sub_(highest[:, None])
+    if not with_entropy:
+        return RowStatistics(highest, x.exp_().sum(dim=1), torch.zeros_like(highest), label)
+    share = x.clamp_(min=_LOWEST_LOG_P).exp()
+    weighted = torch.bmm(share[:, None], x[:, :, None])[:, 0, 0]
+    return RowStatistics(highest, share.sum(dim=1), weighted, label)
+
+
+def chunk_gradients_(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    log_total: torch.Tensor,
+    entropy: torch.Tensor | None,
+    d_log_probs: torch.Tensor,
+    d_entropy: torch.Tensor | None,
+    temperature: float,
+    adjust: LogitAdjustment,
+) -> torch.Tensor:
+    """The gradient with respect to `logits` [rows, vocab], in their place; all others [rows].
+
+    With p the softmax: d_log_prob (1[label] - p) - d_entropy p (log p + entropy), times what adjustment and
+    temperature do to a small change. Log-totals and entropies are those of the whole vocabulary.
+    """
+    x = _scaled_(logits, temperature, adjust)
+    slope = None
+    if adjust.softcap is not None:
+        slope = (x * (temperature / adjust.softcap)).square_().neg_().add_(1.0)
+    d_log_probs = d_log_probs * (adjust.scale / temperature)
+    x.sub_(log_total[:, None])
+    if d_entropy is None or entropy is None:
+        x.exp_().mul_(-d_log_probs[:, None])
+    else:
+        d_entropy = d_entropy * (adjust.scale / temperature)
+        p = x.clamp_(min=_LOWEST_LOG_P).exp()
+        x.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_log_probs[:, None]).mul_(p).neg_()
+    inside = (labels >= 0) & (labels < x.shape[1])
+    x.scatter_add_(1, torch.where(inside, labels, 0)[:, None], torch.where(inside, d_log_probs, 0.0)[:, None])
+    if slope is not None:
+        x.mul_(slope)
+    return logits if x is logits else logits.copy_(x)
+
+
+class _LabelStatistics(torch.autograd.Function):
+    """hidden, weight, bias -> log_probs, entropy (None when not wanted)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        temperature: float,
+        adjust: LogitAdjustment,
+        with_entropy: bool,
+        chunk_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, labels = hidden.contiguous(), labels.contiguous()
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        planes = torch.empty(len(RowStatistics._fields), len(hidden), dtype=wide, device=hidden.device)
+        for rows, logits in _logit_chunks(hidden, weight, bias, chunk_rows):
+            if _has_kernels(logits):
+                from verl.models.kernels.label_statistics import row_statistics
+
+                row_statistics(
+                    logits, labels[rows], planes[:, rows], temperature, adjust.scale, adjust.softcap, with_entropy
+                )
+            else:
+                found = chunk_statistics(logits, labels[rows], temperature, adjust, with_entropy)
+                torch.stack(found, out=planes[:, rows])
+        statistics = RowStatistics(*planes)
+        entropy = statistics.entropy() if with_entropy else None
+        ctx.save_for_backward(hidden, weight, bias, labels, statistics.log_total(), entropy)
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.adjust, ctx.chunk_rows = temperature, adjust, chunk_rows
+        return statistics.log_probs(), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_log_probs: torch.Tensor | None, d_entropy: torch.Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, bias, labels, log_total, entropy = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        totals = _Totals(hidden, weight, bias, wanted, one_chunk=len(hidden) <= ctx.chunk_rows)
+        d_log_probs = torch.zeros_like(log_total) if d_log_probs is None else d_log_probs.contiguous()
+        d_entropy = None if d_entropy is None else d_entropy.contiguous()
+        for rows, logits in _logit_chunks(hidden, weight, bias, ctx.chunk_rows):
+            statistics = (
+                labels[rows],
+                log_total[rows],
+                None if entropy is None else entropy[rows],
+                d_log_probs[rows],
+                None if d_entropy is None else d_entropy[rows],
+                ctx.temperature,
+            )
+            if _has_kernels(logits):
+                from verl.models.kernels.label_statistics import logit_gradients_
+
+                logit_gradients_(logits, *statistics, ctx.adjust.scale, ctx.adjust.softcap)
+            else:
+                chunk_gradients_(logits, *statistics, ctx.adjust)
+            totals.add(rows, logits)
+        return (*totals.gradients(), None, None, None, None, None)
+
+
+class _Totals:
+    """The gradients of hidden, weight and bias while chunks of the logits' gradient come in; unwanted ones are None."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        wanted: tuple[bool, bool, bool],
+        one_chunk: bool,
+    ) -> None:
+        self._hidden, self._weight = hidden, weight
+        # Sums over chunks are float32 and rounded once; what is no sum needs no wider place.
+        wide = weight.dtype if one_chunk else torch.promote_types(weight.dtype, torch.float32)
+        self._d_hidden = torch.empty_like(hidden) if wanted[0] else None
+        self._d_weight = torch.empty_like(weight, dtype=wide) if wanted[1] else None
+        self._d_bias = torch.zeros_like(bias, dtype=torch.promote_types(wide, torch.float32)) if wanted[2] else None
+        self._begun = False
+
+    def add(self, rows: slice, d_logits: torch.Tensor) -> None:
+        if self._d_hidden is not None:
+            torch.mm(d_logits, self._weight, out=self._d_hidden[rows])
+        if self._d_weight is not None:
+            _add_product(self._d_weight, d_logits.t(), self._hidden[rows], beta=1.0 if self._begun else 0.0)
+        if self._d_bias is not None:
+            self._d_bias.add_(d_logits.sum(dim=0, dtype=self._d_bias.dtype))
+        self._begun = True
+
+    def gradients(self) -> tuple[torch.Tensor | None, ...]:
+        if self._d_weight is not None and not self._begun:
+            self._d_weight.zero_()
+        dtype = self._weight.dtype
+        sums = (None if total is None else total.to(dtype) for total in (self._d_weight, self._d_bias))
+        return (self._d_hidden, *sums)
+
+
+def _logit_chunks(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk_rows: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows and their logits as the linear layer gives them; each chunk is written over the one before."""
+    vocab = len(weight)
+    width = -(-vocab // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    place = hidden.new_empty(min(chunk_rows, len(hidden)), width)[:, :vocab]
+    for begin in range(0, len(hidden), chunk_rows):
+        rows = slice(begin, min(begin + chunk_rows, len(hidden)))
+        logits = place[: rows.stop - begin]
+        if bias is None:
+            torch.mm(hidden[rows], weight.t(), out=logits)
+        else:
+            torch.addmm(bias, hidden[rows], weight.t(), out=logits)
+        yield rows, logits
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float) -> None:
+    """total = beta total + left @ right, multiplied in the factors' dtype and added in the total's."""
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, beta=beta, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
+
+
+def _scaled_(logits: torch.Tensor, temperature: float, adjust: LogitAdjustment) -> torch.Tensor:
+    """Adjusted logits / temperature, at least float32; in place when `logits` are."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if adjust.scale != 1.0:
+        x.mul_(adjust.scale)
+    if adjust.softcap is not None:
+        x.div_(adjust.softcap).tanh_().mul_(adjust.softcap)
+    return x if temperature == 1.0 else x.div_(temperature)
+
+
+def _has_kernels(logits: torch.Tensor) -> bool:
+    return logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -1,0 +1,1 @@
+"""Triton kernels of training. Imported only where a CUDA device is used."""

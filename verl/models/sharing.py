@@ -1,0 +1,69 @@
+"""Packed rows shared by the ranks of a sequence-parallel group: each has a slice of the tokens and predicts with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from verl.models.packing import PackedRows, Packing
+from verl.models.ulysses import SequenceParallel
+
+
+@dataclass(frozen=True)
+class SharedRows(PackedRows):
+    """`input_ids`, `position_ids`, `before`, `labels` and `last` are this rank's; `rows` and `columns` are everyone's.
+
+    A rank whose slice predicts nothing still has one entry, which `of_responses` and `of_rows` drop: the head's weights
+    then get a gradient (of zero) on every rank, as sharding needs.
+    """
+
+    responses_per_rank: tuple[int, ...]
+    rows_per_rank: tuple[int, ...]
+
+    def of_responses(self, values: torch.Tensor) -> torch.Tensor:
+        """What this rank found at `before` -> what all ranks did, [N, ...]."""
+        assert self.packing.sequence_parallel is not None
+        return self.packing.sequence_parallel.gather(values, self.responses_per_rank)
+
+    def of_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """What this rank found at `last` -> what all ranks did, [b, ...]."""
+        assert self.packing.sequence_parallel is not None
+        return self.packing.sequence_parallel.gather(values, self.rows_per_rank)
+
+
+def shared_rows(rows: PackedRows, parallel: SequenceParallel) -> SharedRows:
+    """This rank's share of `rows` (on the host, the same on every rank of the group).
+
+    Tokens that make the row divide are a sequence of their own, which no other looks at.
+    """
+    total = rows.packing.total
+    padded = parallel.padded(total)
+    extra, part = padded - total, parallel.part(padded)
+    packing = Packing.of([*rows.packing.lengths, extra]) if extra else rows.packing
+    positions = torch.cat([rows.position_ids, torch.arange(extra)[None]], dim=1)
+    responses, lasts = parallel.counts_of(rows.before, padded), parallel.counts_of(rows.last, padded)
+    mine = _own(responses, parallel.rank)
+    return SharedRows(
+        input_ids=pad(rows.input_ids, (0, extra))[:, part],
+        position_ids=positions[:, part],
+        packing=packing.shared_by(parallel),
+        rows=rows.rows,
+        columns=rows.columns,
+        before=_or_one(rows.before[mine] - part.start),
+        labels=_or_one(rows.labels[mine]),
+        last=_or_one(rows.last[_own(lasts, parallel.rank)] - part.start),
+        responses_per_rank=tuple(responses),
+        rows_per_rank=tuple(lasts),
+    )
+
+
+def _own(counts: list[int], rank: int) -> slice:
+    first = sum(counts[:rank])
+    return slice(first, first + counts[rank])
+
+
+def _or_one(values: torch.Tensor) -> torch.Tensor:
+    """`values`, or a single 0 where there are none."""
+    return values if len(values) else values.new_zeros(1)

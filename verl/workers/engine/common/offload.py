@@ -1,0 +1,287 @@
+"""Tensors of a device that wait in host memory, so that other phases can use the device's.
+
+A tensor that is away keeps its identity: only its storage is emptied, so every view of it (a shard, its padded whole,
+an alias in a buffer) is away and comes back with it, bit for bit. Host memory is page-locked once and used again:
+locking costs far more than the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+# torch rounds page-locked memory up to a power of two; in pieces of that size nothing is lost.
+_PIECE = 1 << 28
+
+
+class EngineMemory:
+    """Where the parts of an engine are: on its device, or waiting in host memory."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        model: nn.Module,
+        moments: Callable[[], Iterable[torch.Tensor]],
+        offload_gradients: bool,
+    ) -> None:
+        """`moments` gives the optimizer's tensors as they are when asked."""
+        self._device = device
+        self._model, self._moments = model, moments
+        self._weights, self._states = OffloadedTensors(device), OffloadedTensors(device)
+        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._gradients = OffloadedGradients(learning, device)
+        self.offloads_gradients = offload_gradients
+
+    def leave(self, model: bool, optimizer: bool) -> None:
+        """To host memory; gradients, if there are any, go with the model. On a CPU everything is there already."""
+        if self._device.type == "cpu":
+            return
+        if model and not self._weights.away:
+            self._gradients.leave()
+            self._weights.leave([*self._model.parameters(), *self._model.buffers()])
+        if optimizer and not self._states.away:
+            self._states.leave(self._moments())
+        torch.cuda.empty_cache()
+
+    def come_back(self, model: bool, optimizer: bool) -> None:
+        """Weights can be used at once; moments arrive beside what is computed, until `ready`."""
+        if model:
+            self._weights.come_back()
+            self._weights.wait()
+        if optimizer:
+            self._states.come_back()
+
+    def before_micro_batch(self) -> None:
+        """With offloaded gradients, those of earlier micro-batches make room."""
+        if self.offloads_gradients:
+            self._gradients.leave()
+
+    def ready(self) -> None:
+        """Gradients are whole and moments have arrived: what reads them may start."""
+        self._gradients.come_back()
+        self._states.wait()
+
+
+class OffloadedTensors:
+    """A group of tensors (a model's, an optimizer's) that leave the device and come back together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._host = HostBuffer(page_locked=device.type == "cuda")
+        self._copies = CopyStream(device)
+        self._away: list[tuple[torch.UntypedStorage, int]] = []
+
+    @property
+    def away(self) -> bool:
+        return bool(self._away)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held for them, also while they are on the device."""
+        return self._host.size
+
+    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy to host memory and give the device's back; the tensors may not be read until `come_back`."""
+        if self._away:
+            raise RuntimeError("offload: these tensors are away already.")
+        self._copies.wait()
+        storages = list(_unique_storages(tensors))
+        self._host.grow(sum(size for _, size in storages))
+        with self._copies:
+            at = 0
+            for storage, size in storages:
+                self._host.store(at, _all_bytes(storage, size))
+                at += size
+        self._copies.synchronize()  # memory that is still being read may not be given away
+        for storage, _ in storages:
+            storage.resize_(0)
+        self._away = storages
+
+    def come_back(self) -> None:
+        """Take device memory again and start the copies; `wait` before the first use."""
+        storages, self._away = self._away, []
+        if not storages:
+            return
+        for storage, size in storages:
+            storage.resize_(size)
+        with self._copies:
+            at = 0
+            for storage, size in storages:
+                self._host.load(at, _all_bytes(storage, size))
+                at += size
+
+    def wait(self) -> None:
+        """What is computed from now on sees the copies that were started; the host does not wait."""
+        self._copies.wait()
+
+
+class OffloadedGradients:
+    """Gradients whose sum over earlier micro-batches waits in host memory while the next one runs.
+
+    A gradient is `new + sum so far`, the same addition that autograd would have made on the device.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+        self._parameters = list(parameters)
+        self._host = HostBuffer(page_locked=device.type == "cuda")
+        self._copies = CopyStream(device)
+        self._places: list[int] = []  # the first byte of each gradient in host memory
+        self._waiting: set[int] = set()
+
+    def leave(self) -> None:
+        """Add what waits to the gradients there are, and let the sums wait instead; the device's memory is free."""
+        self._add_waiting()
+        self._take_places()
+        found = {i: local_shard(p.grad) for i, p in enumerate(self._parameters) if p.grad is not None}
+        with self._copies:
+            for index, gradient in found.items():
+                self._host.store(self._places[index], _bytes_of(gradient))
+        self._copies.synchronize()
+        for index in found:
+            self._parameters[index].grad = None
+        self._waiting |= set(found)
+
+    def come_back(self) -> None:
+        """All gradients are whole and on the device."""
+        self._add_waiting()
+        for index in self._waiting:
+            parameter = self._parameters[index]
+            parameter.grad = sharded_like(parameter, self._fetched(index))
+        self._waiting = set()
+
+    def _add_waiting(self) -> None:
+        """Parameters that have a new gradient get their sum; the others' goes on waiting."""
+        for index in list(self._waiting):
+            gradient = self._parameters[index].grad
+            if gradient is not None:
+                local_shard(gradient).add_(self._fetched(index))
+                self._waiting.remove(index)
+
+    def _fetched(self, index: int) -> torch.Tensor:
+        fetched = torch.empty_like(local_shard(self._parameters[index]))
+        self._host.load(self._places[index], _bytes_of(fetched))
+        return fetched
+
+    def _take_places(self) -> None:
+        if not self._places:
+            sizes = [local_shard(parameter).nbytes for parameter in self._parameters]
+            *self._places, total = accumulate(sizes, initial=0)
+            self._host.grow(total)
+
+
+class HostBuffer:
+    """Host bytes that are taken once, page-locked for a GPU's sake, and grow when more is asked for."""
+
+    def __init__(self, page_locked: bool) -> None:
+        self._page_locked = page_locked
+        self._pieces: list[torch.Tensor] = []
+
+    @property
+    def size(self) -> int:
+        return sum(len(piece) for piece in self._pieces)
+
+    def grow(self, size: int) -> None:
+        """Have room for `size` bytes; what was stored is lost if that is more than before."""
+        if self.size >= size:
+            return
+        if self._pieces and len(self._pieces[-1]) < _PIECE:
+            self._pieces.pop()
+        while self.size < size:
+            length = min(_PIECE, size - self.size)
+            self._pieces.append(torch.empty(length, dtype=torch.uint8, pin_memory=self._page_locked))
+
+    def store(self, start: int, data: torch.Tensor) -> None:
+        """Copy bytes to here, from `start` on."""
+        for here, there in self._aligned(start, data):
+            here.copy_(there, non_blocking=True)
+
+    def load(self, start: int, data: torch.Tensor) -> None:
+        """Copy bytes from here, from `start` on."""
+        for here, there in self._aligned(start, data):
+            there.copy_(here, non_blocking=True)
+
+    def _aligned(self, start: int, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        done = 0
+        while done < len(other):
+            index, offset = divmod(start + done, _PIECE)
+            length = min(_PIECE - offset, len(other) - done)
+            yield self._pieces[index][offset : offset + length], other[done : done + length]
+            done += length
+
+
+class CopyStream:
+    """A stream for copies between host and device: `with` it they run beside what is computed. Nothing on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._context: torch.cuda.StreamContext | None = None
+        self._pending = False
+
+    def __enter__(self) -> None:
+        if self._device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream(self._device)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._context = torch.cuda.stream(self._stream)
+            self._context.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._context is not None:
+            self._context.__exit__(None, None, None)
+            self._context = None
+            self._pending = True
+
+    def wait(self) -> None:
+        """The current stream goes on after the copies."""
+        if self._pending and self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._pending = False
+
+    def synchronize(self) -> None:
+        """The host goes on after the copies."""
+        if self._pending and self._stream is not None:
+            self._stream.synchronize()
+        self._pending = False
+
+
+def local_shard(value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, without a graph; a plain tensor is its own."""
+    value = value.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def sharded_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """`local` as the shard of a tensor laid out as `parameter` is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _unique_storages(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.UntypedStorage, int]]:
+    """The storages under the local parts, each once, with their sizes; empty ones hold nothing to move."""
+    seen: set[int] = set()
+    for tensor in tensors:
+        storage = local_shard(tensor).untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage, storage.nbytes()
+
+
+def _all_bytes(storage: torch.UntypedStorage, size: int) -> torch.Tensor:
+    """A storage as one row of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as one row of bytes."""
+    return tensor.view(-1).view(torch.uint8)
