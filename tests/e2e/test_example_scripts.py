@@ -33,6 +33,7 @@ KNOWN = [
     "examples/ppo_trainer/run_qwen2-7b_math_megatron.sh",
     "examples/grpo_trainer/run_qwen2-7b.sh",
     "examples/grpo_trainer/run_qwen2.5-0.5b_cpu.sh",
+    "examples/smollm2/run.sh",
     "recipe/dapo/run_dapo_qwen2.5_7b.sh",
     "recipe/dapo/run_dapo_quickstart_cpu.sh",
     "recipe/retool/run_qwen2_7b_dapo.sh",
@@ -42,6 +43,7 @@ DOCUMENTS = [
     *ROOT.glob("recipe/*/README.md"),
     ROOT / "docs/algorithms.md",
     ROOT / "docs/guide.md",
+    ROOT / "docs/performance.md",
     ROOT / "docs/troubleshooting.md",
 ]
 RETOOL = "recipe/retool/run_qwen2_7b_dapo.sh"

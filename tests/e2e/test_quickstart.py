@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
+sys.path[:0] = [str(ROOT / "examples" / "quickstart"), str(ROOT / "examples")]
 from plot import Line, text_chart, write_png  # noqa: E402
 from run import environment  # noqa: E402
 from task import LARGEST, ROWS, SHARE_OF_LOSSES, Problem, make_task, problems, word_tokenizer  # noqa: E402

@@ -48,7 +48,8 @@ def _main(config: DictConfig) -> None:
     try:
         run_ppo(config)
     except (ConfigError, RayUnavailableError) as error:
-        sys.stderr.write(f"{error}\n")
+        # What a TaskRunner raised comes with the traceback of another process around it.
+        sys.stderr.write(f"{getattr(error, 'cause', error)}\n")
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
@@ -121,6 +122,7 @@ class TaskRunner:
 
     def run(self, config: PPOConfig) -> None:
         """Register the roles, load tokenizer, rewards and data, start the workers, train."""
+        from verl.trainer.memory_check import check_memory
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.reward import check_rewards, load_reward_manager
         from verl.trainer.ppo.reward_check import check_at_start
@@ -139,6 +141,7 @@ class TaskRunner:
         resource_pool_manager = self.init_resource_pool_mgr(config)
         model = config.actor_rollout_ref.model
         local_path = resolve_model_path(model.path)
+        check_memory(config, {model.path: local_path})
         tokenizer = hf_tokenizer(local_path, trust_remote_code=model.trust_remote_code)
         processor = hf_processor(local_path, trust_remote_code=model.trust_remote_code)
         data = config.data

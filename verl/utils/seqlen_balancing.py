@@ -1,4 +1,4 @@
-"""Face: length balancing under the name users import; the pure functions live in `verl.utils.balancing`."""
+"""Face: length balancing under the names users import; see `verl.utils.balancing` and the engines' micro-batches."""
 
 from verl.utils.balancing import (
     ceildiv,
@@ -8,6 +8,11 @@ from verl.utils.balancing import (
     log_seqlen_unbalance,
     roundup_divisible,
 )
+from verl.workers.engine.common.dynamic_batch import (
+    prepare_dynamic_batch,
+    rearrange_micro_batches,
+    restore_dynamic_batch,
+)
 
 __all__ = [
     "ceildiv",
@@ -15,5 +20,8 @@ __all__ = [
     "get_seqlen_balanced_partitions",
     "karmarkar_karp",
     "log_seqlen_unbalance",
+    "prepare_dynamic_batch",
+    "rearrange_micro_batches",
+    "restore_dynamic_batch",
     "roundup_divisible",
 ]

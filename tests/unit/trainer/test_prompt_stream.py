@@ -11,6 +11,7 @@ from verl.config import DataConfig, as_config
 from verl.protocol import object_array
 from verl.trainer.ppo.dataloading import make_dataloader, make_sampler
 from verl.trainer.ppo.prompt_stream import PromptStream
+from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.plain_store import load_plain, save_plain
 
 
@@ -69,7 +70,7 @@ def test_a_resumed_stream_goes_on_as_an_uninterrupted_one(tmp_path_factory, data
     for number, (count, back) in enumerate(moves):
         if number == cut:
             file = tmp_path_factory.mktemp("state") / "state.pt"
-            save_plain({"dataloader": loader.state_dict(), "prompts": stream.state_dict()}, file)
+            save_plain({"dataloader": stream.loader_state(), "prompts": stream.state_dict()}, file)
         taken = stream.take(count)
         kept = max(0, count - back)
         handed_out.append(numbers(taken)[:kept])
@@ -91,9 +92,49 @@ def test_a_resumed_stream_goes_on_as_an_uninterrupted_one(tmp_path_factory, data
             resumed.put_back(taken[max(0, count - back) :])
 
 
+def test_the_next_batch_is_fetched_while_a_step_runs_and_counts_once_it_is_taken(caplog):
+    stream, loader = make_stream(rows=6, batch=3)
+    with caplog.at_level("INFO"):
+        stream.take(3)
+        assert stream._fetched.result(timeout=30)[1] is False, "the second batch of the first epoch is there"
+        assert loader.state_dict()["batches"] == 2
+        assert stream.loader_state()["batches"] == 1
+        stream.take(3)
+        assert stream._fetched.result(timeout=30)[1], "and then the first of the second epoch"
+        assert stream.epoch == 0
+        assert [record.message for record in caplog.records] == ["Epoch 1/2"]
+        stream.take(1)
+    assert stream.epoch == 1
+    assert caplog.records[-1].message == "Epoch 2/2"
+
+
+def test_a_sampler_that_learns_is_not_asked_before_it_has(tmp_path):
+    class Learner(AbstractCurriculumSampler):
+        def __init__(self, data_source, data_config):
+            self.asked = 0
+
+        def __len__(self):
+            return 6
+
+        def __iter__(self):
+            for row in range(6):
+                self.asked += 1
+                yield row
+
+        def update(self, batch):
+            pass
+
+    sampler = Learner(None, None)
+    config = as_config(DataConfig, {"train_batch_size": 3, "gen_batch_size": 3, "dataloader_num_workers": 2})
+    stream = PromptStream(make_dataloader(Numbers(6), config, sampler=sampler), total_epochs=1)
+    stream.take(3)
+    assert sampler.asked == 3
+    assert stream._fetched is None
+
+
 def test_an_epoch_without_a_whole_batch_is_named():
     stream, _ = make_stream()
-    stream._dataloader = []
+    stream._dataloader = []  # nothing is fetched yet
     with pytest.raises(ValueError, match=r"data.sampler: an epoch without a single whole batch"):
         stream.take(1)
 

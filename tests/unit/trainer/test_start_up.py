@@ -17,8 +17,6 @@ def config(*overrides: str):
 
 def test_everything_that_is_not_built_is_refused_at_once():
     asked = config(
-        "actor_rollout_ref.model.lora_rank=8",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
         "actor_rollout_ref.rollout.name=hf",
         "algorithm.adv_estimator=grpo",
@@ -26,8 +24,6 @@ def test_everything_that_is_not_built_is_refused_at_once():
     with pytest.raises(ConfigError) as caught:
         refuse_unbuilt(asked)
     assert [problem.key for problem in caught.value.problems] == [
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-        "actor_rollout_ref.model.lora_rank",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
     ]
 
@@ -35,6 +31,8 @@ def test_everything_that_is_not_built_is_refused_at_once():
 def test_a_plain_run_is_not_refused():
     refuse_unbuilt(config())
     refuse_unbuilt(config("algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=True"))
+    refuse_unbuilt(config("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"))
+    refuse_unbuilt(config("actor_rollout_ref.model.lora_rank=8", "critic.model.lora_rank=8"))
     for estimator in names.ADV_ESTIMATORS:
         refuse_unbuilt(config(f"algorithm.adv_estimator={estimator}"))
 

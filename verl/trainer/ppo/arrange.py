@@ -7,13 +7,18 @@ import numpy as np
 from verl.protocol import DataProto
 from verl.single_controller.ray import BatchRef
 from verl.utils.balancing import get_seqlen_balanced_partitions
+from verl.utils.flops import TOKENS, SequenceCost
 
 
-def row_costs(batch: DataProto) -> np.ndarray:
-    """Tokens of every row: int64 [rows]."""
+def row_costs(batch: DataProto, cost: SequenceCost = TOKENS) -> np.ndarray:
+    """What every row costs a model of this shape, attention included: float64 [rows]."""
     if isinstance(batch, BatchRef) and batch.lengths is not None:
-        return batch.lengths.prompt + batch.lengths.response
-    return batch.batch["attention_mask"].sum(-1).cpu().numpy()
+        return cost(batch.lengths.prompt + batch.lengths.response, batch.lengths.response)
+    attention = batch.batch["attention_mask"]
+    answers = (
+        attention[:, -batch.batch["responses"].shape[1] :] if "responses" in batch.batch.keys() else attention[:, :0]
+    )
+    return cost(attention.sum(-1).cpu().numpy(), answers.sum(-1).cpu().numpy())
 
 
 def rank_major_order(costs: np.ndarray, dp_size: int, mini_batches: int, balance: bool) -> np.ndarray:
@@ -43,3 +48,21 @@ def balanced_order(costs: np.ndarray, dp_size: int, balance: bool) -> np.ndarray
     if not balance or dp_size == 1 or len(costs) % dp_size:
         return np.arange(len(costs))
     return rank_major_order(costs, dp_size, mini_batches=1, balance=True)
+
+
+def evenness(costs: np.ndarray, order: np.ndarray, dp_size: int, mini_batches: int) -> dict[str, float]:
+    """How long ranks wait for each other in an update: the costliest rank's work over the mean, before and after.
+
+    1 is even. Ranks meet at the end of every mini-batch, so it is taken there.
+    """
+
+    def ratio(rows: np.ndarray) -> float:
+        """`rows` [mini_batches, dp_size, rows of a rank]."""
+        work = costs[rows].sum(-1)
+        return float(work.max(1).sum() / max(work.mean(1).sum(), 1e-12))
+
+    shape = (mini_batches, dp_size, -1)
+    return {
+        "global_seqlen/max_over_mean": ratio(np.arange(len(costs)).reshape(shape)),
+        "global_seqlen/balanced_max_over_mean": ratio(order.reshape(dp_size, mini_batches, -1).swapaxes(0, 1)),
+    }

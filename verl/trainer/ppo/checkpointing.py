@@ -32,6 +32,7 @@ def save(trainer: RayPPOTrainer) -> Path:
         "policy_version": trainer.policy_version,
         "kl_coef": trainer.kl_ctrl_in_reward.value,
         "prompts": trainer.prompts.state_dict(),
+        "dataloader": trainer.prompts.loader_state(),
     }
     return save_run(trainer, write_parts, limits, state)
 

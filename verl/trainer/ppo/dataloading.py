@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -65,6 +66,7 @@ class PromptLoader:
     The saved position is that of the batches handed out. What worker processes have loaded beyond them is drawn again
     after a restore, so no row is lost or repeated, and the number of workers may change in between. A sampler with
     `state_dict` and `load_state_dict` is restored by them; any other begins anew, and what was handed out is skipped.
+    Worker processes start with the first batch and stay: they see the dataset as it is then.
     """
 
     def __init__(
@@ -82,14 +84,26 @@ class PromptLoader:
                 f"data.sampler.path: {type(sampler).__name__} has no __len__. Let it return the rows of an epoch."
             )
         self.dataset, self.sampler = dataset, sampler
-        self._batch_size, self._drop_last, self._collate_fn = batch_size, drop_last, collate_fn
+        self._batch_size, self._drop_last = batch_size, drop_last
         self._num_workers = _useful_workers(num_workers, len(self), sampler)
+        self.learns = isinstance(sampler, AbstractCurriculumSampler)
+        """Whether the next batch depends on what becomes of this one: it must not be fetched early."""
         self._keeps_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         self._done = 0  # batches of this epoch handed out
         self._restored = False
         # After each batch that is drawn and not yet handed out: the sampler's state, to be saved once it is.
         self._ahead: deque[Any] = deque()
         self._state: Any = None
+        self._before: tuple[int, Any] = (0, None)  # `_done` and `_state` without the batch handed out last
+        self._skip = 0
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=_EachEpoch(self._draw),
+            num_workers=self._num_workers,
+            collate_fn=collate_fn,
+            worker_init_fn=_begin_worker,
+            persistent_workers=self._num_workers > 0,
+        )
 
     def __len__(self) -> int:
         rows = len(self.sampler)
@@ -98,26 +112,25 @@ class PromptLoader:
     def __iter__(self) -> Iterator[Any]:
         self._ahead.clear()
         self._done = self._done if self._restored else 0
-        skip = 0 if self._keeps_state else self._done
+        self._skip = 0 if self._keeps_state else self._done
         self._restored = False
-        loader = DataLoader(
-            self.dataset,
-            batch_sampler=self._draw(skip),
-            num_workers=self._num_workers,
-            collate_fn=self._collate_fn,
-            worker_init_fn=_begin_worker,
-        )
-        for batch in loader:
+        self._state = self._sampler_state()
+        for batch in self._loader:
+            self._before = self._done, self._state
             self._state = self._ahead.popleft()
             self._done += 1
             yield batch
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands, and what the data was; plain data."""
-        state: dict[str, Any] = {"batches": self._done, "of": len(self), "sampler": None, "dataset": None}
-        if self._keeps_state:
+    def state_dict(self, without_last: bool = False) -> dict[str, Any]:
+        """Where the epoch stands, and what the data was; plain data.
+
+        `without_last`: as if the batch handed out last had not been.
+        """
+        done, sampler = self._before if without_last else (self._done, self._state)
+        if self._keeps_state and not without_last and not self._ahead:
             # With nothing drawn ahead the sampler itself knows best: it may have learned since the last batch.
-            state["sampler"] = self._state if self._ahead else copy.deepcopy(self.sampler.state_dict())
+            sampler = copy.deepcopy(self.sampler.state_dict())
+        state: dict[str, Any] = {"batches": done, "of": len(self), "sampler": sampler, "dataset": None}
         if hasattr(self.dataset, "state_dict"):
             state["dataset"] = self.dataset.state_dict()
         return state
@@ -136,9 +149,10 @@ class PromptLoader:
                 type(self.sampler).__name__, self._done,
             )  # fmt: skip
 
-    def _draw(self, skip: int) -> Iterator[list[int]]:
+    def _draw(self) -> Iterator[list[int]]:
         """Row numbers of one batch after the other; runs in this process, ahead of the workers."""
         rows: list[int] = []
+        skip = self._skip
         for row in self.sampler:
             rows.append(int(row))
             if len(rows) == self._batch_size:
@@ -153,7 +167,20 @@ class PromptLoader:
             yield rows
 
     def _sampler_state(self) -> Any:
-        return copy.deepcopy(self.sampler.state_dict()) if self._keeps_state and self._num_workers else None
+        return copy.deepcopy(self.sampler.state_dict()) if self._keeps_state and not self.learns else None
+
+
+class _EachEpoch:
+    """What a DataLoader takes for a batch sampler: an iterator from the method `draw` for every epoch."""
+
+    def __init__(self, draw: Callable[[], Iterator[list[int]]]) -> None:
+        # Its owner has the DataLoader: in a circle, worker processes would outlive both until somebody cleans up.
+        self._draw = weakref.WeakMethod(draw)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        draw = self._draw()
+        assert draw is not None
+        return draw()
 
 
 def _useful_workers(wanted: int, batches: int, sampler: Any) -> int:

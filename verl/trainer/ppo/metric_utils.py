@@ -22,6 +22,7 @@ __all__ = [
     "compute_data_metrics",
     "compute_throughout_metrics",
     "compute_timing_metrics",
+    "divergence_metrics",
     "process_validation_metrics",
     "reduce_metrics",
 ]
@@ -48,14 +49,24 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         metrics |= _stats(f"critic/{name}", columns[name], rows.mask)
     if use_critic and "values" in columns:
         metrics |= _value_metrics(columns["values"], columns["returns"], rows.mask)
-    if "ref_log_prob" in columns:
-        metrics["kl/mean"] = masked_mean(columns["old_log_probs"] - columns["ref_log_prob"], rows.mask).item()
-    if "rollout_log_probs" in columns and "old_log_probs" in columns:
-        metrics |= _rollout_metrics(columns["rollout_log_probs"], columns["old_log_probs"], rows.mask)
+    metrics |= divergence_metrics(batch)
     prompt_limit = batch.meta_info.get("max_prompt_length", rows.prompt_width)
     response_limit = batch.meta_info.get("max_response_length", rows.mask.shape[1])
     metrics |= _length_metrics("prompt_length", rows.prompt, rows.real, prompt_limit)
     return metrics | _length_metrics("response_length", rows.response, rows.real, response_limit)
+
+
+def divergence_metrics(batch: DataProto) -> dict[str, float]:
+    """How far the policy is from its reference and from the engine that sampled; nothing before `old_log_probs`."""
+    columns, metrics = batch.batch, {}
+    if "old_log_probs" not in columns:
+        return {}
+    mask = columns["response_mask"].bool()
+    if "ref_log_prob" in columns:
+        metrics["kl/mean"] = masked_mean(columns["old_log_probs"] - columns["ref_log_prob"], mask).item()
+    if "rollout_log_probs" in columns:
+        metrics |= _rollout_metrics(columns["rollout_log_probs"], columns["old_log_probs"], mask)
+    return metrics
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
@@ -135,20 +146,21 @@ def _rollout_metrics(rollout: torch.Tensor, old: torch.Tensor, mask: torch.Tenso
 
     KL(rollout ‖ training) by the estimator e^d - 1 - d with d = training - rollout: never negative, small variance.
     """
-    log_ratio = old - rollout
-    bounded = log_ratio.clamp(max=_MAX_LOG_RATIO)
-    differences = _stats("rollout/log_prob_diff", log_ratio.abs(), mask)
+    log_ratio = old[mask] - rollout[mask]  # [tokens]
+    if not len(log_ratio):
+        log_ratio = log_ratio.new_zeros(1)
+    distance, bounded = log_ratio.abs(), log_ratio.clamp(max=_MAX_LOG_RATIO)
     return {
-        "rollout/log_prob_diff_mean": differences["rollout/log_prob_diff/mean"],
-        "rollout/log_prob_diff_p99": _p99(log_ratio.abs()[mask]),
-        "rollout/log_prob_diff_max": differences["rollout/log_prob_diff/max"],
-        "rollout/mismatch_kl": masked_mean(torch.expm1(bounded) - bounded, mask).item(),
+        "rollout/log_prob_diff_mean": distance.double().mean().item(),
+        "rollout/log_prob_diff_p99": _p99(distance),
+        "rollout/log_prob_diff_max": distance.max().item(),
+        "rollout/mismatch_kl": (torch.expm1(bounded) - bounded).mean().item(),
     }
 
 
 def _p99(values: torch.Tensor) -> float:
-    """What 99 % of `values` [n] do not exceed; 0 of none."""
-    return values.kthvalue(round(0.99 * (len(values) - 1)) + 1).values.item() if len(values) else 0.0
+    """What 99 % of `values` [n] do not exceed."""
+    return values.kthvalue(round(0.99 * (len(values) - 1)) + 1).values.item()
 
 
 def _length_metrics(name: str, lengths: torch.Tensor, real: torch.Tensor, limit: int) -> dict[str, float]:

@@ -11,25 +11,32 @@ from verl.trainer.ppo.console import Console
 
 
 class Phases:
-    """Seconds and, on GPUs, peak memory per phase of one training step."""
+    """Seconds and, on GPUs, memory per phase of one training step: the peak as `name`, what stays as `name/after`."""
 
-    def __init__(self, console: Console, peak_memory: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, console: Console, memory: Callable[[tuple[Any, ...]], tuple[float, float]] | None = None
+    ) -> None:
+        """`memory` gives (peak since it was last asked, now) in GB, of the fullest rank of some groups."""
         self._console = console
-        self._peak_memory = peak_memory
+        self._memory = memory
+        self._peaks: list[float] = []
         self.seconds: dict[str, float] = {}
         self.memory_gb: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str, *groups: Any) -> Iterator[None]:
         """Time a phase, in which these worker groups work; nested phases each count their own whole time."""
-        start = time.perf_counter()
+        start, inner = time.perf_counter(), len(self._peaks)
         try:
             with self._console.phase(name, *groups):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-        if self._peak_memory is not None:
-            self.memory_gb[name] = max(self.memory_gb.get(name, 0.0), self._peak_memory())
+        if self._memory is not None:
+            peak, after = self._memory(tuple(group for group in groups if group is not None))
+            self._peaks.append(peak)  # asking begins a new peak: those of nested phases count here too
+            self.memory_gb[name] = max(self.memory_gb.get(name, 0.0), *self._peaks[inner:])
+            self.memory_gb[f"{name}/after"] = after
 
 
 # What helps where a phase takes most of the time.

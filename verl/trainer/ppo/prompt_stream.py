@@ -1,12 +1,15 @@
-"""PromptStream: prompts epoch after epoch; those that a step took and did not use come first in the next."""
+"""PromptStream: prompts epoch after epoch, the next ones fetched while a step runs; what a step took and did not use
+comes first in the next."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.dataloading import PromptLoader
 
 logger = logging.getLogger(__name__)
 
@@ -14,8 +17,8 @@ logger = logging.getLogger(__name__)
 class PromptStream:
     """Draws whole batches from a dataloader and hands out any number of prompts.
 
-    Its state, beside the dataloader's own position, is the prompts that wait: a resumed run goes on with the prompt
-    that an uninterrupted one would take next, none is lost and none comes twice.
+    Its state, beside the dataloader's position, is the prompts that wait: a resumed run goes on with the prompt that an
+    uninterrupted one would take next, none is lost and none comes twice. A batch that is only fetched is in neither.
     """
 
     def __init__(self, dataloader: Any, total_epochs: int) -> None:
@@ -24,6 +27,9 @@ class PromptStream:
         self._iterator: Iterator[Any] | None = None
         self._drawn = 0  # batches, over all epochs
         self._waiting: DataProto | None = None
+        self._fetches_ahead = isinstance(dataloader, PromptLoader) and not dataloader.learns
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
+        self._fetched: Future[tuple[Any, bool]] | None = None
 
     @property
     def epoch(self) -> int:
@@ -43,14 +49,21 @@ class PromptStream:
         assert self._waiting is not None
         taken, rest = self._waiting[:count], self._waiting[count:]
         self._waiting = rest if len(rest) else None
+        if self._fetches_ahead and self._fetched is None:
+            self._fetched = self._thread.submit(self._next_rows)
         return taken
 
     def put_back(self, prompts: DataProto) -> None:
         """Prompts that were taken and are to be handed out again, before all others."""
         self._waiting = prompts if self._waiting is None else DataProto.concat([prompts, self._waiting])
 
+    def loader_state(self) -> dict[str, Any]:
+        """The dataloader's position, to be saved beside `state_dict`: before what is fetched ahead."""
+        fetched = self._fetched is not None and self._fetched.exception() is None
+        return self._dataloader.state_dict(without_last=True) if fetched else self._dataloader.state_dict()
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; the dataloader's position is saved with the dataloader."""
+        """Plain data; the dataloader's position is `loader_state`."""
         waiting = None
         if self._waiting is not None:
             waiting = {"tensors": dict(self._waiting.batch.items()), "arrays": dict(self._waiting.non_tensor_batch)}
@@ -58,7 +71,7 @@ class PromptStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self._iterator, self._drawn = None, int(state["drawn"])
+        self._iterator, self._fetched, self._drawn = None, None, int(state["drawn"])
         waiting = state["waiting"]
         self._waiting = None if waiting is None else DataProto.from_dict(waiting["tensors"], waiting["arrays"])
 
@@ -67,13 +80,21 @@ class PromptStream:
         return max(1, len(self._dataloader))
 
     def _draw(self) -> DataProto:
-        rows = None if self._iterator is None else next(self._iterator, None)
-        if rows is None:
-            self._iterator = iter(self._dataloader)
+        rows, new_epoch = self._next_rows() if self._fetched is None else self._fetched.result()
+        self._fetched = None
+        if new_epoch:
             epoch = self._drawn // self._per_epoch + 1
             logger.info("Epoch %d/%d", epoch, max(epoch, self._total_epochs))
-            rows = next(self._iterator, None)
-        if rows is None:
-            raise ValueError("data.sampler: an epoch without a single whole batch. Make it yield more rows.")
         self._drawn += 1
         return DataProto.from_single_dict(rows)
+
+    def _next_rows(self) -> tuple[Any, bool]:
+        """A batch of the dataloader, and whether it is the first of an epoch."""
+        rows = None if self._iterator is None else next(self._iterator, None)
+        if rows is not None:
+            return rows, False
+        self._iterator = iter(self._dataloader)
+        rows = next(self._iterator, None)
+        if rows is None:
+            raise ValueError("data.sampler: an epoch without a single whole batch. Make it yield more rows.")
+        return rows, True

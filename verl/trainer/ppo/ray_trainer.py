@@ -8,34 +8,35 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.algos import AdvantageEstimator, get_kl_controller, takes_argument
 from verl.config import PPOConfig, load_config
-from verl.config.plan import batch_plan, layout_of
+from verl.config.old_log_probs import from_update
+from verl.config.plan import actor_is_reference, batch_plan, layout_of, needs_reference
 from verl.protocol import DataProto, object_array
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo import checkpointing, worker_setup
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask
-from verl.trainer.ppo.arrange import balanced_order, rank_major_order, row_costs
 from verl.trainer.ppo.console import Console
 from verl.trainer.ppo.dataloading import learn_from, make_dataloader
 from verl.trainer.ppo.dumps import dump_batch, dump_rows
 from verl.trainer.ppo.dynamic_sampling import fill_batch
 from verl.trainer.ppo.greedy_baseline import SAMPLED, answer_rows, split_off_baselines
+from verl.trainer.ppo.group_calls import GroupCalls
 from verl.trainer.ppo.guard import NonFiniteGuard
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
-    reduce_metrics,
+    divergence_metrics,
 )
 from verl.trainer.ppo.mismatch import RolloutMismatch
 from verl.trainer.ppo.phases import Phases, verdict
 from verl.trainer.ppo.prompt_stream import PromptStream
 from verl.trainer.ppo.resources import ResourcePoolManager
 from verl.trainer.ppo.reward import compute_reward, reward_metrics
+from verl.trainer.ppo.reward_overlap import RewardOverlap
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validation import validate
 from verl.utils.torch_functional import masked_mean
@@ -62,7 +63,7 @@ _ADVANTAGE_COLUMNS = [
     "ref_log_prob",
     "values",
 ]
-_SEQUENCE_COLUMNS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
+_DIVERGENCE_COLUMNS = ["response_mask", "old_log_probs", "rollout_log_probs", "ref_log_prob"]
 
 
 class RayPPOTrainer:
@@ -91,7 +92,9 @@ class RayPPOTrainer:
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
         self.device_name = device_name or self.config.trainer.device
         self.use_critic = Role.Critic in role_worker_mapping
-        self.use_reference_policy = Role.RefPolicy in role_worker_mapping
+        self.use_reference_policy = Role.RefPolicy in role_worker_mapping or (
+            needs_reference(self.config) and actor_is_reference(self.config)
+        )
         self.use_rm = Role.RewardModel in role_worker_mapping
         self.use_greedy_baseline = takes_argument(self.config.algorithm.adv_estimator, "reward_baselines")
         self.kl_ctrl_in_reward = get_kl_controller(self.config.algorithm.kl_ctrl)
@@ -101,6 +104,7 @@ class RayPPOTrainer:
         self._seconds: dict[str, float] = {}
         self._guard = NonFiniteGuard(self.config.trainer.max_nonfinite_steps)
         self._mismatch = RolloutMismatch(self.config.algorithm.rollout_correction)
+        self._overlap = RewardOverlap(self.config.reward_model.overlap and not self.use_rm)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.prompts = PromptStream(self.train_dataloader, self.config.trainer.total_epochs)
 
@@ -128,11 +132,12 @@ class RayPPOTrainer:
         self.rollout_wg = groups.get(Role.Rollout, self.actor_wg)
         self.actor_rollout_wg = self.actor_wg
         self.critic_wg: Any = groups.get(Role.Critic)
-        self.ref_policy_wg: Any = groups.get(Role.RefPolicy)
+        self.ref_policy_wg: Any = groups.get(Role.RefPolicy, self.actor_wg)  # with LoRA the actor is the reference
         self.rm_wg: Any = groups.get(Role.RewardModel)
         self.dp_sizes = {
             role: layout_of(self.config, role).dp_size for role in ("actor", "ref", "critic", "reward_model")
         }
+        self._calls = GroupCalls(self.config, self.dp_sizes)
 
     # ---------------------------------------------------------------- the loop
 
@@ -164,7 +169,7 @@ class RayPPOTrainer:
     def _step(self, batch: DataProto) -> None:
         """One step with its validation, checkpoint and log."""
         trainer, step = self.config.trainer, self.global_steps
-        self.phases = Phases(self.console, self._peak_memory if self.device_name == "cuda" else None)
+        self.phases = Phases(self.console, self._memory_gb if self.device_name == "cuda" else None)
         last = step >= self.total_training_steps
         with self.phases("step"):
             metrics = self._train_step(batch)
@@ -200,8 +205,9 @@ class RayPPOTrainer:
             batch = fill_batch(self, batch, metrics)
         else:
             batch = self._roll_out(batch, metrics)
-        with self.phases("old_log_prob", self.actor_wg):
-            batch = self._compute_old_log_prob(batch, metrics)
+        if not self._update_gives_old_log_probs:
+            with self.phases("old_log_prob", self.actor_wg):
+                batch = self._compute_old_log_prob(batch, metrics)
         if self.use_reference_policy:
             with self.phases("ref", self.ref_policy_wg):
                 batch = batch.union(self._balanced(self.ref_policy_wg.compute_ref_log_prob, batch, "ref"))
@@ -213,7 +219,7 @@ class RayPPOTrainer:
         if self.use_critic:
             with self.phases("update_critic", self.critic_wg):
                 metrics |= self._update(self.critic_wg.update_critic, batch, "critic")
-        if self.global_steps > self.config.trainer.critic_warmup:
+        if self._actor_learns:
             with self.phases("update_actor", self.actor_wg):
                 metrics |= self._update(self.actor_wg.update_actor, batch, "actor")
             self.policy_version += 1
@@ -221,6 +227,15 @@ class RayPPOTrainer:
         return metrics
 
     # ---------------------------------------------------------------- phases
+
+    @property
+    def _actor_learns(self) -> bool:
+        return self.global_steps > self.config.trainer.critic_warmup
+
+    @property
+    def _update_gives_old_log_probs(self) -> bool:
+        """One optimizer step on the policy that answered: its own forward pass gives them, and its entropy."""
+        return self._actor_learns and from_update(self.config)
 
     def _hand_over_weights(self) -> None:
         worker_setup.hand_over_weights(self)
@@ -238,7 +253,7 @@ class RayPPOTrainer:
         return self._generate_rows(rows, validate=False)
 
     def _generate_rows(self, batch: DataProto, validate: bool) -> DataProto:
-        wanted = [name for name in ("uid", "sample_index", SAMPLED) if name in batch.non_tensor_batch]
+        wanted = [name for name in ("uid", "sample_index", SAMPLED, "max_new_tokens") if name in batch.non_tensor_batch]
         request = batch.select(_PROMPT_COLUMNS, wanted, [])
         request.meta_info = {
             "step": self.global_steps,
@@ -249,7 +264,9 @@ class RayPPOTrainer:
             "eos_token_id": self.tokenizer.eos_token_id,
             "pad_token_id": self.tokenizer.pad_token_id,
         }
-        generated = self.rollout_wg.generate_sequences(request)
+        reward_fn = self.val_reward_fn if validate else self.reward_fn
+        with self._overlap(reward_fn, self.rollout_wg, request, batch.non_tensor_batch):
+            generated = self.rollout_wg.generate_sequences(request)
         return generated.union(batch.select([], None, []))
 
     def _compute_reward(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
@@ -264,6 +281,8 @@ class RayPPOTrainer:
         local = _local(batch, names)
         mask = local.batch["response_mask"].clone()
         scores, extra = compute_reward(local, self.reward_fn)
+        if self._overlap.share is not None:
+            metrics["reward/scored_while_generating"] = self._overlap.share
         batch.batch["token_level_scores"] = scores
         if not torch.equal(mask, local.batch["response_mask"]):
             batch.batch["response_mask"] = local.batch["response_mask"]  # samples that could not be scored
@@ -315,7 +334,7 @@ class RayPPOTrainer:
         )
         for name in ("token_level_rewards", "advantages", "returns"):
             batch.batch[name] = local.batch[name]
-        if not algorithm.rollout_correction.bypass_mode:
+        if not algorithm.rollout_correction.bypass_mode and "old_log_probs" in local.batch.keys():
             metrics |= self._mismatch.correct(batch, local)
         local.meta_info |= {
             "max_response_length": self.config.data.max_response_length,
@@ -327,30 +346,12 @@ class RayPPOTrainer:
         return batch
 
     def _update(self, method: Callable[..., Any], batch: DataProto, role: str) -> dict[str, float]:
-        """Mini-batches are runs of whole prompts in the batch's order; every rank gets its part of each."""
-        block = self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor
-        minis = len(batch) // (block.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n)
-        order = rank_major_order(
-            row_costs(batch), self.dp_sizes[role], max(1, minis), self.config.trainer.balance_batch
-        )
-        arranged = batch.select_idxs(order)
-        arranged.meta_info = {
-            "temperature": self.config.actor_rollout_ref.rollout.temperature,
-            "mini_batches": max(1, minis),
-            "global_steps": self.global_steps,
-        }
-        return reduce_metrics(method(arranged).meta_info["metrics"])
+        """Metrics of an update on the batch; columns that it gives are added to it."""
+        return self._calls.update(method, batch, role, self.global_steps)
 
     def _balanced(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
-        """A pass without an update: rows evened out over ranks, results in the batch's order."""
-        order = balanced_order(row_costs(batch), self.dp_sizes[role], self.config.trainer.balance_batch)
-        names = [name for name in [*_SEQUENCE_COLUMNS, "prompts"] if name in batch.batch.keys()]
-        sent = batch.select(names, [], []).select_idxs(order)
-        sent.meta_info = {"temperature": self.config.actor_rollout_ref.rollout.temperature}
-        result = method(sent)
-        result.reorder(np.argsort(order))
-        result.meta_info = {}
-        return result
+        """The columns of a pass without an update."""
+        return self._calls.infer(method, batch, role)
 
     def _validate(self) -> dict[str, float]:
         """Accuracy on the validation prompts; answers go to the trackers and, if asked for, to JSONL."""
@@ -359,15 +360,21 @@ class RayPPOTrainer:
     def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
         trainer, step = self.config.trainer, self.global_steps
         self._last_batch = batch
+        if self._update_gives_old_log_probs:
+            names = [name for name in _DIVERGENCE_COLUMNS if name in batch.batch.keys()]
+            columns = _local(batch, names, [])
+            metrics |= divergence_metrics(columns) | self._mismatch.correct(batch, columns)
         learn_from(self.train_dataloader, batch)
         if step in trainer.dump_steps or self._guard.skipped(metrics):
             logger.info("batch of step %d written to %s", step, dump_batch(batch, trainer.default_local_dir, step))
         if trainer.rollout_data_dir is not None:
             dump_rows(batch, self.tokenizer, trainer.rollout_data_dir, step)
 
-    def _peak_memory(self) -> float:
-        """Largest since the last call, over the policy's ranks and what shares their processes."""
-        return max(self.actor_wg.peak_memory_gb())
+    def _memory_gb(self, groups: tuple[Any, ...]) -> tuple[float, float]:
+        """(peak since last asked, now) of the fullest rank that works; without groups, of the policy's."""
+        working = groups or (self.actor_wg, *((self.rollout_wg,) if self.rollout_wg is not self.actor_wg else ()))
+        ranks = [memory for group in working for memory in group.memory_gb()]
+        return max(peak for peak, _ in ranks), max(now for _, now in ranks)
 
     # ---------------------------------------------------------------- checkpoints and logs
 

@@ -17,12 +17,7 @@ def refuse_unbuilt(config: PPOConfig) -> None:
     blocks = {"actor_rollout_ref.actor": policy.actor, "critic": config.critic, "reward_model": config.reward_model}
     for name, block in blocks.items():
         refuse(block.strategy == "megatron", f"{name}.strategy", block.strategy, f"Set {name}.strategy=fsdp2")
-        size = block.ulysses_sequence_parallel_size
-        refuse(size > 1, f"{name}.ulysses_sequence_parallel_size", size, "Set it to 1")
     rollout = policy.rollout
-    ranks = {"actor_rollout_ref.model": policy.model.lora_rank, "critic.model": config.critic.model.lora_rank}
-    for name, rank in ranks.items():
-        refuse(rank > 0, f"{name}.lora_rank", rank, "Set it to 0")
     size = rollout.tensor_model_parallel_size
     one_device = size > 1 and rollout.name == "hf"
     refuse(one_device, "actor_rollout_ref.rollout.tensor_model_parallel_size", size, "Set it to 1, or use native")

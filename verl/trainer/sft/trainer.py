@@ -125,9 +125,9 @@ class SFTTrainer:
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step; every rank gets as many rows and about as many tokens."""
-        if self.config.ranks > 1:
+        if self.config.dp_size > 1:
             lengths = batch.batch["attention_mask"].sum(dim=1).tolist()
-            parts = get_seqlen_balanced_partitions(lengths, self.config.ranks, equal_size=True)
+            parts = get_seqlen_balanced_partitions(lengths, self.config.dp_size, equal_size=True)
             batch = batch.select_idxs(torch.tensor([row for part in parts for row in part]))
         return reduce_metrics(self.worker_group.train_batch(batch).meta_info["metrics"])
 

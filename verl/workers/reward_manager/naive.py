@@ -14,11 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 
 from verl.protocol import DataProto
+from verl.utils.progress import counted
 from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.registry import call_with_accepted
+from verl.workers.reward_manager.ahead import Finished, ScoresAhead
 from verl.workers.reward_manager.explain import POLICIES, describe_failures, describe_sample, why_all_zero
 from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
@@ -72,6 +75,8 @@ class NaiveRewardManager:
         processes = min(_MOST_PROCESSES, _available_cores()) if num_processes is None else num_processes
         memory_limit = None if memory_limit_gb is None else int(memory_limit_gb * 2**30)
         self._pool = ScorerPool(self._call(), processes, timeout, memory_limit)
+        self._in_processes = processes > 0
+        self._ahead: ScoresAhead | None = None
         self._first_call = True
 
     def submit(self, sample: Sample) -> Future[Score]:
@@ -101,8 +106,7 @@ class NaiveRewardManager:
         if "rm_scores" in data.batch:
             reward, extra = data.batch["rm_scores"], {}
         else:
-            samples = self.samples(data)
-            plain = self.score(samples)
+            samples, plain = self._scored(data)
             self._report(samples, plain)
             scores = self.shaped(data, plain)
             reward, extra = _place(data, scores), _columns(scores)
@@ -110,14 +114,43 @@ class NaiveRewardManager:
 
     def samples(self, data: DataProto) -> list[Sample]:
         """What the reward function is told of each row; text is decoded from the tokens that are there, no padding."""
-        lengths = response_lengths(data).tolist()
-        tokens = [row[:length] for row, length in zip(data.batch["responses"].tolist(), lengths, strict=True)]
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode(_answer_tokens(data), skip_special_tokens=True)
         return [self._sample(data.non_tensor_batch, row, text) for row, text in enumerate(texts)]
+
+    def score_ahead(self, columns: Mapping[str, Any]) -> ScoresAhead | None:
+        """Where answers to rows with these columns can be scored as they are finished; the next call finds them there.
+
+        None where answers are not scored one by one in processes, or a subclass does it in its own way.
+        """
+        own = [name for name in _ONE_BY_ONE if getattr(type(self), name) is not getattr(NaiveRewardManager, name)]
+        self._ahead = None
+        if not own and self._in_processes and "uid" in columns and self.reward_fn_key in columns:
+            self._ahead = ScoresAhead(columns, functools.partial(self._finished_samples, columns), self.submit)
+        return self._ahead
 
     def close(self) -> None:
         """End the scorer processes. The next call starts new ones."""
         self._pool.close()
+
+    def _scored(self, data: DataProto) -> tuple[list[Sample], list[Score]]:
+        """The rows' samples and scores; what was scored ahead is only waited for."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or "uid" not in data.non_tensor_batch:
+            samples = self.samples(data)
+            return samples, self.score(samples)
+        uids = data.non_tensor_batch["uid"]
+        known = [ahead.take(uid, tokens) for uid, tokens in zip(uids, _answer_tokens(data), strict=True)]
+        early = counted([found[1] for found in known if found is not None], len(known) - known.count(None))
+        late = [row for row, found in enumerate(known) if found is None]
+        late_samples = self.samples(data.select_idxs(late)) if late else []
+        rest = iter(zip(late_samples, self.score(late_samples), strict=True))
+        values = iter([future.result() for future in early])
+        pairs = [next(rest) if found is None else (found[0], next(values)) for found in known]
+        return [sample for sample, _ in pairs], [score for _, score in pairs]
+
+    def _finished_samples(self, columns: Mapping[str, Any], finished: Finished) -> list[Sample]:
+        texts = self.tokenizer.batch_decode([tokens for _, tokens in finished], skip_special_tokens=True)
+        return [self._sample(columns, row, text) for (row, _), text in zip(finished, texts, strict=True)]
 
     def _call(self) -> Callable[..., Any]:
         """What the scorer processes run."""
@@ -152,6 +185,16 @@ class NaiveRewardManager:
         if self._first_call and scores and failed < len(scores) and not any(score.value for score in scores):
             logger.warning("%s", why_all_zero(samples, own_function=self.compute_score is not default_compute_score))
         self._first_call = False
+
+
+# What answers go through, one by one, on the way to their scores.
+_ONE_BY_ONE = ("__call__", "samples", "score", "submit")
+
+
+def _answer_tokens(data: DataProto) -> list[np.ndarray]:
+    """The token ids of each row's answer, without padding. (A tokenizer reads arrays faster than lists.)"""
+    lengths = response_lengths(data).tolist()
+    return [row[:length] for row, length in zip(data.batch["responses"].cpu().numpy(), lengths, strict=True)]
 
 
 def response_lengths(data: DataProto) -> torch.Tensor:

@@ -15,6 +15,7 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.torch_functional import masked_mean
 from verl.workers.engine.base import Counts
 from verl.workers.roles.engines import make_engine
+from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.updates import micro_batching, run_epochs
 
 
@@ -72,10 +73,11 @@ class CriticWorker(Worker):
             grad_clip=config.grad_clip,
             total_steps=config.optim.total_training_steps,
         )
-        self.register_mesh_place("critic", self.engine.dp_rank, collect=True)
+        self.register_mesh_place("critic", self.engine.dp_rank, collect=self.engine.answers)
         self._rest()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
+    @phase_memory("values", at="critic")
     def compute_values(self, data: DataProto) -> DataProto:
         """`values`: [batch, response]."""
         self.engine.to("device", model=True, optimizer=False)
@@ -85,6 +87,7 @@ class CriticWorker(Worker):
         return result
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
+    @phase_memory("update_critic", at="critic")
     def update_critic(self, data: DataProto) -> DataProto:
         """`ppo_epochs` passes over the rows; metrics in `meta_info["metrics"]`."""
         self.engine.to("device")
@@ -104,16 +107,19 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, path: str) -> None:
-        """Sharded state under `path`."""
+        """Sharded state under `path`; a token classifier with one label under `path/huggingface`."""
+        contents = self.config.checkpoint.save_contents
         self.engine.to("device")
-        self.engine.save(path, self.config.checkpoint.save_contents)
+        self.engine.save(path, [part for part in contents if part != "hf_model"])
+        if "hf_model" in contents:
+            self.engine.export_hf(f"{path}/huggingface")
         self._rest()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Read back what `save_checkpoint` wrote."""
         self.engine.to("device")
-        self.engine.load(path, self.config.checkpoint.load_contents)
+        self.engine.load(path, [part for part in self.config.checkpoint.load_contents if part != "hf_model"])
         self._rest()
 
     def _rest(self) -> None:

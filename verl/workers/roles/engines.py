@@ -39,4 +39,6 @@ def make_engine(
         grad_clip=grad_clip,
         total_steps=total_steps,
         device=device,
+        sequence_parallel_size=block.ulysses_sequence_parallel_size,
+        compile_layers=block.use_torch_compile,
     )

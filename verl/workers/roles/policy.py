@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+import torch
 
 from verl.config import ActorRolloutRefConfig, as_config
 from verl.protocol import DataProto
@@ -11,7 +16,8 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.fs import resolve_model_path
 from verl.workers.roles.engines import make_engine
-from verl.workers.roles.policy_loss import PolicyLoss
+from verl.workers.roles.memory import phase_memory
+from verl.workers.roles.policy_loss import ROW, PolicyLoss
 from verl.workers.roles.updates import micro_batching, run_epochs
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import resolve_dtype
@@ -44,6 +50,7 @@ class ActorRolloutRefWorker(Worker):
         self.config = as_config(ActorRolloutRefConfig, config)
         self.parts = PARTS[str(role)]
         self._rollout_version = -1
+        self._finished: deque[tuple[int, Sequence[int]]] = deque()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -52,7 +59,7 @@ class ActorRolloutRefWorker(Worker):
         self.model_path = resolve_model_path(self.config.model.path)
         if "actor" in self.parts:
             self._init_actor()
-        if "ref" in self.parts:
+        if "ref" in self.parts and not self._actor_is_reference:
             self._init_reference()
         if "rollout" in self.parts:
             self._init_rollout()
@@ -60,6 +67,7 @@ class ActorRolloutRefWorker(Worker):
     # ---------------------------------------------------------------- training
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    @phase_memory("old_log_prob", at="actor_rollout_ref")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropys`: [batch, response], at the sampling temperature."""
         self.engine.to("device", model=True, optimizer=False)
@@ -75,11 +83,21 @@ class ActorRolloutRefWorker(Worker):
         return result.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    @phase_memory("update_actor", at="actor_rollout_ref")
     def update_actor(self, data: DataProto) -> DataProto:
-        """`ppo_epochs` passes over the rows; metrics in `meta_info["metrics"]`."""
+        """`ppo_epochs` passes over the rows; metrics in `meta_info["metrics"]`.
+
+        A batch without `old_log_probs` gets them from this pass, and they come back: it must be one optimizer step.
+        """
         actor = self.config.actor
+        loss = PolicyLoss(actor, own_old_log_probs="old_log_probs" not in data.batch.keys())
+        if loss.own_old_log_probs:
+            if actor.ppo_epochs * data.meta_info["mini_batches"] > 1:
+                raise ValueError(
+                    "update_actor: several optimizer steps need old_log_probs. Call compute_log_prob first."
+                )
+            data.batch[ROW] = torch.arange(len(data))
         self.engine.to("device")
-        loss = PolicyLoss(actor)
         result = run_epochs(
             self.engine,
             data,
@@ -91,32 +109,53 @@ class ActorRolloutRefWorker(Worker):
             epochs=actor.ppo_epochs,
             prefix="actor",
         )
+        if loss.own_old_log_probs:
+            result = DataProto.from_dict({"old_log_probs": loss.old_log_probs(len(data))}, meta_info=result.meta_info)
         self._rest()
         return result
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
+    @phase_memory("ref", at="actor_rollout_ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`ref_log_prob`: [batch, response], under the frozen reference."""
+        """`ref_log_prob`: [batch, response], under the frozen reference: with LoRA, the actor without its adapters."""
         ref = self.config.ref
         self.ref_engine.to("device", model=True, optimizer=False)
         micro = micro_batching(
             ref, "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz"
         )
-        result = self.ref_engine.infer(data, ["log_probs"], self._temperature(data), micro)
-        if ref.fsdp_config.param_offload:
-            self.ref_engine.to("cpu", model=True, optimizer=False)
+        with self.ref_engine.base_weights():
+            result = self.ref_engine.infer(data, ["log_probs"], self._temperature(data), micro)
+        if self._actor_is_reference:
+            self._rest()
+        else:
+            self._rest_reference()
         return result.rename("log_probs", "ref_log_prob")
 
     # ---------------------------------------------------------------- generation
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
+    @phase_memory("gen", at="actor_rollout_ref")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One answer per row."""
+        """One answer per row; with `tell_finished` in meta_info, `finished_samples` says which are there already."""
         self.rollout.resume()
-        result = self.rollout.generate_sequences(prompts)
+        telling: dict[str, Any] = {}
+        if prompts.meta_info.get("tell_finished"):
+            rows, finished = prompts.non_tensor_batch["row"], self._finished
+            telling["on_finished"] = lambda place, output: finished.append((int(rows[place]), output.token_ids))
+        result = self.rollout.generate_sequences(prompts, **telling)
+        # A new one: what an engine's thread still says of this generation is nobody's business any more.
+        self._finished = deque()
         if self.config.rollout.free_cache_engine and "actor" in self.parts:
             self.rollout.release(["kv_cache"])
         return result
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def finished_samples(self) -> list[tuple[int, np.ndarray]]:
+        """Answers of the generation that runs, each told once: (its `row`, token ids)."""
+        finished = self._finished
+        return [
+            (row, np.asarray(ids, dtype=np.int32)) for row, ids in (finished.popleft() for _ in range(len(finished)))
+        ]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_rollout_weights(self, version: int) -> None:
@@ -167,7 +206,10 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, path: str) -> None:
-        """Sharded state under `path`; a folder that transformers loads under `path/huggingface`."""
+        """Sharded state under `path`; a folder that transformers loads under `path/huggingface`.
+
+        With LoRA: what learns, `path/lora_adapter` as peft loads it, and the merged model under `path/huggingface`.
+        """
         contents = self.config.actor.checkpoint.save_contents
         self.engine.to("device")
         self.engine.save(path, [part for part in contents if part != "hf_model"])
@@ -198,13 +240,17 @@ class ActorRolloutRefWorker(Worker):
             grad_clip=actor.grad_clip,
             total_steps=actor.optim.total_training_steps,
         )
-        self.register_mesh_place("actor", self.engine.dp_rank, collect=True)
+        self.register_mesh_place("actor", self.engine.dp_rank, collect=self.engine.answers)
+        if self._actor_is_reference:
+            self.ref_engine = self.engine
+            self.register_mesh_place("ref", self.engine.dp_rank, collect=self.engine.answers)
         self._rest()
 
     def _init_reference(self) -> None:
         ref = self.config.ref
         self.ref_engine = make_engine(ref.strategy, self.model_path, "causal_lm", self.config.model, ref, self.device)
-        self.register_mesh_place("ref", self.ref_engine.dp_rank, collect=True)
+        self.register_mesh_place("ref", self.ref_engine.dp_rank, collect=self.ref_engine.answers)
+        self._rest_reference()
 
     def _init_rollout(self) -> None:
         rollout_class: Any = get_rollout_class(self.config.rollout.name)
@@ -218,6 +264,15 @@ class ActorRolloutRefWorker(Worker):
         fsdp = self.config.actor.fsdp_config
         if fsdp.param_offload or fsdp.optimizer_offload:
             self.engine.to("cpu", model=fsdp.param_offload, optimizer=fsdp.optimizer_offload)
+
+    def _rest_reference(self) -> None:
+        if self.config.ref.fsdp_config.param_offload:
+            self.ref_engine.to("cpu", model=True, optimizer=False)
+
+    @property
+    def _actor_is_reference(self) -> bool:
+        """With LoRA the actor's base weights never change: they are the reference."""
+        return "actor" in self.parts and self.config.model.lora_rank > 0
 
     def _temperature(self, data: DataProto) -> float:
         return (

@@ -14,6 +14,7 @@ from verl.utils import hf_tokenizer
 from verl.utils.fs import resolve_model_path
 from verl.utils.model import compute_position_id_with_mask
 from verl.workers.roles.engines import make_engine
+from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.updates import micro_batching
 
 
@@ -38,18 +39,24 @@ class RewardModelWorker(Worker):
             other = hf_tokenizer(resolve_model_path(config.model.input_tokenizer))
             if not _same_tokenizer(other, self.tokenizer):
                 self.input_tokenizer = other
-        self.register_mesh_place("reward_model", self.engine.dp_rank, collect=True)
+        self.register_mesh_place("reward_model", self.engine.dp_rank, collect=self.engine.answers)
+        self._rest()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
+    @phase_memory("reward", at="reward_model")
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """`rm_scores` [batch, response]: the score of each answer on its last token."""
         self.engine.to("device", model=True, optimizer=False)
         texts = self._reencoded(data) if self.input_tokenizer is not None else data
         micro = micro_batching(self.config, "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
         scores = self.engine.infer(texts, ["scores"], 1.0, micro).batch["scores"]
+        self._rest()
+        return DataProto.from_dict({"rm_scores": on_last_token(scores, data.batch["response_mask"])})
+
+    def _rest(self) -> None:
+        """Between phases, if the configuration says so, the weights wait in host memory."""
         if self.config.fsdp_config.param_offload:
             self.engine.to("cpu", model=True, optimizer=False)
-        return DataProto.from_dict({"rm_scores": on_last_token(scores, data.batch["response_mask"])})
 
     def _reencoded(self, data: DataProto) -> DataProto:
         """The conversations in the reward model's own tokens: its chat template, or a (prompt, answer) pair."""

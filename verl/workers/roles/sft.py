@@ -14,6 +14,7 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.roles.engines import make_engine
+from verl.workers.roles.memory import phase_memory
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -54,9 +55,10 @@ class SFTWorker(Worker):
             grad_clip=config.optim.grad_clip,
             total_steps=config.optim.total_training_steps,
         )
-        self.register_mesh_place("sft", self.engine.dp_rank, collect=True)
+        self.register_mesh_place("sft", self.engine.dp_rank, collect=self.engine.answers)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
+    @phase_memory("sft")
     def train_batch(self, data: DataProto) -> DataProto:
         """One optimizer step on the rows of all ranks; metrics in `meta_info["metrics"]`."""
         expect(len(data))

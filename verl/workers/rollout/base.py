@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -81,14 +81,21 @@ class BaseRollout(ABC):
 
     # ---------------------------------------------------------------- batches
 
-    def generate_sequences(self, prompts: DataProto, **sampling_overrides: Any) -> DataProto:
+    def generate_sequences(
+        self, prompts: DataProto, on_finished: Callable[[int, Output], None] | None = None, **sampling_overrides: Any
+    ) -> DataProto:
         """One answer per row, rows in order. `pad_to_max=True` pads responses to max_new_tokens.
+
+        `on_finished(row, output)` is told of each as it is finished, in the engine's thread: it must be quick.
 
         Reads `input_ids`, `attention_mask` [batch, prompt]; `uid`, `sample_index`; and of meta_info `step`, `seed`,
         `validate`, `eos_token_id`, `pad_token_id`, `pad_to_max` and sampling parameters.
         """
         requests, shape = self._requests(prompts, sampling_overrides)
         futures = counted(self.submit(requests), len(requests))
+        if on_finished is not None:
+            for row, future in enumerate(futures):
+                future.add_done_callback(partial(_tell, on_finished, row))
         try:
             outputs = [future.result() for future in futures]
         finally:
@@ -175,6 +182,12 @@ class BaseRollout(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _tell(on_finished: Callable[[int, Output], None], row: int, future: Future[Output]) -> None:
+    """Of an answer, not of an error; nor of what was aborted, which is not the answer yet."""
+    if not future.cancelled() and future.exception() is None and future.result().finish_reason != "abort":
+        on_finished(row, future.result())
 
 
 def _put_row(finished: queue.SimpleQueue[int], row: int, _: Future[Output]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from verl.inference.build import build_engine
 from verl.inference.tensor_parallel import FollowingEngine, LeadingEngine
 from verl.protocol import DataProto
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
+from verl.workers.rollout.request import Output
 
 __all__ = ["NativeRollout"]
 
@@ -40,13 +42,15 @@ class NativeRollout(EmbeddedRollout):
             pad_token_id=built.pad_token_id,
         )
 
-    def generate_sequences(self, prompts: DataProto, **sampling_overrides: Any) -> DataProto:
+    def generate_sequences(
+        self, prompts: DataProto, on_finished: Callable[[int, Output], None] | None = None, **sampling_overrides: Any
+    ) -> DataProto:
         """One answer per row. Of ranks that share a model the first one answers; the others return nothing."""
         if isinstance(self._loop, FollowingEngine):
             self._loop.halt("batch")
             return DataProto()
         try:
-            return super().generate_sequences(prompts, **sampling_overrides)
+            return super().generate_sequences(prompts, on_finished, **sampling_overrides)
         finally:
             if isinstance(self._loop, LeadingEngine):
                 self._loop.say_at_rest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -75,22 +75,43 @@ def requests_from_prompts(prompts: DataProto, params: SamplingParams, seed: int)
     """One request per row, in row order.
 
     Noise belongs to (seed, step, uid, sample_index). Without `sample_index`, rows of one uid are numbered in order;
-    without `uid`, a prompt's tokens stand for it. A column `do_sample` says for each row whether it is sampled.
+    without `uid`, a prompt's tokens stand for it. A column `do_sample` says for each row whether it is sampled; a
+    column `max_new_tokens` (a number, or a list with one per sample of the prompt) shortens single answers.
     """
     step = int(prompts.meta_info.get("step", 0))
     token_lists = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"])
     uids = [str(uid) for uid in prompts.non_tensor_batch.get("uid", [_uid_of(ids) for ids in token_lists])]
     indices = prompts.non_tensor_batch.get("sample_index", _occurrence(uids))
     sampled = prompts.non_tensor_batch.get("do_sample", [params.do_sample] * len(uids))
+    limits = prompts.non_tensor_batch.get("max_new_tokens", [None] * len(uids))
     return [
         Request(
             id=f"{uid}/{int(index)}#{next(_SERIAL)}",
             prompt_ids=ids,
-            params=replace(params, key=sample_keys(seed, step, uid, int(index)), do_sample=bool(one_sampled)),
+            params=replace(
+                params,
+                key=sample_keys(seed, step, uid, int(index)),
+                do_sample=bool(one_sampled),
+                max_new_tokens=_limit(limit, int(index), params.max_new_tokens),
+            ),
             group=uid,
         )
-        for ids, uid, index, one_sampled in zip(token_lists, uids, indices, sampled, strict=True)
+        for ids, uid, index, one_sampled, limit in zip(token_lists, uids, indices, sampled, limits, strict=True)
     ]
+
+
+def _limit(given: Any, index: int, most: int) -> int:
+    """How many tokens sample number `index` of a prompt may have, by the row's `max_new_tokens`; never above `most`."""
+    if given is None:
+        return most
+    if isinstance(given, Sequence | np.ndarray):
+        if index >= len(given):
+            raise ValueError(
+                f"max_new_tokens: a row has {len(given)} limits, and there is a sample number {index}. Give one "
+                "number, or as many as actor_rollout_ref.rollout.n."
+            )
+        given = given[index]
+    return min(most, int(given))
 
 
 def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[list[int]]:

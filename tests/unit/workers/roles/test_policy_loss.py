@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 
+from verl.algos.registry import POLICY_LOSSES
 from verl.config import ActorConfig, as_config
 from verl.protocol import DataProto
 from verl.workers.engine.base import Counts
-from verl.workers.roles.policy_loss import PolicyLoss
+from verl.workers.roles.policy_loss import ROW, PolicyLoss
 
 
 def loss_of(theta: torch.Tensor, token: int, advantage: float, old: float, **config) -> torch.Tensor:
@@ -77,3 +78,42 @@ def test_parts_of_a_step_add_up_to_the_whole():
         whole = loss({"log_probs": log_probs}, data, counts)[0]
         parts = [loss({"log_probs": log_probs[i : i + 1]}, data[i : i + 1], counts)[0] for i in range(rows)]
         assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", sorted(POLICY_LOSSES))
+def test_taking_its_own_log_probs_as_the_old_ones_is_the_same_as_being_given_them(mode):
+    """Loss, gradient and metrics of a step whose ratio is 1, bit for bit; the log-probs come back by row."""
+    torch.manual_seed(1)
+    rows, width = 6, 5
+    mask = (torch.arange(width) < torch.tensor([5, 3, 1, 4, 2, 5])[:, None]).float()
+    columns = {"advantages": torch.randn(rows, width), "response_mask": mask, "ref_log_prob": torch.randn(rows, width)}
+    logits = torch.randn(rows, width)
+    config = as_config(ActorConfig, {"policy_loss": {"loss_mode": mode}, "use_kl_loss": True, "entropy_coeff": 0.01})
+    counts = Counts(tokens=float(mask.sum()), sequences=float(rows))
+    order = [torch.tensor([4, 0, 2]), torch.tensor([5, 1, 3])]
+    found = {}
+    for own in (False, True):
+        leaf = logits.clone().requires_grad_()
+        log_probs, entropy = torch.nn.functional.logsigmoid(leaf), leaf**2
+        given = {ROW: torch.arange(rows)} if own else {"old_log_probs": log_probs.detach()}
+        data = DataProto.from_dict({**columns, **given})
+        loss = PolicyLoss(config, own_old_log_probs=own)
+        parts = [
+            loss({"log_probs": log_probs[part], "entropy": entropy[part]}, data.select_idxs(part), counts)
+            for part in order
+        ]
+        sum(part[0] for part in parts).backward()
+        found[own] = leaf.grad, [part[1] for part in parts]
+    assert torch.equal(found[True][0], found[False][0])
+    for with_own, plain in zip(found[True][1], found[False][1], strict=True):
+        measured = with_own.pop("entropy")
+        assert with_own == plain
+        assert measured[1] > 0
+    assert torch.equal(loss.old_log_probs(rows), log_probs.detach())
+
+
+def test_the_entropy_is_asked_for_only_where_it_is_used():
+    config = as_config(ActorConfig, {})
+    assert PolicyLoss(config).outputs == ("log_probs",)
+    assert PolicyLoss(config, own_old_log_probs=True).outputs == ("log_probs", "entropy")
+    assert PolicyLoss(as_config(ActorConfig, {"entropy_coeff": 0.1})).outputs == ("log_probs", "entropy")

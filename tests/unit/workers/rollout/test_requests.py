@@ -242,3 +242,13 @@ def test_an_idle_engine_has_no_thread(start):
     engine.resume_generation()
     engine.pause_generation("abort")
     assert threading.active_count() == before
+
+
+def test_a_batch_tells_of_its_answers_as_they_are_finished(start, make_prompts):
+    engine = start()
+    told: dict[int, list[int]] = {}
+    batch = engine.generate_sequences(
+        make_prompts(rows=5), on_finished=lambda row, out: told.update({row: out.token_ids})
+    )
+    lengths = batch.batch["response_mask"].sum(1).tolist()
+    assert told == {row: batch.batch["responses"][row, :length].tolist() for row, length in enumerate(lengths)}

@@ -1,0 +1,88 @@
+"""Less work and overlap change no result: old log-probs from the update, rewards while generating, dynamic batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from training_harness import make_task, overrides, run_training
+
+from verl.single_controller.ray import RayWorkerGroup
+
+ACTOR = "actor_rollout_ref.actor"
+ONE_STEP = (f"{ACTOR}.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8", "data.val_files=[]")
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
+# Answers of many lengths, two at a time: most are finished long before the last.
+IN_WAVES = ("data.max_response_length=20", "actor_rollout_ref.rollout.max_num_seqs=2")
+SEPARATE = (f"{ACTOR}.old_log_prob_from_update=False", "reward_model.overlap=False")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> dict[str, str]:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def assert_same_training(one, other) -> None:
+    for name, value in one.final_weights.items():
+        assert torch.equal(value, other.final_weights[name]), name
+    for mine, theirs in zip(one.history, other.history, strict=True):
+        ignored = ("timing", "perf", "reward/scored_while_generating", "memory")
+        names = {name for name in mine.keys() | theirs.keys() if not name.startswith(ignored)}
+        for name in sorted(names):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7), (mine["step"], name)
+
+
+def test_a_step_without_a_log_prob_pass_that_scores_while_it_generates_is_the_same_step(task, tmp_path):
+    """Weights bit for bit; entropy, mismatch and reward metrics are all there; the passes that are saved are gone."""
+    flowing = run_training(overrides(task, tmp_path / "flowing", *GRPO, *ONE_STEP, *IN_WAVES))
+    plain = run_training(overrides(task, tmp_path / "plain", *GRPO, *ONE_STEP, *IN_WAVES, *SEPARATE))
+    assert_same_training(flowing, plain)
+    for row in flowing.history:
+        assert "timing_s/old_log_prob" not in row
+        assert {"actor/entropy", "rollout/log_prob_diff_p99", "rollout_corr/log_prob_diff"} <= row.keys()
+        assert row["actor/ppo_ratio"] == 1.0
+        assert row["reward/scored_while_generating"] > 0
+    for row in plain.history:
+        assert "timing_s/old_log_prob" in row
+        assert "reward/scored_while_generating" not in row
+
+
+def test_two_mini_batches_and_a_waiting_actor_have_a_log_prob_pass(task, tmp_path):
+    """The second mini-batch starts from another policy; an actor that does not learn has no update to take it from."""
+    warming = ("trainer.critic_warmup=1", "algorithm.adv_estimator=gae")
+    trainer = run_training(overrides(task, tmp_path / "warm", *ONE_STEP, *warming))
+    assert ["timing_s/old_log_prob" in row for row in trainer.history] == [True, False]
+    assert all("actor/entropy" in row for row in trainer.history)
+    halves = (*ONE_STEP, f"{ACTOR}.ppo_mini_batch_size=4", "trainer.total_training_steps=1")
+    trainer = run_training(overrides(task, tmp_path / "halves", *GRPO, *halves))
+    assert "timing_s/old_log_prob" in trainer.history[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "geo_mean", "sapo", "gpg", "kl_cov", "clip_cov"])
+def test_every_loss_gives_the_same_weights_with_and_without_the_pass(task, tmp_path, loss):
+    mode = f"{ACTOR}.policy_loss.loss_mode={loss}"
+    runs = [
+        run_training(overrides(task, tmp_path / str(len(more)), *GRPO, *ONE_STEP, mode, *more))
+        for more in ((), SEPARATE)
+    ]
+    assert_same_training(*runs)
+
+
+@pytest.mark.slow
+def test_ppo_with_a_reference_gives_the_same_weights_with_and_without_the_pass(task, tmp_path):
+    more = (*ONE_STEP, f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.use_dynamic_bsz=True")
+    runs = [run_training(overrides(task, tmp_path / str(len(way)), *more, *way)) for way in ((), SEPARATE)]
+    assert_same_training(*runs)
+    assert runs[0].history[0]["kl/mean"] == 0
+
+
+@pytest.mark.slow
+def test_on_two_ranks_answers_are_scored_while_others_are_generated(task, tmp_path, ray_cluster):
+    two = ("trainer.n_gpus_per_node=2", f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=256")
+    one = run_training(overrides(task, tmp_path / "one", *GRPO, *ONE_STEP, *IN_WAVES, *SEPARATE))
+    flow = run_training(overrides(task, tmp_path / "two", *GRPO, *ONE_STEP, *IN_WAVES, *two), RayWorkerGroup)
+    for mine, theirs in zip(one.history, flow.history, strict=True):
+        assert theirs["reward/scored_while_generating"] > 0
+        assert theirs["global_seqlen/balanced_max_over_mean"] >= 1
+        for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "rollout/log_prob_diff_mean"):
+            assert mine[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-5), name

@@ -1,0 +1,32 @@
+"""A phase's memory is that of the groups that work in it; what encloses others has the highest of theirs."""
+
+from verl.trainer.ppo.console import Console
+from verl.trainer.ppo.phases import Phases
+
+
+def test_memory_is_asked_of_the_working_groups_and_nested_peaks_count():
+    told = {("actor",): [(5.0, 1.0), (2.0, 1.5)], ("critic",): [(9.0, 3.0)], (): [(1.0, 0.5)]}
+    phases = Phases(Console(1, 0), lambda groups: told[groups].pop(0))
+    with phases("step"):
+        with phases("old_log_prob", "actor"):
+            pass
+        with phases("values", "critic", None):
+            pass
+        with phases("old_log_prob", "actor"):
+            pass
+    assert phases.memory_gb == {
+        "old_log_prob": 5.0,
+        "old_log_prob/after": 1.5,
+        "values": 9.0,
+        "values/after": 3.0,
+        "step": 9.0,
+        "step/after": 0.5,
+    }
+
+
+def test_without_a_device_no_memory_is_asked_for():
+    phases = Phases(Console(1, 0))
+    with phases("gen"):
+        pass
+    assert phases.memory_gb == {}
+    assert phases.seconds["gen"] >= 0

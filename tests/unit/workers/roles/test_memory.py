@@ -1,0 +1,97 @@
+"""Out of memory in a worker's phase: the error that the controller sees says which phase, how much, and what helps."""
+
+import pytest
+import torch
+
+from verl.config import CriticConfig, PPOConfig, SFTConfig, as_config, load_config
+from verl.config.memory_remedies import PHASES, helpful, remedies
+from verl.config.schema import pick, walk
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.errors import WorkerCallError
+from verl.single_controller.local import LocalWorkerGroup
+from verl.single_controller.ray import RayClassWithInitArgs
+from verl.workers.roles.memory import phase_memory
+
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.32 GiB of which 1 GiB is free."
+)
+
+
+class FullDevice:
+    """An engine whose device has no room."""
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def infer(self) -> None:
+        raise torch.OutOfMemoryError(self.error)
+
+
+class Critic(Worker):
+    def __init__(self, config, error):
+        self.config, self.engine = config, FullDevice(error)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @phase_memory("update_critic", at="critic")
+    def update_critic(self):
+        """Runs out of memory."""
+        self.engine.infer()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @phase_memory("values", at="critic")
+    def compute_values(self):
+        """Does not."""
+        return 7
+
+
+def start(error=MESSAGE, **changes):
+    config = as_config(CriticConfig, {"ppo_micro_batch_size_per_gpu": 8, "use_dynamic_bsz": False, **changes})
+    return LocalWorkerGroup(ray_cls_with_init=RayClassWithInitArgs(Critic, config=config, error=error))
+
+
+def test_the_error_names_phase_size_and_keys_in_the_order_of_cost():
+    with pytest.raises(WorkerCallError) as caught:
+        start(model={"enable_gradient_checkpointing": False}).update_critic()
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    text = str(caught.value)
+    assert "update_critic: out of device memory" in text
+    assert "2.50 GiB more were asked for" in text
+    keys = ["ppo_micro_batch_size_per_gpu (now 8)", "enable_gradient_checkpointing=True", "ulysses", "grad_offload"]
+    places = [text.index(key) for key in keys]
+    assert places == sorted(places)
+    assert "ppo_max_token_len_per_gpu" not in text, "micro-batches are counted in samples here"
+
+
+def test_what_is_done_already_is_not_advised():
+    with pytest.raises(WorkerCallError) as caught:
+        start(ppo_micro_batch_size_per_gpu=1, model={"enable_gradient_checkpointing": True}).update_critic()
+    assert "ppo_micro_batch_size_per_gpu" not in str(caught.value)
+    assert "gradient_checkpointing" not in str(caught.value)
+
+
+def test_an_error_without_a_size_keeps_its_own_words():
+    with pytest.raises(WorkerCallError, match="the region could not be mapped"):
+        start("the region could not be mapped").update_critic()
+
+
+def test_a_phase_that_fits_gives_its_result():
+    assert start().compute_values() == [7]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_remedy_is_a_key_that_exists_and_can_move(phase):
+    known = dict(walk(SFTConfig if phase == "sft" else PPOConfig))
+    for remedy in remedies(phase):
+        assert remedy.key in known
+        assert remedy.only_if is None or remedy.only_if[0] in known
+
+
+def test_remedies_are_those_of_the_values_that_are_set():
+    config = load_config(
+        None, ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.device=cpu"], check_files=False
+    )
+    keys = [remedy.key for remedy, _ in helpful("update_actor", lambda key: pick(config, key))]
+    assert keys[0] == "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    assert "actor_rollout_ref.model.enable_gradient_checkpointing" not in keys, "it is on by default"
+    assert list(next(r for r in remedies("gen") if r.way == "lower").values(0.2)) == [0.15, 0.1]

@@ -1,0 +1,76 @@
+"""Before any model is loaded: the memory plan in the log, and a refusal of what cannot fit."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl.config import PPOConfig, SFTConfig
+from verl.config.devices import gpu_memory, host_memory_available
+from verl.config.memory_advice import refuse_what_cannot_fit
+from verl.config.memory_plan import DeviceMemory, MemoryPlan, memory_plan, sft_memory_plan
+from verl.config.memory_shapes import ModelShape
+from verl.config.plan import active_roles
+from verl.utils.fs import expand_path, resolve_model_path
+
+logger = logging.getLogger(__name__)
+
+
+def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) -> MemoryPlan | None:
+    """Log the plan of a run and raise ConfigError if it cannot fit; None where the model's shape is not known here.
+
+    `folders`: where models that are named otherwise (hub names, URLs) are on this machine already.
+    """
+    policy = config.actor_rollout_ref
+    if policy.actor.strategy == "megatron":
+        return None
+    paths: dict[str, tuple[str | None, Any]] = {"actor": (policy.model.path, policy.model.override_config)}
+    if config.critic.enable:
+        paths["critic"] = (config.critic.model.path, config.critic.model.override_config)
+    if "reward_model" in active_roles(config):
+        paths["reward_model"] = (config.reward_model.path, config.reward_model.model.override_config)
+    shapes = {
+        role: shape
+        for role, (path, changes) in paths.items()
+        if (shape := _shape((folders or {}).get(path or "", path), changes))
+    }
+    if "actor" not in shapes:
+        return None
+    for role in sorted(set(paths) - set(shapes)):
+        logger.info("memory plan: without the %s, whose shape is not known here", role)
+    device = _device(config.trainer.device, config.trainer.n_gpus_per_node)
+    return _checked(config, lambda changed: memory_plan(changed, shapes, device))
+
+
+def check_sft_memory(config: SFTConfig) -> MemoryPlan | None:
+    """The same of supervised fine-tuning."""
+    shape = _shape(config.model.path, config.model.override_config)
+    if shape is None:
+        return None
+    device = _device(config.trainer.device, config.trainer.n_gpus_per_node)
+    return _checked(config, lambda changed: sft_memory_plan(changed, shape, device))
+
+
+def _checked(config: Any, plan_of: Callable[[Any], MemoryPlan]) -> MemoryPlan:
+    plan = plan_of(config)
+    logger.info(plan.render())
+    for warning in refuse_what_cannot_fit(config, plan_of):
+        logger.warning(warning)
+    return plan
+
+
+def _shape(path: str | None, changes: Any) -> ModelShape | None:
+    """Of a model that is on this machine; nothing is fetched for the plan's sake."""
+    if path is None or not os.path.isdir(expand_path(path)):
+        return None
+    return ModelShape.of_folder(resolve_model_path(path), dict(changes or {}))
+
+
+def _device(kind: str, ranks: int) -> DeviceMemory | None:
+    """What each rank of this machine may take."""
+    if kind == "cpu":
+        return DeviceMemory("cpu", host_memory_available() // max(1, ranks), f"host memory for {ranks} rank(s)")
+    found = gpu_memory()
+    return None if found is None else DeviceMemory("cuda", *found)

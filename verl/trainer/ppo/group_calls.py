@@ -1,0 +1,70 @@
+"""GroupCalls: a batch to a worker group and back; rows evened out over the ranks, results in the batch's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from verl.config import PPOConfig
+from verl.protocol import DataProto
+from verl.trainer.ppo.arrange import balanced_order, evenness, rank_major_order, row_costs
+from verl.utils.flops import SequenceCost
+from verl.utils.fs import resolve_model_path
+from verl.utils.metric import reduce_metrics
+
+_SEQUENCE_COLUMNS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask", "prompts"]
+# What an update does not read. Columns of the user's own go to every worker.
+_UNREAD = {"prompts", "rollout_versions", "rollout_log_probs", "token_level_scores", "token_level_rewards"}
+_UNREAD_BY = {
+    "actor": _UNREAD | {"values", "returns"},
+    "critic": _UNREAD | {"old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights"},
+}
+
+
+class GroupCalls:
+    """`dp_sizes` are the data-parallel ranks of each role."""
+
+    def __init__(self, config: PPOConfig, dp_sizes: Mapping[str, int]) -> None:
+        self._config, self._dp_sizes = config, dp_sizes
+        model = config.actor_rollout_ref.model
+        self._cost = SequenceCost.of_folder(resolve_model_path(model.path), model.override_config)
+
+    def infer(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
+        """A pass without an update: its columns for every row."""
+        order = balanced_order(row_costs(batch, self._cost), self._dp_sizes[role], self._config.trainer.balance_batch)
+        names = [name for name in _SEQUENCE_COLUMNS if name in batch.batch.keys()]
+        sent = batch.select(names, [], []).select_idxs(order)
+        sent.meta_info = {"temperature": self._config.actor_rollout_ref.rollout.temperature}
+        return _in_order(method(sent), order)
+
+    def update(self, method: Callable[..., Any], batch: DataProto, role: str, step: int) -> dict[str, float]:
+        """Mini-batches are runs of whole prompts in the batch's order; every rank gets its part of each.
+
+        Returns metrics; columns that the update gives are added to `batch`.
+        """
+        block = self._config.critic if role == "critic" else self._config.actor_rollout_ref.actor
+        minis = max(1, len(batch) // (block.ppo_mini_batch_size * self._config.actor_rollout_ref.rollout.n))
+        costs, ranks = row_costs(batch, self._cost), self._dp_sizes[role]
+        order = rank_major_order(costs, ranks, minis, self._config.trainer.balance_batch)
+        read = [name for name in batch.batch.keys() if name not in _UNREAD_BY[role]]
+        arranged = batch.select(read).select_idxs(order)
+        arranged.meta_info = {
+            "temperature": self._config.actor_rollout_ref.rollout.temperature,
+            "mini_batches": minis,
+            "global_steps": step,
+        }
+        result = method(arranged)
+        metrics = reduce_metrics(result.meta_info["metrics"])
+        if role == "actor" and ranks > 1:
+            metrics |= evenness(costs, order, ranks, minis)
+        if len(result):
+            batch.union(_in_order(result, order))
+        return metrics
+
+
+def _in_order(result: DataProto, order: np.ndarray) -> DataProto:
+    result.reorder(np.argsort(order))
+    result.meta_info = {}
+    return result

@@ -1,0 +1,73 @@
+"""When a phase runs out of device memory, the error says which, how much was asked for, and what to change."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from verl.config.memory_remedies import helpful
+from verl.config.schema import pick
+from verl.utils.device_memory import memory_in_use
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
+_MOST_REMEDIES = 8
+
+
+def phase_memory(phase: str, at: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """For a worker's method: what it runs out of memory in is `phase`; `at` is the path of the worker's `config`."""
+
+    def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(method)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return method(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                worker: Any = args[0]
+                raise torch.OutOfMemoryError(explain(phase, error, worker.config, at, worker.device)) from error
+
+        return run
+
+    return decorate
+
+
+def explain(phase: str, error: torch.OutOfMemoryError, config: Any, at: str, device: torch.device) -> str:
+    """The phase, the size, what was in use, and the keys to change in the order of what they cost."""
+    asked = _ASKED.search(str(error))
+    lines = [f"{phase}: out of device memory. " + (f"{asked[1]} more were asked for; " if asked else "")]
+    lines[0] += _in_use(device)
+    if asked is None:
+        lines.append(f"  {str(error).splitlines()[0] if str(error) else 'no size was given'}")
+    lines.append("What helps, cheapest first:")
+    found = list(helpful(phase, lambda key: _value(config, key, at)))[:_MOST_REMEDIES]
+    lines += [f"  {number}. {remedy.describe(now)}" for number, (remedy, now) in enumerate(found, start=1)]
+    if not found:
+        lines.append("  more devices, or a smaller model")
+    return "\n".join(lines)
+
+
+def _in_use(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "the device does not say how much is in use."
+    peak, now = memory_in_use(device)
+    free, total = torch.cuda.mem_get_info(device)
+    gb = 2**30
+    return (
+        f"this process holds {now / gb:.1f} GB (most so far {peak / gb:.1f}), and {free / gb:.1f} of the device's "
+        f"{total / gb:.1f} GB are free."
+    )
+
+
+def _value(config: Any, key: str, at: str) -> Any:
+    """The value of a key if it lies below `at`, where this worker's configuration begins; else None."""
+    if at and not key.startswith(f"{at}."):
+        return None
+    try:
+        return pick(config, key.removeprefix(f"{at}.") if at else key)
+    except (KeyError, AttributeError):
+        return None
