@@ -43,6 +43,10 @@ class ActorConfig(Block):
         "Divisor of seq-mean-token-sum-norm.", null="", follows="data.max_response_length", above=0
     )
     policy_loss: PolicyLossConfig = key("The policy loss and its parameters.")
+    old_log_prob_from_update: bool | None = key(
+        "Take old log-probs from the update's own forward pass; needs one optimizer step per batch.",
+        null="wherever that gives the same result",
+    )
     entropy_coeff: float = key("Weight of the entropy bonus.")
     use_kl_loss: bool = key("Add the KL to the reference to the loss; starts a reference policy.")
     kl_loss_coef: float = key("Weight of that loss.", min=0)
@@ -57,7 +61,9 @@ class ActorConfig(Block):
         min=1,
         aliases=("fsdp_config.ulysses_sequence_parallel_size",),
     )
-    use_torch_compile: bool = key("Compile the layers with torch.compile.")
+    use_torch_compile: bool = key(
+        "Compile the layers with torch.compile (packed tokens on CUDA only): faster passes for half a minute at start."
+    )
     optim: OptimConfig = key("Optimizer and schedule.")
     fsdp_config: FSDPConfig = key("The fsdp engine.")
     megatron_config: MegatronConfig = key("The megatron engine.", aliases=("megatron",))

@@ -60,6 +60,9 @@ class CriticConfig(Block):
         min=1,
         aliases=("fsdp_config.ulysses_sequence_parallel_size",),
     )
+    use_torch_compile: bool = key(
+        "Compile the layers (packed tokens on CUDA only).", null="", follows=f"{_ACTOR}.use_torch_compile"
+    )
     optim: OptimConfig = key("Optimizer and schedule.")
     fsdp_config: FSDPConfig = key("The fsdp engine.")
     megatron_config: MegatronConfig = key("The megatron engine.", aliases=("megatron",))

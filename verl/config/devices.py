@@ -1,7 +1,8 @@
-"""How many GPUs this machine offers, found without torch."""
+"""What this machine offers, found without torch: GPUs, their memory, the host's."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -23,3 +24,48 @@ def visible_gpus() -> int:
     if "MIG-" in allowed:  # slices of one GPU
         return count if present else 0
     return min(count, present)
+
+
+def gpu_memory() -> tuple[int, str] | None:
+    """(bytes, name) of the smallest GPU of this machine; None where the driver's library does not tell."""
+    if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):  # the library would tell of the whole GPU
+        return None
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    count = ctypes.c_uint()
+    if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return None
+    try:
+        found = [_gpu(library, index) for index in range(count.value)]
+    finally:
+        library.nvmlShutdown()
+    return min(found) if found else None
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+def _gpu(library: ctypes.CDLL, index: int) -> tuple[int, str]:
+    handle, memory, name = ctypes.c_void_p(), _Memory(), ctypes.create_string_buffer(96)
+    library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
+    library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+    library.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
+    return int(memory.total), name.value.decode(errors="replace")
+
+
+def host_memory_available() -> int:
+    """Bytes a program may still take on this machine, or in its container."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return available

@@ -31,6 +31,11 @@ class OptimConfig(Block):
         "Shape after the warm-up.", choices=("constant", "cosine"), aliases=("lr_scheduler_type", "warmup_style")
     )
     min_lr_ratio: float = key("Where cosine ends, as a share of lr.", min=0, max=1)
+    state_dtype: str = key(
+        "Precision of AdamW's moments between steps; bf16 takes 4 bytes per parameter instead of 8, rounded at random.",
+        choices=("fp32", "bf16"),
+        synonyms={"float32": "fp32", "bfloat16": "bf16"},
+    )
     total_training_steps: int | None = key(
         "Optimizer steps the schedule is laid out for.", null="those of the run", min=1, synonyms={-1: None}
     )
@@ -38,9 +43,16 @@ class OptimConfig(Block):
 
 @dataclass(kw_only=True, slots=True)
 class FSDPConfig(Block):
-    param_offload: bool = key("Keep parameters in host memory between phases.", null="in ref: the actor's")
-    optimizer_offload: bool = key("Keep optimizer states in host memory between phases.", null="in ref: the actor's")
-    grad_offload: bool = key("Keep gradients in host memory between phases.", null="in ref: the actor's")
+    param_offload: bool = key(
+        "Between its own phases, parameters wait in (page-locked) host memory.", null="in ref: the actor's"
+    )
+    optimizer_offload: bool = key(
+        "Between updates, optimizer states wait in (page-locked) host memory.", null="in ref: the actor's"
+    )
+    grad_offload: bool = key(
+        "Gradients of earlier micro-batches wait in host memory while one runs (between phases there are none).",
+        null="in ref: the actor's",
+    )
     fsdp_size: int = key(
         "Ranks one copy of the weights is sharded over; -1: all of the pool.", null="in ref: the actor's", min=-1
     )
@@ -50,8 +62,13 @@ class FSDPConfig(Block):
         choices=("bf16", "fp16", "fp32"),
         synonyms=_PRECISIONS,
     )
-    reshard_after_forward: bool = key(
-        "Free gathered parameters after the forward pass (less memory, more traffic).", null="in ref: the actor's"
+    reshard_after_forward: bool | None = key(
+        "Free each layer's gathered parameters (in the compute dtype) after its forward pass: less memory, "
+        "more traffic.",
+        null="true where weights are sharded over several ranks, else false; in ref: the actor's",
+    )
+    forward_prefetch: bool = key(
+        "Start to gather each layer's parameters while the layer before it still computes.", null="in ref: the actor's"
     )
 
 
@@ -80,6 +97,7 @@ class MegatronConfig(Block):
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig(Block):
     save_contents: list[str] = key(
-        "What a checkpoint holds; hf_model is an export that transformers loads.", choices=names.CHECKPOINT_CONTENTS
+        "What a checkpoint holds; hf_model is for transformers (LoRA merged); with LoRA, model is adapters alone.",
+        choices=names.CHECKPOINT_CONTENTS,
     )
     load_contents: list[str] = key("What is read back on resume.", choices=names.CHECKPOINT_CONTENTS)

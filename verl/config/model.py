@@ -7,6 +7,11 @@ from typing import Any
 
 from verl.config.schema import Block, key
 
+_RANK_DOC = "Rank of the LoRA adapters (needs the extra `lora`); 0: train all weights."
+_ALPHA_DOC = "Scale of the LoRA adapters: their product counts lora_alpha / lora_rank times."
+_TARGETS_DOC = "Layers with an adapter: [all-linear] (not the output head), ends of names, or one regular expression."
+_EXCLUDED_DOC = "Layers that get no adapter: ends of names, or one regular expression."
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(Block):
@@ -22,10 +27,10 @@ class ModelConfig(Block):
         aliases=("../actor.fsdp_config.gradient_checkpointing",),
     )
     override_config: dict[str, Any] = key("Values that replace those of the model's own config.json.")
-    lora_rank: int = key("Rank of the LoRA adapters; 0: train all weights.", min=0)
-    lora_alpha: float = key("Scale of the LoRA adapters.", above=0)
-    target_modules: list[str] = key("Modules that get an adapter.")
-    exclude_modules: list[str] = key("Modules that do not.", null="none")
+    lora_rank: int = key(_RANK_DOC, min=0)
+    lora_alpha: float = key(_ALPHA_DOC, above=0)
+    target_modules: list[str] = key(_TARGETS_DOC)
+    exclude_modules: list[str] = key(_EXCLUDED_DOC, null="none")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,9 +48,10 @@ class CriticModelConfig(Block):
         "Recompute activations in the backward pass.", aliases=("../fsdp_config.gradient_checkpointing",)
     )
     override_config: dict[str, Any] = key("Values that replace those of the model's own config.json.")
-    lora_rank: int = key("Rank of the LoRA adapters; 0: train all weights.", min=0)
-    lora_alpha: float = key("Scale of the LoRA adapters.", above=0)
-    target_modules: list[str] = key("Modules that get an adapter.")
+    lora_rank: int = key(_RANK_DOC + " The value head always learns.", min=0)
+    lora_alpha: float = key(_ALPHA_DOC, above=0)
+    target_modules: list[str] = key(_TARGETS_DOC)
+    exclude_modules: list[str] = key(_EXCLUDED_DOC, null="none")
 
 
 @dataclass(kw_only=True, slots=True)

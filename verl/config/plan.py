@@ -138,6 +138,8 @@ def batch_plan(config: PPOConfig) -> BatchPlan:
 
 def layout_of(config: PPOConfig, role: str) -> Layout:
     """Pool and parallel sizes of a role (actor, rollout, ref, critic, reward_model)."""
+    if role == "ref" and actor_is_reference(config):
+        role = "actor"
     pool = config.role_mapping[role]
     world_size = max(1, sum(config.resource_pool_spec.get(pool, [1])))
     if role == "rollout":
@@ -157,15 +159,22 @@ def layout_of(config: PPOConfig, role: str) -> Layout:
     return Layout(pool, world_size, size, f"Ulysses {size}")
 
 
+def needs_reference(config: PPOConfig) -> bool:
+    """Whether some KL compares the policy with its reference."""
+    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+
+
+def actor_is_reference(config: PPOConfig) -> bool:
+    """With LoRA the actor's base weights are the reference: it has no role of its own."""
+    return config.actor_rollout_ref.model.lora_rank > 0
+
+
 def active_roles(config: PPOConfig) -> list[str]:
     """The roles this run starts, in the order of the roles' table."""
-    actor = config.actor_rollout_ref.actor
-    # With LoRA the base weights are the reference: no role of its own.
-    with_kl = config.algorithm.use_kl_in_reward or actor.use_kl_loss
     needed = {
         "actor": True,
         "rollout": True,
-        "ref": with_kl and config.actor_rollout_ref.model.lora_rank == 0,
+        "ref": needs_reference(config) and not actor_is_reference(config),
         "critic": config.critic.enable,
         "reward_model": config.reward_model.enable,
     }

@@ -36,6 +36,9 @@ class RefConfig(Block):
         min=1,
         aliases=("fsdp_config.ulysses_sequence_parallel_size",),
     )
+    use_torch_compile: bool = key(
+        "Compile the layers (packed tokens on CUDA only).", null="", follows=f"{_ACTOR}.use_torch_compile"
+    )
     fsdp_config: FSDPConfig = key("The fsdp engine.", follows=f"{_ACTOR}.fsdp_config")
     megatron_config: MegatronConfig = key(
         "The megatron engine.", follows=f"{_ACTOR}.megatron_config", aliases=("megatron",)

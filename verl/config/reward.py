@@ -44,6 +44,11 @@ class RewardModelConfig(Block):
         min=1,
     )
     max_length: int | None = key("Longest text it reads, in its own tokens.", null="prompt + response", min=1)
+    use_torch_compile: bool = key(
+        "Compile the layers (packed tokens on CUDA only).",
+        null="",
+        follows="actor_rollout_ref.actor.use_torch_compile",
+    )
     ulysses_sequence_parallel_size: int = key(
         "Ranks each sequence is split over (Ulysses, fsdp).",
         min=1,
@@ -62,6 +67,7 @@ class RewardModelConfig(Block):
     reward_kwargs: dict[str, Any] = key(
         "Arguments for the manager: timeout (s per call), num_processes, memory_limit_gb (each), batch_size (of batch)."
     )
+    overlap: bool = key("Score answers as they are finished, while others are still being generated.")
     overlong_buffer: OverlongBufferConfig = key("Penalty for answers that are too long.")
     on_error: str = key(
         "When a reward function raises, hangs, dies or returns no finite number: stop, score 0, or mask the sample.",

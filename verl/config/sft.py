@@ -68,6 +68,10 @@ class SFTConfig(Block):
     model: SFTModelConfig = key("The model that is trained.")
     optim: SFTOptimConfig = key("The optimizer.")
     strategy: str = key("Training engine; both are torch's fully_shard.", choices=("fsdp", "fsdp2"))
+    use_torch_compile: bool = key("Compile the layers (packed tokens on CUDA only).")
+    ulysses_sequence_parallel_size: int = key(
+        "Ranks each row is split over (Ulysses).", min=1, aliases=("fsdp_config.ulysses_sequence_parallel_size",)
+    )
     fsdp_config: FSDPConfig = key("How the model is sharded.")
     checkpoint: CheckpointConfig = key("What a checkpoint holds.")
     trainer: SFTTrainerConfig = key("The run.")
@@ -79,3 +83,8 @@ class SFTConfig(Block):
     def ranks(self) -> int:
         """Processes that train, one per device."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+    @property
+    def dp_size(self) -> int:
+        """Parts that a batch is cut into: groups of ranks that share every row."""
+        return max(1, self.ranks // self.ulysses_sequence_parallel_size)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 from verl.config import files
+from verl.config.lora_rules import lora_rules
 from verl.config.plan import count
 from verl.config.problems import Report
 from verl.config.resolve import DEFAULT_MICRO_BATCH, empty_lists, resolve_run
 from verl.config.sft import SFTConfig
-from verl.config.validate import optimizer_rules, resume_rules, user_code_rules, values_present
+from verl.config.validate import (
+    optimizer_rules,
+    resume_rules,
+    sequence_parallel_rules,
+    user_code_rules,
+    values_present,
+)
 
 _RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 
@@ -20,7 +29,7 @@ def resolve(config: SFTConfig, report: Report) -> None:
     if config.fsdp_config.mixed_precision is None:
         config.fsdp_config.mixed_precision = "bf16" if config.trainer.device == "cuda" else "fp32"
     if data.micro_batch_size_per_gpu is None:
-        data.micro_batch_size_per_gpu = min(DEFAULT_MICRO_BATCH, max(1, data.train_batch_size // config.ranks))
+        data.micro_batch_size_per_gpu = min(DEFAULT_MICRO_BATCH, max(1, data.train_batch_size // config.dp_size))
     if data.val_batch_size is None:
         data.val_batch_size = data.train_batch_size
 
@@ -30,13 +39,19 @@ def validate(config: SFTConfig, report: Report) -> None:
     values_present(config, "", report)
     _batches(config, report)
     optimizer_rules("optim", config.optim, report)
+    lora_rules("model", config.model, config.optim.lr, report)
     resume_rules(config.trainer, report)
     user_code_rules("data.custom_cls", config.data.custom_cls, report)
     size, ranks = config.fsdp_config.fsdp_size, config.ranks
     if size == 0 or (size > 0 and ranks % size):
         why = f"does not divide the {count(ranks, 'rank')}"
         report.problem("fsdp_config.fsdp_size", size, why, "Set it to -1 (all ranks), or a divisor", _RANKS)
-    for name in ("param_offload", "optimizer_offload", "grad_offload"):
+    sharing = config.ulysses_sequence_parallel_size
+    if ranks % sharing:
+        why, fix = f"does not divide the {count(ranks, 'rank')}", "Set it to 1, or a divisor"
+        report.problem("ulysses_sequence_parallel_size", sharing, why, fix, _RANKS)
+    sequence_parallel_rules("ulysses_sequence_parallel_size", sharing, "model", config, report)
+    for name in ("param_offload", "optimizer_offload"):
         if config.fsdp_config[name]:
             report.notice(f"fsdp_config.{name} has no effect: nothing else needs the device between training steps.")
     if not config.data.val_files:
@@ -44,20 +59,21 @@ def validate(config: SFTConfig, report: Report) -> None:
 
 
 def _batches(config: SFTConfig, report: Report) -> None:
-    data, ranks = config.data, config.ranks
+    data, ranks = config.data, config.dp_size
     rows, micro = data.train_batch_size, data.micro_batch_size_per_gpu
     if rows % ranks:
         below, above = rows // ranks * ranks, (rows // ranks + 1) * ranks
-        why = f"does not divide over the {count(ranks, 'rank')}"
+        why = f"does not divide over the {count(ranks, 'data-parallel rank')}"
         fix = f"Set it to {above}" if below == 0 else f"Set it to {below} or {above}"
         report.problem("data.train_batch_size", rows, why, fix, _RANKS)
     elif not data.use_dynamic_bsz and micro > rows // ranks:
         why = f"is more than the {count(rows // ranks, 'row')} of a training step on each rank"
         fix = f"Set it to {rows // ranks} or less, or raise data.train_batch_size"
         report.problem("data.micro_batch_size_per_gpu", micro, why, fix, ("data.train_batch_size", *_RANKS))
-    if data.use_dynamic_bsz and data.max_token_len_per_gpu < data.max_length:
+    needed = math.ceil(data.max_length / config.ulysses_sequence_parallel_size)
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu < needed:
         why = f"a row of data.max_length = {data.max_length} tokens does not fit"
-        fix = f"Set it to {data.max_length} or more"
+        fix = f"Set it to {needed} or more"
         report.problem("data.max_token_len_per_gpu", data.max_token_len_per_gpu, why, fix, ("data.max_length",))
 
 
@@ -74,7 +90,9 @@ def check_environment(config: SFTConfig, report: Report) -> None:
 def describe(config: SFTConfig) -> str:
     """The batches of a training step in one readable line, for the log."""
     data, ranks = config.data, config.ranks
-    share = data.train_batch_size // ranks
+    share = data.train_batch_size // config.dp_size
+    sharing = config.ulysses_sequence_parallel_size
+    split = f" = data-parallel {config.dp_size} × Ulysses {sharing}" if sharing > 1 else ""
     if data.use_dynamic_bsz:
         micro = f"micro-batches of up to {data.max_token_len_per_gpu} tokens"
     else:
@@ -82,5 +100,5 @@ def describe(config: SFTConfig) -> str:
         micro = f"{count(-(-share // size), 'micro-batch')} of {count(size, 'row')}"
     return (
         f"Batch plan: {count(data.train_batch_size, 'row')} of up to {data.max_length} tokens per step over "
-        f"{count(ranks, 'rank')} ({config.trainer.device}), {share} each in {micro}"
+        f"{count(ranks, 'rank')}{split} ({config.trainer.device}), {share} each in {micro}"
     )

@@ -6,6 +6,8 @@ from verl.config import names
 from verl.config.algorithm_rules import algorithm_rules
 from verl.config.data import CustomClassConfig, SamplerConfig
 from verl.config.engine import OptimConfig
+from verl.config.lora_rules import lora_rules
+from verl.config.old_log_probs import old_log_prob_rules
 from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, batch_plan
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
@@ -21,12 +23,15 @@ def validate(config: PPOConfig, report: Report) -> None:
     for rule in (
         _estimator,
         algorithm_rules,
+        old_log_prob_rules,
         _kl,
         _clipping,
         _lengths,
         _turns,
         _optimizers,
         _engines,
+        _sequence_parallel,
+        _adapters,
         _rewards,
         _pools,
         _run,
@@ -167,6 +172,29 @@ def _engines(config: PPOConfig, report: Report) -> None:
                 fix = f"Set {path}.strategy=megatron{groups.get(role, '')}, or leave the key out"
                 report.problem(f"{path}.megatron_config.{name}", size, why, fix, (f"{path}.strategy",))
         _fsdp_size(config, role, path, report)
+
+
+def _sequence_parallel(config: PPOConfig, report: Report) -> None:
+    models = {"critic": "critic.model", "reward_model": "reward_model.model"}
+    for role in active_roles(config):
+        if role in BLOCK_OF_ROLE and pick(config, BLOCK_OF_ROLE[role]).strategy != "megatron":
+            path, model = f"{BLOCK_OF_ROLE[role]}.ulysses_sequence_parallel_size", models.get(role)
+            sequence_parallel_rules(path, pick(config, path), model or "actor_rollout_ref.model", config, report)
+
+
+def sequence_parallel_rules(path: str, size: int, model: str, config: Block, report: Report) -> None:
+    """Report a size at `path` that the model block at `model` does not allow."""
+    if size > 1 and not pick(config, f"{model}.use_remove_padding"):
+        why = f"ranks share packed tokens, and {model}.use_remove_padding = False"
+        fix = f"Set {model}.use_remove_padding=True"
+        report.problem(path, size, why, fix, (f"{model}.use_remove_padding",))
+
+
+def _adapters(config: PPOConfig, report: Report) -> None:
+    policy, critic = config.actor_rollout_ref, config.critic
+    lora_rules("actor_rollout_ref.model", policy.model, policy.actor.optim.lr, report)
+    if critic.enable:
+        lora_rules("critic.model", critic.model, critic.optim.lr, report)
 
 
 def _fsdp_size(config: PPOConfig, role: str, path: str, report: Report) -> None:

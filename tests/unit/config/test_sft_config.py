@@ -55,6 +55,25 @@ def test_nulls_are_resolved_and_a_loaded_config_loads_again():
     )
 
 
+def test_ranks_that_share_rows_are_one_part_of_a_batch():
+    shared = ("trainer.n_gpus_per_node=4", "ulysses_sequence_parallel_size=2", "data.train_batch_size=6")
+    config = load(*shared, "data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=512", "data.max_length=1024")
+    assert (config.ranks, config.dp_size) == (4, 2)
+    assert "over 4 ranks = data-parallel 2 × Ulysses 2 (cpu), 3 each" in describe(config)
+    found = problems(*shared, "data.train_batch_size=7", "data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=511")
+    assert set(found) == {"data.train_batch_size", "data.max_token_len_per_gpu"}
+    assert "2 data-parallel ranks" in found["data.train_batch_size"]
+    assert set(problems("ulysses_sequence_parallel_size=3", "data.train_batch_size=6")) == {
+        "ulysses_sequence_parallel_size"
+    }
+    assert (
+        "use_remove_padding=True"
+        in problems("ulysses_sequence_parallel_size=2", "model.use_remove_padding=False")[
+            "ulysses_sequence_parallel_size"
+        ]
+    )
+
+
 def test_other_spellings_are_accepted():
     config = load(
         "optim.clip_grad=0.5",

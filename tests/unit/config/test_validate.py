@@ -58,6 +58,14 @@ def test_other_estimators_take_one_answer(estimator):
             ["actor_rollout_ref=megatron", f"{ACTOR}.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"],
             f"{ACTOR}.ulysses_sequence_parallel_size",
         ),
+        (
+            [
+                "critic.ulysses_sequence_parallel_size=2",
+                "critic.model.use_remove_padding=False",
+                "trainer.n_gpus_per_node=2",
+            ],
+            "critic.ulysses_sequence_parallel_size",
+        ),
         ([f"{ACTOR}.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=2"], f"{ACTOR}.fsdp_config.fsdp_size"),
         (["reward_model.enable=True"], "reward_model.path"),
         (["reward_model.overlong_buffer.enable=True"], "reward_model.overlong_buffer.enable"),

@@ -1,0 +1,260 @@
+"""The memory plan: its formulas against what real models keep, its table against the configuration, its refusals."""
+
+import logging
+
+import pytest
+import torch
+from tiny import save_tiny_model, tiny_config, tiny_model
+
+from verl.config import ConfigError, SFTConfig, load_config
+from verl.config.memory_advice import cheapest_changes, refuse_what_cannot_fit
+from verl.config.memory_costs import COSTS, GB, TrainedModel
+from verl.config.memory_plan import DeviceMemory, memory_plan, micro_batch_tokens, sft_memory_plan
+from verl.config.memory_shapes import ModelShape
+from verl.models.fused_head import CHUNK_BYTES
+from verl.trainer.memory_check import check_memory, check_sft_memory
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+QWEN_05B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+SHAPE = ModelShape.of_config(QWEN_05B)
+
+
+def load(*overrides, device="cuda"):
+    given = ["data.train_files=x", "actor_rollout_ref.model.path=y", f"trainer.device={device}"]
+    return load_config(None, [*given, "trainer.n_gpus_per_node=1", *overrides], check_files=False)
+
+
+def plan_of(config, gigabytes=None):
+    device = None if gigabytes is None else DeviceMemory("cuda", int(gigabytes * GB), "a GPU")
+    return memory_plan(config, {"actor": SHAPE, "critic": SHAPE, "reward_model": SHAPE}, device)
+
+
+def phase(plan, name):
+    return next(found for found in plan.phases if found.phase == name)
+
+
+# ---------------------------------------------------------------- formulas
+
+
+def bytes_kept(model, tokens):
+    """What autograd keeps of a forward pass, parameters not counted, each storage once."""
+    own = {value.untyped_storage().data_ptr() for value in [*model.parameters(), *model.buffers()]}
+    kept = {}
+
+    def keep(value):
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        model.base_model(input_ids=torch.randint(5, 260, (1, tokens)), use_cache=False)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_a_layer_keeps_is_what_autograd_keeps_of_it(family, dtype):
+    tokens, kept = 64, []
+    for layers in (1, 3):
+        model = tiny_model(family, num_hidden_layers=layers, intermediate_size=192).to(dtype).train()
+        kept.append(bytes_kept(model, tokens))
+    shape = ModelShape.of_config(model.config.to_dict())
+    planned = TrainedModel(shape, compute_bytes=dtype.itemsize).layer_activations()
+    assert (kept[1] - kept[0]) / 2 / tokens == pytest.approx(planned, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_counted_from_the_config_and_exactly_from_the_files(family, tied, tmp_path):
+    model = tiny_model(family, tie_word_embeddings=tied)
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    guessed = ModelShape.of_config(model.config.to_dict())
+    if family != "gpt2":  # its learned positions are in no formula
+        assert guessed.parameters("causal_lm") == pytest.approx(wanted, rel=0.01)
+    model.save_pretrained(tmp_path)
+    counted = ModelShape.of_folder(tmp_path)
+    assert counted.parameters("causal_lm") == wanted
+    assert counted.parameters("value") < wanted + counted.hidden + 2
+    assert ModelShape.of_folder(tmp_path / "nowhere") is None
+    assert ModelShape.of_config({"model_type": "unheard of"}) is None
+
+
+def test_the_chunk_of_logits_is_the_one_that_the_head_holds():
+    assert COSTS.logit_chunk == CHUNK_BYTES
+
+
+def test_training_takes_sixteen_bytes_per_parameter_and_bf16_moments_twelve():
+    exact, half = TrainedModel(SHAPE), TrainedModel(SHAPE, state_bytes=2)
+    for model, each in ((exact, 16), (half, 12)):
+        assert model.weights() + model.moments() + model.gradients() == each * model.parameters
+    sharded = TrainedModel(SHAPE, shards=4)
+    assert sharded.weights() * 4 == exact.weights()
+    frozen = TrainedModel(SHAPE, frozen=True)
+    assert (frozen.weights(), frozen.moments(), frozen.gradients()) == (2 * frozen.parameters, 0, 0)
+
+
+def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others():
+    tokens = 32768
+    plain, checkpointed = (TrainedModel(SHAPE, checkpointing=on).update(tokens, tokens, False) for on in (False, True))
+    assert plain["activations"] > 5 * checkpointed["activations"]
+    assert checkpointed["activations"] > tokens * SHAPE.layers * 2 * SHAPE.hidden
+
+
+def test_gradients_of_earlier_micro_batches_count_unless_they_wait_in_host_memory():
+    here = TrainedModel(SHAPE, checkpointing=False)
+    away = TrainedModel(SHAPE, checkpointing=False, grad_offload=True)
+    assert sum(here.update(8192, 8192, True).values()) - sum(away.update(8192, 8192, True).values()) == here.gradients()
+    assert here.update(8192, 8192, False) == away.update(8192, 8192, False)
+
+
+# ---------------------------------------------------------------- the plan of a run
+
+
+def test_phases_are_those_of_the_run():
+    names = lambda *overrides: [found.phase for found in plan_of(load(*overrides)).phases]  # noqa: E731
+    grpo = "algorithm=grpo"
+    assert names(grpo) == ["gen", "old_log_prob", "update_actor"]
+    assert names(grpo, f"{ACTOR}.use_kl_loss=True") == ["gen", "old_log_prob", "ref", "update_actor"]
+    assert names() == ["gen", "old_log_prob", "values", "update_critic", "update_actor"]
+    reward = ["reward_model.enable=True", "reward_model.path=z"]
+    assert "reward" in names(*reward)
+
+
+def test_offloaded_parts_are_there_only_in_their_own_phases():
+    here, away = plan_of(load()), plan_of(load("critic.fsdp_config.optimizer_offload=True"))
+    moments = 8 * SHAPE.parameters("value")
+    for name in ("gen", "old_log_prob", "values", "update_actor"):
+        assert phase(here, name).parts["optimizer"] - phase(away, name).parts["optimizer"] == moments
+    assert phase(here, "update_critic") == phase(away, "update_critic")
+    weights = plan_of(load(f"{ACTOR}.fsdp_config.param_offload=True"))
+    assert phase(weights, "gen").parts["weights"] == 4 * SHAPE.parameters("value")
+    assert phase(weights, "update_actor") == phase(here, "update_actor")
+
+
+def test_a_reference_takes_half_precision_weights_and_none_with_lora_or_offload():
+    base = ["algorithm=grpo", f"{ACTOR}.use_kl_loss=True"]
+    without = phase(plan_of(load("algorithm=grpo")), "gen").parts["weights"]
+    with_reference = phase(plan_of(load(*base)), "gen").parts["weights"]
+    assert with_reference - without == 2 * SHAPE.parameters("causal_lm")
+    offloaded = plan_of(load(*base, "actor_rollout_ref.ref.fsdp_config.param_offload=True"))
+    assert phase(offloaded, "gen").parts["weights"] == without
+    assert phase(offloaded, "ref").parts["weights"] == with_reference
+
+
+def test_kv_follows_the_share_of_the_device_and_leaves_with_training():
+    big, small = (plan_of(load(f"{ROLLOUT}.gpu_memory_utilization={share}"), 24) for share in (0.5, 0.3))
+    gap = phase(big, "gen").parts["rollout"] - phase(small, "gen").parts["rollout"]
+    assert gap == pytest.approx(0.2 * 24 * GB, rel=0.01)
+    assert phase(big, "update_actor").parts["rollout"] < 1.5 * GB
+    kept = plan_of(load(f"{ROLLOUT}.free_cache_engine=False"), 24)
+    assert phase(kept, "update_actor").parts["rollout"] > 5 * GB
+
+
+def test_a_pass_has_at_most_the_tokens_of_its_budget_or_of_its_batch():
+    fixed = load(
+        "data.max_prompt_length=100", "data.max_response_length=300", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"
+    )
+    assert micro_batch_tokens(fixed, "update_actor") == (3200, 2400, True)
+    dynamic = [f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=8192"]
+    assert micro_batch_tokens(load(*dynamic), "update_actor")[::2] == (8192, True)
+    few = load(*dynamic, "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=1", "critic.ppo_mini_batch_size=1")
+    assert micro_batch_tokens(few, "update_actor")[::2] == (1024 + 512, False)
+
+
+def test_the_table_names_phases_and_device():
+    text = plan_of(load(), 80).render()
+    assert "of 80.0 (a GPU)" in text
+    assert [line.split()[0] for line in text.splitlines()[1:]] == [
+        "phase", "gen", "old_log_prob", "values", "update_critic", "update_actor",
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_a_plan_that_fits_says_nothing():
+    assert refuse_what_cannot_fit(load(), lambda config: plan_of(config, 80)) == []
+    assert refuse_what_cannot_fit(load(), plan_of) == [], "an unknown device refuses nothing"
+
+
+def test_a_plan_that_cannot_fit_names_the_cheapest_changes_and_they_make_it_fit():
+    config = load(
+        f"{ACTOR}.use_dynamic_bsz=True",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=65536",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    )
+    with pytest.raises(ConfigError) as caught:
+        refuse_what_cannot_fit(config, lambda config: plan_of(config, 40))
+    (problem,) = caught.value.problems
+    assert problem.key == f"{ACTOR}.ppo_max_token_len_per_gpu"
+    assert "the update_actor phase is planned to take" in problem.why
+    assert "of a device's 40.0 GB" in problem.why
+    changes, fits = cheapest_changes(config, lambda config: plan_of(config, 40))
+    assert fits
+    assert [change.key for change in changes] == [f"{ACTOR}.ppo_max_token_len_per_gpu"]
+    repaired = load(*(f"{change.key}={change.value}" for change in changes), f"{ACTOR}.use_dynamic_bsz=True")
+    assert plan_of(repaired, 40).fullest.total <= 40 * GB
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 65536, "the configuration itself is not touched"
+
+
+def test_changes_go_on_in_the_order_of_cost_and_take_back_what_was_not_needed():
+    changes, fits = cheapest_changes(load(), lambda config: plan_of(config, 12))
+    keys = [change.key for change in changes]
+    assert fits
+    assert f"{ACTOR}.fsdp_config.optimizer_offload" in keys
+    assert "data.max_response_length" not in keys
+    for left_out in changes:
+        others = load(*(f"{change.key}={change.value}" for change in changes if change is not left_out))
+        assert plan_of(others, 12).fullest.total > 12 * GB, f"{left_out.key} was not needed"
+
+
+def test_what_no_change_can_fit_is_told_so():
+    with pytest.raises(ConfigError, match="not enough: use more devices"):
+        refuse_what_cannot_fit(load(), lambda config: plan_of(config, 2))
+
+
+def test_a_plan_a_little_too_large_is_a_warning():
+    config = load(f"{ROLLOUT}.gpu_memory_utilization=0.1")
+    needed = phase(plan_of(config), "update_actor").total / GB
+    (warning,) = refuse_what_cannot_fit(config, lambda config: plan_of(config, needed * 0.95))
+    assert "may just fit" in warning
+    assert "update_actor" in warning
+
+
+def test_supervised_fine_tuning_has_one_phase():
+    given = ["data.train_files=x", "model.path=y", "trainer.device=cuda", "trainer.n_gpus_per_node=1"]
+    config = load_config(None, given, check_files=False, root=SFTConfig)
+    plan = sft_memory_plan(config, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU"))
+    assert [found.phase for found in plan.phases] == ["sft"]
+    assert plan.fullest.total > 16 * SHAPE.parameters("causal_lm") * 0.5
+    with pytest.raises(ConfigError):
+        refuse_what_cannot_fit(config, lambda c: sft_memory_plan(c, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU")))
+
+
+def test_the_plan_of_a_run_on_this_machine_is_logged(tmp_path, caplog):
+    folder = save_tiny_model(tmp_path)
+    config = load(f"actor_rollout_ref.model.path={folder}", "trainer.device=cpu")
+    with caplog.at_level(logging.INFO):
+        plan = check_memory(config)
+    assert "Memory plan" in caplog.text
+    assert plan.device.kind == "cpu"
+    assert plan.fullest.total < plan.device.total
+    named = load("actor_rollout_ref.model.path=org/name", "trainer.device=cpu")
+    assert check_memory(named) is None, "nothing is fetched for the plan's sake"
+    assert check_memory(named, {"org/name": str(folder)}) is not None
+    sft = load_config(
+        None, ["data.train_files=x", f"model.path={folder}", "trainer.device=cpu"], check_files=False, root=SFTConfig
+    )
+    assert check_sft_memory(sft) is not None
+    assert tiny_config().hidden_size == ModelShape.of_folder(folder).hidden

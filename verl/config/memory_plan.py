@@ -1,0 +1,294 @@
+"""The memory plan: what every phase of a training step takes of a device, before anything is loaded.
+
+Formulas are those of `memory_costs`; sequences are taken to be as long as they may get, so it is an upper bound for
+shorter ones. Refusals and their remedies: `memory_advice`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl.config.memory_costs import COSTS, GB, TrainedModel
+from verl.config.memory_shapes import ModelShape
+from verl.config.plan import BLOCK_OF_ROLE, active_roles, actor_is_reference, layout_of, needs_reference
+from verl.config.schema import pick
+
+if TYPE_CHECKING:
+    from verl.config.ppo import PPOConfig
+    from verl.config.sft import SFTConfig
+
+# The columns of the table, in order.
+PARTS = ("weights", "optimizer", "gradients", "gathered", "activations", "head", "rollout", "context")
+# Whose passes a phase runs, in the order of a step.
+ROLE_OF_PHASE = {
+    "gen": "rollout",
+    "reward": "reward_model",
+    "old_log_prob": "actor",
+    "ref": "ref",
+    "values": "critic",
+    "update_critic": "critic",
+    "update_actor": "actor",
+}
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
+# As `verl.inference.kv_sizing` and `NativeOptions` have them.
+_KV_BLOCK, _LOGIT_COPIES, _HOST_SHARE, _DEVICE_RESERVE = 16, 3, 0.25, 0.03
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What one rank may take: of a GPU, or its share of the host's memory on a CPU."""
+
+    kind: str
+    total: int
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes on one device of a pool while a phase is at its fullest, by what they are for."""
+
+    phase: str
+    pool: str
+    parts: dict[str, float]
+
+    @property
+    def allocated(self) -> float:
+        """What this process's tensors take: what `memory_gb/<phase>` will show."""
+        return sum(size for name, size in self.parts.items() if name != "context")
+
+    @property
+    def total(self) -> float:
+        """Of the device: with its context, and what is lost between blocks."""
+        return self.parts["context"] + self.allocated * (1 + COSTS.slack)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Every phase, and the device they must fit into (None: not known here)."""
+
+    phases: tuple[PhaseMemory, ...]
+    device: DeviceMemory | None
+
+    @property
+    def fullest(self) -> PhaseMemory:
+        return max(self.phases, key=lambda phase: phase.total)
+
+    def render(self) -> str:
+        """A table for the log, in GB per device."""
+        where = "" if self.device is None else f" of {self.device.total / GB:.1f} ({self.device.name})"
+        shown = [name for name in PARTS if any(phase.parts[name] >= 0.005 * GB for phase in self.phases)]
+        rows = [["phase", *shown, "total"]]
+        for phase in self.phases:
+            rows.append([phase.phase, *(_gb(phase.parts[name]) for name in shown), _gb(phase.total)])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            "  ".join(
+                [
+                    "",
+                    row[0].ljust(widths[0]),
+                    *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+                ]
+            )
+            for row in rows
+        ]
+        return "\n".join([f"Memory plan: GB per device at the longest sequences{where}", *lines])
+
+
+def memory_plan(config: PPOConfig, shapes: Mapping[str, ModelShape], device: DeviceMemory | None) -> MemoryPlan:
+    """Of a resolved configuration. `shapes` by role: actor, and critic, reward_model where there are such roles."""
+    models = _models(config, shapes)
+    return MemoryPlan(tuple(_phase(config, models, phase, device) for phase in _phases(config)), device)
+
+
+def sft_memory_plan(config: SFTConfig, shape: ModelShape, device: DeviceMemory | None) -> MemoryPlan:
+    """Of supervised fine-tuning: one phase, in which nothing else needs the device."""
+    data, sharing = config.data, config.ulysses_sequence_parallel_size
+    model = _trained(config, config.model, shape, config.ranks, config.trainer.device)
+    rows = math.ceil(data.train_batch_size / config.dp_size)
+    most = rows * data.max_length
+    wanted = data.max_token_len_per_gpu * sharing if data.use_dynamic_bsz else None
+    tokens = min(most, wanted or data.micro_batch_size_per_gpu * data.max_length)
+    share = math.ceil(tokens / sharing)
+    parts = _resting({"weights": model.weights(), "optimizer": model.moments()})
+    _add(parts, model.update(share, share, several=tokens < most))
+    parts["context"] = _context(config.trainer.device, config.ranks)
+    return MemoryPlan((PhaseMemory("sft", "all ranks", parts),), device)
+
+
+def micro_batch_tokens(config: PPOConfig, phase: str) -> tuple[int, int, bool]:
+    """(tokens, answer tokens, whether there are several) of a pass on one rank, at the longest sequences."""
+    sizes = {
+        "old_log_prob": ("actor_rollout_ref.rollout", "log_prob_", "log_prob_"),
+        "ref": ("actor_rollout_ref.ref", "log_prob_", "log_prob_"),
+        "values": ("critic", "", "forward_"),
+        "update_critic": ("critic", "", "ppo_"),
+        "update_actor": ("actor_rollout_ref.actor", "", "ppo_"),
+        "reward": ("reward_model", "", "forward_"),
+    }
+    path, dynamic_prefix, prefix = sizes[phase]
+    block, layout = pick(config, path), layout_of(config, ROLE_OF_PHASE[phase])
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    prompts = config.data.train_batch_size
+    if phase.startswith("update"):
+        prompts = min(prompts, block.ppo_mini_batch_size)
+    most = math.ceil(prompts * config.actor_rollout_ref.rollout.n / layout.dp_size) * longest
+    if block[f"{dynamic_prefix}use_dynamic_bsz"]:
+        # Ranks that share every sequence pool their budgets, and a sequence over the budget goes alone.
+        wanted = max(longest, block[f"{prefix}max_token_len_per_gpu"] * layout.ranks_per_copy)
+    else:
+        size = "micro_batch_size_per_gpu" if phase == "reward" else f"{prefix}micro_batch_size_per_gpu"
+        wanted = block[size] * longest
+    tokens = min(most, wanted)
+    share = math.ceil(tokens / layout.ranks_per_copy)
+    return share, math.ceil(share * config.data.max_response_length / longest), tokens < most
+
+
+def _phases(config: PPOConfig) -> list[str]:
+    roles = {*active_roles(config), *(("ref",) if needs_reference(config) else ())}
+    return [phase for phase, role in ROLE_OF_PHASE.items() if role in roles]
+
+
+def _models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, TrainedModel]:
+    """The models of the run by role; with LoRA the actor is the reference too."""
+    policy, kind = config.actor_rollout_ref, config.trainer.device
+    models = {}
+    for role in active_roles(config):
+        shape = shapes.get("actor" if role == "ref" else role)
+        if role == "rollout" or shape is None:
+            continue
+        world = layout_of(config, role).world_size
+        block = pick(config, BLOCK_OF_ROLE[role])
+        if role == "actor":
+            models[role] = _trained(policy.actor, policy.model, shape, world, kind)
+        elif role == "critic":
+            models[role] = _trained(config.critic, config.critic.model, shape, world, kind, "value")
+        else:
+            of = "causal_lm" if role == "ref" else "sequence_classification"
+            models[role] = TrainedModel(
+                shape,
+                of,
+                _compute(block),
+                _shards(block, world),
+                frozen=True,
+                reshard=block.fsdp_config.reshard_after_forward,
+                device=kind,
+            )
+    return models
+
+
+def _trained(
+    block: Any, model: Any, shape: ModelShape, world: int, device: str, kind: str = "causal_lm"
+) -> TrainedModel:
+    fsdp, optim = block["fsdp_config"], block["optim"]
+    rank = model["lora_rank"]
+    return TrainedModel(
+        shape=shape,
+        kind=kind,
+        compute_bytes=_compute(block),
+        shards=_shards(block, world),
+        trained_parameters=_adapter_parameters(shape, rank) if rank else None,
+        checkpointing=model["enable_gradient_checkpointing"],
+        compiled=block["use_torch_compile"] and device == "cuda",
+        reshard=fsdp.reshard_after_forward,
+        state_bytes=_BYTES[optim.state_dtype],
+        grad_offload=bool(fsdp.grad_offload),
+        device=device,
+    )
+
+
+def _phase(
+    config: PPOConfig, models: Mapping[str, TrainedModel], phase: str, device: DeviceMemory | None
+) -> PhaseMemory:
+    role = ROLE_OF_PHASE[phase]
+    if phase == "ref" and actor_is_reference(config):
+        role = "actor"
+    layout = layout_of(config, role)
+    parts = _resting()
+    for other, model in models.items():
+        if layout_of(config, other).pool == layout.pool:
+            _add(parts, _at_rest(config, other, model, phase, working=other == role))
+    if layout_of(config, "rollout").pool == layout.pool and "actor" in models:
+        parts["rollout"] += _rollout(config, models["actor"].shape, phase, device)
+    if role in models:
+        tokens, answers, several = micro_batch_tokens(config, phase)
+        model = models[role]
+        _add(
+            parts,
+            model.update(tokens, answers, several) if phase.startswith("update") else model.inference(tokens, answers),
+        )
+    parts["context"] = _context(config.trainer.device, layout.world_size)
+    return PhaseMemory(phase, layout.pool, parts)
+
+
+def _at_rest(config: PPOConfig, role: str, model: TrainedModel, phase: str, working: bool) -> dict[str, float]:
+    """What a role holds although, or while, this phase runs: what is offloaded is here only for its own."""
+    fsdp = pick(config, BLOCK_OF_ROLE[role]).fsdp_config
+    on_cpu = config.trainer.device == "cpu"  # the host is the device: nothing is offloaded to anywhere
+    weights_here = working or on_cpu or not fsdp.param_offload
+    moments_here = phase == f"update_{role}" or on_cpu or not fsdp.optimizer_offload
+    return {
+        "weights": model.weights() if weights_here else 0.0,
+        "optimizer": model.moments() if moments_here else 0.0,
+    }
+
+
+def _rollout(config: PPOConfig, shape: ModelShape, phase: str, device: DeviceMemory | None) -> float:
+    """The engine's weights, always; KV, logits and a prompt pass while generating (KV also if it is not freed)."""
+    rollout, on_gpu = config.actor_rollout_ref.rollout, config.trainer.device == "cuda"
+    c, ranks = _BYTES[rollout.dtype], rollout.tensor_model_parallel_size
+    weights = c * shape.parameters("causal_lm") / ranks + (COSTS.graphs if on_gpu else 0)
+    logits = rollout.max_num_seqs * shape.vocab * (c + 4 * _LOGIT_COPIES)
+    per_block = _KV_BLOCK * 2 * shape.layers * shape.key_width * c / ranks
+    wanted = rollout.max_num_seqs * math.ceil(rollout.max_model_len / _KV_BLOCK) * per_block
+    kv = wanted
+    if device is not None and on_gpu:
+        kv = min(wanted, max(0.0, rollout.gpu_memory_utilization * device.total - weights - logits))
+    elif device is not None:
+        kv = min(wanted, _HOST_SHARE * device.total)
+    if phase != "gen":
+        return weights + (0.0 if rollout.free_cache_engine and rollout.name == "native" else kv)
+    running = min(rollout.max_num_seqs, math.ceil(_samples(config) / layout_of(config, "rollout").dp_size))
+    step = rollout.max_num_batched_tokens * (2 * c * shape.hidden + 3 * c * shape.intermediate / ranks)
+    return weights + kv + running * shape.vocab * (c + 4 * _LOGIT_COPIES) + step
+
+
+def _samples(config: PPOConfig) -> int:
+    return config.data.gen_batch_size * config.actor_rollout_ref.rollout.n
+
+
+def _context(device: str, ranks: int) -> float:
+    if device != "cuda":
+        return 0.0
+    return float(COSTS.context + (COSTS.collectives if ranks > 1 else 0))
+
+
+def _adapter_parameters(shape: ModelShape, rank: int) -> int:
+    """Two matrices beside every linear layer: rank × (in + out)."""
+    s = shape
+    ends = 2 * (s.hidden + s.query_width) + 2 * (s.hidden + s.key_width) + 3 * (s.hidden + s.intermediate)
+    return rank * ends * s.layers
+
+
+def _compute(block: Any) -> int:
+    return _BYTES[block["fsdp_config"].mixed_precision]
+
+
+def _shards(block: Any, world: int) -> int:
+    size = block["fsdp_config"].fsdp_size
+    return world if size in (-1, 0, None) else min(size, world)
+
+
+def _resting(given: Mapping[str, float] | None = None) -> dict[str, float]:
+    return {**dict.fromkeys(PARTS, 0.0), **(given or {})}
+
+
+def _add(parts: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, size in more.items():
+        parts[name] += size
+
+
+def _gb(size: float) -> str:
+    return f"{size / GB:.2f}"
