@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from _report import report
+from _shapes import SHAPES, save_random_model, shape_config
 
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.build import build_engine
@@ -27,53 +28,18 @@ from verl.utils.token_sampling import SamplingParams
 from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.rollout.request import Request
 
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2.5-0.5b": (
-        "qwen2",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-        },
-    ),
-    "smollm2-135m": (
-        "llama",
-        {
-            "vocab_size": 49152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-        },
-    ),
-}
-
 
 class Bench:
     """A saved random model and the figures that limit it."""
 
     def __init__(self, shape: str, device: str, folder: Path) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        family, sizes = SHAPES[shape]
         self.device = torch.device(device)
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.path = str(folder)
-        config = AutoConfig.for_model(
-            family,
-            **sizes,
-            tie_word_embeddings=True,
-            max_position_embeddings=4096,
-            eos_token_id=None,
-            bos_token_id=None,
-        )
-        self.config = config
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=self.dtype).save_pretrained(folder)
+        self.config = config = shape_config(shape, eos_token_id=None, bos_token_id=None)
+        save_random_model(folder, config, self.dtype)
         self.bandwidth = _copy_bandwidth(self.device)
         with torch.device("meta"):
             parameters = AutoModelForCausalLM.from_config(config).parameters()

@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from plot import Line, read_line, text_chart, write_png
 from task import make_task

@@ -1,7 +1,13 @@
-"""Training curves without a plotting library: a PNG drawn with numpy, and the same lines as text for a terminal."""
+"""Training curves without a plotting library: a PNG drawn with numpy, and the same lines as text for a terminal.
+
+    python examples/plot.py runs/PROJECT/EXPERIMENT/metrics.jsonl --key val/SOURCE/accuracy reward/mean --png curve.png
+
+At most two keys, whose values lie between 0 and 1. `trainer.logger=[console,file]` writes the metrics.
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import struct
@@ -128,6 +134,24 @@ def write_png(path: Path, title: str, lines: Sequence[Line], width: int = 960, h
     return path
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("metrics", type=Path, help="the metrics.jsonl of a run")
+    parser.add_argument("--key", nargs="+", required=True, help="one or two metrics")
+    parser.add_argument("--title", default="", help="default: the run's folder")
+    parser.add_argument("--png", type=Path, help="default: curve.png beside the metrics")
+    options = parser.parse_args()
+    lines = [read_line(options.metrics, key, key) for key in options.key[: len(COLOURS)]]
+    empty = [line.name for line in lines if not line.points]
+    if empty:
+        raise SystemExit(f"{options.metrics}: no {' and no '.join(empty)} in it.")
+    print(text_chart(lines))
+    for line in lines:
+        print(f"{line.name}: {line.points[0][1]:.1%} at step {line.points[0][0]}, {line.points[-1][1]:.1%} at the end")
+    folder = options.metrics.parent
+    print(write_png(options.png or folder / "curve.png", options.title or folder.name, lines))
+
+
 def _value_at(line: Line, step: float) -> float | None:
     """Linear between points; None outside of them."""
     steps, values = [point[0] for point in line.points], [point[1] for point in line.points]
@@ -177,3 +201,7 @@ def _png(pixels: np.ndarray) -> bytes:
         + chunk(b"IDAT", zlib.compress(rows.tobytes(), 9))
         + chunk(b"IEND", b"")
     )
+
+
+if __name__ == "__main__":
+    main()

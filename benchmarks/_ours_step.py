@@ -1,0 +1,167 @@
+"""Ours: a few steps through `main_ppo` on Ray with the native engine, in a process of its own with a time limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _training_work import Work
+
+from verl.utils.process_tree import kill_family
+
+# Phases in their order; how many forward passes' worth of operations each needs.
+PHASES = {
+    "update_weights": 0,
+    "gen": 0,
+    "reward": 0,
+    "old_log_prob": 1,
+    "ref": 1,
+    "adv": 0,
+    "update_actor": 3,
+}
+
+
+def command(work: Work, folder: Path, name: str, overrides: list[str]) -> list[str]:
+    """The command line of a run: one optimizer step per step, nothing saved, nothing validated."""
+    return [
+        sys.executable,
+        "-m",
+        "verl.trainer.main_ppo",
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={folder / f'{work.case}.parquet'}",
+        f"data.train_batch_size={work.prompts}",
+        "data.shuffle=False",
+        f"data.max_prompt_length={work.prompt_length}",
+        f"data.max_response_length={work.longest}",
+        "data.dataloader_num_workers=0",
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"actor_rollout_ref.rollout.n={work.n}",
+        "actor_rollout_ref.rollout.ignore_eos=True",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={work.prompts}",
+        f"custom_reward_function.path={folder / 'reward.py'}",
+        f"trainer.total_training_steps={work.steps}",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.device={'cuda' if torch.cuda.is_available() else 'cpu'}",
+        "trainer.logger=[file]",
+        "trainer.project_name=training_step",
+        f"trainer.experiment_name={name}",
+        f"trainer.default_local_dir={folder / name}",
+        "trainer.resume_mode=disable",
+        "trainer.save_freq=-1",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[extra]",
+        "external_libs=[_worker_clock]",
+        *overrides,
+    ]
+
+
+def run(
+    work: Work, folder: Path, variant: str, overrides: list[str], limit: float, rate: float
+) -> list[dict[str, Any]]:
+    """Rows per phase and for the whole step: means over the steps after the first, of what was done by the limit."""
+    name = f"{work.case}-{variant}".replace(" ", "-")
+    clock, log = folder / f"{name}.clock", folder / f"{name}.log"
+    metrics = folder / "runs" / "training_step" / name / "metrics.jsonl"
+    for old in (clock, metrics):
+        old.unlink(missing_ok=True)
+    here = Path(__file__).parent
+    environment = {
+        "RAY_ADDRESS": "local",
+        **os.environ,
+        "WORKER_CLOCK": str(clock),
+        "PYTHONPATH": os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")]),
+    }
+    start = time.monotonic()
+    problem = run_limited(command(work, folder, name, overrides), folder, environment, log, limit)
+    steps = _steps(metrics)
+    head = {"system": "verl", "variant": variant, "case": work.case, "shape": work.shape}
+    if len(steps) < 2:
+        return [{**head, "phase": "step", "note": problem or "fewer than two steps"}]
+    rows = _phase_rows(work, steps, _busy(clock), rate)
+    note = problem or f"{len(steps)} steps, {time.monotonic() - start:.0f} s with start-up"
+    return [{**head, **row} for row in rows[:-1]] + [{**head, **rows[-1], "note": note}]
+
+
+def run_limited(command: list[str], folder: Path, environment: dict[str, str], log: Path, limit: float) -> str | None:
+    """Run a command, its output in `log`; what went wrong, if anything. Past the limit it ends with all it started."""
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return f"cut off after {limit:.0f} s"
+        finally:
+            if process.poll() is None:
+                kill_family(process.pid)
+                process.wait()
+    if code:
+        print(log.read_text(errors="replace")[-4000:], file=sys.stderr, flush=True)
+        return f"failed with code {code} (see above)"
+    return None
+
+
+def _steps(metrics: Path) -> list[dict[str, float]]:
+    if not metrics.exists():
+        return []
+    rows = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+    return [row for row in rows if "timing_s/step" in row]
+
+
+def _busy(clock: Path) -> list[float]:
+    """Seconds of each step in which any rank worked; an update of the actor ends a rank's step."""
+    steps: dict[int, list[tuple[float, float]]] = {}
+    of_rank: dict[int, int] = {}
+    for call in map(json.loads, clock.read_text().splitlines() if clock.exists() else []):
+        step = of_rank.setdefault(call["rank"], 0)
+        if call["method"] not in ("init_model", "save_checkpoint"):
+            steps.setdefault(step, []).append((call["begin"], call["end"]))
+        of_rank[call["rank"]] += call["method"] == "update_actor"
+    return [_covered(spans) for step, spans in sorted(steps.items()) if step < min(of_rank.values())]
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _phase_rows(work: Work, steps: list[dict[str, float]], busy: list[float], rate: float) -> list[dict[str, Any]]:
+    """One row per phase, one for the step with what is left over."""
+    measured = range(1, len(steps))
+    count = len(measured)
+    forward = sum(work.forward_flops(step) for step in measured) / count
+    tokens = sum(work.tokens(step) for step in measured) / count
+    sampled = sum(int(work.lengths(step).sum()) for step in measured) / count
+
+    def mean(key: str) -> float:
+        return sum(steps[step].get(key, 0.0) for step in measured) / count
+
+    rows: list[dict[str, Any]] = []
+    for phase, passes in PHASES.items():
+        seconds = mean(f"timing_s/{phase}")
+        if not seconds:
+            continue
+        done = sampled if phase == "gen" else tokens
+        rows.append({"phase": phase, "s": seconds, "tokens/s": done / seconds, "MFU": None})
+        if passes:
+            rows[-1]["MFU"] = passes * forward / seconds / rate
+        rows[-1]["peak GB"] = max(steps[step].get(f"memory_gb/{phase}", 0.0) for step in measured) or None
+    whole, reward = mean("timing_s/step"), mean("timing_s/reward")
+    peak = max(
+        (value for step in measured for key, value in steps[step].items() if key.startswith("memory_gb/")), default=0.0
+    )
+    row: dict[str, Any] = {"phase": "step", "s": whole, "tokens/s": tokens / whole, "peak GB": peak or None}
+    if len(busy) >= len(steps):
+        working = sum(busy[step] for step in measured) / count
+        row["idle s"] = whole - working
+        row["controller %"] = 100 * max(0.0, whole - working - reward) / whole
+    rows.append(row)
+    return rows

@@ -1,0 +1,103 @@
+"""Shapes of known models with random weights, and how fast this device multiplies matrices."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# transformers' model type, and its config.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2.5-0.5b": (
+        "qwen2",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "qwen2.5-1.5b": (
+        "qwen2",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "smollm2-135m": (
+        "llama",
+        {
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+        },
+    ),
+    "tiny": (
+        "qwen2",
+        {
+            "vocab_size": 512,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
+}
+
+
+def shape_config(shape: str, **more: Any) -> Any:
+    """The transformers config of a shape: tied embeddings, 4096 positions, `more` on top."""
+    from transformers import AutoConfig
+
+    family, sizes = SHAPES[shape]
+    return AutoConfig.for_model(family, **sizes, tie_word_embeddings=True, max_position_embeddings=4096, **more)
+
+
+def save_random_model(folder: Path, config: Any, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Random weights (the same for the same device) as `from_pretrained` wants them."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(folder)
+    if device == "cuda":  # who runs beside this process needs the memory
+        del model
+        torch.cuda.empty_cache()
+
+
+def matmul_rate(device: str) -> float:
+    """Operations per second of a large matrix product, in bf16 on a GPU and float32 elsewhere: the best of several."""
+    cuda = device == "cuda"
+    size, dtype = (8192, torch.bfloat16) if cuda else (1024, torch.float32)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(12):
+        synchronise(device)
+        start = time.perf_counter()
+        for _ in range(4):
+            left @ right
+        synchronise(device)
+        best = min(best, (time.perf_counter() - start) / 4)
+    del left, right
+    if cuda:
+        torch.cuda.empty_cache()
+    return 2 * size**3 / best
+
+
+def synchronise(device: str) -> None:
+    """Wait until the device has done all it was told."""
+    if device == "cuda":
+        torch.cuda.synchronize()

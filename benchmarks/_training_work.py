@@ -1,0 +1,129 @@
+"""The work of a training step that every system gets: prompts, and a seeded length for every answer.
+
+A random model never stops by itself, so the length of every single answer is decided here: by a row's
+`max_new_tokens` in ours, by forcing the end token at that place in others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _shapes import save_random_model, shape_config
+
+from verl.utils.flops import SequenceCost
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from tiny import tiny_tokenizer
+
+REWARD_FILE = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """A number of its own for every answer: what a rule costs, and never the same for a whole group."""
+    return (sum(map(ord, solution_str[:256])) + 7 * len(solution_str)) % 1000 / 1000
+'''
+
+
+@dataclass(frozen=True)
+class Work:
+    """`prompts` × `n` answers per step, of `mean` tokens each (`longest`: of ragged lengths, up to that many)."""
+
+    case: str
+    shape: str
+    prompts: int
+    n: int
+    prompt_length: int
+    mean: int
+    longest: int
+    steps: int
+    seed: int = 7
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.n
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of the longest sequence there can be."""
+        return self.prompt_length + self.longest
+
+    def lengths(self, step: int) -> np.ndarray:
+        """[prompts, n]: tokens of every answer of a step; their mean and, where ragged, their maximum are exact."""
+        if self.longest == self.mean:
+            return np.full((self.prompts, self.n), self.mean)
+        draw = np.random.default_rng([self.seed, step])
+        shares = draw.lognormal(0.0, 1.0, self.samples)
+        shares[int(shares.argmax())] = 1e9  # one answer runs into the limit
+        scale = _scale_to_mean(shares, self.mean, self.longest)
+        return np.clip(np.rint(shares * scale), 1, self.longest).astype(np.int64).reshape(self.prompts, self.n)
+
+    def tokens(self, step: int) -> int:
+        """Prompt and response tokens of a step."""
+        return self.samples * self.prompt_length + int(self.lengths(step).sum())
+
+    def forward_flops(self, step: int) -> float:
+        """What a forward pass over a step needs at least, whatever the system; an update needs three times as many.
+
+        No padding, no recomputation, the vocabulary only where a token was sampled, attention only back to the start of
+        its sequence.
+        """
+        answers = self.lengths(step).ravel()
+        return float(SequenceCost.of_shape(self.model_config().to_dict())(self.prompt_length + answers, answers).sum())
+
+    def title(self) -> str:
+        lengths = np.concatenate([self.lengths(step).ravel() for step in range(1, self.steps)] or [self.lengths(0)])
+        kind = (
+            str(self.mean) if self.longest == self.mean else f"ragged, mean {lengths.mean():.0f}, max {lengths.max()}"
+        )
+        return f"({self.case}) {self.shape}, {self.prompts} × {self.n} answers, {self.prompt_length} + {kind} tokens"
+
+    def model_config(self) -> Any:
+        return shape_config(self.shape, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+
+    def write(self, folder: Path) -> Path:
+        """Model, tokenizer, prompts with their schedule and a reward under `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "model").is_dir():
+            device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+            save_random_model(folder / "model", self.model_config(), dtype, device)
+            tiny_tokenizer().save_pretrained(folder / "model")
+        (folder / "reward.py").write_text(REWARD_FILE)
+        self._write_prompts(folder / f"{self.case}.parquet")
+        (folder / f"{self.case}.json").write_text(json.dumps(asdict(self)))
+        return folder
+
+    def _write_prompts(self, path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        # The tokenizer makes a token of every character, and the template adds three.
+        rows = [
+            {
+                "data_source": "random",
+                "prompt": [{"role": "user", "content": f"{number:08d}".ljust(self.prompt_length - 3, "x")}],
+                "reward_model": {"style": "rule", "ground_truth": str(number)},
+                "extra_info": {"index": number},
+                "max_new_tokens": self.lengths(step)[row].tolist(),
+            }
+            for step in range(self.steps)
+            for row, number in enumerate(range(step * self.prompts, (step + 1) * self.prompts))
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def read_work(folder: Path, case: str) -> Work:
+    """What `write` has written."""
+    return Work(**json.loads((folder / f"{case}.json").read_text()))
+
+
+def _scale_to_mean(shares: np.ndarray, mean: int, longest: int) -> float:
+    """The factor with which `shares`, cut at 1 and `longest`, have this mean."""
+    low, high = 0.0, float(longest)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.clip(shares * middle, 1, longest).mean() < mean else (low, middle)
+    return high

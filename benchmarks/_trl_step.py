@@ -1,0 +1,165 @@
+"""TRL's GRPO on the same work, run as a script of its own: one line of JSON per step as it is done.
+
+    python benchmarks/_trl_step.py FOLDER CASE --micro 32 [--beta 0.001] [--dtype float32] [--checkpointing]
+
+Generation is transformers' `generate` (what TRL does without a server beside it), all answers of a step at once. The
+length of every answer is forced: no end before its turn, nothing but the end at it. The first step is a warm-up of
+short answers; its time is not part of the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _shapes import synchronise
+from _training_work import Work, read_work
+
+WARM_UP_TOKENS = 16
+
+
+def rewards(completions: list[Any], **_: Any) -> list[float]:
+    """As the reward file of our runs."""
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [(sum(map(ord, text[:256])) + 7 * len(text)) % 1000 / 1000 for text in texts]
+
+
+class ForcedEnds:
+    """A logits processor: row i may end at token `lengths[i]`, and must."""
+
+    def __init__(self, lengths: torch.Tensor, eos: int) -> None:
+        self.lengths, self.eos = lengths, eos
+        self.prompt: int | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """`input_ids` [rows, so far], `scores` [rows, vocab]."""
+        self.prompt = input_ids.shape[1] if self.prompt is None else self.prompt
+        last = self.lengths == input_ids.shape[1] - self.prompt + 1
+        ends = scores[:, self.eos].clone()
+        scores = scores.masked_fill(last[:, None], -torch.inf)
+        scores[:, self.eos] = torch.where(last, ends, -torch.inf)
+        return scores
+
+
+class Clock:
+    """Seconds and peak memory by phase of one step."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self.peak_gb: dict[str, float] = {}
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.note_peak("update")
+            start = self.now()
+            result = call(*args, **kwargs)
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - start
+            self.note_peak(name)
+            return result
+
+        return timed
+
+    def now(self) -> float:
+        synchronise(self.device)
+        return time.perf_counter()
+
+    def note_peak(self, name: str) -> None:
+        if self.device == "cuda":
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            self.peak_gb[name] = max(self.peak_gb.get(name, 0.0), peak)
+            torch.cuda.reset_peak_memory_stats()
+
+
+def make_trainer(work: Work, folder: Path, options: argparse.Namespace, clock: Clock) -> Any:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    cuda = torch.cuda.is_available()
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, options.dtype))
+    data = Dataset.from_parquet(str(folder / f"{work.case}.parquet")).select_columns(["prompt"])
+    settings = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        bf16=cuda,
+        use_cpu=not cuda,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        beta=options.beta,
+        num_generations=work.n,
+        per_device_train_batch_size=options.micro,
+        gradient_accumulation_steps=work.samples // options.micro,
+        max_completion_length=work.longest,
+        gradient_checkpointing=options.checkpointing,
+        shuffle_dataset=False,
+        temperature=1.0,
+        max_steps=options.steps,
+        logging_steps=1000,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        optim="adamw_torch_fused" if cuda else "adamw_torch",
+    )
+
+    class Steps(TrainerCallback):
+        """Prints a line when a step is done."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            clock.seconds, clock.peak_gb = {}, {}
+            self.start = clock.now()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            whole = clock.now() - self.start
+            clock.note_peak("update")
+            found = {
+                "step": state.global_step - 1,
+                "seconds": {**clock.seconds, "step": whole},
+                "peak_gb": clock.peak_gb,
+            }
+            print("STEP " + json.dumps(found), flush=True)
+
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=rewards,
+        args=settings,
+        train_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        callbacks=[Steps()],
+    )
+    generate = trainer.model.generate
+
+    def generate_scheduled(*args: Any, **kwargs: Any) -> Any:
+        lengths = torch.tensor(work.lengths(trainer.state.global_step).ravel(), device=trainer.accelerator.device)
+        if trainer.state.global_step == 0:
+            lengths = lengths.clamp(max=WARM_UP_TOKENS)
+        ends = ForcedEnds(lengths, trainer.processing_class.eos_token_id)
+        return generate(*args, logits_processor=LogitsProcessorList([ends]), **kwargs)
+
+    trainer.model.generate = clock.around("generate", generate_scheduled)
+    trainer._generate_and_score_completions = clock.around("rollout", trainer._generate_and_score_completions)
+    trainer._calculate_rewards = clock.around("reward", trainer._calculate_rewards)
+    return trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("case")
+    parser.add_argument("--micro", type=int, default=32)
+    parser.add_argument("--beta", type=float, default=0.0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--steps", type=int, default=2)
+    options = parser.parse_args()
+    work = read_work(options.folder, options.case)
+    clock = Clock("cuda" if torch.cuda.is_available() else "cpu")
+    make_trainer(work, options.folder, options, clock).train()
+
+
+if __name__ == "__main__":
+    main()

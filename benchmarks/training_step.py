@@ -1,0 +1,252 @@
+"""A GRPO step: ours through `main_ppo` on Ray beside TRL's in one run, and ours with each feature off in turn.
+
+    python benchmarks/training_step.py --engine-only --json FILE                    # the training engine by variant
+    python benchmarks/training_step.py --systems ours trl --cases a b --json FILE   # whole steps beside TRL
+    python benchmarks/training_step.py --systems ours --features "everything off" --cases b --json FILE
+    python benchmarks/training_step.py --summary --json FILE                        # targets, from all that FILE holds
+
+Models have random weights of a known shape; 32 prompts × 8 answers; (a) 128 + 256 tokens each, (b) 128 + ragged ones of
+mean 256 and max 2048. The length of every answer is forced in all systems by one seeded schedule (`_training_work`).
+Both sides have float32 master weights and compute in bf16, take one optimizer step, and checkpoint activations or not
+alike. MFU counts what a pass needs at least (`Work.forward_flops`), against the matmul rate measured here. Whole steps
+run in processes of their own with a time limit; every table is printed and written as soon as it is there.
+
+Without a GPU everything is tiny: the script can be tried, the figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from _ours_step import run, run_limited
+from _report import report
+from _shapes import SHAPES, matmul_rate
+from _training_work import Work
+from _variants import ENGINE_VARIANTS, chosen, variants
+
+ENGINE = "verl engine"
+# (system, variant, case, phase) of ours and of what it is compared with; how many times longer that must take.
+RATIOS = (
+    ("step (a), times TRL's", ("verl", "all on", "a", "step"), ("trl", "float32", "a", "step"), 5.0),
+    ("step (b), times TRL's", ("verl", "all on", "b", "step"), ("trl", "float32", "b", "step"), 12.0),
+    ("step (a) with a reference", ("verl", "with reference", "a", "step"), ("trl", "float32, beta", "a", "step"), 3.5),
+    ("step (b), everything on / off", ("verl", "all on", "b", "step"), ("verl", "everything off", "b", "step"), 2.5),
+    (
+        "update (b), remove padding (micro-batches alike)",
+        (ENGINE, "no dynamic", "b", "update_actor"),
+        (ENGINE, "no remove_padding", "b", "update_actor"),
+        4.0,
+    ),
+    (
+        "update (b), dynamic micro-batches",
+        (ENGINE, "all on", "b", "update_actor"),
+        (ENGINE, "no dynamic", "b", "update_actor"),
+        1.2,
+    ),
+)
+# (shape, measurement, column, limit): at least the limit, or at most where it is negative.
+LIMITS = (
+    ("qwen2.5-0.5b", (ENGINE, "all on", "a", "update_actor"), "tokens/s", 110_000),
+    ("qwen2.5-0.5b", (ENGINE, "all on", "a", "update_actor"), "peak GB", -20),
+    ("qwen2.5-0.5b", (ENGINE, "checkpointing, 4 × the tokens", "a", "update_actor"), "tokens/s", 80_000),
+    ("qwen2.5-0.5b", (ENGINE, "checkpointing, 4 × the tokens", "a", "update_actor"), "peak GB", -20),
+    ("qwen2.5-1.5b", (ENGINE, "all on", "a", "update_actor"), "MFU", 0.45),
+    ("qwen2.5-0.5b", ("verl", "all on", "a", "step"), "controller %", -3),
+    ("qwen2.5-0.5b", ("verl", "all on", "b", "step"), "controller %", -3),
+)
+
+
+def work_of(case: str, shape: str, steps: int, small: bool) -> Work:
+    prompts, n, prompt, mean, longest = (4, 4, 32, 16, 64) if small else (32, 8, 128, 256, 2048)
+    return Work(case, shape, prompts, n, prompt, mean, mean if case == "a" else longest, steps)
+
+
+def ours(options: argparse.Namespace, work: Work, folder: Path, rate: float) -> None:
+    """Whole steps through `main_ppo`, by variant; only "all on" unless features are named."""
+    found = variants(work, options.budget, options.checkpointing, options.compile)
+    for name, overrides in chosen(found, options.features or ["all on"]).items():
+        rows = run(work, folder, name, overrides, options.limit, rate)
+        report(f"verl, {name}: {work.title()}", rows, options.json)
+
+
+def engine_only(options: argparse.Namespace, work: Work, folder: Path, rate: float) -> None:
+    """Update and log-prob pass by variant, in this process."""
+    import _engine_step
+
+    found = variants(work, options.budget, options.checkpointing, options.compile)
+    wanted = options.features or list(ENGINE_VARIANTS)
+    for name, overrides in chosen(found, wanted).items():
+        label = f"{name} ({options.budget // 1024}k)" if options.budget != default_budget() else name
+        rows = _engine_step.rows(work, folder, label, overrides, rate)
+        report(f"engine, {label}: {work.title()}", rows, options.json)
+    if options.profile:
+        on = found["all on"]
+        samples = max(1, min(work.samples, options.budget * work.samples // work.tokens(_engine_step.STEP)))
+        title = f"an update of {samples} rows, all on: {work.title()}"
+        report(title, _engine_step.profile(work, folder, on, samples), options.json)
+
+
+def trl(options: argparse.Namespace, work: Work, folder: Path, rate: float) -> None:
+    """TRL's GRPOTrainer on the same work; a smaller micro-batch is tried when one does not fit."""
+    micro = min(options.trl_micro or (32 if work.case == "a" else 8), work.samples)
+    variant = options.trl_dtype + (", beta" if options.trl_beta else "")
+    head = {"system": "trl", "variant": variant, "case": work.case, "shape": work.shape}
+    rows: list[dict[str, Any]] = []
+    while micro and not rows:
+        log = folder / f"trl-{work.case}.log"
+        problem = run_limited(_trl_command(options, work, folder, micro), folder, _environment(), log, options.limit)
+        text = log.read_text(errors="replace")
+        steps = [json.loads(line.removeprefix("STEP ")) for line in text.splitlines() if line.startswith("STEP ")]
+        if any(step["step"] > 0 for step in steps):
+            rows = _trl_rows(work, [step for step in steps if step["step"] > 0], rate)
+            rows[-1]["note"] = f"micro-batches of {micro}" + (f"; {problem}" if problem else "")
+        elif problem and "OutOfMemoryError" in text and micro > 1:
+            print(f"TRL: {micro} rows do not fit; trying {micro // 2}", flush=True)
+            micro //= 2
+        else:
+            rows = [{"phase": "step", "note": problem or "no step was measured"}]
+    report(f"TRL, {variant}: {work.title()}", [{**head, **row} for row in rows], options.json)
+
+
+def _environment() -> dict[str, str]:
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+
+
+def _trl_command(options: argparse.Namespace, work: Work, folder: Path, micro: int) -> list[str]:
+    return [
+        sys.executable,
+        str(Path(__file__).parent / "_trl_step.py"),
+        str(folder),
+        work.case,
+        f"--micro={micro}",
+        f"--beta={options.trl_beta}",
+        f"--dtype={options.trl_dtype}",
+        f"--steps={options.trl_steps}",
+        *(["--checkpointing"] if options.checkpointing else []),
+    ]
+
+
+def _trl_rows(work: Work, steps: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
+    """Means over steps: generation, rewards, what else comes before the update (the reference), the update."""
+    count = len(steps)
+    forward = sum(work.forward_flops(s["step"]) for s in steps) / count
+    sampled = sum(int(work.lengths(s["step"]).sum()) for s in steps) / count
+    tokens = sum(work.tokens(s["step"]) for s in steps) / count
+    mean = {
+        name: sum(s["seconds"].get(name, 0.0) for s in steps) / count
+        for name in ("generate", "reward", "rollout", "step")
+    }
+    seconds = {
+        "gen": mean["generate"],
+        "reward": mean["reward"],
+        "between": mean["rollout"] - mean["generate"] - mean["reward"],
+        "update_actor": mean["step"] - mean["rollout"],
+    }
+    peak = max((value for s in steps for value in s["peak_gb"].values()), default=None)
+    rows: list[dict[str, Any]] = [
+        {"phase": name, "s": value, "tokens/s": (sampled if name == "gen" else tokens) / value}
+        for name, value in seconds.items()
+        if value > 0
+    ]
+    for row in rows:
+        if row["phase"] == "update_actor":
+            row["MFU"] = 3 * forward / row["s"] / rate
+    return [*rows, {"phase": "step", "s": mean["step"], "tokens/s": tokens / mean["step"], "peak GB": peak}]
+
+
+def summary(rows: list[dict[str, Any]], shape: str) -> list[dict[str, Any]]:
+    """The targets beside what was found; of a measurement taken again, the last."""
+    found = {(r["system"], r["variant"], r["case"], r["phase"]): r for r in rows if r["shape"] == shape and "s" in r}
+    table: list[dict[str, Any]] = []
+    for what, mine, other, least in RATIOS:
+        if mine in found and other in found:
+            ratio = found[other]["s"] / found[mine]["s"]
+            table.append({"what": what, "found": ratio, "target": f"≥ {least}", "met": ratio >= least})
+    for limited, which, column, limit in LIMITS:
+        value = found.get(which, {}).get(column)
+        if shape == limited and value is not None:
+            _, variant, case, phase = which
+            met = value >= limit if limit > 0 else value <= -limit
+            target = f"{'≥' if limit > 0 else '≤'} {abs(limit)}"
+            table.append(
+                {"what": f"{phase} ({case}), {variant}: {column}", "found": value, "target": target, "met": met}
+            )
+    return table
+
+
+def default_budget() -> int:
+    return 8192 if torch.cuda.is_available() else 256
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["qwen2.5-0.5b" if cuda else "tiny"])
+    parser.add_argument("--cases", nargs="+", choices=("a", "b"), default=["a", "b"])
+    parser.add_argument("--systems", nargs="+", choices=("ours", "trl"), default=["ours", "trl"])
+    parser.add_argument("--features", nargs="+", default=[], help="variants whose name contains one of these")
+    parser.add_argument("--engine-only", action="store_true", help="the training engine by variant, without Ray")
+    parser.add_argument("--profile", action="store_true", help="with --engine-only: where an update's time goes")
+    parser.add_argument("--budget", type=int, default=default_budget(), help="tokens of a micro-batch")
+    parser.add_argument("--checkpointing", action="store_true", help="checkpoint activations, in all systems")
+    parser.add_argument("--compile", action="store_true", help="torch.compile is part of 'all on'")
+    parser.add_argument("--steps", type=int, default=3, help="steps of ours, the first of which is not counted")
+    parser.add_argument("--trl-steps", type=int, default=2, help="steps of TRL; the first is a short warm-up")
+    parser.add_argument("--trl-micro", type=int, help="its per-device batch; default 32 in (a), 8 in (b)")
+    parser.add_argument("--trl-dtype", choices=("float32", "bfloat16"), default="float32", help="of its weights")
+    parser.add_argument("--trl-beta", type=float, default=0.0, help="above 0: with a reference")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds a sub-run may take")
+    parser.add_argument("--folder", type=Path, help="keeps models and logs; default: a temporary one")
+    parser.add_argument("--summary", action="store_true", help="nothing but the targets, from --json")
+    parser.add_argument("--json", help="append every table to this file")
+    options = parser.parse_args()
+    if not options.summary:
+        with tempfile.TemporaryDirectory() as scratch:
+            measure(options, options.folder or Path(scratch), small=not cuda)
+    for shape in options.shapes:
+        table = summary(_all_rows(options.json), shape) if options.json else []
+        if table:
+            report(f"targets, {shape}", table)
+
+
+def measure(options: argparse.Namespace, folder: Path, small: bool) -> None:
+    rate = matmul_rate("cpu" if small else "cuda")
+    report("matrix product", [{"what": "measured rate", "TFLOP/s": rate / 1e12}], options.json)
+    for shape in options.shapes:
+        for case in options.cases:
+            work = work_of(case, shape, options.steps, small)
+            place = work.write((folder / shape).resolve())
+            if options.engine_only:
+                engine_only(options, work, place, rate)
+                continue
+            if "ours" in options.systems:
+                ours(options, work, place, rate)
+            if "trl" in options.systems:
+                if _has_trl():
+                    trl(options, work, place, rate)
+                else:
+                    print("TRL is not installed here: left out", flush=True)
+
+
+def _has_trl() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("trl") is not None
+
+
+def _all_rows(path: str) -> list[dict[str, Any]]:
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    return [row for line in lines for row in json.loads(line)["rows"] if "system" in row]
+
+
+if __name__ == "__main__":
+    main()
