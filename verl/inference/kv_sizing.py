@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 
 import torch
 
+from verl.config.devices import host_memory_available
 from verl.inference.kv_memory import bytes_per_block
 from verl.inference.models import InferenceModel
 
@@ -68,19 +67,6 @@ def _device_room(model: InferenceModel, max_num_seqs: int, utilization: float, w
     free, total = torch.cuda.mem_get_info(model.device)
     logits = max_num_seqs * model.vocab_size * (model.dtype.itemsize + 4 * _LOGIT_COPIES)
     return min(int(utilization * total) - weight_bytes, free - int(_DEVICE_RESERVE * total)) - logits
-
-
-def host_memory_available() -> int:
-    """Bytes a program may still take on this machine, or in its container."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
-    return available
 
 
 def _gb(size: int) -> str:

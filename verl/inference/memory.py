@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from verl.utils.device_memory import note_mapped
+
 __all__ = ["Region"]
 
 
@@ -120,6 +122,8 @@ class _VirtualRange:
         return {"shape": (self._asked,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
 
     def map(self) -> None:
+        if torch.cuda.mem_get_info(self._index)[0] < self._size:
+            torch.cuda.empty_cache()  # what torch keeps for later is not free to anyone else
         try:
             for start in range(0, self._size, self._chunk):
                 size = min(self._chunk, self._size - start)
@@ -129,6 +133,7 @@ class _VirtualRange:
                     ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(self._properties), ctypes.c_uint64(0),
                 )  # fmt: skip
                 self._handles.append((start, size, handle))
+                note_mapped(self._index, size)
                 at = ctypes.c_uint64(self._address.value + start)
                 _call("cuMemMap", at, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
             access = _Access(self._where, _READ_WRITE)
@@ -147,6 +152,7 @@ class _VirtualRange:
         for start, size, handle in self._handles:
             _call("cuMemUnmap", ctypes.c_uint64(self._address.value + start), ctypes.c_size_t(size))
             _call("cuMemRelease", handle)
+            note_mapped(self._index, -size)
         self._handles = []
 
     def free(self) -> None:

@@ -1,12 +1,13 @@
 """Paged attention in plain torch: exact on every device, and made for few CPU cores.
 
-Prefill runs chunk by chunk. Decoding gathers the blocks of sequences of similar length into one padded batch: large
-calls, little padding. Where everything lies is worked out once per forward pass and serves all layers.
+Whole prompts of similar length are attended as one padded batch, and so are decoded sequences, whose blocks are
+gathered for it: large calls, little padding. Later pieces of prompts run one by one. Where everything lies is worked
+out once per forward pass and serves all layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,25 +45,42 @@ class TorchAttention:
         if layout is None:
             layout = step.scratch[TorchAttention, window] = _Layout(step, window, query.dtype)
         out = query.new_empty(query.shape)
+        for batch in layout.prompts:
+            out[batch.rows] = _prompts(batch, query, key, value, scale, softcap)
         for chunk in layout.chunks:
-            out[chunk.rows] = _prefill(chunk, query, key, value, (keys, values), scale, softcap)
+            out[chunk.rows] = _prefill(chunk, query, (keys, values), scale, softcap)
         for bucket in layout.buckets:
             out[bucket.rows] = _decode(bucket, query, (keys, values), scale, softcap)
         return out
 
 
 @dataclass(slots=True)
+class _Prompts:
+    """Whole prompts of similar length: they see only themselves."""
+
+    rows: torch.Tensor
+    """[tokens] their tokens in the pass, prompt after prompt."""
+    padded: torch.Tensor
+    """[n * longest] the same with padding after each prompt (its first token again: no token sees what follows it)."""
+    places: torch.Tensor
+    """[tokens] where `rows` stand in `padded`."""
+    count: int
+    bias: torch.Tensor | None
+    """[1, 1, longest, longest], 0 or -inf; None: causal."""
+
+
+@dataclass(slots=True)
 class _Chunk:
-    """One prefilled piece of a sequence."""
+    """A later piece of a prompt."""
 
     rows: slice
     """Its tokens in the pass."""
-    blocks: torch.Tensor | None
-    """Blocks that hold what it sees; None: it sees only itself."""
+    blocks: torch.Tensor
+    """Blocks that hold what it sees."""
     length: int
     """How many tokens of those blocks count."""
-    bias: torch.Tensor | None
-    """[1, 1, queries, length], 0 or -inf; None: causal."""
+    bias: torch.Tensor
+    """[1, 1, queries, length], 0 or -inf."""
 
 
 @dataclass(slots=True)
@@ -89,18 +107,30 @@ class _Layout:
         self.window = window
         self.dtype = dtype
         self.device = step.slots.device
-        self.chunks = list(self._chunks(step))
+        starts, lengths = step.query_starts.tolist(), step.prefill_lengths.tolist()
+        whole = [i for i, length in enumerate(lengths) if starts[i + 1] - starts[i] == length]
+        self.prompts = [self._prompts(starts, lengths, members) for members in _similar(lengths, whole)]
+        self.chunks = list(self._chunks(step, starts, lengths))
         self.buckets = list(self._buckets(step))
 
-    def _chunks(self, step: AttentionStep) -> Iterator[_Chunk]:
-        starts, lengths = step.query_starts.tolist(), step.prefill_lengths.tolist()
+    def _prompts(self, starts: list[int], lengths: list[int], members: list[int]) -> _Prompts:
+        """`members` are prompts, the longest first."""
+        longest = lengths[members[0]]
+        first = torch.tensor([starts[i] for i in members], device=self.device).unsqueeze(1)
+        size = torch.tensor([lengths[i] for i in members], device=self.device).unsqueeze(1)
+        place = torch.arange(longest, device=self.device).expand(len(members), -1)
+        padded = (first + torch.where(place < size, place, 0)).flatten()
+        places = (place < size).flatten().nonzero().flatten()
+        windowed = self.window is not None and self.window < longest
+        bias = self._bias(0, longest, 0, longest) if windowed else None
+        return _Prompts(padded[places], padded, places, len(members), bias)
+
+    def _chunks(self, step: AttentionStep, starts: list[int], lengths: list[int]) -> Iterator[_Chunk]:
         for i, length in enumerate(lengths):
             rows = slice(starts[i], starts[i + 1])
             queries = rows.stop - rows.start
             first = length - queries
             if first == 0:
-                windowed = self.window is not None and self.window < length
-                yield _Chunk(rows, None, length, self._bias(0, queries, 0, length) if windowed else None)
                 continue
             seen = 0 if self.window is None else max(0, first - self.window + 1) // self.block_size
             blocks = step.prefill_tables[i, seen : -(-length // self.block_size)]
@@ -123,15 +153,7 @@ class _Layout:
         else:
             skipped = [max(0, length - self.window) // self.block_size for length in lengths]
         spans = [length - skip * self.block_size for length, skip in zip(lengths, skipped, strict=True)]
-        members: list[int] = []
-        padding = 0
-        for i in sorted(range(len(spans)), key=lambda i: -spans[i]):
-            padding += spans[members[0]] - spans[i] if members else 0
-            if padding > _TOKENS_PER_CALL:
-                yield self._bucket(step, members, [skipped[m] for m in members], spans[members[0]])
-                members, padding = [], 0
-            members.append(i)
-        if members:
+        for members in _similar(spans, range(len(spans))):
             yield self._bucket(step, members, [skipped[m] for m in members], spans[members[0]])
 
     def _bucket(self, step: AttentionStep, members: list[int], skipped: list[int], longest: int) -> _Bucket:
@@ -152,24 +174,42 @@ class _Layout:
         return _Bucket(rows + step.num_prefill_tokens, blocks.flatten(), longest, bias, where)
 
 
+def _similar(lengths: Sequence[int], members: Iterable[int]) -> Iterator[list[int]]:
+    """`members` in groups of similar length, the longest first: one more call is dearer than their padding."""
+    group: list[int] = []
+    padding = 0
+    for i in sorted(members, key=lambda i: -lengths[i]):
+        padding += lengths[group[0]] - lengths[i] if group else 0
+        if padding > _TOKENS_PER_CALL:
+            yield group
+            group, padding = [], 0
+        group.append(i)
+    if group:
+        yield group
+
+
+def _prompts(
+    batch: _Prompts, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """[tokens, heads, head_dim] of whole prompts."""
+    parts = (part.index_select(0, batch.padded) for part in (query, key, value))
+    queries, keys, values = (part.unflatten(0, (batch.count, -1)).transpose(1, 2) for part in parts)
+    out = _attend(queries, keys, values, batch.bias, batch.bias is None, scale, softcap)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, batch.places)
+
+
 def _prefill(
     chunk: _Chunk,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
     """[queries, heads, head_dim] of one chunk."""
-    if chunk.blocks is None:
-        seen = (key[chunk.rows], value[chunk.rows])
-    else:
-        keys, values = (part.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.length] for part in cache)
-        seen = (keys, values)
+    seen = (part.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.length] for part in cache)
     keys, values = (part.transpose(0, 1).unsqueeze(0) for part in seen)
     queries = query[chunk.rows].transpose(0, 1).unsqueeze(0)
-    return _attend(queries, keys, values, chunk.bias, chunk.bias is None, scale, softcap)[0].transpose(0, 1)
+    return _attend(queries, keys, values, chunk.bias, False, scale, softcap)[0].transpose(0, 1)
 
 
 def _decode(

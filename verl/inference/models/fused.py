@@ -133,14 +133,13 @@ class FusedModel:
             # mypy: only backends of this device reach here, and they have `attend`.
             attend: Any = step.backend
             return attend.attend(index, heads[:, : self.num_heads], step, scale).flatten(1)
-        query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        turned, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if norms is not None:
-            query, key = (
-                torch_ops.rms_norm(query, norms[0], norms[2]),
-                torch_ops.rms_norm(key, norms[1], norms[2]),
-            )
-        cos, sin = self._angles(positions, step)
-        query, key = torch_ops.rotated(query, cos, sin), torch_ops.rotated(key, cos, sin)
+            query, key = turned.split([self.num_heads, self.num_kv_heads], dim=1)
+            query, key = torch_ops.rms_norm(query, norms[0], norms[2]), torch_ops.rms_norm(key, norms[1], norms[2])
+            turned = torch.cat([query, key], dim=1)
+        turned = torch_ops.rotated(turned, *self._angles(positions, step))
+        query, key = turned.split([self.num_heads, self.num_kv_heads], dim=1)
         return step.backend(index, query, key, value, step, scale).flatten(1)
 
     def _angles(self, positions: torch.Tensor, step: AttentionStep) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,6 +24,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`x` [..., size] over its root mean square, times `weight` [size]."""
+    if x.dtype == torch.float32:
+        return functional.rms_norm(x, x.shape[-1:], weight, eps)
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.errors import CallCancelled
+from verl.utils.device_memory import memory_in_use
 from verl.utils.progress import Progress, counted_by
 
 
@@ -211,12 +212,13 @@ class Worker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def peak_memory_gb(self, reset: bool = True) -> float:
         """Most device memory in use since the last reset, in GB; 0 without a GPU."""
-        if self.device_name != "cuda":
-            return 0.0
-        peak = torch.cuda.max_memory_allocated(self.device) / 2**30
-        if reset:
-            torch.cuda.reset_peak_memory_stats(self.device)
-        return peak
+        return memory_in_use(self.device, reset)[0] / 2**30
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def memory_gb(self) -> tuple[float, float]:
+        """(most device memory since the last call, what is held now) of this process in GB; zeros without a GPU."""
+        peak, now = memory_in_use(self.device, reset=True)
+        return peak / 2**30, now / 2**30
 
     def check_cancelled(self) -> None:
         """Long compute methods call this between pieces of work; raises `CallCancelled` once cancelled."""
