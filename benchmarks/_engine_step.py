@@ -116,7 +116,7 @@ class Engine:
 
 
 def rows(
-    work: Work, folder: Path, variant: str, overrides: list[str], rate: float, repeats: int = 2
+    work: Work, folder: Path, variant: str, overrides: list[str], rate: float, repeats: int
 ) -> list[dict[str, Any]]:
     """Update and log-prob pass of a variant."""
     data = batch(work)

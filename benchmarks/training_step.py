@@ -84,7 +84,7 @@ def engine_only(options: argparse.Namespace, work: Work, folder: Path, rate: flo
     wanted = options.features or list(ENGINE_VARIANTS)
     for name, overrides in chosen(found, wanted).items():
         label = f"{name} ({options.budget // 1024}k)" if options.budget != default_budget() else name
-        rows = _engine_step.rows(work, folder, label, overrides, rate)
+        rows = _engine_step.rows(work, folder, label, overrides, rate, options.repeats)
         report(f"engine, {label}: {work.title()}", rows, options.json)
     if options.profile:
         on = found["all on"]
@@ -198,7 +198,10 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="with --engine-only: where an update's time goes")
     parser.add_argument("--budget", type=int, default=default_budget(), help="tokens of a micro-batch")
     parser.add_argument("--checkpointing", action="store_true", help="checkpoint activations, in all systems")
-    parser.add_argument("--compile", action="store_true", help="torch.compile is part of 'all on'")
+    parser.add_argument(
+        "--no-compile", dest="compile", action="store_false", help="leave torch.compile out of 'all on'"
+    )
+    parser.add_argument("--repeats", type=int, default=2, help="measured passes of the engine, after one that is not")
     parser.add_argument("--steps", type=int, default=3, help="steps of ours, the first of which is not counted")
     parser.add_argument("--trl-steps", type=int, default=2, help="steps of TRL; the first is a short warm-up")
     parser.add_argument("--trl-micro", type=int, help="its per-device batch; default 32 in (a), 8 in (b)")

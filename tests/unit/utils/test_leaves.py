@@ -30,7 +30,6 @@ LIGHT = [
     "verl.utils.metric",
     "verl.utils.model",
     "verl.utils.py_functional",
-    "verl.utils.seqlen_balancing",
     "verl.utils.tokenizer",
     "verl.utils.tracking",
 ]

@@ -11,7 +11,11 @@ from verl.trainer.ppo.console import Console
 
 
 class Phases:
-    """Seconds and, on GPUs, memory per phase of one training step: the peak as `name`, what stays as `name/after`."""
+    """Seconds and, on GPUs, memory per phase of one training step: the peak as `name`, what stays as `name/after`.
+
+    Workers are asked after a phase of theirs only: asking costs the controller milliseconds. Peaks of nested phases are
+    the outer one's too.
+    """
 
     def __init__(
         self, console: Console, memory: Callable[[tuple[Any, ...]], tuple[float, float]] | None = None
@@ -32,11 +36,12 @@ class Phases:
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-        if self._memory is not None:
-            peak, after = self._memory(tuple(group for group in groups if group is not None))
-            self._peaks.append(peak)  # asking begins a new peak: those of nested phases count here too
+        working = tuple(group for group in groups if group is not None)
+        if self._memory is not None and working:
+            peak, self.memory_gb[f"{name}/after"] = self._memory(working)
+            self._peaks.append(peak)
+        if self._peaks[inner:]:
             self.memory_gb[name] = max(self.memory_gb.get(name, 0.0), *self._peaks[inner:])
-            self.memory_gb[f"{name}/after"] = after
 
 
 # What helps where a phase takes most of the time.

@@ -199,7 +199,7 @@ class RayPPOTrainer:
     def _train_step(self, batch: DataProto) -> dict[str, float]:
         """One training step on a batch of prompts; returns its metrics."""
         metrics: dict[str, float] = {}
-        with self.phases("update_weights"):
+        with self.phases("update_weights", self.actor_wg):
             self._hand_over_weights()
         if self.config.algorithm.filter_groups.enable:
             batch = fill_batch(self, batch, metrics)
@@ -371,9 +371,8 @@ class RayPPOTrainer:
             dump_rows(batch, self.tokenizer, trainer.rollout_data_dir, step)
 
     def _memory_gb(self, groups: tuple[Any, ...]) -> tuple[float, float]:
-        """(peak since last asked, now) of the fullest rank that works; without groups, of the policy's."""
-        working = groups or (self.actor_wg, *((self.rollout_wg,) if self.rollout_wg is not self.actor_wg else ()))
-        ranks = [memory for group in working for memory in group.memory_gb()]
+        """(peak since last asked, now) of the fullest rank that works."""
+        ranks = [memory for group in groups for memory in group.memory_gb()]
         return max(peak for peak, _ in ranks), max(now for _, now in ranks)
 
     # ---------------------------------------------------------------- checkpoints and logs

@@ -154,10 +154,13 @@ def fill(
 
 def whole_tensor(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The full tensor on `device`, also when shards wait in host memory; a collective for sharded ones."""
-    value = value.detach().to(dtype)
+    value = value.detach()
     if not isinstance(value, DTensor):
-        return value.to(device)
-    local = value.to_local().to(device)
+        return value.to(device, dtype)
+    # The shard, not the sharded tensor: an operation on that costs the host more than a small weight's copy.
+    local = value.to_local().to(device, dtype)
+    if value.device_mesh.size() == 1:
+        return local
     moved = DTensor.from_local(
         local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
     )
