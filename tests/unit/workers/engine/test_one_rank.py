@@ -17,6 +17,7 @@ from engine_cases import (
     whole_weights,
 )
 from tiny import save_tiny_model, tiny_config, tiny_model
+from torch._dynamo.exc import TorchDynamoException
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,6 +29,7 @@ from verl.models import forward
 from verl.models.heads import ValueModel
 from verl.protocol import DataProto
 from verl.workers.engine.base import Counts, MicroBatching, TensorSpec
+from verl.workers.engine.fsdp import sharding
 
 BOTH = ["log_probs", "entropy"]
 
@@ -82,7 +84,7 @@ def test_fields_and_gradients_equal_plain_transformers(family, changes, temperat
         (MicroBatching(size=4), {}, {}),
         (MicroBatching(max_tokens=20), {}, {}),
         (MicroBatching(), {"enable_gradient_checkpointing": False}, {}),
-        (MicroBatching(), {"reshard_after_forward": False}, {}),
+        (MicroBatching(size=2), {"reshard_after_forward": True}, {}),
         (MicroBatching(size=2), {}, {"extra_prompt": 13}),
         (MicroBatching(size=4), {"use_remove_padding": False}, {}),
     ],
@@ -92,6 +94,21 @@ def test_gradients_do_not_depend_on_how_the_rows_are_cut_padded_or_recomputed(mi
     engine = make_engine(model, **{"enable_gradient_checkpointing": True, **changes})
     engine.forward_backward(make_batch(**batch), token_loss, BOTH, 0.8, micro)
     assert_close(engine_gradients(engine), plain_gradients("qwen2", make_batch(), 0.8))
+
+
+def test_one_rank_adds_up_micro_batches_and_reduces_them_once(monkeypatch):
+    engine, ends = make_engine(tiny_model()), []
+    monkeypatch.setattr(sharding, "finish_with", lambda model, last: ends.append(last))
+    engine.forward_backward(make_batch(rows=6), token_loss, BOTH, micro=MicroBatching(size=2))
+    assert ends == [False, False, True]
+
+
+def test_a_compiler_that_fails_is_explained_with_the_key():
+    with (
+        pytest.raises(RuntimeError, match=r"use_torch_compile: the layers of Qwen2.* \(no compiler\).*=False"),
+        sharding.compiling_explained(make_engine(tiny_model()).model),
+    ):
+        raise TorchDynamoException("no compiler\nmore lines")
 
 
 def test_accumulated_halves_with_global_counts_equal_the_whole():

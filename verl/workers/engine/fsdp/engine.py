@@ -101,7 +101,8 @@ class FSDPEngine:
         self._checkpoint_activations(
             getattr(model_config, "enable_gradient_checkpointing", False) and optim is not None
         )
-        if compile_layers and self._packs and self.device.type == "cuda":
+        self._compiled = compile_layers and self._packs and self.device.type == "cuda"
+        if self._compiled:
             sharding.compile_layers(self.model)
         self._optimizer: ShardedAdamW | None = None
         moments = lambda: self._optimizer.state_tensors() if self._optimizer is not None else ()  # noqa: E731
@@ -359,7 +360,8 @@ class FSDPEngine:
         rows = without_padding(batch["input_ids"], batch["attention_mask"], shape[1], self.model.pad_token_id)
         if self._sharing is not None:
             rows = shared_rows(rows, self._sharing)
-        return self.model(rows.to(self.device), tuple(outputs), shape, temperature)
+        with sharding.compiling_explained(self.model) if self._compiled else nullcontext():
+            return self.model(rows.to(self.device), tuple(outputs), shape, temperature)
 
     def _on_device(self, part: DataProto) -> DataProto:
         tensors = dict(part.batch.items())

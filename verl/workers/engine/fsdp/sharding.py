@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -99,6 +100,20 @@ def compile_layers(model: ResponseModel) -> None:
     """Compile each layer's pass for any number of tokens; layers of one kind share the code."""
     for layer in outermost_layers(model.hf):
         layer.compile(dynamic=True)
+
+
+@contextmanager
+def compiling_explained(model: ResponseModel) -> Iterator[None]:
+    """Around a pass of compiled layers: a compiler that fails (or is missing) is no riddle."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        raise RuntimeError(
+            f"use_torch_compile: the layers of {type(model.hf).__name__} could not be compiled "
+            f"({str(error).strip().splitlines()[0]}). Set actor_rollout_ref.actor.use_torch_compile=False."
+        ) from error
 
 
 def sharded_modules(model: nn.Module) -> Iterator[Any]:
