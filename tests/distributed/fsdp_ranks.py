@@ -36,6 +36,7 @@ def two_ranks_at_work(rank, ranks, folder):
     found["inferred"] = dict(engine.infer(mine, BOTH, 0.7, MicroBatching(size=2)).batch.items())
     found["skipped"] = skipped_step(engine, mine, rank)
     found["value"] = value_gradients(mine)
+    found["value weights"] = whole_weights(make_engine(value_model(), "value"))
     found["second step"] = {tied: second_gradients(mine, tied) for tied in (False, True)}
     found["empty"] = dict(engine.infer(mine if rank else mine[:0], BOTH).batch.items())
 

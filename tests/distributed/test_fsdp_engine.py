@@ -15,7 +15,7 @@ from engine_cases import (
     run_ranks,
     whole_weights,
 )
-from fsdp_ranks import CHANGES, MINE, ROWS, steps, two_ranks_at_work, value_gradients
+from fsdp_ranks import CHANGES, MINE, ROWS, steps, two_ranks_at_work, value_gradients, value_model
 from lora_cases import adapter_values, lora_engine, nudged, peft_gradients
 from peft import PeftModel
 from reads import files_read
@@ -64,6 +64,13 @@ def test_gradients_after_a_step_are_those_at_the_new_weights(found, tied):
     model = tiny_model(tie_word_embeddings=tied)
     model.load_state_dict(weights)
     assert_close(gradients, gradients_of(model, make_batch(rows=ROWS), 0.7))
+
+
+def test_weights_of_one_row_which_only_one_rank_has_come_whole_out_of_a_bucket(found):
+    wanted = value_model().state_dict()
+    for rank in (0, 1):
+        assert set(found[rank]["value weights"]) == set(wanted)
+        assert all(torch.equal(value, wanted[name]) for name, value in found[rank]["value weights"].items())
 
 
 def test_gradients_of_a_value_model_do_not_depend_on_the_number_of_ranks(found):

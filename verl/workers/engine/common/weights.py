@@ -11,25 +11,25 @@ from verl.workers.engine.base import TensorSpec
 
 def bucketed(
     manifest: Mapping[str, TensorSpec],
-    whole: Callable[[str, torch.dtype], torch.Tensor],
+    whole: Callable[[dict[str, torch.dtype]], dict[str, torch.Tensor]],
     dtype: torch.dtype | None,
     max_bytes: int,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors `whole(name, dtype)` in the order of the manifest, as many at a time as fit `max_bytes`.
+    """What `whole` gives for names and their dtypes, in the order of the manifest, as many as fit `max_bytes`.
 
     A tensor larger than that comes alone. Buckets depend only on the manifest: every rank cuts the same ones.
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes: {max_bytes} holds no tensor. Use the size of a transfer buffer, e.g. 512 MB.")
-    bucket: dict[str, torch.Tensor] = {}
+    bucket: dict[str, torch.dtype] = {}
     filled = 0
     for name, spec in manifest.items():
         target = dtype if dtype is not None and spec.dtype.is_floating_point else spec.dtype
         size = target.itemsize * torch.Size(spec.shape).numel()
         if bucket and filled + size > max_bytes:
-            yield bucket
+            yield whole(bucket)
             bucket, filled = {}, 0
-        bucket[name] = whole(name, target)
+        bucket[name] = target
         filled += size
     if bucket:
-        yield bucket
+        yield whole(bucket)

@@ -207,9 +207,7 @@ class FSDPEngine:
     def buckets(self, dtype: torch.dtype | None, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
         """Those weights, whole and on the engine's device, where they stay; all ranks walk in lockstep."""
         self.to("device", optimizer=False)
-        named = self._weights.named()
-        whole = lambda name, target: self._weights.whole(name, named[name], target)  # noqa: E731
-        return bucketed(self.manifest(), whole, dtype, max_bytes)
+        return bucketed(self.manifest(), self._weights.bucket(), dtype, max_bytes)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move weights (with any gradients) and moments to host memory ("cpu") or back ("device")."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,21 @@ class ModelWeights:
     def stored(self) -> dict[str, torch.Tensor]:
         """What a checkpoint must hold to continue, under the names it has here: what learns."""
         return self.unique() if self._adapters is None else self._adapters.trained(self._hf.state_dict())
+
+    def bucket(self) -> Callable[[dict[str, torch.dtype]], dict[str, torch.Tensor]]:
+        """Gives the whole weights of the names it is called with, in their dtypes; a collective, and as a rule one."""
+        named = self.named()
+
+        def gathered(dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+            adapted = {name for name in dtypes if self._adapters is not None and self._adapters.has(name)}
+            plain = {name: (named[name], dtype) for name, dtype in dtypes.items() if name not in adapted}
+            found = sharding.whole_tensors(plain, self._device)
+            return {
+                name: self.whole(name, named[name], dtype) if name in adapted else found[name]
+                for name, dtype in dtypes.items()
+            }
+
+        return gathered
 
     def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight `name`, of which `value` is the shard, with its adapter, on the engine's device; a collective."""
