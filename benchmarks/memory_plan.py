@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from _report import report
+from _shapes import shape_config
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, as_config
 from verl.config.memory_costs import GB, TrainedModel
@@ -26,16 +27,7 @@ from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.fsdp import FSDPEngine
 
-QWEN_05B = {
-    "hidden_size": 896,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "intermediate_size": 4864,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 32768,
-}
+SHAPE = "qwen2.5-0.5b"
 PROMPT, ANSWER = 256, 768
 ACTOR = "actor_rollout_ref.actor"
 
@@ -124,9 +116,9 @@ def beside_a_critic(case: Case) -> list[dict[str, Any]]:
 
 
 def build(case: Case, kind: str) -> tuple[FSDPEngine, TrainedModel]:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.for_model("qwen2", **QWEN_05B)
+    config = shape_config(SHAPE)
     with torch.device("cuda"):
         source: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if kind == "value":
@@ -161,7 +153,9 @@ def build(case: Case, kind: str) -> tuple[FSDPEngine, TrainedModel]:
 def batch(tokens: int) -> DataProto:
     """Two micro-batches of this many tokens, all rows of full length."""
     rows, width = 2 * tokens // (PROMPT + ANSWER), PROMPT + ANSWER
-    ids = torch.randint(5, QWEN_05B["vocab_size"] - 1, (rows, width), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        5, shape_config(SHAPE).vocab_size - 1, (rows, width), generator=torch.Generator().manual_seed(0)
+    )
     ones = torch.ones_like(ids)
     return DataProto.from_dict(
         {

@@ -86,6 +86,37 @@ _OTHERS_REST = _offload(
 )
 _LENGTHS = [Remedy("data.max_response_length", "halve"), Remedy("data.max_prompt_length", "halve")]
 
+
+def _scoring(block: str, size: str) -> tuple[Remedy, ...]:
+    """A pass that gives numbers to answers: of the critic, of a reward model."""
+    return (
+        *_cut(block, size, "forward_max_token_len_per_gpu"),
+        *_KV_STAYS,
+        Remedy(f"{block}.ulysses_sequence_parallel_size", "double"),
+        *_OTHERS_REST,
+        *_offload(f"{_ACTOR}.fsdp_config.param_offload"),
+        *_LENGTHS,
+    )
+
+
+def _update(block: str, model: str, beside: str) -> tuple[Remedy, ...]:
+    """`beside`: the other role that learns."""
+    return (
+        *_cut(block, *_UPDATE),
+        Remedy(f"{model}.enable_gradient_checkpointing", "on"),
+        *_KV_STAYS,
+        Remedy(f"{block}.ulysses_sequence_parallel_size", "double"),
+        *_offload(
+            f"{beside}.fsdp_config.optimizer_offload",
+            f"{_REF}.fsdp_config.param_offload",
+            f"{beside}.fsdp_config.param_offload",
+            f"{block}.fsdp_config.grad_offload",
+        ),
+        Remedy(f"{block}.optim.state_dtype", "bf16"),
+        *_LENGTHS,
+    )
+
+
 _TABLE: dict[str, tuple[Remedy, ...]] = {
     "gen": (
         Remedy(f"{_ROLLOUT}.gpu_memory_utilization", "lower"),
@@ -111,50 +142,10 @@ _TABLE: dict[str, tuple[Remedy, ...]] = {
         *_offload(f"{_ACTOR}.fsdp_config.param_offload"),
         *_LENGTHS,
     ),
-    "values": (
-        *_cut(_CRITIC, "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"),
-        *_KV_STAYS,
-        Remedy(f"{_CRITIC}.ulysses_sequence_parallel_size", "double"),
-        *_OTHERS_REST,
-        *_offload(f"{_ACTOR}.fsdp_config.param_offload"),
-        *_LENGTHS,
-    ),
-    "reward": (
-        *_cut(_REWARD, "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"),
-        *_KV_STAYS,
-        Remedy(f"{_REWARD}.ulysses_sequence_parallel_size", "double"),
-        *_OTHERS_REST,
-        *_offload(f"{_ACTOR}.fsdp_config.param_offload"),
-        *_LENGTHS,
-    ),
-    "update_critic": (
-        *_cut(_CRITIC, *_UPDATE),
-        Remedy(f"{_CRITIC}.model.enable_gradient_checkpointing", "on"),
-        *_KV_STAYS,
-        Remedy(f"{_CRITIC}.ulysses_sequence_parallel_size", "double"),
-        *_offload(
-            f"{_ACTOR}.fsdp_config.optimizer_offload",
-            f"{_REF}.fsdp_config.param_offload",
-            f"{_ACTOR}.fsdp_config.param_offload",
-            f"{_CRITIC}.fsdp_config.grad_offload",
-        ),
-        Remedy(f"{_CRITIC}.optim.state_dtype", "bf16"),
-        *_LENGTHS,
-    ),
-    "update_actor": (
-        *_cut(_ACTOR, *_UPDATE),
-        Remedy(f"{_POLICY}.model.enable_gradient_checkpointing", "on"),
-        *_KV_STAYS,
-        Remedy(f"{_ACTOR}.ulysses_sequence_parallel_size", "double"),
-        *_offload(
-            f"{_CRITIC}.fsdp_config.optimizer_offload",
-            f"{_REF}.fsdp_config.param_offload",
-            f"{_CRITIC}.fsdp_config.param_offload",
-            f"{_ACTOR}.fsdp_config.grad_offload",
-        ),
-        Remedy(f"{_ACTOR}.optim.state_dtype", "bf16"),
-        *_LENGTHS,
-    ),
+    "values": _scoring(_CRITIC, "forward_micro_batch_size_per_gpu"),
+    "reward": _scoring(_REWARD, "micro_batch_size_per_gpu"),
+    "update_critic": _update(_CRITIC, f"{_CRITIC}.model", beside=_ACTOR),
+    "update_actor": _update(_ACTOR, f"{_POLICY}.model", beside=_CRITIC),
     "sft": (
         *_cut("data", "micro_batch_size_per_gpu", "max_token_len_per_gpu"),
         Remedy("model.enable_gradient_checkpointing", "on"),

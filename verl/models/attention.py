@@ -25,6 +25,7 @@ PACKED = "verl_packed"
 _VARLEN_ASKS_TO_SHARE = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_LIMIT = 256
+_LAYER_KINDS = {"full_attention", "sliding_attention"}
 
 
 def attend_packed(model: Any) -> None:
@@ -66,6 +67,14 @@ def packed_attention(
     if parallel is not None:
         out = parallel.restore(out)
     return out[None], None
+
+
+def layers_objection(hf: Any, config: Any) -> str | None:
+    """Why the layers of a Hugging Face model cannot attend by a function of ours, as its class and config say."""
+    if not hf.is_backend_compatible():
+        return "it does not attend through transformers' attention interface"
+    strange = set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS
+    return f"it has layers of the kind {', '.join(sorted(strange))}" if strange else None
 
 
 def window_lost(config: Any, windows: list[int | None]) -> str | None:

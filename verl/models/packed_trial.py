@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.models.attention import attend_packed, packed_attention, window_lost
+from verl.models.attention import attend_packed, layers_objection, packed_attention, window_lost
 from verl.models.forward import ResponseModel, front_rows
 from verl.models.packing import Packing, packed_rows
 
 logger = logging.getLogger(__name__)
 
-_LAYER_KINDS = {"full_attention", "sliding_attention"}
 _TRIAL = "verl_packed_trial"
 
 
@@ -47,10 +46,7 @@ def _unsupported(model: ResponseModel, hf: Any) -> str | None:
         return "it has an encoder"
     if getattr(hf, "_is_stateful", False):
         return "its layers carry a state along the row"
-    if not hf.is_backend_compatible():
-        return "it does not attend through transformers' attention interface"
-    strange = set(getattr(hf.config.get_text_config(), "layer_types", None) or ()) - _LAYER_KINDS
-    return f"it has layers of the kind {', '.join(sorted(strange))}" if strange else None
+    return layers_objection(hf, hf.config.get_text_config())
 
 
 def _difference(model: ResponseModel, hf: Any, device: torch.device) -> str | None:

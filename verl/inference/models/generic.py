@@ -15,12 +15,12 @@ from verl.inference.attention.base import AttentionStep
 from verl.inference.memory import Region
 from verl.inference.models.trial import StepLostError, Trial
 from verl.inference.weights import Shard, pack_module
+from verl.models.attention import layers_objection
 from verl.models.heads import logit_adjustment
 
 __all__ = ["GenericModel"]
 
 _ATTENTION = "verl_paged"
-_LAYER_KINDS = {"full_attention", "sliding_attention"}
 # Rotary embeddings that turn to other angles for everyone once one sequence of a batch is long.
 _BATCH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 
@@ -90,11 +90,9 @@ def _unsupported_reason(hf: Any, config: Any, max_length: int) -> str | None:
         return "its state is no KV cache"
     if hf.config.is_encoder_decoder:
         return "it has an encoder"
-    if not hf.is_backend_compatible():
-        return "it does not attend through transformers' attention interface"
-    strange = set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS
-    if strange:
-        return f"it has layers of the kind {', '.join(sorted(strange))}"
+    objection = layers_objection(hf, config)
+    if objection is not None:
+        return objection
     rotary = getattr(config, "rope_parameters", None) or {}
     for settings in [rotary, *(value for value in rotary.values() if isinstance(value, dict))]:
         kind = settings.get("rope_type")
