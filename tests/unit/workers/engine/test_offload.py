@@ -28,7 +28,7 @@ def test_tensors_that_are_away_hold_no_memory_and_come_back_bit_for_bit():
     group.leave(tensors)
     assert group.away
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * 5
-    assert group.host_bytes == 15 * 4 + 12 * 4 + 3 * 2, "two views of one storage travel once"
+    assert group._host.size == 15 * 4 + 12 * 4 + 3 * 2, "two views of one storage travel once"
     group.come_back()
     group.wait()
     assert not group.away

@@ -78,11 +78,6 @@ class OffloadedTensors:
     def away(self) -> bool:
         return bool(self._away)
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory held for them, also while they are on the device."""
-        return self._host.size
-
     def leave(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy to host memory and give the device's back; the tensors may not be read until `come_back`."""
         if self._away:
