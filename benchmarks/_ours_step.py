@@ -82,7 +82,7 @@ def run(
     head = {"system": "verl", "variant": variant, "case": work.case, "shape": work.shape}
     if len(steps) < 2:
         return [{**head, "phase": "step", "note": problem or "fewer than two steps"}]
-    rows = _phase_rows(work, steps, _busy(clock), rate)
+    rows = _phase_rows(work, steps, _busy(clock, whole=False), _busy(clock, whole=True), rate)
     note = problem or f"{len(steps)} steps, {time.monotonic() - start:.0f} s with start-up"
     return [{**head, **row} for row in rows[:-1]] + [{**head, **rows[-1], "note": note}]
 
@@ -112,11 +112,13 @@ def _steps(metrics: Path) -> list[dict[str, float]]:
     return [row for row in rows if "timing_s/step" in row]
 
 
-def _busy(clock: Path) -> list[float]:
+def _busy(clock: Path, whole: bool) -> list[float]:
     """Seconds of each step in which any rank worked; an update of the actor ends a rank's step."""
     steps: dict[int, list[tuple[float, float]]] = {}
     of_rank: dict[int, int] = {}
     for call in map(json.loads, clock.read_text().splitlines() if clock.exists() else []):
+        if call["whole"] is not whole:
+            continue
         step = of_rank.setdefault(call["rank"], 0)
         if call["method"] not in ("init_model", "save_checkpoint"):
             steps.setdefault(step, []).append((call["begin"], call["end"]))
@@ -133,7 +135,9 @@ def _covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def _phase_rows(work: Work, steps: list[dict[str, float]], busy: list[float], rate: float) -> list[dict[str, Any]]:
+def _phase_rows(
+    work: Work, steps: list[dict[str, float]], computing: list[float], working: list[float], rate: float
+) -> list[dict[str, Any]]:
     """One row per phase, one for the step with what is left over."""
     measured = range(1, len(steps))
     count = len(measured)
@@ -159,9 +163,9 @@ def _phase_rows(work: Work, steps: list[dict[str, float]], busy: list[float], ra
         (value for step in measured for key, value in steps[step].items() if key.startswith("memory_gb/")), default=0.0
     )
     row: dict[str, Any] = {"phase": "step", "s": whole, "tokens/s": tokens / whole, "peak GB": peak or None}
-    if len(busy) >= len(steps):
-        working = sum(busy[step] for step in measured) / count
-        row["idle s"] = whole - working
-        row["controller %"] = 100 * max(0.0, whole - working - reward) / whole
+    if len(working) >= len(steps):
+        row["idle s"] = whole - sum(computing[step] for step in measured) / count
+        left = whole - reward - sum(working[step] for step in measured) / count
+        row["controller %"] = 100 * max(0.0, left) / whole
     rows.append(row)
     return rows

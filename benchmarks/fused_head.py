@@ -43,7 +43,7 @@ def main() -> None:
         case = Case(args.tokens, size, args.vocab, args.repeats)
         table += [row for name, way in WAYS.items() for row in case.rows(name, way)]
         for megabytes in args.chunk_mb:
-            rows = max(1, megabytes * 2**20 // (args.vocab * case.hidden.element_size()))
+            rows = max(1, megabytes * 2**20 // (args.vocab * 4))
             way = lambda *inputs, rows=rows: fused(*inputs, chunk_rows=rows)  # noqa: E731
             table += case.rows(f"fused, {megabytes} MB chunks", way)
         table += Case(args.more_tokens, size, args.vocab, args.repeats).rows("fused", fused)
@@ -148,11 +148,12 @@ class Case:
 
 
 def kernel_rows(vocab: int, repeats: int) -> list[dict[str, object]]:
-    from verl.models.kernels.label_statistics import logit_gradients_, row_statistics
+    from verl.models.kernels.label_statistics import logit_gradients, row_statistics
 
     device = torch.device("cuda")
-    rows = rows_per_chunk(10**6, vocab, 2, "cuda")
-    logits = torch.randn(rows, vocab, device=device, dtype=torch.bfloat16)
+    rows = rows_per_chunk(10**6, vocab, 4, "cuda")
+    logits = torch.randn(rows, vocab, device=device)
+    d_logits = logits.bfloat16()
     labels = torch.randint(0, vocab, (rows,), device=device)
     planes = torch.empty(4, rows, device=device)
     ones = torch.ones(rows, device=device)
@@ -163,8 +164,8 @@ def kernel_rows(vocab: int, repeats: int) -> list[dict[str, object]]:
         passes = {
             "statistics": (1, lambda w=with_entropy: row_statistics(logits, labels, planes, 1.0, 1.0, None, w)),
             "gradients": (
-                2,
-                lambda d=d_entropy: logit_gradients_(logits, labels, 12 * ones, ones, ones, d, 1.0, 1.0, None),
+                1.5,
+                lambda d=d_entropy: logit_gradients(logits, d_logits, labels, 12 * ones, ones, ones, d, 1.0, 1.0, None),
             ),
         }
         for name, (times, run) in passes.items():

@@ -163,6 +163,28 @@ def test_writing_into_a_fetched_column_counts(rollers):
         batch.non_tensor_batch["uid"][0] = "x"
 
 
+def test_columns_travel_when_they_are_needed_and_once(rollers):
+    batch = generate(rollers, [3, 1, 4])
+    stored, fetched = traffic.stored, traffic.fetched
+    batch.batch["token_level_scores"] = batch.batch["response_mask"].float()
+    batch.non_tensor_batch["tests"] = np.array(["x" * 1000] * 3, dtype=object)
+    batch.union(DataProto.from_dict({}, {"truth": list("abc")}))
+    once = traffic.fetched
+    assert once > fetched
+    _ = batch.batch["response_mask"], batch.batch["token_level_scores"], batch.non_tensor_batch["truth"]
+    rollers.look(batch.select(["responses", "score"], ["uid"]))
+    assert traffic.fetched - once == 0, "what was fetched or set is here"
+    assert traffic.stored == stored, "what nobody was sent is not stored"
+    rows = rollers.look(batch).non_tensor_batch["row"]
+    assert [row["truth"] for row in rows] == ["a", "b", "c"]
+    sent = traffic.stored
+    assert sent > stored
+    rollers.look(batch)
+    assert traffic.stored == sent, "stored once"
+    batch.batch["token_level_scores"][0, 0] = 9.0
+    assert rollers.look(batch).non_tensor_batch["row"][0]["token_level_scores"][0] == 9.0, "and again when written"
+
+
 def test_union_refuses_columns_that_disagree_and_accepts_those_that_agree(rollers):
     batch = generate(rollers, [3, 1])
     batch.union(batch.select(["score"]))

@@ -109,6 +109,17 @@ def pop_and_union(rng, plain, stored):
     return plain.union(popped), stored.union(popped_stored)
 
 
+def look_rename_and_set(rng, plain, stored):
+    for batch in (plain, stored):
+        _ = batch.batch["responses"]
+        batch.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"][::-1].copy()
+        batch.rename(["score", "uid"], ["points", "names"])
+        batch.batch["score"] = batch.batch["points"] * 2
+        batch.union(DataProto.from_dict({}, {"uid": batch.non_tensor_batch["names"].tolist()}))
+        batch.pop(["points"], ["names"])
+    return plain, stored
+
+
 def travel(rng, plain, stored):
     """Through pickle, as to a worker: only the parts in use go along."""
     import ray
@@ -125,6 +136,7 @@ OPERATIONS = [
     new_token_column,
     write_in_place,
     pop_and_union,
+    look_rename_and_set,
     travel,
 ]
 

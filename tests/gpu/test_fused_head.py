@@ -41,7 +41,7 @@ def exact(logits, labels, temperature, adjust):
 @pytest.mark.parametrize("vocab", [2, 37, 8192, 50_257, QWEN_VOCAB])
 @pytest.mark.parametrize("adjust", ADJUSTMENTS)
 def test_statistics_and_gradients_of_a_chunk_are_exact(dtype, vocab, adjust):
-    from verl.models.kernels.label_statistics import logit_gradients_, row_statistics
+    from verl.models.kernels.label_statistics import logit_gradients, row_statistics
 
     rows, temperature = 19, 0.7
     logits = padded(rows, vocab, dtype)
@@ -58,8 +58,8 @@ def test_statistics_and_gradients_of_a_chunk_are_exact(dtype, vocab, adjust):
         loss = (log_probs * d_log_probs).sum() + (entropy * d_entropy).sum() * with_entropy
         (wanted,) = torch.autograd.grad(loss, leaf, retain_graph=True)
         place = torch.empty(rows, logits.stride(0), device=CUDA, dtype=dtype)[:, :vocab].copy_(logits)
-        logit_gradients_(
-            place, labels, log_total.detach().float(), entropy.detach().float(), d_log_probs,
+        logit_gradients(
+            place, place, labels, log_total.detach().float(), entropy.detach().float(), d_log_probs,
             d_entropy if with_entropy else None, temperature, adjust.scale, adjust.softcap,
         )  # fmt: skip
         error = (place.double() - wanted).norm() / wanted.norm().clamp(min=1e-6)
@@ -67,7 +67,7 @@ def test_statistics_and_gradients_of_a_chunk_are_exact(dtype, vocab, adjust):
 
 
 def test_tokens_that_cannot_occur_add_nothing_and_what_is_not_a_number_stays_so():
-    from verl.models.kernels.label_statistics import logit_gradients_, row_statistics
+    from verl.models.kernels.label_statistics import logit_gradients, row_statistics
 
     logits = padded(3, 9001, torch.bfloat16)
     logits[0, 100:9000] = -torch.inf
@@ -84,8 +84,8 @@ def test_tokens_that_cannot_occur_add_nothing_and_what_is_not_a_number_stays_so(
     assert label[2] == -torch.inf, "the label is in another part of the vocabulary"
     ones = torch.ones(3, device=CUDA)
     log_totals = (highest + total.log()).float()
-    logit_gradients_(
-        logits, labels, log_totals, entropy.detach().float().expand(3).contiguous(), ones, ones, 1.0, 1.0, None
+    logit_gradients(
+        logits, logits, labels, log_totals, entropy.detach().float().expand(3).contiguous(), ones, ones, 1.0, 1.0, None
     )
     assert (logits[0, 100:9000] == 0).all()
     assert logits[0].isfinite().all()
@@ -133,8 +133,8 @@ def test_a_chunk_and_the_weights_gradient_are_all_the_memory_it_takes():
     log_probs, entropy = label_statistics(hidden, weight, labels, 1.0, True)
     (log_probs.sum() + entropy.sum()).backward()
     taken = torch.cuda.max_memory_allocated() - before
-    chunk, d_weight, d_hidden = 512 * 2**20, QWEN_VOCAB * size * (4 + 2), rows * size * 2
-    assert taken < 1.05 * (chunk + d_weight + d_hidden), f"{taken / 1e9:.2f} GB; all logits take 5 GB"
+    chunk, d_weight, d_hidden = 1.5 * 2**30, QWEN_VOCAB * size * (4 + 2), rows * size * 2
+    assert taken < 1.05 * (chunk + d_weight + d_hidden), f"{taken / 1e9:.2f} GB; all logits take 10 GB"
 
 
 def test_no_pass_waits_for_the_gpu():

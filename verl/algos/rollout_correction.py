@@ -49,7 +49,7 @@ def correct_rollout(
     """
     config = as_config(RolloutCorrectionConfig, config)
     log_ratio = _log_ratio(old_log_prob, rollout_log_prob, response_mask)
-    metrics = mismatch_metrics(old_log_prob, rollout_log_prob, response_mask)
+    metrics = _mismatch_metrics(log_ratio, response_mask.bool())
     weights = None
     if config.rollout_is is not None:
         weights, truncated = importance_weights(
@@ -92,22 +92,23 @@ def mismatch_metrics(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:
     """How far the two policies are apart on this batch. `log_prob_diff` is the mean |difference| of log-probs."""
-    mask = response_mask.bool()
+    return _mismatch_metrics(_log_ratio(old_log_prob, rollout_log_prob, response_mask), response_mask.bool())
+
+
+def _mismatch_metrics(padded: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    per_sequence = _bounded_exp(padded.sum(dim=-1)[mask.any(dim=-1)])
     # Only real tokens from here on, [tokens]: long answers are few, and most of a padded batch is padding.
-    log_ratio = (old_log_prob[mask] - rollout_log_prob[mask]).detach()
+    log_ratio = padded[mask]
     if not len(log_ratio):
         log_ratio = log_ratio.new_zeros(1)  # two policies that said nothing agree
-    lengths = mask.sum(dim=-1)
-    sums = log_ratio.new_zeros(len(mask)).index_add_(0, mask.nonzero()[:, 0], log_ratio[: int(lengths.sum())])
-    per_sequence = _bounded_exp(sums[lengths > 0])
     divergence = {name: kl_penalty(-log_ratio, torch.zeros_like(log_ratio), name) for name in ("k1", "k3")}
-    ratio = _bounded_exp(log_ratio)
+    ratio, distance = _bounded_exp(log_ratio), log_ratio.abs()
     mean_ratio = ratio.mean()
     metrics = {
         "rollout_corr/kl": divergence["k1"].mean(),
         "rollout_corr/k3_kl": divergence["k3"].mean(),
-        "rollout_corr/log_prob_diff": log_ratio.abs().mean(),
-        "rollout_corr/log_prob_diff_max": log_ratio.abs().max(),
+        "rollout_corr/log_prob_diff": distance.mean(),
+        "rollout_corr/log_prob_diff_max": distance.max(),
         "rollout_corr/ratio_mean": mean_ratio,
         # Effective share of the tokens if they were weighted by their ratios: 1 when the policies agree.
         "rollout_corr/effective_share": mean_ratio**2 / (ratio**2).mean().clamp(min=1e-12),
@@ -152,5 +153,6 @@ def _masked_metrics(before: torch.Tensor, after: torch.Tensor) -> dict[str, floa
 
 
 def _quantiles(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    tokens = tokens[:: -(-len(tokens) // _QUANTILE_TOKENS)].sort().values
-    return {name: tokens[round(share * (len(tokens) - 1))] for name, share in _QUANTILES.items()}
+    tokens = tokens[:: -(-len(tokens) // _QUANTILE_TOKENS)]
+    last = len(tokens) - 1
+    return {name: tokens.kthvalue(round(share * last) + 1).values for name, share in _QUANTILES.items()}

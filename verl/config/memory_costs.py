@@ -25,7 +25,7 @@ class Costs:
     """Captured graphs and tables of the rollout engine."""
     slack: float = 0.03
     """Share of what torch allocates that is lost between blocks."""
-    logit_chunk: dict[str, int] = field(default_factory=lambda: {"cuda": 512 << 20, "cpu": 64 << 20})
+    logit_chunk: dict[str, int] = field(default_factory=lambda: {"cuda": 1 << 30, "cpu": 64 << 20})
     """Logits held at once by the output head (`verl.models.fused_head.CHUNK_BYTES`)."""
     gathered_layers: int = 3
     """Layers whose parameters are gathered at once: the one that computes, the next one's transfer and its copy."""
@@ -189,18 +189,22 @@ class TrainedModel:
     def _logits(self, answers: int) -> float:
         if self.kind != "causal_lm":
             return 4.0 * answers
-        whole = float(answers) * self.shape.vocab * self.compute_bytes
-        return min(whole, self.costs.logit_chunk[self.device]) + 20.0 * answers
+        return self._logit_chunk(answers) + 20.0 * answers
+
+    def _logit_chunk(self, answers: int) -> float:
+        """Logits are float32 at least, whatever the compute dtype."""
+        return min(float(answers) * self.shape.vocab * 4, self.costs.logit_chunk[self.device])
 
     def _head_backward(self, answers: int) -> float:
-        """One chunk of logits, the gradient of the hidden states, and the head's, float32 over several chunks."""
+        """A chunk of logits and its gradient, that of hidden states, and the head's: float32 over several chunks."""
         if self.kind != "causal_lm":
             return 4.0 * answers
         c, head = self.compute_bytes, self.shape.vocab * self.shape.hidden
         learns = self.trained_parameters is None
-        several = float(answers) * self.shape.vocab * c > self.costs.logit_chunk[self.device]
+        several = float(answers) * self.shape.vocab * 4 > self.costs.logit_chunk[self.device]
         weight = (4 + c if several else c) * head if learns else 0
-        return self._logits(answers) + answers * c * self.shape.hidden + weight
+        gradient = self._logit_chunk(answers) * (c / 4 if c < 4 else 0)
+        return self._logits(answers) + gradient + answers * c * self.shape.hidden + weight
 
     def _working_moments(self) -> float:
         """bf16 moments are float32 in a step, portion by portion, with as much noise to round them."""

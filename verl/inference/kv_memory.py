@@ -9,6 +9,7 @@ import torch
 from verl.inference.attention.base import KVCache
 from verl.inference.memory import Region
 from verl.inference.models import InferenceModel
+from verl.utils.device_copy import copied_together
 
 __all__ = ["KVMemory", "bytes_per_block"]
 
@@ -56,5 +57,5 @@ class KVMemory:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Content of (from, to), all at once."""
         if pairs:
-            index = torch.tensor(pairs, dtype=torch.int64, device=self._all.device)
+            (index,) = copied_together([torch.tensor(pairs, dtype=torch.int64)], self._all.device)
             self._all[:, :, index[:, 1]] = self._all[:, :, index[:, 0]]

@@ -65,7 +65,7 @@ def choose_num_blocks(
 def _device_room(model: InferenceModel, max_num_seqs: int, utilization: float, weight_bytes: int) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
-    logits = max_num_seqs * model.vocab_size * (model.dtype.itemsize + 4 * _LOGIT_COPIES)
+    logits = max_num_seqs * model.vocab_size * 4 * (1 + _LOGIT_COPIES)
     return min(int(utilization * total) - weight_bytes, free - int(_DEVICE_RESERVE * total)) - logits
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from verl.utils.device_copy import copied_together
 from verl.utils.token_sampling import SampledRows, SamplingBatch, SamplingParams, sample_tokens
 
 __all__ = ["Sampler"]
@@ -27,7 +28,7 @@ class Sampler:
         if not taken:
             return
         rows = SamplingBatch.of([params for _, params in taken], self._device)
-        index = torch.tensor([slot for slot, _ in taken], dtype=torch.int64, device=self._device)
+        (index,) = copied_together([torch.tensor([slot for slot, _ in taken], dtype=torch.int64)], self._device)
         for name in ("keys", "temperature", "greedy", "top_k", "top_p", "min_p"):
             getattr(self._columns, name).index_copy_(0, index, getattr(rows, name))
         for slot, params in taken:

@@ -1,7 +1,10 @@
 """Log-probabilities and entropies straight from hidden states: logits exist for a chunk of rows at a time, never whole.
 
-The backward pass computes each chunk's logits again and turns them in place into their gradient, so a call keeps only
-its inputs and a few numbers per row. On CUDA the passes over logits are Triton kernels, elsewhere plain torch.
+The backward pass computes each chunk's logits again and turns them into their gradient, so a call keeps only its inputs
+and a few numbers per row. On CUDA the passes over logits are Triton kernels, elsewhere plain torch.
+
+Logits are never rounded to half precision: at 32 and above bfloat16 knows only every fourth of a unit, and two engines
+that round on their own disagree by 2 % about the probability of a token.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from verl.models.heads import LogitAdjustment
+from verl.models.heads import LogitAdjustment, wide_product
 
-# One chunk of logits. On CUDA large enough that the matmuls run at full speed and that adding up the weight's
+# One chunk of float32 logits. On CUDA large enough that the matmuls run at full speed and that adding up the weight's
 # gradient, a read and a write of float32 [vocab, H] per chunk, stays small beside them. On CPU the same holds from
 # 32 MB on, and beyond 64 MB the passes over the chunk get slower.
-CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
+CHUNK_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 # Rows of the tiles that matmul kernels work in.
 _TILE_ROWS = 128
 # Rows of logits begin at multiples of so many elements, which vector loads and matmul kernels want.
@@ -72,11 +75,10 @@ def label_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of `labels` [N] at `hidden` [N, H] under the head `weight` [vocab, H], and the entropy: [N] each.
 
-    Logits are multiplied in the inputs' dtype, as the model itself does; all that follows is float32 (float64 for
-    such inputs). `adjust` comes before `temperature`. Gradients reach `hidden`, `weight` and `bias`; there are no
-    second derivatives.
+    The inputs are multiplied in their dtype; logits and all that follows are float32 (float64 for such inputs).
+    `adjust` comes before `temperature`. Gradients reach `hidden`, `weight` and `bias`; there are no second derivatives.
     """
-    rows = chunk_rows or rows_per_chunk(len(hidden), len(weight), hidden.element_size(), hidden.device.type)
+    rows = chunk_rows or rows_per_chunk(len(hidden), len(weight), _wide(hidden.dtype).itemsize, hidden.device.type)
     return _LabelStatistics.apply(
         hidden, weight, bias, labels, temperature, adjust or LogitAdjustment(), with_entropy, rows
     )
@@ -118,7 +120,8 @@ def chunk_gradients_(
     temperature: float,
     adjust: LogitAdjustment,
 ) -> torch.Tensor:
-    """The gradient with respect to `logits` [rows, vocab], in their place; all others [rows].
+    """The gradient with respect to `logits` [rows, vocab], which are float32 or float64, in their place; all others
+    [rows].
 
     With p the softmax: d_log_prob (1[label] - p) - d_entropy p (log p + entropy), times what adjustment and
     temperature do to a small change. Log-totals and entropies are those of the whole vocabulary.
@@ -137,9 +140,7 @@ def chunk_gradients_(
         x.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_log_probs[:, None]).mul_(p).neg_()
     inside = (labels >= 0) & (labels < x.shape[1])
     x.scatter_add_(1, torch.where(inside, labels, 0)[:, None], torch.where(inside, d_log_probs, 0.0)[:, None])
-    if slope is not None:
-        x.mul_(slope)
-    return logits if x is logits else logits.copy_(x)
+    return x if slope is None else x.mul_(slope)
 
 
 class _LabelStatistics(torch.autograd.Function):
@@ -158,8 +159,7 @@ class _LabelStatistics(torch.autograd.Function):
         chunk_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden, labels = hidden.contiguous(), labels.contiguous()
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        planes = torch.empty(len(RowStatistics._fields), len(hidden), dtype=wide, device=hidden.device)
+        planes = torch.empty(len(RowStatistics._fields), len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
         for rows, logits in _logit_chunks(hidden, weight, bias, chunk_rows):
             if _has_kernels(logits):
                 from verl.models.kernels.label_statistics import row_statistics
@@ -195,12 +195,13 @@ class _LabelStatistics(torch.autograd.Function):
                 ctx.temperature,
             )
             if _has_kernels(logits):
-                from verl.models.kernels.label_statistics import logit_gradients_
+                from verl.models.kernels.label_statistics import logit_gradients
 
-                logit_gradients_(logits, *statistics, ctx.adjust.scale, ctx.adjust.softcap)
+                d_logits = totals.place(logits)
+                logit_gradients(logits, d_logits, *statistics, ctx.adjust.scale, ctx.adjust.softcap)
             else:
-                chunk_gradients_(logits, *statistics, ctx.adjust)
-            totals.add(rows, logits)
+                d_logits = chunk_gradients_(logits, *statistics, ctx.adjust).to(hidden.dtype)
+            totals.add(rows, d_logits)
         return (*totals.gradients(), None, None, None, None, None)
 
 
@@ -222,6 +223,15 @@ class _Totals:
         self._d_weight = torch.empty_like(weight, dtype=wide) if wanted[1] else None
         self._d_bias = torch.zeros_like(bias, dtype=torch.promote_types(wide, torch.float32)) if wanted[2] else None
         self._begun = False
+        self._place: torch.Tensor | None = None
+
+    def place(self, logits: torch.Tensor) -> torch.Tensor:
+        """Where a kernel writes the gradient of these logits, in the dtype it is multiplied in."""
+        if logits.dtype == self._hidden.dtype:
+            return logits
+        if self._place is None:  # the first chunk is the largest
+            self._place = self._hidden.new_empty(len(logits), logits.stride(0))
+        return self._place[: len(logits), : logits.shape[1]]
 
     def add(self, rows: slice, d_logits: torch.Tensor) -> None:
         if self._d_hidden is not None:
@@ -243,18 +253,21 @@ class _Totals:
 def _logit_chunks(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk_rows: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows and their logits as the linear layer gives them; each chunk is written over the one before."""
+    """Rows and their logits, at least float32; each chunk is written over the one before."""
     vocab = len(weight)
     width = -(-vocab // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    place = hidden.new_empty(min(chunk_rows, len(hidden)), width)[:, :vocab]
+    place = hidden.new_empty(min(chunk_rows, len(hidden)), width, dtype=_wide(hidden.dtype))[:, :vocab]
     for begin in range(0, len(hidden), chunk_rows):
         rows = slice(begin, min(begin + chunk_rows, len(hidden)))
         logits = place[: rows.stop - begin]
-        if bias is None:
-            torch.mm(hidden[rows], weight.t(), out=logits)
-        else:
-            torch.addmm(bias, hidden[rows], weight.t(), out=logits)
+        wide_product(hidden[rows], weight.t(), out=logits)
+        if bias is not None:
+            logits.add_(bias)
         yield rows, logits
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: float) -> None:

@@ -49,6 +49,16 @@ def head_weights(model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return linear.weight, linear.bias
 
 
+def wide_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """left @ right, multiplied in their dtype and written in at least float32."""
+    wide = torch.promote_types(left.dtype, torch.float32)
+    if left.dtype == wide:
+        return torch.mm(left, right, out=out)
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=wide) if out is None else torch.mm(left, right, wide, out=out)
+    return torch.mm(left.to(wide), right.to(wide), out=out)
+
+
 def logit_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """hidden [N, H] -> float32 logits [N, vocab], exactly as the causal LM `model` computes them."""
     weight, bias = head_weights(model)

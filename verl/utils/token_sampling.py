@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from verl.utils.counter_noise import gumbel_noise
+from verl.utils.device_copy import copied_together
 from verl.utils.sampling_params import SamplingParams
 
 __all__ = ["SampledRows", "SamplingBatch", "SamplingParams", "banned_tokens", "sample_tokens"]
@@ -38,14 +39,23 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device | str) -> SamplingBatch:
-        """One row per entry of `params`."""
+        """One row per entry of `params`; the device is not waited for."""
+        columns = [
+            torch.tensor([p.key for p in params], dtype=torch.int64),
+            _column([p.temperature or 1.0 for p in params]),
+            torch.tensor([p.greedy for p in params], dtype=torch.bool),
+            torch.tensor([p.top_k for p in params], dtype=torch.int64).unsqueeze(1),
+            _column([p.top_p for p in params]),
+            _column([p.min_p for p in params]),
+        ]
+        keys, temperature, greedy, top_k, top_p, min_p = copied_together(columns, torch.device(device))
         return cls(
-            keys=torch.tensor([p.key for p in params], dtype=torch.int64, device=device),
-            temperature=_column([p.temperature or 1.0 for p in params], device),
-            greedy=torch.tensor([p.greedy for p in params], dtype=torch.bool, device=device),
-            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device).unsqueeze(1),
-            top_p=_column([p.top_p for p in params], device),
-            min_p=_column([p.min_p for p in params], device),
+            keys=keys,
+            temperature=temperature,
+            greedy=greedy,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
             any_sampled=not all(p.greedy for p in params),
             any_greedy=any(p.greedy for p in params),
             any_truncated=any(p.truncated for p in params),
@@ -87,7 +97,6 @@ def sample_tokens(
     """
     rows, vocab = logits.shape
     size = max(1, _BLOCK_ELEMENTS // vocab)
-    forbidden = torch.tensor(list(banned), dtype=torch.int64, device=logits.device).view(-1, 2)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     for start in range(0, rows, size):
@@ -98,9 +107,10 @@ def sample_tokens(
         log_norm = torch.logsumexp(scores, dim=-1)
         raw_norm = torch.logsumexp(raw, dim=-1) if batch.any_tempered else log_norm
         allowed = scores
-        if len(forbidden):
-            here = forbidden[(forbidden[:, 0] >= block.start) & (forbidden[:, 0] < block.stop)]
-            allowed = scores.index_put((here[:, 0] - block.start, here[:, 1]), scores.new_tensor(-torch.inf))
+        here = [(row - block.start, token) for row, token in banned if block.start <= row < block.stop]
+        if here:
+            (cells,) = copied_together([torch.tensor(here, dtype=torch.int64)], logits.device)
+            allowed = scores.index_put((cells[:, 0], cells[:, 1]), torch.full_like(scores[0, 0], -torch.inf))
         chosen, drawn_norm = _choose(allowed, batch, block, positions[block])
         tokens[block] = chosen
         score = scores.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
@@ -154,5 +164,5 @@ def _outside_of_nucleus(
     return torch.empty_like(drop).scatter_(-1, order, drop)
 
 
-def _column(values: list[float], device: torch.device | str) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+def _column(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32).unsqueeze(1)

@@ -10,7 +10,10 @@ from verl.utils.token_sampling import SampledRows
 
 __all__ = ["sample_rows"]
 
-_TILE = 2048
+# Logits of one program: it walks them in steps of lanes × fold, and each thread folds its own without asking others.
+_SPAN = 16384
+_LANES = 256
+_FOLD = 4
 
 
 def sample_rows(
@@ -27,18 +30,18 @@ def sample_rows(
     are; keys and `positions` [rows] int64 give the noise of `verl.utils.counter_noise`, which greedy rows go without.
     """
     rows, vocab = logits.shape
-    tiles = triton.cdiv(vocab, _TILE)
-    # Per tile: best noisy score, its token, its logit, the highest logit, sums of exponentials at temperature and at 1.
-    partial = torch.empty(6, rows, tiles, dtype=torch.float32, device=logits.device)
+    spans = triton.cdiv(vocab, _SPAN)
+    # Per span: best noisy score, its token, the highest logit, sums of exponentials at temperature and at 1.
+    partial = torch.empty(5, rows, spans, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     log_probs = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    _best_of_tile[(rows, tiles)](
-        logits, slots, positions, keys, temperature, greedy, partial, vocab, logits.stride(0), rows * tiles, tiles,
-        TILE=_TILE, num_warps=4,
+    _best_of_span[(rows, spans)](
+        logits, slots, positions, keys, temperature, greedy, partial, vocab, logits.stride(0), rows * spans, spans,
+        SPAN=_SPAN, LANES=_LANES, FOLD=_FOLD, num_warps=_LANES // 32,
     )  # fmt: skip
     _best_of_row[(rows,)](
-        partial, slots, temperature, greedy, tokens, log_probs, rows, rows * tiles, tiles,
-        TILES=triton.next_power_of_2(tiles), num_warps=1,
+        logits, partial, slots, temperature, greedy, tokens, log_probs, rows, logits.stride(0), rows * spans, spans,
+        SPANS=triton.next_power_of_2(spans), num_warps=1,
     )  # fmt: skip
     return SampledRows(tokens, log_probs[0], log_probs[1], log_probs[2])
 
@@ -65,11 +68,15 @@ def _log(x):
 
 
 @triton.jit
-def _gumbel(key, position, token):
-    """The noise of `counter_noise.gumbel_noise`: the same bits, made Gumbel-distributed to within rounding (2e-6)."""
+def _stream(key, position):
+    """The two words from which the noise of all tokens at a position is made."""
     stream = _mix_64(key.to(tl.uint64) ^ _mix_64(position.to(tl.uint64) * 0x9E3779B97F4A7C15))
-    low = stream.to(tl.uint32)
-    high = (stream >> 32).to(tl.uint32)
+    return stream.to(tl.uint32), (stream >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _gumbel(low, high, token):
+    """The noise of `counter_noise.gumbel_noise`: the same bits, made Gumbel-distributed to within rounding (2e-6)."""
     bits = _mix_32((token.to(tl.uint32) * 0x9E3779B1) ^ low)
     bits = _mix_32(bits + high)
     u = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
@@ -80,59 +87,84 @@ def _gumbel(key, position, token):
 
 
 @triton.jit
-def _best_of_tile(
+def _best_of_span(
     logits_ptr, slots_ptr, positions_ptr, keys_ptr, temperature_ptr, greedy_ptr, partial_ptr,
-    vocab, stride, plane, tiles,
-    TILE: tl.constexpr,
+    vocab, stride, plane, spans,
+    SPAN: tl.constexpr, LANES: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
+    span = tl.program_id(1)
     slot = tl.load(slots_ptr + row)
-    token = tile * TILE + tl.arange(0, TILE)
-    inside = token < vocab
-    logits = tl.load(logits_ptr + row * stride + token, inside, float("-inf")).to(tl.float32)
     temperature = tl.load(temperature_ptr + slot)
-    scores = logits / temperature
-    noisy = scores
-    if tl.load(greedy_ptr + slot) == 0:
-        noisy = scores + _gumbel(tl.load(keys_ptr + slot), tl.load(positions_ptr + row), token)
-        noisy = tl.where(inside, noisy, float("-inf"))
-    best, where = tl.max(noisy, 0, return_indices=True)
-    chosen = tl.sum(tl.where(tl.arange(0, TILE) == where, logits, 0.0), 0)
-    highest = tl.max(logits, 0)
-    raw_total = tl.sum(tl.exp(logits - highest), 0)
-    total = raw_total
+    sampled = tl.load(greedy_ptr + slot) == 0
+    low, high = _stream(tl.load(keys_ptr + slot), tl.load(positions_ptr + row))
+    logits_ptr += row * stride
+    column = tl.arange(0, LANES)[:, None] * FOLD + tl.arange(0, FOLD)[None, :]
+    log2_e = 1.4426950408889634
+    best = tl.full((LANES,), float("-inf"), tl.float32)
+    where = tl.zeros((LANES,), tl.int32)
+    # Every lane runs a softmax over what it has seen: no lane waits for another until the end.
+    highest = tl.full((LANES,), -1e30, tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    raw_total = tl.zeros((LANES,), tl.float32)
+    for begin in range(span * SPAN, tl.minimum(span * SPAN + SPAN, vocab), LANES * FOLD):
+        token = begin + column
+        inside = token < vocab
+        x = tl.load(logits_ptr + token, inside, float("-inf")).to(tl.float32)
+        scores = x
+        if temperature != 1.0:
+            scores = x / temperature
+        if sampled:
+            noisy = tl.where(inside, scores + _gumbel(low, high, token), float("-inf"))
+        else:
+            noisy = scores
+        fold_best, fold_where = tl.max(noisy, 1, return_indices=True)
+        where = tl.where(fold_best > best, begin + tl.arange(0, LANES) * FOLD + fold_where, where)
+        best = tl.maximum(best, fold_best)
+        above = tl.maximum(highest, tl.max(x, 1))
+        lower = (highest - above) * log2_e
+        raw_total = raw_total * tl.exp2(lower) + tl.sum(tl.exp2((x - above[:, None]) * log2_e), 1)
+        if temperature != 1.0:
+            rescaled = log2_e / temperature
+            shares = tl.exp2((x - above[:, None]) * rescaled)
+            total = total * tl.exp2((highest - above) * rescaled) + tl.sum(shares, 1)
+        highest = above
+    top = tl.max(highest, 0)
+    raw = tl.sum(raw_total * tl.exp2((highest - top) * log2_e), 0)
+    tempered = raw
     if temperature != 1.0:
-        total = tl.sum(tl.exp(scores - highest / temperature), 0)
-    at = partial_ptr + row * tiles + tile
-    tl.store(at, best)
-    tl.store(at + plane, (tile * TILE + where).to(tl.float32))
-    tl.store(at + 2 * plane, chosen)
-    tl.store(at + 3 * plane, highest)
-    tl.store(at + 4 * plane, total)
-    tl.store(at + 5 * plane, raw_total)
+        tempered = tl.sum(total * tl.exp2((highest - top) * (log2_e / temperature)), 0)
+    winner = tl.max(best, 0)
+    # Of equal scores the first token, as argmax gives it.
+    token_of_best = tl.min(tl.where(best == winner, where, 2147483647), 0)
+    at = partial_ptr + row * spans + span
+    tl.store(at, winner)
+    tl.store(at + plane, token_of_best.to(tl.float32))
+    tl.store(at + 2 * plane, top)
+    tl.store(at + 3 * plane, tempered)
+    tl.store(at + 4 * plane, raw)
 
 
 @triton.jit
 def _best_of_row(
-    partial_ptr, slots_ptr, temperature_ptr, greedy_ptr, tokens_ptr, log_probs_ptr, rows, plane, tiles,
-    TILES: tl.constexpr,
+    logits_ptr, partial_ptr, slots_ptr, temperature_ptr, greedy_ptr, tokens_ptr, log_probs_ptr,
+    rows, stride, plane, spans,
+    SPANS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    tile = tl.arange(0, TILES)
-    inside = tile < tiles
-    at = partial_ptr + row * tiles + tile
+    span = tl.arange(0, SPANS)
+    inside = span < spans
+    at = partial_ptr + row * spans + span
     _, where = tl.max(tl.load(at, inside, float("-inf")), 0, return_indices=True)
-    mine = tile == where
-    token = tl.sum(tl.where(mine, tl.load(at + plane, inside, 0.0), 0.0), 0)
-    chosen = tl.sum(tl.where(mine, tl.load(at + 2 * plane, inside, 0.0), 0.0), 0)
-    highest = tl.load(at + 3 * plane, inside, float("-inf"))
+    token = tl.sum(tl.where(span == where, tl.load(at + plane, inside, 0.0), 0.0), 0).to(tl.int64)
+    chosen = tl.load(logits_ptr + row * stride + token).to(tl.float32)
+    highest = tl.load(at + 2 * plane, inside, float("-inf"))
     slot = tl.load(slots_ptr + row)
     temperature = tl.load(temperature_ptr + slot)
     peak = tl.max(highest, 0)
-    total = tl.sum(tl.where(inside, tl.load(at + 4 * plane, inside, 0.0) * tl.exp((highest - peak) / temperature), 0.0))
-    raw_total = tl.sum(tl.where(inside, tl.load(at + 5 * plane, inside, 0.0) * tl.exp(highest - peak), 0.0))
-    tl.store(tokens_ptr + row, token.to(tl.int64))
+    total = tl.sum(tl.where(inside, tl.load(at + 3 * plane, inside, 0.0) * tl.exp((highest - peak) / temperature), 0.0))
+    raw_total = tl.sum(tl.where(inside, tl.load(at + 4 * plane, inside, 0.0) * tl.exp(highest - peak), 0.0))
+    tl.store(tokens_ptr + row, token)
     log_prob = (chosen - peak) / temperature - tl.log(total)
     tl.store(log_probs_ptr + row, log_prob)
     tl.store(log_probs_ptr + rows + row, chosen - peak - tl.log(raw_total))

@@ -18,6 +18,7 @@ from verl.inference.models import torch_ops
 from verl.inference.models.layout import Layout
 from verl.inference.tensor_parallel import SINGLE, TensorParallel
 from verl.inference.weights import Shard
+from verl.models.heads import wide_product
 
 __all__ = ["FusedModel", "unsupported_reason"]
 
@@ -111,7 +112,9 @@ class FusedModel:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._ops.linear(hidden, self._head)
+        # float32, whatever the weights are: rounded logits are not the trainer's.
+        exact = hidden.dtype == torch.float32
+        logits = self._ops.linear(hidden, self._head) if exact else wide_product(hidden, self._head.t())
         return self._parallel.joined(logits) if self.layout.vocab_is_cut else logits
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:

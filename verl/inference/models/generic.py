@@ -16,7 +16,7 @@ from verl.inference.memory import Region
 from verl.inference.models.trial import StepLostError, Trial
 from verl.inference.weights import Shard, pack_module
 from verl.models.attention import layers_objection
-from verl.models.heads import logit_adjustment
+from verl.models.heads import logit_adjustment, wide_product
 
 __all__ = ["GenericModel"]
 
@@ -53,8 +53,10 @@ class GenericModel:
         return output.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        values = self._linear(hidden)
-        return values if self._adjusted is None else self._adjusted(values.float())
+        values = wide_product(hidden, self._linear.weight.t())
+        if self._linear.bias is not None:
+            values += self._linear.bias
+        return values if self._adjusted is None else self._adjusted(values)
 
     def shards(self) -> dict[str, Shard]:
         return {}

@@ -1,4 +1,4 @@
-"""Two passes over a chunk of logits: what its softmax is about, read once; and its gradient, written in its place."""
+"""Two passes over a chunk of logits: what its softmax is about, read once; and its gradient."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["logit_gradients_", "row_statistics"]
+__all__ = ["logit_gradients", "row_statistics"]
 
-# Logits that one thread loads at once (16 bytes of bfloat16) and folds into one running softmax of its own.
-_FOLD = 8
+# Logits that one thread loads at once and folds into one running softmax of its own.
+_FOLD = 2
 _STATISTICS_TILE = 8192
 _GRADIENT_TILE = 4096
 
@@ -35,8 +35,9 @@ def row_statistics(
     )  # fmt: skip
 
 
-def logit_gradients_(
+def logit_gradients(
     logits: torch.Tensor,
+    d_logits: torch.Tensor,
     labels: torch.Tensor,
     log_total: torch.Tensor,
     entropy: torch.Tensor | None,
@@ -46,12 +47,15 @@ def logit_gradients_(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """`logits` [rows, vocab] become the gradient of the loss with respect to them; the others are [rows] float32."""
+    """The gradient of the loss with respect to `logits` [rows, vocab] into `d_logits`, which may be the same tensor.
+
+    Rows of both lie equally far apart, as above; the others are [rows] float32.
+    """
     rows, vocab = logits.shape
     width = logits.stride(0)
     has_entropy = d_entropy is not None and entropy is not None
     _logit_gradients[(rows, triton.cdiv(width, _GRADIENT_TILE))](
-        logits, labels, log_total, entropy if has_entropy else log_total, d_log_probs,
+        logits, d_logits, labels, log_total, entropy if has_entropy else log_total, d_log_probs,
         d_entropy if has_entropy else d_log_probs, vocab, width, temperature, scale, softcap or 0.0,
         WITH_ENTROPY=has_entropy, HAS_CAP=softcap is not None, TILE=_GRADIENT_TILE, num_warps=8,
     )  # fmt: skip
@@ -119,14 +123,14 @@ def _row_statistics(
 
 @triton.jit
 def _logit_gradients(
-    logits_ptr, labels_ptr, log_total_ptr, entropy_ptr, d_log_probs_ptr, d_entropy_ptr,
+    logits_ptr, d_logits_ptr, labels_ptr, log_total_ptr, entropy_ptr, d_log_probs_ptr, d_entropy_ptr,
     vocab, width, temperature, scale, softcap,
     WITH_ENTROPY: tl.constexpr, HAS_CAP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    at = logits_ptr + row * width + column
-    x = tl.load(at, column < width, 0.0).to(tl.float32)
+    at = row * width + column
+    x = tl.load(logits_ptr + at, column < width, 0.0).to(tl.float32)
     slope = scale / temperature
     factor = scale / temperature
     if HAS_CAP:
@@ -141,4 +145,4 @@ def _logit_gradients(
     gradient = tl.where(column == tl.load(labels_ptr + row), d_log_prob, 0.0) - p * pull
     if HAS_CAP:
         gradient *= (1.0 - x) * (1.0 + x)
-    tl.store(at, gradient.to(logits_ptr.dtype.element_ty), column < width)
+    tl.store(d_logits_ptr + at, gradient.to(d_logits_ptr.dtype.element_ty), column < width)

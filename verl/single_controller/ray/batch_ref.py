@@ -1,8 +1,9 @@
 """BatchRef: a DataProto whose columns stay where they were computed.
 
 It holds references to stored columns and, for each, which stored row every row of the batch is. Row and column
-operations edit only that; a worker gathers the rows it gets, the controller fetches the columns it names. What is
-written into a fetched tensor counts: it replaces the stored column on the next use.
+operations edit only that; a worker gathers the rows it gets, the controller fetches the columns it names, each once.
+Columns set on the controller stay there until they are sent. What is written into a fetched tensor counts: it replaces
+the stored column on the next use.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class BatchRef(DataProto):
 
     def __init__(self, stored: dict[str, Column], rows: int, meta_info: dict[str, Any]) -> None:
         self._columns, self._rows, self.meta_info = stored, rows, meta_info
-        self._fetched: dict[str, _Fetched] = {}
+        self._held: dict[str, _Held] = {}
         self._borrowed = False
 
     @classmethod
@@ -85,13 +86,19 @@ class BatchRef(DataProto):
 
     @classmethod
     def from_dataproto(cls, data: DataProto, lengths: Lengths | None = None) -> BatchRef:
-        """Store a local batch and refer to it."""
-        return data if isinstance(data, BatchRef) else cls.from_stored(store_rows(data, lengths))
+        """Store a local batch and refer to it; its objects are stored when they are sent."""
+        if isinstance(data, BatchRef):
+            return data
+        batch = cls.from_stored(store_rows(data.select(non_tensor_batch_keys=[]), lengths))
+        batch._rows = len(data)
+        for name, array in data.non_tensor_batch.items():
+            batch._set_column(name, array)
+        return batch
 
     def fetch(
         self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None
     ) -> DataProto:
-        """A plain DataProto of the named columns (None: all), in memory of its own."""
+        """A plain DataProto of the named columns (None: all), in memory of its own; it shares those held here."""
         tensor_names, object_names = self._chosen(batch_keys, non_tensor_batch_keys)
         values = self._read([*tensor_names, *object_names])
         td = None
@@ -138,8 +145,10 @@ class BatchRef(DataProto):
 
     def get_data_info(self) -> str:
         lines = [f"BatchRef of {len(self)} rows"]
-        for name, column in self._columns.items():
-            lines.append(f"  {name}: {column.type.describe()} in {len(column.refs)} part(s)")
+        for name in self._names():
+            column = self._columns.get(name)
+            stored = f"{column.type.describe()} in {len(column.refs)} part(s)" if column is not None else "not sent yet"
+            lines.append(f"  {name}: {stored}")
         return "\n".join([*lines, f"  meta_info: {sorted(self.meta_info)}"])
 
     def to(self, device: str | torch.device) -> DataProto:
@@ -157,8 +166,7 @@ class BatchRef(DataProto):
         tensor_names, object_names = self._chosen(batch_keys, non_tensor_batch_keys)
         meta = self.meta_info
         kept = list(meta) if meta_info_keys is None else self._known(meta_info_keys, meta, "meta_info")
-        current = self._current()
-        chosen = {name: current[name] for name in [*tensor_names, *object_names]}
+        chosen = self._stored([*tensor_names, *object_names])
         return BatchRef(chosen, len(self), {key: meta[key] for key in kept})
 
     def pop(self, batch_keys: Any = None, non_tensor_batch_keys: Any = None, meta_info_keys: Any = None) -> BatchRef:
@@ -171,8 +179,8 @@ class BatchRef(DataProto):
 
     def rename(self, old_keys: Any = None, new_keys: Any = None) -> BatchRef:
         mapping = self._renaming(old_keys, new_keys)
-        self._columns = {mapping.get(name, name): column for name, column in self._current().items()}
-        self._fetched = {mapping.get(name, name): value for name, value in self._fetched.items()}
+        self._columns = {mapping.get(name, name): column for name, column in self._columns.items()}
+        self._held = {mapping.get(name, name): held for name, held in self._held.items()}
         return self
 
     def union(self, other: DataProto) -> BatchRef:
@@ -181,11 +189,12 @@ class BatchRef(DataProto):
         meta = union_meta(self.meta_info, other.meta_info)
         if other._has_columns():
             theirs = BatchRef.from_dataproto(other, self.lengths)
-            new = theirs._current()
-            for name in new.keys() & self._current().keys():
-                if not new[name].same_as(self._columns[name]) and not same(self._value(name), theirs._value(name)):
+            mine = set(self._names())
+            for name in theirs._names():
+                if name not in mine:
+                    self._adopt(name, theirs)
+                elif not self._is_stored_alike(name, theirs) and not same(self._value(name), theirs._value(name)):
                     raise ValueError(f"union: {name!r} differs in the two batches.")
-            self._columns = {**new, **self._columns}
             self._rows = len(other)
         self.meta_info = meta
         return self
@@ -194,7 +203,7 @@ class BatchRef(DataProto):
 
     def _take(self, rows: slice | np.ndarray) -> BatchRef:
         count = len(range(*rows.indices(len(self)))) if isinstance(rows, slice) else len(rows)
-        return BatchRef(take_rows(self._current(), rows), count, dict(self.meta_info))
+        return BatchRef(take_rows(self._stored(), rows), count, dict(self.meta_info))
 
     @classmethod
     def _concat(cls, parts: Sequence[DataProto]) -> BatchRef:
@@ -202,7 +211,7 @@ class BatchRef(DataProto):
         meta: dict[str, Any] = {}
         for batch in batches:
             meta = union_meta(meta, batch.meta_info)
-        return cls(concat_columns([batch._current() for batch in batches]), sum(map(len, batches)), meta)
+        return cls(concat_columns([batch._stored() for batch in batches]), sum(map(len, batches)), meta)
 
     def _item(self, row: int) -> DataProtoItem:
         if not -len(self) <= row < len(self):
@@ -221,28 +230,36 @@ class BatchRef(DataProto):
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:
         return list(self._read(self._tensor_keys()).items())
 
+    def _names(self) -> list[str]:
+        return [*self._columns, *(name for name in self._held if name not in self._columns)]
+
     def _tensor_keys(self) -> list[str]:
-        return [name for name, column in self._columns.items() if column.type.kind != columns.OBJECT]
+        return [name for name in self._names() if not self._is_object(name)]
 
     def _object_keys(self) -> list[str]:
-        return [name for name, column in self._columns.items() if column.type.kind == columns.OBJECT]
+        return [name for name in self._names() if self._is_object(name)]
+
+    def _is_object(self, name: str) -> bool:
+        if name in self._held:
+            return isinstance(self._held[name].value, np.ndarray)
+        return self._columns[name].type.kind == columns.OBJECT
 
     def _has_columns(self) -> bool:
-        return bool(self._columns)
+        return bool(self._columns or self._held)
 
     def _value(self, name: str) -> Any:
         return self._read([name])[name]
 
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
         """The named columns' values; all references are fetched in one go."""
-        wanted = {name: self._columns[name] for name in names if name not in self._fetched}
+        wanted = {name: self._columns[name] for name in names if name not in self._held}
         picks = {id(column.rows): column.rows.picks() for column in wanted.values()}
         refs = {name: [column.refs[part] for part in picks[id(column.rows)][0]] for name, column in wanted.items()}
         contents = iter(ray.get([ref for parts in refs.values() for ref in parts]))
         values: dict[str, Any] = {}
         for name in names:
-            if name in self._fetched:
-                values[name] = self._fetched[name].value
+            if name in self._held:
+                values[name] = self._held[name].value
                 continue
             column = wanted[name]
             parts = [next(contents) for _ in refs[name]]
@@ -252,21 +269,32 @@ class BatchRef(DataProto):
 
     def _get_column(self, name: str) -> Any:
         """A column for the caller to look at and, if it is a tensor, write into."""
-        if name not in self._fetched:
+        if name not in self._held:
             value = self._value(name)
-            if isinstance(value, np.ndarray):
-                # A write into an array leaves no trace that we could follow; assigning the whole column does.
-                value.flags.writeable = False
-            self._fetched[name] = _Fetched(value, value._version if isinstance(value, torch.Tensor) else 0)
-        return self._fetched[name].value
+            self._held[name] = _Held.stored(value)
+        return self._held[name].value
 
     def _set_column(self, name: str, value: torch.Tensor | np.ndarray) -> None:
-        if self._columns and len(value) != len(self):
+        if self._has_columns() and len(value) != len(self):
             raise ValueError(f"DataProto: {name!r} has {len(value)} rows, the batch has {len(self)}.")
-        stored = BatchRef.from_dataproto(DataProto.from_single_dict({name: value}), self.lengths)
-        self._fetched.pop(name, None)
+        DataProto.from_single_dict({name: value})  # or the error that it gives
+        self._columns.pop(name, None)
+        self._held[name] = _Held.unsent(value)
         self._rows = len(value)
-        self._columns[name] = stored._columns[name]
+
+    def _adopt(self, name: str, other: BatchRef) -> None:
+        """A column of another batch of the same rows becomes one of this."""
+        held = other._held.get(name)
+        if held is not None and held.is_ahead():
+            self._held[name] = _Held.unsent(held.value)
+        else:
+            self._columns[name] = other._columns[name]
+
+    def _is_stored_alike(self, name: str, other: BatchRef) -> bool:
+        for batch in (self, other):
+            if name in batch._held and batch._held[name].is_ahead():
+                return False
+        return self._columns[name].same_as(other._columns[name])
 
     def _replace(self, names: list[str], value: Any) -> None:
         """Put the columns of a mapping in the place of the named ones."""
@@ -278,37 +306,66 @@ class BatchRef(DataProto):
 
     def _drop(self, name: str) -> None:
         self._columns.pop(name, None)
-        self._fetched.pop(name, None)
+        self._held.pop(name, None)
 
-    def _current(self) -> dict[str, Column]:
-        """The columns, including what was written into fetched ones."""
-        for name, fetched in list(self._fetched.items()):
-            if fetched.written():
-                self._set_column(name, fetched.value)
-        return self._columns
+    def _stored(self, names: Sequence[str] | None = None) -> dict[str, Column]:
+        """The named columns (None: all) as they are now: what is held here and not in the store is put there."""
+        names = self._names() if names is None else names
+        for name in names:
+            held = self._held.get(name)
+            if held is not None and held.is_ahead():
+                stored = store_rows(DataProto.from_single_dict({name: held.value}), self.lengths)
+                self._columns[name] = BatchRef.from_stored(stored)._columns[name]
+                self._held[name] = _Held.stored(held.value)
+        return {name: self._columns[name] for name in names}
 
     # ---------------------------------------------------------------- wire
 
     def __getstate__(self) -> dict[str, Any]:
         """References only, and only to the parts that the rows use."""
-        return {"columns": prune_parts(self._current()), "rows": self._rows, "meta_info": self.meta_info}
+        return {"columns": prune_parts(self._stored()), "rows": self._rows, "meta_info": self.meta_info}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         BatchRef.__init__(self, state["columns"], state["rows"], state["meta_info"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchRef:
-        return BatchRef(dict(self._current()), len(self), dict(self.meta_info))
+        return BatchRef(self._stored(), len(self), dict(self.meta_info))
 
 
 @dataclass(frozen=True)
-class _Fetched:
-    """A column handed out; torch counts in-place writes to a tensor and its views, which tells whether it changed."""
+class _Held:
+    """A column's value on the controller, and what torch's count of writes to it and its views was when it was stored.
+
+    A write into an array leaves no trace that we could follow, so arrays are handed out read-only.
+    """
 
     value: Any
-    version: int
+    stored_version: int | None
 
-    def written(self) -> bool:
-        return isinstance(self.value, torch.Tensor) and self.value._version != self.version
+    @classmethod
+    def stored(cls, value: torch.Tensor | np.ndarray) -> _Held:
+        """As it is in the store."""
+        return cls(_guarded(value), _version(value))
+
+    @classmethod
+    def unsent(cls, value: torch.Tensor | np.ndarray) -> _Held:
+        """Not in the store."""
+        return cls(_guarded(value), None)
+
+    def is_ahead(self) -> bool:
+        """Whether the store does not have this value."""
+        return self.stored_version is None or self.stored_version != _version(self.value)
+
+
+def _guarded(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        value = value.view()
+        value.flags.writeable = False
+    return value
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) else 0
 
 
 class _Columns(MutableMapping[str, Any]):

@@ -15,7 +15,7 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.metric import reduce_metrics
 
 _SEQUENCE_COLUMNS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask", "prompts"]
-# What an update does not read. Columns of the user's own go to every worker.
+# What an update does not read, besides objects (ground truths may be large). Tensors of the user's own go to all ranks.
 _UNREAD = {"prompts", "rollout_versions", "rollout_log_probs", "token_level_scores", "token_level_rewards"}
 _UNREAD_BY = {
     "actor": _UNREAD | {"values", "returns"},
@@ -49,7 +49,7 @@ class GroupCalls:
         costs, ranks = row_costs(batch, self._cost), self._dp_sizes[role]
         order = rank_major_order(costs, ranks, minis, self._config.trainer.balance_batch)
         read = [name for name in batch.batch.keys() if name not in _UNREAD_BY[role]]
-        arranged = batch.select(read).select_idxs(order)
+        arranged = batch.select(read, []).select_idxs(order)
         arranged.meta_info = {
             "temperature": self._config.actor_rollout_ref.rollout.temperature,
             "mini_batches": minis,

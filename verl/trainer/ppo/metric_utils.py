@@ -146,7 +146,7 @@ def _rollout_metrics(rollout: torch.Tensor, old: torch.Tensor, mask: torch.Tenso
 
     KL(rollout ‖ training) by the estimator e^d - 1 - d with d = training - rollout: never negative, small variance.
     """
-    log_ratio = old[mask] - rollout[mask]  # [tokens]
+    log_ratio = (old - rollout)[mask]  # [tokens]
     if not len(log_ratio):
         log_ratio = log_ratio.new_zeros(1)
     distance, bounded = log_ratio.abs(), log_ratio.clamp(max=_MAX_LOG_RATIO)

@@ -388,10 +388,10 @@ class RayPPOTrainer:
 
 
 def _local(batch: DataProto, names: list[str], non_tensors: list[str] | None = None) -> DataProto:
-    """The named columns as a plain DataProto on the controller."""
-    chosen = batch.select(names, non_tensors)
-    fetch = getattr(chosen, "fetch", None)
-    return fetch() if fetch is not None else chosen
+    """The named columns (of the objects all, if none are named) as a plain DataProto on the controller."""
+    objects = list(batch.non_tensor_batch) if non_tensors is None else non_tensors
+    columns = {name: batch.batch[name] for name in names}
+    return DataProto.from_dict(columns, {name: batch.non_tensor_batch[name] for name in objects}, batch.meta_info)
 
 
 def _is_nan(value: Any) -> bool:
