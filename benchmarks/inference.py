@@ -304,7 +304,7 @@ def _memory_gb(device: torch.device) -> float | None:
     return (total - free) / 2**30
 
 
-def on_gpu(bench: Bench, quick: bool) -> list[dict[str, Any]]:
+def on_gpu(bench: Bench, quick: bool, peers: bool) -> list[dict[str, Any]]:
     fixed, prompt = 256, 128
     rows = []
     for count in (256, 512) if quick else (32, 256, 512, 1024):
@@ -315,11 +315,12 @@ def on_gpu(bench: Bench, quick: bool) -> list[dict[str, Any]]:
     rows.append(native_row(bench, 256, [fixed] * 256, prompt, 1, 2, f"256 × {prompt}+{fixed}", model="generic"))
     lengths = ragged_lengths(2048, 128, 1024)
     rows.append(native_row(bench, 256, lengths, prompt, 1, 2, "2048 ragged (mean 128, max 1024)"))
-    rows += hf_rows(bench, 256, [fixed] * 256, prompt, f"256 × {prompt}+{fixed}", continuous=not quick)
+    if peers:
+        rows += hf_rows(bench, 256, [fixed] * 256, prompt, f"256 × {prompt}+{fixed}", continuous=not quick)
     return rows
 
 
-def on_cpu(bench: Bench, quick: bool) -> list[dict[str, Any]]:
+def on_cpu(bench: Bench, quick: bool, peers: bool) -> list[dict[str, Any]]:
     draw = random.Random(3)
     count, prompt = (16, 16) if quick else (64, 32)
     longest = 32 if quick else 128
@@ -330,7 +331,7 @@ def on_cpu(bench: Bench, quick: bool) -> list[dict[str, Any]]:
     rows = [native_row(bench, slots, lengths, prompt, 1, 1, what)]
     rows.append(native_row(bench, slots, lengths, prompt, 4, 1, what))
     rows.append(native_row(bench, slots, lengths, prompt, 1, 1, what, model="generic"))
-    return rows + hf_rows(bench, slots, lengths, prompt, what, continuous=False)
+    return rows + (hf_rows(bench, slots, lengths, prompt, what, continuous=False) if peers else [])
 
 
 def main() -> None:
@@ -338,13 +339,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="default: qwen2.5-0.5b on a GPU, smollm2-135m on a CPU")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
+    parser.add_argument("--ours-only", action="store_true", help="leave the others out")
     parser.add_argument("--profile", action="store_true", help="also where the time of a decode step goes")
     parser.add_argument("--json", help="append the result to this file")
     args = parser.parse_args()
     shape = args.shape or ("qwen2.5-0.5b" if args.device == "cuda" else "smollm2-135m")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(shape, args.device, Path(folder))
-        rows = on_gpu(bench, args.quick) if args.device == "cuda" else on_cpu(bench, args.quick)
+        measure = on_gpu if args.device == "cuda" else on_cpu
+        rows = measure(bench, args.quick, not args.ours_only)
         report(f"generation, {shape} shape, {str(bench.dtype).removeprefix('torch.')}", rows, args.json)
         report("weight hand-over and sleep", [hand_over_row(bench)], args.json)
         if args.profile:

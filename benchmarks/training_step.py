@@ -39,8 +39,8 @@ RATIOS = (
     ("step (a) with a reference", ("verl", "with reference", "a", "step"), ("trl", "float32, beta", "a", "step"), 3.5),
     ("step (b), everything on / off", ("verl", "all on", "b", "step"), ("verl", "everything off", "b", "step"), 2.5),
     (
-        "update (b), remove padding (micro-batches alike)",
-        (ENGINE, "no dynamic", "b", "update_actor"),
+        "update (b), remove padding",
+        (ENGINE, "all on", "b", "update_actor"),
         (ENGINE, "no remove_padding", "b", "update_actor"),
         4.0,
     ),

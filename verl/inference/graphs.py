@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable
 
 import torch
@@ -11,13 +12,18 @@ from verl.inference.step_inputs import StepInputs
 
 __all__ = ["StepGraphs"]
 
+logger = logging.getLogger(__name__)
+
 # Sizes that are recorded; a step is padded up to the next one. Above the last, launching is not what costs.
 _DECODE_SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 513, 32), *range(576, 1025, 64))
 _MIXED_SIZES = (64, *range(128, 2049, 128), *range(2304, 3073, 256), 3584, 4096)
 
 
 class StepGraphs:
-    """CUDA graphs by kind of step and size, recorded when first needed. All of them share one memory pool."""
+    """CUDA graphs by kind of step and size, recorded when first needed. All of them share one memory pool.
+
+    A model whose step waits for the device (some mixtures of experts do) cannot be recorded and runs without.
+    """
 
     def __init__(
         self,
@@ -33,6 +39,7 @@ class StepGraphs:
         self._max_sequences = max_sequences
         self._nobody = len(last_tokens) - 1
         self._pool = torch.cuda.graph_pool_handle()
+        self._can_record = True
         self._kept: dict[tuple[bool, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         # What the graphs read; rows beyond a step's own belong to nobody.
         tokens = _MIXED_SIZES[-1]
@@ -44,10 +51,10 @@ class StepGraphs:
         self._lengths = torch.zeros(max_sequences, dtype=torch.int32, device=device)
 
     def replay(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor | None:
-        """Hidden states of the step, padding last; None if it is larger than any graph."""
+        """Hidden states of the step, padding last; None if there is no graph for it."""
         sizes = _MIXED_SIZES if has_prefills else _DECODE_SIZES
         count = len(inputs.token_rows)
-        if count > sizes[-1]:
+        if count > sizes[-1] or not self._can_record:
             return None
         size = sizes[bisect.bisect_left(sizes, count)]
         self._rows[:count].copy_(inputs.token_rows)
@@ -57,7 +64,10 @@ class StepGraphs:
             self._positions[count:size].zero_()
         if has_prefills:
             self._set_sequences(inputs)
-        graph, hidden = self._kept.get((has_prefills, size)) or self._record(has_prefills, size)
+        kept = self._kept.get((has_prefills, size)) or self._record(has_prefills, size)
+        if kept is None:
+            return None
+        graph, hidden = kept
         graph.replay()
         return hidden
 
@@ -71,13 +81,24 @@ class StepGraphs:
         self._sequence_rows[:sequences].copy_(inputs.sequence_rows)
         self._lengths[:sequences].copy_(inputs.lengths)
 
-    def _record(self, has_prefills: bool, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _record(self, has_prefills: bool, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
         run = self._run_mixed if has_prefills else self._run_decode
         run(size)  # compiles kernels and fills caches of libraries, which a recording cannot do
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = run(size)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                hidden = run(size)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            # It ran a moment ago, so it is the recording that this model does not allow.
+            self._can_record = False
+            reason = str(error).strip().splitlines()[0]
+            logger.warning(
+                "steps of this model cannot be recorded as CUDA graphs and are launched one by one: %s", reason
+            )
+            return None
         self._kept[has_prefills, size] = (graph, hidden)
         return graph, hidden
 

@@ -202,7 +202,8 @@ def _varlen(
     DIM_BLOCK: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
+    # The last tiles have the most keys to look at (those of decoded sequences, ends of prompts): they begin first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv = tl.program_id(1)
     tokens_per_tile: tl.constexpr = ROWS // GROUP_BLOCK
     sequence = _sequence_of(query_starts_ptr, tile, sequences, tokens_per_tile)
