@@ -194,7 +194,9 @@ def clean() -> None:
 
 def compare(case: str, phase: str, planned: float, measured: float) -> dict[str, Any]:
     ratio = planned / measured if planned and measured > 0 else None
-    return {"case": case, "phase": phase, "planned": planned / GB, "measured": measured / GB, "ratio": ratio}
+    row = {"case": case, "phase": phase, "planned": planned / GB, "measured": measured / GB, "ratio": ratio}
+    print(row, flush=True)
+    return row
 
 
 if __name__ == "__main__":
