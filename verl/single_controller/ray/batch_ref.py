@@ -8,7 +8,7 @@ the stored column on the next use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from tensordict import TensorDict
 
 from verl.protocol import DataProto, DataProtoItem
 from verl.single_controller.ray import columns
+from verl.single_controller.ray.column_views import ObjectColumns, TensorColumns
 from verl.single_controller.ray.columns import ColumnType, Lengths
 from verl.single_controller.ray.row_map import Column, RowMap, concat_columns, prune_parts, take_rows
 from verl.utils.columns import same, union_meta
@@ -118,7 +119,7 @@ class BatchRef(DataProto):
     @property
     def batch(self) -> Any:
         """The tensor columns, fetched one by one as they are named."""
-        return _TensorColumns(self)
+        return TensorColumns(self)
 
     @batch.setter
     def batch(self, value: Any) -> None:
@@ -127,7 +128,7 @@ class BatchRef(DataProto):
     @property
     def non_tensor_batch(self) -> Any:
         """The object columns, fetched one by one as they are named."""
-        return _ObjectColumns(self)
+        return ObjectColumns(self)
 
     @non_tensor_batch.setter
     def non_tensor_batch(self, value: Any) -> None:
@@ -366,57 +367,6 @@ def _guarded(value: Any) -> Any:
 
 def _version(value: Any) -> int:
     return value._version if isinstance(value, torch.Tensor) else 0
-
-
-class _Columns(MutableMapping[str, Any]):
-    """A BatchRef's columns of one kind as a mapping."""
-
-    def __init__(self, owner: BatchRef) -> None:
-        self._owner = owner
-
-    def _names(self) -> list[str]:
-        raise NotImplementedError
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._names():
-            raise KeyError(f"BatchRef: no column {name!r}; there is {sorted(self._names())}.")
-        return self._owner._get_column(name)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._owner._set_column(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        if name not in self._names():
-            raise KeyError(name)
-        self._owner._drop(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names())
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names()
-
-    def __len__(self) -> int:
-        return len(self._names())
-
-
-class _ObjectColumns(_Columns):
-    def _names(self) -> list[str]:
-        return self._owner._object_keys()
-
-
-class _TensorColumns(_Columns):
-    """Looks like the TensorDict of a DataProto. What is not a mapping operation works on all columns, fetched."""
-
-    def _names(self) -> list[str]:
-        return self._owner._tensor_keys()
-
-    @property
-    def batch_size(self) -> torch.Size:
-        return torch.Size([len(self._owner)])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._owner.fetch(non_tensor_batch_keys=[]).batch, name)
 
 
 def _put(content: Any) -> Any:
