@@ -15,7 +15,7 @@ from verl.inference.build import BuiltEngine, build_engine
 from verl.inference.request import Output, Request, SamplingParams
 from verl.inference.sequence import Sequence
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 MAX_LENGTH, NEW = 96, 12
 LENGTHS = (17, 1, 8, 26, 5, 40)
