@@ -18,7 +18,7 @@ from verl.inference.attention.base import AttentionStep
 __all__ = ["TorchAttention"]
 
 # What one more call costs, as padded tokens: a bucket is closed when padding would cost more.
-_TOKENS_PER_CALL = 150
+_TOKENS_PER_CALL = 400
 # Elements of one block of scores where they must be held (soft-capping): 64 MB in float32.
 _SCORE_ELEMENTS = 2**24
 

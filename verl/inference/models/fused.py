@@ -80,7 +80,8 @@ class FusedModel:
         self.eps = config.rms_norm_eps
         self.region = Region(self.layout.bytes(dtype), device)
         self.device = self.region.bytes.device
-        self._weights, merged = self.layout.carve(self.region.bytes, dtype)
+        turned_below = torch_ops.LARGE_WEIGHT if self.device.type == "cpu" else 0
+        self._weights, merged = self.layout.carve(self.region.bytes, dtype, turned_below)
         self._layers = [self._layer(merged, index) for index in range(self.num_layers)]
         self._embedding = merged["model.embed_tokens.weight"]
         self._head = merged.get("lm_head.weight", self._embedding)

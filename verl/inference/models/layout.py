@@ -15,6 +15,7 @@ __all__ = ["Layout"]
 
 # Every tensor starts on a boundary that vector loads and matmul kernels like.
 _ALIGNMENT = 256
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,8 @@ class Layout:
     def shards(self) -> dict[str, Shard]:
         """What of each HF tensor is here, for those that are not whole."""
         found = {part.name: part.shard for parts in self._merged.values() for part in parts if part.shard is not None}
-        if self._config.tie_word_embeddings and "model.embed_tokens.weight" in found:
-            found["lm_head.weight"] = found["model.embed_tokens.weight"]
+        if self._config.tie_word_embeddings and _EMBEDDING in found:
+            found["lm_head.weight"] = found[_EMBEDDING]
         return found
 
     def mismatch(self) -> str | None:
@@ -80,23 +81,31 @@ class Layout:
         return sum(_padded(_elements(parts) * dtype.itemsize) for parts in self._merged.values())
 
     def carve(
-        self, buffer: torch.Tensor, dtype: torch.dtype
+        self, buffer: torch.Tensor, dtype: torch.dtype, turned_below: int = 0
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """(every HF name, every merged name) as views into `buffer` (uint8)."""
+        """(every HF name, every merged name) as views into `buffer` (uint8).
+
+        Matrices of fewer than `turned_below` elements lie there column by column (but not embeddings, which are looked
+        up by row).
+        """
         named: dict[str, torch.Tensor] = {}
         merged: dict[str, torch.Tensor] = {}
         start = 0
         for name, parts in self._merged.items():
             size = _elements(parts) * dtype.itemsize
             columns = parts[0].shape[1:]
-            merged[name] = buffer[start : start + size].view(dtype).view(-1, *columns)
+            flat = buffer[start : start + size].view(dtype)
+            if columns and flat.numel() < turned_below and name != _EMBEDDING:
+                merged[name] = flat.view(*columns, -1).t()
+            else:
+                merged[name] = flat.view(-1, *columns)
             start += _padded(size)
             row = 0
             for part in parts:
                 named[part.name] = merged[name][row : row + part.shape[0]]
                 row += part.shape[0]
         if self._config.tie_word_embeddings:
-            named["lm_head.weight"] = named["model.embed_tokens.weight"]
+            named["lm_head.weight"] = named[_EMBEDDING]
         return named, merged
 
     def _fill(self) -> None:
@@ -106,7 +115,7 @@ class Layout:
         stated = bool(getattr(config, "attention_bias", False))
         qkv_bias = stated or config.model_type == "qwen2"
         vocabulary = self._cut(0, config.vocab_size) if self.vocab_is_cut else None
-        self._add("model.embed_tokens.weight", (config.vocab_size, hidden), vocabulary)
+        self._add(_EMBEDDING, (config.vocab_size, hidden), vocabulary)
         for index in range(config.num_hidden_layers):
             at = f"model.layers.{index}."
             self._add(at + "input_layernorm.weight", (hidden,))

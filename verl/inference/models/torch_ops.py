@@ -10,13 +10,14 @@ __all__ = ["add_rms_norm", "gated_silu", "linear", "rms_norm", "rotated"]
 
 
 # Where CPU libraries multiply up to twice as fast with the weight first: few rows, weights of at least this size.
+# Smaller ones they multiply up to four times as fast if they lie column by column.
 _FEW_ROWS = range(2, 65)
-_LARGE_WEIGHT = 2**18
+LARGE_WEIGHT = 2**18
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x` [tokens, in], `weight` [out, in] → [tokens, out]."""
-    if len(x) not in _FEW_ROWS or weight.numel() < _LARGE_WEIGHT:
+    if len(x) not in _FEW_ROWS or weight.numel() < LARGE_WEIGHT:
         return functional.linear(x, weight, bias)
     out = torch.mm(weight, x.t()).t().contiguous()
     return out if bias is None else out.add_(bias)
