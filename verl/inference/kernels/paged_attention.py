@@ -28,15 +28,16 @@ def decode_attention(
 ) -> torch.Tensor:
     """`query` [rows, heads, dim] against `keys`, `values` [blocks, block, kv, dim] → [rows, heads, dim].
 
-    Rows of `query` may lie at any stride. `tables` [rows, columns] int32 lists each row's blocks,
-    `lengths` [rows] int32 its tokens in the cache. How many
-    programs share a row depends on shapes alone: a CUDA graph may hold this call.
+    Rows of `query` may lie at any stride. `tables` [rows, columns] int32 lists each row's blocks, `lengths` [rows]
+    int32 its tokens in the cache. How many programs share a row depends on shapes alone: a CUDA graph may hold this.
     """
     rows, heads, dim = query.shape
     kv_heads = keys.shape[2]
     group = heads // kv_heads
     longest = tables.shape[1] * keys.shape[1]
     splits = max(1, min(_MAX_SPLITS, _WANTED_PROGRAMS // (rows * kv_heads), triton.cdiv(longest, 128)))
+    # A power of two: every number is a kernel of its own, compiled in the middle of a run.
+    splits = 1 << (splits.bit_length() - 1)
     out = query.new_empty(rows, heads, dim)
     partial = query.new_empty((rows, heads, splits, dim) if splits > 1 else (1,), dtype=torch.float32)
     weights = query.new_empty((rows, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32)
