@@ -4,7 +4,7 @@ The backward pass computes each chunk's logits again and turns them into their g
 and a few numbers per row. On CUDA the passes over logits are Triton kernels, elsewhere plain torch.
 
 Logits are never rounded to half precision: at 32 and above bfloat16 knows only every fourth of a unit, and two engines
-that round on their own disagree by 2 % about the probability of a token.
+that round on their own disagree by 1.5 % about the probability of a token.
 """
 
 from __future__ import annotations
