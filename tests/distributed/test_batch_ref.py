@@ -190,7 +190,9 @@ def test_union_refuses_columns_that_disagree_and_accepts_those_that_agree(roller
     batch.union(batch.select(["score"]))
     batch.union(DataProto.from_dict({"score": torch.tensor([3.0, 1.0])}))
     with pytest.raises(ValueError, match="'score' differs"):
-        batch.union(DataProto.from_dict({"score": torch.tensor([3.0, 2.0])}))
+        batch.union(DataProto.from_dict({"another": torch.ones(2), "score": torch.tensor([3.0, 2.0])}, {"a": [1, 2]}))
+    assert "another" not in batch.batch, "all or nothing"
+    assert "a" not in batch.non_tensor_batch
     with pytest.raises(ValueError, match="2 rows here, 3 in the other"):
         batch.union(DataProto.from_dict({"new": torch.zeros(3)}))
     with pytest.raises(ValueError, match=r"meta_info\['pad'\]"):

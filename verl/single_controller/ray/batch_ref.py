@@ -147,9 +147,11 @@ class BatchRef(DataProto):
     def get_data_info(self) -> str:
         lines = [f"BatchRef of {len(self)} rows"]
         for name in self._names():
-            column = self._columns.get(name)
-            stored = f"{column.type.describe()} in {len(column.refs)} part(s)" if column is not None else "not sent yet"
-            lines.append(f"  {name}: {stored}")
+            if self._is_ahead(name):
+                lines.append(f"  {name}: not sent yet")
+            else:
+                column = self._columns[name]
+                lines.append(f"  {name}: {column.type.describe()} in {len(column.refs)} part(s)")
         return "\n".join([*lines, f"  meta_info: {sorted(self.meta_info)}"])
 
     def to(self, device: str | torch.device) -> DataProto:
@@ -191,11 +193,12 @@ class BatchRef(DataProto):
         if other._has_columns():
             theirs = BatchRef.from_dataproto(other, self.lengths)
             mine = set(self._names())
+            for name in mine.intersection(theirs._names()):
+                if not self._is_stored_alike(name, theirs) and not same(self._value(name), theirs._value(name)):
+                    raise ValueError(f"union: {name!r} differs in the two batches.")
             for name in theirs._names():
                 if name not in mine:
                     self._adopt(name, theirs)
-                elif not self._is_stored_alike(name, theirs) and not same(self._value(name), theirs._value(name)):
-                    raise ValueError(f"union: {name!r} differs in the two batches.")
             self._rows = len(other)
         self.meta_info = meta
         return self
@@ -279,23 +282,24 @@ class BatchRef(DataProto):
         if self._has_columns() and len(value) != len(self):
             raise ValueError(f"DataProto: {name!r} has {len(value)} rows, the batch has {len(self)}.")
         DataProto.from_single_dict({name: value})  # or the error that it gives
-        self._columns.pop(name, None)
         self._held[name] = _Held.unsent(value)
         self._rows = len(value)
 
     def _adopt(self, name: str, other: BatchRef) -> None:
         """A column of another batch of the same rows becomes one of this."""
-        held = other._held.get(name)
-        if held is not None and held.is_ahead():
-            self._held[name] = _Held.unsent(held.value)
+        if other._is_ahead(name):
+            self._held[name] = _Held.unsent(other._held[name].value)
         else:
             self._columns[name] = other._columns[name]
 
     def _is_stored_alike(self, name: str, other: BatchRef) -> bool:
-        for batch in (self, other):
-            if name in batch._held and batch._held[name].is_ahead():
-                return False
+        if self._is_ahead(name) or other._is_ahead(name):
+            return False
         return self._columns[name].same_as(other._columns[name])
+
+    def _is_ahead(self, name: str) -> bool:
+        """Whether the column's value is held here and is not, or no longer, what the store has."""
+        return name in self._held and self._held[name].is_ahead()
 
     def _replace(self, names: list[str], value: Any) -> None:
         """Put the columns of a mapping in the place of the named ones."""
@@ -313,11 +317,11 @@ class BatchRef(DataProto):
         """The named columns (None: all) as they are now: what is held here and not in the store is put there."""
         names = self._names() if names is None else names
         for name in names:
-            held = self._held.get(name)
-            if held is not None and held.is_ahead():
-                stored = store_rows(DataProto.from_single_dict({name: held.value}), self.lengths)
+            if self._is_ahead(name):
+                value = self._held[name].value
+                stored = store_rows(DataProto.from_single_dict({name: value}), self.lengths)
                 self._columns[name] = BatchRef.from_stored(stored)._columns[name]
-                self._held[name] = _Held.stored(held.value)
+                self._held[name] = _Held.stored(value)
         return {name: self._columns[name] for name in names}
 
     # ---------------------------------------------------------------- wire
