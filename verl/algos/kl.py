@@ -3,7 +3,8 @@
 With d = log p - log q on tokens sampled from p: k1 = d, k2 = d² / 2, k3 = exp(-d) - 1 + d (J. Schulman, "Approximating
 KL divergence"). As values k1 and k3 have the mean KL(p || q). As losses they do not have its gradient: on tokens
 sampled from p that of k1 is 0 on average and that of k3 is KL(q || p)'s, while k2's is exactly KL(p || q)'s
-(arXiv 2510.01555). A trailing "+" therefore keeps an estimate's value and takes k2's gradient.
+(arXiv 2510.01555). A trailing "+" therefore keeps an estimate's value and takes k2's gradient, and so does the plain
+name "kl": whoever adds "the KL" to a loss means its gradient. Its value is k1's, and without a gradient it is k1.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ MAX_LOG_RATIO = 20.0
 
 
 def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
-    """KL(policy || reference) per token, in the shape of the inputs; `kl_penalty` is a name of `KL_ESTIMATES`."""
+    """KL(policy || reference) per token, in the shape of the inputs; `kl_penalty` is a name of `KL_ESTIMATES`.
+
+    `kl` and the names with a trailing + have the gradient of KL(policy || reference) on average over tokens sampled
+    from the policy, `k2` too; `k1` has none, `k3` that of KL(reference || policy). Values are those of the estimate.
+    """
     name = kl_penalty
-    straight_through = name.endswith("+")
+    straight_through = name == "kl" or name.endswith("+")
     if name == "full":
         raise ValueError("kl_penalty: 'full' needs both models' whole distributions at every token. Use low_var_kl.")
     if name.removesuffix("+") not in KL_ESTIMATES:
@@ -36,7 +41,7 @@ def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str
     if not straight_through:
         return estimate
     unbiased = _k2(difference)
-    return unbiased + (estimate - unbiased).detach()
+    return estimate.detach() + (unbiased - unbiased.detach())  # + 0: the value stays the estimate's to the bit
 
 
 def compute_kl_loss(

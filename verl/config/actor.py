@@ -51,7 +51,7 @@ class ActorConfig(Block):
     use_kl_loss: bool = key("Add the KL to the reference to the loss; starts a reference policy.")
     kl_loss_coef: float = key("Weight of that loss.", min=0)
     kl_loss_type: str = key(
-        "Estimate of that KL; a trailing + takes the unbiased gradient.",
+        "Estimate of that KL; kl and a trailing + have the KL's own gradient, bare k1 none on average.",
         choices=names.KL_LOSS_TYPES,
         refused={"full": ("needs the whole distribution of both models at every token", "Set it to low_var_kl")},
     )

@@ -29,7 +29,7 @@ LOSS_AGG_MODES = (
     "seq-mean-token-sum-norm",
 )
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-# A trailing "+" takes the value of the estimate and the unbiased gradient (straight-through).
+# A trailing "+" takes the value of the estimate and the unbiased gradient (straight-through); so does "kl" itself.
 KL_LOSS_TYPES = KL_PENALTIES + tuple(f"{name}+" for name in KL_PENALTIES)
 
 STRATEGIES = ("fsdp", "fsdp2", "megatron")

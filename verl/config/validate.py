@@ -88,6 +88,11 @@ def _kl(config: PPOConfig, report: Report) -> None:
         )
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         report.notice("algorithm.use_kl_in_reward and actor.use_kl_loss are both on: the KL counts twice.")
+    if actor.use_kl_loss and actor.kl_loss_type == "k1":
+        report.notice(
+            f"{ACTOR}.kl_loss_type = k1: the gradient of this estimate is 0 on average, it does not hold the policy "
+            f"near the reference. Set {ACTOR}.kl_loss_type=kl for the same value with the KL's gradient."
+        )
 
 
 def _clipping(config: PPOConfig, report: Report) -> None:

@@ -1,6 +1,7 @@
 """KL estimates by hand, on average, and their gradients."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -31,7 +32,16 @@ def test_kl_by_hand(name):
     assert value.item() == pytest.approx(BY_HAND[SAME.get(plain, plain)])
 
 
-@pytest.mark.parametrize("name", ["k1", "k3", "k1+", "k3+"])
+@pytest.mark.parametrize("name", names.KL_PENALTIES)
+def test_a_straight_through_gradient_leaves_the_value_as_it_was_to_the_bit(name):
+    rng = torch.Generator().manual_seed(0)
+    policy, reference = (-5 * torch.rand(1000, generator=rng) for _ in range(2))
+    plain = KL_ESTIMATES[name](policy - reference)
+    for form in (name, f"{name}+"):
+        assert torch.equal(kl_penalty(policy.clone().requires_grad_(), reference, form), plain)
+
+
+@pytest.mark.parametrize("name", ["kl", "k1", "k3", "k1+", "k3+"])
 def test_the_mean_of_k1_and_k3_over_samples_of_the_policy_is_the_kl(name):
     expected = (P * (P / Q).log()).sum()
     torch.testing.assert_close((P * kl_penalty(P.log(), Q.log(), name)).sum(), expected)
@@ -45,18 +55,26 @@ def mean_gradient(name: str) -> torch.Tensor:
     return logits.grad
 
 
-@pytest.mark.parametrize("name", [f"{name}+" for name in names.KL_PENALTIES])
-def test_straight_through_forms_have_the_gradient_of_the_kl_on_average(name):
+def gradient_of(divergence: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """That of a divergence between the whole distributions, on the logits of the policy."""
     logits = P.log().requires_grad_()
-    log_p = torch.log_softmax(logits, -1)
-    (log_p.exp() * (log_p - Q.log())).sum().backward()
-    torch.testing.assert_close(mean_gradient(name), logits.grad)
+    divergence(torch.log_softmax(logits, -1)).backward()
+    return logits.grad
 
 
-def test_without_straight_through_k1_has_no_gradient_on_average_and_k3_has_another():
+@pytest.mark.parametrize("name", ["kl", "k2", "mse", *(f"{name}+" for name in names.KL_PENALTIES)])
+def test_kl_k2_and_the_straight_through_forms_have_the_gradient_of_policy_to_reference_on_average(name):
+    true = gradient_of(lambda log_p: (log_p.exp() * (log_p - Q.log())).sum())
+    assert true.abs().max() > 0.1
+    torch.testing.assert_close(mean_gradient(name), true)
+
+
+def test_other_plain_estimates_have_no_gradient_on_average_or_that_of_another_divergence():
     torch.testing.assert_close(mean_gradient("k1"), torch.zeros(3, dtype=torch.float64))
-    # KL(q || p) has the gradient p - q on the logits.
-    torch.testing.assert_close(mean_gradient("k3"), P - Q)
+    reverse = gradient_of(lambda log_p: (Q * (Q.log() - log_p)).sum())
+    for name in ("k3", "low_var_kl"):
+        torch.testing.assert_close(mean_gradient(name), reverse)
+    torch.testing.assert_close(mean_gradient("abs"), gradient_of(lambda log_p: (log_p.exp() - Q).abs().sum()))
 
 
 @pytest.mark.parametrize("name", names.KL_LOSS_TYPES)
@@ -64,7 +82,7 @@ def test_the_gradient_of_each_form_matches_finite_differences(name):
     log_prob = torch.tensor([-0.6, -1.3, -2.0], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
     kl_penalty(log_prob, ref, name).sum().backward()
-    form = "k2" if name.endswith("+") else name
+    form = "k2" if name == "kl" or name.endswith("+") else name
     step = 1e-6
     with torch.no_grad():
         slope = (kl_penalty(log_prob + step, ref, form) - kl_penalty(log_prob - step, ref, form)) / (2 * step)

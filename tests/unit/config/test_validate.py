@@ -102,6 +102,7 @@ def test_what_cannot_work_together_is_one_problem_with_a_remedy(overrides, key):
         ([f"{ROLLOUT}.val_kwargs.n=8"], "greedy answers are all equal"),
         ([f"{ROLLOUT}.do_sample=False"], "do not explore"),
         (["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True"], "counts twice"),
+        ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=k1"], "the gradient of this estimate is 0 on average"),
         (["algorithm.adv_estimator=grpo", "critic.enable=True"], "does not use its values"),
         (["resource_pool_spec={global_pool: [1], spare: [1]}"], "no role runs on it"),
         (["trainer.resume_from_path=/x"], "has no effect with trainer.resume_mode = auto"),

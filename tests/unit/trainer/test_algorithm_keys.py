@@ -189,15 +189,15 @@ def test_every_aggregation_is_another():
 
 
 def test_every_kl_loss_has_its_own_value_and_the_plus_its_own_gradient():
-    """Aliases (k1 = kl, k2 = mse, k3 = low_var_kl) agree; a trailing + keeps the value and changes the gradient."""
+    """Aliases (kl = kl+, k2 = mse, k3 = low_var_kl) agree; a trailing + keeps the value and changes the gradient."""
     base = loss_of()
     added = {}
     for kind in names.KL_LOSS_TYPES:
         result = loss_of(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type=kind)
         added[kind] = torch.tensor(result) - torch.tensor(base)
-    for one, other in (("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl"), ("k1+", "kl+"), ("k3+", "low_var_kl+")):
+    for one, other in (("kl", "kl+"), ("k2", "mse"), ("k3", "low_var_kl"), ("k1+", "kl+"), ("k3+", "low_var_kl+")):
         torch.testing.assert_close(added[one], added[other])
-    for kind in ("kl", "abs", "low_var_kl"):
+    for kind in ("k1", "abs", "low_var_kl"):
         torch.testing.assert_close(added[f"{kind}+"][0], added[kind][0])
         assert not torch.allclose(added[f"{kind}+"][1:], added[kind][1:])
         torch.testing.assert_close(added[f"{kind}+"][1:], added["mse"][1:])

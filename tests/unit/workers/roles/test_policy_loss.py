@@ -63,6 +63,18 @@ def test_kl_and_entropy_enter_with_their_coefficients():
     assert with_entropy - base == pytest.approx(-0.01 * entropy, abs=1e-6)
 
 
+def test_the_kl_loss_as_it_is_by_default_pulls_the_policy_to_the_reference():
+    """Exactly: each of the two tokens with its probability. The true gradient is p₀ p₁ (θ₁ - θ₀) (-1, 1) for a
+    reference of (1/2, 1/2)."""
+    theta = torch.tensor([0.0, 0.4], requires_grad=True)
+    probabilities = theta.detach().softmax(0)
+    with_kl = {"use_kl_loss": True, "kl_loss_coef": 1.0}
+    for token, p in enumerate(probabilities.tolist()):
+        (p * loss_of(theta, token, advantage=0.0, old=math.log(p), **with_kl)).backward()
+    pull = 0.4 * math.prod(probabilities.tolist())
+    assert theta.grad.tolist() == pytest.approx([-pull, pull])
+
+
 def test_parts_of_a_step_add_up_to_the_whole():
     """Cut into single rows, the losses with global counts sum to the loss of all rows."""
     torch.manual_seed(0)
