@@ -54,6 +54,9 @@ class CriticConfig(Block):
         follows=f"{_ACTOR}.loss_agg_mode",
         choices=names.LOSS_AGG_MODES,
     )
+    loss_scale_factor: float = key(
+        "Divisor of seq-mean-token-sum-norm.", null="", follows=f"{_ACTOR}.loss_scale_factor", above=0
+    )
     grad_clip: float = key("Largest gradient norm.", above=0, aliases=("max_grad_norm",))
     ulysses_sequence_parallel_size: int = key(
         "Ranks each sequence is split over (Ulysses, fsdp).",

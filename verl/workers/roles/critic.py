@@ -37,7 +37,7 @@ class ValueLoss:
             mask,
             config.cliprange_value,
             config.loss_agg_mode,
-            loss_scale_factor=float(mask.shape[1]),
+            config.loss_scale_factor,
         )
         loss = loss * global_share(mask, config.loss_agg_mode, counts.tokens, counts.sequences)
         tokens = mask.sum()
