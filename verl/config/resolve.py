@@ -68,17 +68,23 @@ def _sampling(config: PPOConfig, report: Report) -> None:
 
 
 def _clip_bounds(config: PPOConfig, report: Report) -> None:
-    """Clip ratios written as bounds (0.8, 1.2) are read as distances from 1 (0.2, 0.2)."""
+    """Clip ratios written as bounds of the ratio (0.8, 1.2) are read as distances from 1 (0.2, 0.2), one or both."""
     actor = config.actor_rollout_ref.actor
     low, high = actor.clip_ratio_low, actor.clip_ratio_high
-    if low is None or high is None or actor.policy_loss.loss_mode != "vanilla":
+    if actor.policy_loss.loss_mode != "vanilla":
         return
-    if 0.5 < low < 1 < high <= 2:
-        actor.clip_ratio_low, actor.clip_ratio_high = round(1 - low, 12), round(high - 1, 12)
-        report.notice(
-            f"{ACTOR}.clip_ratio_low = {low:g}, clip_ratio_high = {high:g} are read as bounds of the ratio: "
-            f"distances {actor.clip_ratio_low:g} and {actor.clip_ratio_high:g} from 1."
-        )
+    low_is_bound = low is not None and 0.5 < low < 1
+    high_is_bound = high is not None and 1 < high <= 2
+    # Beside a distance of 0.5 or more, a low of 0.8 is one too.
+    if low_is_bound and (high is None or high < 0.5 or high_is_bound):
+        actor.clip_ratio_low = _read_as_bound(report, "clip_ratio_low", low, round(1 - low, 12))
+    if high_is_bound and (low is None or low < 0.5 or low_is_bound):
+        actor.clip_ratio_high = _read_as_bound(report, "clip_ratio_high", high, round(high - 1, 12))
+
+
+def _read_as_bound(report: Report, name: str, bound: float, distance: float) -> float:
+    report.notice(f"{ACTOR}.{name} = {bound:g} is read as a bound of the ratio: a distance of {distance:g} from 1.")
+    return distance
 
 
 def _generation_batches(config: PPOConfig, report: Report) -> None:

@@ -99,7 +99,7 @@ def _clipping(config: PPOConfig, report: Report) -> None:
     actor = config.actor_rollout_ref.actor
     if actor.policy_loss.loss_mode == "vanilla" and actor.clip_ratio_low >= 1:
         why = "is a distance from 1: the ratio could fall to 0 or below"
-        fix = "Set a distance such as 0.2, or bounds in both keys such as clip_ratio_low=0.8 clip_ratio_high=1.2"
+        fix = "Set a distance such as 0.2, or a bound of the ratio between 0.5 and 1 such as 0.8"
         report.problem(f"{ACTOR}.clip_ratio_low", actor.clip_ratio_low, why, fix, (f"{ACTOR}.clip_ratio",))
 
 

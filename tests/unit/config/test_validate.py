@@ -98,7 +98,10 @@ def test_what_cannot_work_together_is_one_problem_with_a_remedy(overrides, key):
         ([], "data.val_files is not set: no validation"),
         (["data.max_response_length=4096"], "algorithm.gamma = 0.99 over data.max_response_length = 4096"),
         (["algorithm.kl_ctrl.target_kl=0.2"], "target_kl = 0.2 has no effect"),
-        ([f"{ACTOR}.clip_ratio_low=0.8", f"{ACTOR}.clip_ratio_high=1.28"], "read as bounds"),
+        (
+            [f"{ACTOR}.clip_ratio_low=0.8", f"{ACTOR}.clip_ratio_high=1.28"],
+            "clip_ratio_high = 1.28 is read as a bound of the ratio",
+        ),
         ([f"{ROLLOUT}.val_kwargs.n=8"], "greedy answers are all equal"),
         ([f"{ROLLOUT}.do_sample=False"], "do not explore"),
         (["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True"], "counts twice"),
@@ -125,6 +128,24 @@ def test_clip_bounds_become_distances_only_with_the_vanilla_loss():
     assert (distances.clip_ratio_low, distances.clip_ratio_high) == (0.2, 0.28)
     other = load(*bounds, f"{ACTOR}.policy_loss.loss_mode=gspo").actor_rollout_ref.actor
     assert (other.clip_ratio_low, other.clip_ratio_high) == (0.8, 1.28)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "read"),
+    [
+        (0.8, None, (0.2, 0.2)),
+        (None, 1.28, (0.2, 0.28)),
+        (0.8, 0.28, (0.2, 0.28)),
+        (0.2, 1.28, (0.2, 0.28)),
+        (0.8, 0.8, (0.8, 0.8)),
+    ],
+)
+def test_one_clip_bound_is_recognised_and_said(low, high, read):
+    given = [f"{ACTOR}.clip_ratio_{name}={value}" for name, value in (("low", low), ("high", high)) if value]
+    config = load(*given)
+    actor = config.actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == pytest.approx(read)
+    assert sum("is read as a bound" in notice for notice in config.notices) == (0 if low == high else 1)
 
 
 def test_role_groups_in_the_mapping_and_single_roles_above_them():
