@@ -19,7 +19,8 @@ class CriticConfig(Block):
     model: CriticModelConfig = key("The model under the value head.")
     ppo_mini_batch_size: int = key(
         "Prompts per optimizer step, over all ranks; divides data.train_batch_size.",
-        null="128, or the actor's where 128 does not divide data.train_batch_size",
+        null="",
+        follows=f"{_ACTOR}.ppo_mini_batch_size",
         min=1,
     )
     ppo_micro_batch_size_per_gpu: int = key(

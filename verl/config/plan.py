@@ -257,7 +257,9 @@ def _update_plan(config: PPOConfig, role: str, problems: list[Problem]) -> Updat
         epochs=block.ppo_epochs,
         optimizer_steps=block.ppo_epochs * max(1, prompts // mini_prompts),
     )
-    problems += _mini_batch_problems(config, plan)
+    # A critic that follows the actor breaks the same rule: one remedy, said once.
+    said = any(p.key == f"{ACTOR}.ppo_mini_batch_size" and p.value == mini_prompts for p in problems)
+    problems += [] if said else _mini_batch_problems(config, plan)
     problems += _micro_batch_problems(config, plan)
     return plan
 

@@ -15,7 +15,6 @@ from verl.config.trainer import RunConfig
 
 GLOBAL_POOL, REWARD_POOL = "global_pool", "reward_pool"
 DEFAULT_GROUP_SIZE = 4
-DEFAULT_MINI_BATCH = 128
 DEFAULT_MICRO_BATCH = 4
 
 
@@ -132,14 +131,11 @@ def _pools(config: PPOConfig, report: Report) -> None:
 
 
 def _critic(config: PPOConfig) -> None:
-    critic, prompts = config.critic, config.data.train_batch_size
+    critic = config.critic
     if critic.enable is None:
         critic.enable = config.algorithm.adv_estimator in names.CRITIC_ESTIMATORS
     if critic.ppo_mini_batch_size is None:
-        divides = prompts % DEFAULT_MINI_BATCH == 0
-        critic.ppo_mini_batch_size = (
-            DEFAULT_MINI_BATCH if divides else config.actor_rollout_ref.actor.ppo_mini_batch_size
-        )
+        critic.ppo_mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if config.trainer.max_critic_ckpt_to_keep is None:
         config.trainer.max_critic_ckpt_to_keep = config.trainer.max_actor_ckpt_to_keep
 

@@ -97,7 +97,8 @@ def test_mini_batch_must_divide_the_batch_and_its_samples_the_ranks():
         "64 or 128"
         in problems("data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=100")[f"{ACTOR}.ppo_mini_batch_size"].fix
     )
-    found = problems("data.train_batch_size=6", f"{ACTOR}.ppo_mini_batch_size=2", "trainer.n_gpus_per_node=3")
+    small = ["data.train_batch_size=6", f"{ACTOR}.ppo_mini_batch_size=2", "critic.ppo_mini_batch_size=1"]
+    found = problems(*small, "trainer.n_gpus_per_node=3")
     assert found[f"{ACTOR}.ppo_mini_batch_size"].why.startswith("2 prompts × 1 answer = 2 samples, which do not divide")
     assert "critic.ppo_mini_batch_size" in found
 
