@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+FSDP_IS_FSDP2 = "strategy fsdp runs torch's fully_shard, as fsdp2 does: the two are the same engine here"
 BLOCK_OF_ROLE = {
     "actor": ACTOR,
     "ref": "actor_rollout_ref.ref",
@@ -38,6 +39,10 @@ class Layout:
     def dp_size(self) -> int:
         return max(1, self.world_size // self.ranks_per_copy)
 
+    def render(self) -> str:
+        split = f" × {self.split}" if self.ranks_per_copy > 1 else ""
+        return f"{count(self.world_size, 'rank')} of {self.pool} = data-parallel {self.dp_size}{split}"
+
 
 @dataclass(frozen=True)
 class UpdatePlan:
@@ -57,18 +62,37 @@ class UpdatePlan:
     optimizer_steps: int  # per training step
 
     def render(self) -> str:
-        layout = self.layout
         if self.token_budget is None:
             micro = f"{count(self.micro_batches or 0, 'micro-batch')} of {count(self.micro_batch_size or 0, 'sample')}"
         else:
             micro = f"micro-batches of up to {self.token_budget} tokens"
-        split = f" × {layout.split}" if layout.ranks_per_copy > 1 else ""
         return (
-            f"{count(layout.world_size, 'rank')} of {layout.pool} = data-parallel {layout.dp_size}{split}; "
+            f"{self.layout.render()}; "
             f"{count(self.mini_batches, 'mini-batch')} of {count(self.mini_batch_prompts, 'prompt')} "
             f"({count(self.mini_batch_samples, 'sample')}, {self.mini_batch_samples_per_rank} per rank in {micro}) "
             f"× {count(self.epochs, 'epoch')} = {count(self.optimizer_steps, 'optimizer step')}"
         )
+
+
+@dataclass(frozen=True)
+class InferPlan:
+    """How a role that only reads (reference, reward model) walks through the samples of a training step."""
+
+    role: str
+    layout: Layout
+    samples_per_rank: int
+    micro_batch_size: int | None  # samples per rank; None with a token budget
+    token_budget: int | None  # tokens per rank and micro-batch; None with a fixed size
+    is_actor: bool  # LoRA: the actor without its adapters
+
+    def render(self) -> str:
+        if self.token_budget is None:
+            size = self.micro_batch_size or 1
+            micro = f"{count(math.ceil(self.samples_per_rank / size), 'micro-batch')} of {count(size, 'sample')}"
+        else:
+            micro = f"micro-batches of up to {self.token_budget} tokens"
+        who = "the actor without its adapters, " if self.is_actor else ""
+        return f"{who}{self.layout.render()}; {count(self.samples_per_rank, 'sample')} per rank in {micro}"
 
 
 @dataclass(frozen=True)
@@ -86,6 +110,9 @@ class BatchPlan:
     samples_per_replica: int
     actor: UpdatePlan
     critic: UpdatePlan | None
+    reference: InferPlan | None
+    reward_model: InferPlan | None
+    strategies: tuple[str, ...]
     problems: tuple[Problem, ...]
 
     def render(self) -> str:
@@ -105,8 +132,11 @@ class BatchPlan:
             ),
             ("actor", self.actor.render()),
         ]
-        if self.critic is not None:
-            rows.append(("critic", self.critic.render()))
+        for name, plan in (("critic", self.critic), ("ref", self.reference), ("reward", self.reward_model)):
+            if plan is not None:
+                rows.append((name, plan.render()))
+        if "fsdp" in self.strategies:
+            rows.append(("engine", FSDP_IS_FSDP2))
         width = max(len(name) for name, _ in rows)
         return "\n".join(["Batch plan", *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
@@ -132,6 +162,9 @@ def batch_plan(config: PPOConfig) -> BatchPlan:
         samples_per_replica=math.ceil(samples / rollout.dp_size),
         actor=actor,
         critic=critic,
+        reference=_infer_plan(config, "ref") if needs_reference(config) else None,
+        reward_model=_infer_plan(config, "reward_model") if config.reward_model.enable else None,
+        strategies=tuple(pick(config, BLOCK_OF_ROLE[r]).strategy for r in active_roles(config) if r in BLOCK_OF_ROLE),
         problems=tuple(problems),
     )
 
@@ -262,6 +295,27 @@ def _update_plan(config: PPOConfig, role: str, problems: list[Problem]) -> Updat
     problems += [] if said else _mini_batch_problems(config, plan)
     problems += _micro_batch_problems(config, plan)
     return plan
+
+
+# How each role that only reads says its micro-batches: size, whether there is a token budget, the budget.
+_INFER_KEYS = {
+    "ref": ("log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
+    "reward_model": ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
+}
+
+
+def _infer_plan(config: PPOConfig, role: str) -> InferPlan:
+    layout = layout_of(config, role)
+    samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    size, dynamic, budget = (pick(config, BLOCK_OF_ROLE[role])[name] for name in _INFER_KEYS[role])
+    return InferPlan(
+        role=role,
+        layout=layout,
+        samples_per_rank=math.ceil(samples / layout.dp_size),
+        micro_batch_size=None if dynamic else size,
+        token_budget=budget if dynamic else None,
+        is_actor=role == "ref" and actor_is_reference(config),
+    )
 
 
 def _mini_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:

@@ -6,7 +6,7 @@ import math
 
 from verl.config import files
 from verl.config.lora_rules import lora_rules
-from verl.config.plan import count
+from verl.config.plan import FSDP_IS_FSDP2, count
 from verl.config.problems import Report
 from verl.config.resolve import DEFAULT_MICRO_BATCH, empty_lists, resolve_run
 from verl.config.sft import SFTConfig
@@ -88,7 +88,7 @@ def check_environment(config: SFTConfig, report: Report) -> None:
 
 
 def describe(config: SFTConfig) -> str:
-    """The batches of a training step in one readable line, for the log."""
+    """The batches of a training step in one readable line, and what the strategy is; for the log."""
     data, ranks = config.data, config.ranks
     share = data.train_batch_size // config.dp_size
     sharing = config.ulysses_sequence_parallel_size
@@ -98,7 +98,8 @@ def describe(config: SFTConfig) -> str:
     else:
         size = data.micro_batch_size_per_gpu
         micro = f"{count(-(-share // size), 'micro-batch')} of {count(size, 'row')}"
+    engine = f"\n{FSDP_IS_FSDP2}" if config.strategy == "fsdp" else ""
     return (
         f"Batch plan: {count(data.train_batch_size, 'row')} of up to {data.max_length} tokens per step over "
-        f"{count(ranks, 'rank')}{split} ({config.trainer.device}), {share} each in {micro}"
+        f"{count(ranks, 'rank')}{split} ({config.trainer.device}), {share} each in {micro}{engine}"
     )

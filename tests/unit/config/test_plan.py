@@ -189,4 +189,39 @@ def test_plan_reads_as_a_few_lines():
     text = batch_plan(load("trainer.n_gpus_per_node=2", "data.train_batch_size=256")).render()
     assert "256 prompts × 1 answer = 256 samples of up to 1536 tokens" in text
     assert "2 mini-batches of 128 prompts (128 samples, 64 per rank in 16 micro-batches of 4 samples)" in text
-    assert len(text.splitlines()) == 6
+    assert len(text.splitlines()) == 7
+    assert "fsdp runs torch's fully_shard" in text
+
+
+def test_plan_names_the_reference_and_the_reward_model_with_their_micro_batches():
+    overrides = [
+        "trainer.n_gpus_per_node=2",
+        "data.train_batch_size=256",
+        f"{ACTOR}.use_kl_loss=True",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32",
+        f"{ACTOR}.strategy=fsdp2",
+        "critic.strategy=fsdp2",
+    ]
+    judge = ["reward_model.enable=True", "reward_model.path=a/rm", "reward_model.use_dynamic_bsz=True"]
+    text = batch_plan(load(*overrides, *judge, "reward_model.forward_max_token_len_per_gpu=9000")).render()
+    ranks = "2 ranks of global_pool = data-parallel 2; 128 samples per rank in"
+    assert f"  ref      {ranks} 4 micro-batches of 32 samples" in text
+    assert f"  reward   {ranks} micro-batches of up to 9000 tokens" in text
+    assert "fully_shard" not in text
+    adapters = batch_plan(load(*overrides, "actor_rollout_ref.model.lora_rank=8")).render()
+    assert "  ref      the actor without its adapters, 2 ranks" in adapters
+    without = batch_plan(load(*overrides, f"{ACTOR}.use_kl_loss=False")).render()
+    assert "  ref" not in without
+
+
+def test_the_critic_takes_the_mini_batch_of_the_actor_unless_it_has_its_own():
+    mine = load("data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=64")
+    assert mine.critic.ppo_mini_batch_size == 64
+    own = load("data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=64", "critic.ppo_mini_batch_size=32")
+    assert own.critic.ppo_mini_batch_size == 32
+
+
+def test_a_critic_that_follows_a_wrong_mini_batch_is_no_second_problem():
+    with pytest.raises(ConfigError) as caught:
+        load("data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=100")
+    assert [problem.key for problem in caught.value.problems] == [f"{ACTOR}.ppo_mini_batch_size"]

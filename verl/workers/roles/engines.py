@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 
 from verl.workers.engine.base import TrainEngine
-
-logger = logging.getLogger(__name__)
 
 
 def make_engine(
@@ -28,8 +25,6 @@ def make_engine(
         raise ValueError(f"strategy = {strategy}: this engine is not built yet. Set it to fsdp2.")
     from verl.workers.engine.fsdp.engine import FSDPEngine
 
-    if strategy == "fsdp":
-        logger.info("strategy fsdp runs torch's fully_shard, as fsdp2 does: the two are the same engine here")
     return FSDPEngine(
         model_path,
         kind,  # type: ignore[arg-type]
