@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from training_harness import make_task, overrides, run_training
@@ -44,6 +46,19 @@ def test_a_step_without_a_log_prob_pass_that_scores_while_it_generates_is_the_sa
     for row in plain.history:
         assert "timing_s/old_log_prob" in row
         assert "reward/scored_while_generating" not in row
+
+
+def test_columns_of_the_data_with_names_of_ours_change_nothing(task, tmp_path):
+    """Groups, samples and scores are the trainer's: the same weights as without the columns."""
+    rows = pq.read_table(task["train"]).to_pylist()
+    given = {"uid": "one and the same", "sample_index": 0, "do_sample": False, "row": 0, "scoring_failed": 1.0}
+    pq.write_table(pa.Table.from_pylist([row | given for row in rows]), tmp_path / "named.parquet")
+    named = task | {"train": str(tmp_path / "named.parquet")}
+    runs = [
+        run_training(overrides(data, tmp_path / name, *GRPO, *ONE_STEP, *IN_WAVES, "trainer.total_training_steps=1"))
+        for name, data in (("plain", task), ("named", named))
+    ]
+    assert_same_training(*runs)
 
 
 def test_two_mini_batches_and_a_waiting_actor_have_a_log_prob_pass(task, tmp_path):

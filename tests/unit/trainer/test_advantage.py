@@ -77,6 +77,8 @@ def test_what_the_reward_said_by_name():
     assert value_per_answer(batch, "score", key).tolist() == [1.0, 0.5]
     assert value_per_answer(batch, "acc", key).tolist() == [1.0, 0.0]
     assert value_per_answer(batch, "part", key).tolist() == [0.0, 0.0], "a sample that could not be scored counts 0"
+    named_alike = batch_of([1.0, 0.5], acc=[7, 7], reward_acc=[1.0, 0.0])
+    assert value_per_answer(named_alike, "acc", key).tolist() == [1.0, 0.0], "the data has a column of the name too"
     for name in ("note", "formt"):
         with pytest.raises(
             ValueError, match=rf"reward_keys: the reward returned no number under '{name}' \(there is: s"

@@ -46,10 +46,12 @@ def request(rows: int = 4) -> DataProto:
 
 def test_answers_arrive_while_the_generation_runs():
     overlap, manager, group, sent = RewardOverlap(True), Manager(), Group(), request()
-    with overlap(manager, group, sent, sent.non_tensor_batch):
+    batch = request()
+    with overlap(manager, group, sent, batch):
         assert manager.arrived.wait(30), "before the generation is over"
         assert sent.meta_info["tell_finished"]
         assert sent.non_tensor_batch["row"].tolist() == [0, 1, 2, 3]
+        assert batch.non_tensor_batch["row"].tolist() == [0, 1, 2, 3], "its answers are found again by this"
     assert [(row, tokens.tolist()) for row, tokens in manager.given] == [(1, [5, 6])]
     assert overlap.share == 0.25
 
@@ -61,7 +63,7 @@ def test_a_rank_that_cannot_tell_costs_the_overlap_and_not_the_generation():
             raise RuntimeError("gone")
 
     overlap, manager, group = RewardOverlap(True), Manager(), Broken()
-    with overlap(manager, group, request(), {}):
+    with overlap(manager, group, request(), request()):
         assert group.asked.wait(30)
     assert overlap.share == 0.0
 
@@ -77,6 +79,6 @@ def test_nothing_is_asked_where_nobody_would_listen():
         (True, Manager(), NotWatched()),
     ):
         overlap = RewardOverlap(enabled)
-        with overlap(manager, group, sent, {}):
+        with overlap(manager, group, sent, request()):
             assert "tell_finished" not in sent.meta_info
         assert overlap.share is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Container
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,7 @@ def value_per_answer(data: DataProto, name: str, key: str) -> torch.Tensor:
     if name == "score":
         return masked_sum(data.batch["token_level_scores"], data.batch["response_mask"], axis=-1).double()
     columns = data.non_tensor_batch
+    name = reward_column(columns, name)
     if name not in columns or not all(value is None or isinstance(value, _NUMBER) for value in columns[name]):
         known = [other for other in columns if len(columns[other]) and isinstance(columns[other][0], _NUMBER)]
         raise ValueError(
@@ -88,6 +90,13 @@ def value_per_answer(data: DataProto, name: str, key: str) -> torch.Tensor:
         )
     values = [0.0 if value is None or math.isnan(value) else float(value) for value in columns[name]]
     return torch.tensor(values, dtype=torch.float64)
+
+
+def reward_column(columns: Container[str], name: str) -> str:
+    """Where `name`, which the reward function returned, stands: where the data has a column `name` too, that is not it
+    (see `compute_reward`)."""
+    renamed = f"reward_{name}"
+    return renamed if name in columns and renamed in columns else name
 
 
 _NUMBER = (numbers.Real, np.bool_)

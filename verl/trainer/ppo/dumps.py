@@ -29,7 +29,12 @@ def dump_rows(batch: DataProto, tokenizer: Any, folder: str, step: int) -> Path:
     prompts = decode(tokenizer, batch.batch["prompts"].tolist())
     answers = decode(tokenizer, batch.batch["responses"].tolist())
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
-    extras = {key: batch.non_tensor_batch[key] for key in batch.non_tensor_batch if key != "raw_prompt"}
+    ours = ("step", "input", "output", "score")
+    extras = {
+        f"data_{key}" if key in ours else key: batch.non_tensor_batch[key]
+        for key in batch.non_tensor_batch
+        if key not in ("raw_prompt", "row")
+    }
     rows = (
         {"step": step, "input": prompt, "output": answer, "score": score, **{k: v[i] for k, v in extras.items()}}
         for i, (prompt, answer, score) in enumerate(zip(prompts, answers, scores, strict=True))

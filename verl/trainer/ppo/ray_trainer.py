@@ -17,7 +17,7 @@ from verl.config.plan import actor_is_reference, batch_plan, layout_of, needs_re
 from verl.protocol import DataProto, object_array
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo import checkpointing, worker_setup
-from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask, reward_column
 from verl.trainer.ppo.console import Console
 from verl.trainer.ppo.dataloading import learn_from, make_dataloader
 from verl.trainer.ppo.dumps import dump_batch, dump_rows
@@ -265,7 +265,7 @@ class RayPPOTrainer:
             "pad_token_id": self.tokenizer.pad_token_id,
         }
         reward_fn = self.val_reward_fn if validate else self.reward_fn
-        with self._overlap(reward_fn, self.rollout_wg, request, batch.non_tensor_batch):
+        with self._overlap(reward_fn, self.rollout_wg, request, batch):
             generated = self.rollout_wg.generate_sequences(request)
         return generated.union(batch.select([], None, []))
 
@@ -316,7 +316,8 @@ class RayPPOTrainer:
         wanted = [*_ADVANTAGE_COLUMNS]
         if not algorithm.rollout_correction.bypass_mode:
             wanted.append("rollout_log_probs")  # else they are the old ones: there is nothing to compare
-        objects = [name for name in ("uid", *algorithm.gdpo.reward_keys) if name in batch.non_tensor_batch]
+        rewards = [reward_column(batch.non_tensor_batch, name) for name in algorithm.gdpo.reward_keys]
+        objects = [name for name in ("uid", *rewards) if name in batch.non_tensor_batch]
         local = _local(batch, [name for name in wanted if name in batch.batch.keys()], objects)
         if algorithm.use_kl_in_reward:
             local, kl_metrics = apply_kl_penalty(local, self.kl_ctrl_in_reward, algorithm.kl_penalty)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from verl.protocol import DataProto, object_array
+from verl.workers.reward_manager.ahead import ROW
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +26,18 @@ class RewardOverlap:
         """Of the last generation's answers, those that were being scored when it ended; None: it was not watched."""
 
     @contextmanager
-    def __call__(self, reward_fn: Any, group: Any, request: DataProto, columns: Mapping[str, Any]) -> Iterator[None]:
-        """`request` goes to `group`; its rows have these `columns` for the reward function."""
+    def __call__(self, reward_fn: Any, group: Any, request: DataProto, batch: DataProto) -> Iterator[None]:
+        """`request` goes to `group`; its rows are those of `batch`, which has the columns for the reward function.
+
+        Both get a column that numbers the rows: by it the reward manager finds what it has scored already.
+        """
         self.share = None
         can = self._enabled and hasattr(reward_fn, "score_ahead") and hasattr(group, "finished_samples")
-        ahead = reward_fn.score_ahead(columns) if can else None
+        ahead = reward_fn.score_ahead(batch.non_tensor_batch) if can else None
         if ahead is None:
             yield
             return
-        request.non_tensor_batch["row"] = object_array(list(range(len(request))))
+        request.non_tensor_batch[ROW] = batch.non_tensor_batch[ROW] = object_array(list(range(len(request))))
         request.meta_info["tell_finished"] = True
         over = threading.Event()
 

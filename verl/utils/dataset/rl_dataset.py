@@ -29,6 +29,7 @@ from verl.utils.dataset.problems import (
     text_rule,
 )
 from verl.utils.dataset.prompt_tokens import encode_prompts
+from verl.utils.dataset.reserved import RESERVED, names_in_batch
 from verl.utils.dataset.rows import Rows, value_at
 from verl.utils.dataset.tokens import left_padded, truncated
 from verl.utils.model import compute_position_id_with_mask
@@ -58,7 +59,7 @@ class RLHFDataset(Dataset):
     file but the prompt (`data_source`, `reward_model`, `ability`, …); `extra_info`, `index`, `uid`; `raw_prompt` (the
     messages) with `data.return_raw_chat`. Row order is file order. `uid` depends on the prompt's words and on how many
     earlier rows say the same: it survives filtering, a resume, files moved or in another order, and another number of
-    processes. A column `uid` in the file takes its place.
+    processes. A column of the file with a name that is ours (`uid`, `responses`, …) is `data_<name>` in the row.
 
     Problems with prompts raise a DataError here; `validate` also checks what the reward needs. All prompts are
     tokenised now, once: a later start on the same files maps the result. `chat_template_func` maps messages to the
@@ -81,6 +82,7 @@ class RLHFDataset(Dataset):
         self.processor = processor
         self.rows = Rows(find_files(data_files, split))
         self._raise_if(find_problems(self.rows, [self._prompt_rule()]))
+        self._names = self._names_in_batch()
         self._encoder = PromptEncoder(
             tokenizer, self.config.apply_chat_template_kwargs, chat_template_func, self.config.system_prompt
         )
@@ -108,7 +110,7 @@ class RLHFDataset(Dataset):
 
     def uids(self) -> list[str]:
         """The `uid` of every row, in order; for samplers that remember rows."""
-        return [self._uid(given, number) for given, number in zip(self.column("uid"), self._kept.tolist(), strict=True)]
+        return [self._prompts.uid(number) for number in self._kept.tolist()]
 
     def validate(self, data_sources: Collection[str] | None = None, ground_truth: bool = True) -> None:
         """Raise a DataError with everything that would stop scoring: a missing or wrong field, an unknown source.
@@ -137,6 +139,24 @@ class RLHFDataset(Dataset):
                 f"data.train_files: not the prompts of the checkpoint, or in another order ({files}: {mine['prompts']} "
                 f"here, {state['prompts']} there). Give the same files and limits, or set trainer.resume_mode=disable."
             )
+
+    def _names_in_batch(self) -> dict[str, str]:
+        """Column of the files → field of a row, for all but the prompt; says which have another name there."""
+        names = names_in_batch(name for name in self.rows.columns if name != self.config.prompt_key)
+        for column, name in names.items():
+            if column != name:
+                logger.warning(
+                    "%s: the column %r is %r in a batch, where %r is a name of the trainer's own",
+                    self.rows.parts[0].file, column, name, column,
+                )  # fmt: skip
+        if self.config.reward_fn_key in RESERVED:
+            raise DataError(
+                [
+                    f"data.reward_fn_key: {self.config.reward_fn_key!r} is a name of the trainer's own in every batch."
+                    " Give the column that names the reward function another one."
+                ]
+            )
+        return names
 
     def _prompt_rule(self) -> Rule:
         return chat_rule(self.config.prompt_key, "data.prompt_key")
@@ -175,20 +195,17 @@ class RLHFDataset(Dataset):
     def _fields(self, row: dict[str, Any], number: int) -> dict[str, Any]:
         """Every column of any file, so that all rows have the same fields, and those we add."""
         key = self.config.prompt_key
-        fields = {name: row.get(name) for name in self.rows.columns if name != key}
+        fields = {name: row.get(column) for column, name in self._names.items()}
         answer = ground_truth_of(row)
         if answer is not None or "reward_model" in fields:
             fields["reward_model"] = {"style": "rule", **(fields.get("reward_model") or {}), "ground_truth": answer}
         extra = fields.get("extra_info") or {}
         fields["extra_info"] = extra
         fields["index"] = number if extra.get("index") is None else extra["index"]
-        fields["uid"] = self._uid(row.get("uid"), number)
+        fields["uid"] = self._prompts.uid(number)
         if self.config.return_raw_chat:
             fields["raw_prompt"] = self._encoder.messages(value_at(row, key))
         return fields
-
-    def _uid(self, given: Any, number: int) -> str:
-        return self._prompts.uid(number) if given is None else str(given)
 
 
 RLDataset = RLHFDataset

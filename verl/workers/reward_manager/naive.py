@@ -21,7 +21,7 @@ from verl.protocol import DataProto
 from verl.utils.progress import counted
 from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.registry import call_with_accepted
-from verl.workers.reward_manager.ahead import Finished, ScoresAhead
+from verl.workers.reward_manager.ahead import ROW, Finished, ScoresAhead
 from verl.workers.reward_manager.explain import POLICIES, describe_failures, describe_sample, why_all_zero
 from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
@@ -118,14 +118,15 @@ class NaiveRewardManager:
         return [self._sample(data.non_tensor_batch, row, text) for row, text in enumerate(texts)]
 
     def score_ahead(self, columns: Mapping[str, Any]) -> ScoresAhead | None:
-        """Where answers to rows with these columns can be scored as they are finished; the next call finds them there.
+        """Where answers to rows with these columns can be scored as they are finished; the next call finds them there,
+        by its column `row`: the place of each row in `columns`.
 
         None where answers are not scored one by one in processes, or a subclass does it in its own way.
         """
         own = [name for name in _ONE_BY_ONE if getattr(type(self), name) is not getattr(NaiveRewardManager, name)]
         self._ahead = None
-        if not own and self._in_processes and "uid" in columns and self.reward_fn_key in columns:
-            self._ahead = ScoresAhead(columns, functools.partial(self._finished_samples, columns), self.submit)
+        if not own and self._in_processes and self.reward_fn_key in columns:
+            self._ahead = ScoresAhead(functools.partial(self._finished_samples, columns), self.submit)
         return self._ahead
 
     def close(self) -> None:
@@ -135,11 +136,11 @@ class NaiveRewardManager:
     def _scored(self, data: DataProto) -> tuple[list[Sample], list[Score]]:
         """The rows' samples and scores; what was scored ahead is only waited for."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None or "uid" not in data.non_tensor_batch:
+        if ahead is None or ROW not in data.non_tensor_batch:
             samples = self.samples(data)
             return samples, self.score(samples)
-        uids = data.non_tensor_batch["uid"]
-        known = [ahead.take(uid, tokens) for uid, tokens in zip(uids, _answer_tokens(data), strict=True)]
+        rows = data.non_tensor_batch[ROW]
+        known = [ahead.take(int(row), tokens) for row, tokens in zip(rows, _answer_tokens(data), strict=True)]
         early = counted([found[1] for found in known if found is not None], len(known) - known.count(None))
         late = [row for row, found in enumerate(known) if found is None]
         late_samples = self.samples(data.select_idxs(late)) if late else []

@@ -159,11 +159,26 @@ def test_uids_outlive_filtering_other_names_and_another_order_of_files(tmp_path)
     assert [turned[number]["uid"] for number in range(4)] == turned.uids()
 
 
-def test_a_uid_of_the_file_is_kept(tmp_path):
-    file = write(tmp_path / "a.jsonl", [row(0, uid=17), row(1)])
-    uids = dataset(file).uids()
-    assert (uids[0], len(uids[1])) == ("17", 32)
-    assert dataset(file)[0]["uid"] == "17"
+def test_a_column_with_a_name_of_ours_is_kept_under_another_and_said_once(tmp_path, caplog):
+    given = {"uid": 17, "data_uid": "x", "sample_index": 3, "do_sample": False, "responses": "r", "index": 5}
+    data = dataset(write(tmp_path / "a.jsonl", [row(i, **given) for i in range(3)]))
+    plain = dataset(write(tmp_path / "b.jsonl", [row(i) for i in range(3)]))
+    assert data.uids() == plain.uids()
+    items = [data[i] for i in range(3)]
+    assert [item["uid"] for item in items] == plain.uids()
+    assert items[1]["data_data_uid"] == 17, "the name that comes next is taken"
+    assert items[1]["data_uid"] == "x"
+    kept = {name: items[1][f"data_{name}"] for name in ("sample_index", "do_sample", "responses", "index")}
+    assert kept == {"sample_index": 3, "do_sample": False, "responses": "r", "index": 5}
+    assert items[1]["index"] == 1
+    assert not items[1].keys() & {"sample_index", "do_sample", "responses"}
+    assert caplog.text.count("'uid' is 'data_data_uid' in a batch") == 1
+    assert data.column("uid") == [17] * 3, "a sampler asks for columns of the file"
+
+
+def test_the_column_that_names_the_reward_function_cannot_have_a_name_of_ours(tmp_path):
+    with pytest.raises(DataError, match=r"data\.reward_fn_key: 'uid' is a name of the trainer's own"):
+        dataset(write(tmp_path / "a.jsonl", [row(uid="gsm8k")]), reward_fn_key="uid")
 
 
 def test_a_column_holds_the_rows_of_the_dataset_and_no_others(tmp_path):

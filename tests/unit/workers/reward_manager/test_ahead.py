@@ -24,8 +24,9 @@ def scoring():
     return compute_score
 
 
-def with_uids(data, uids):
-    data.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+def numbered(data):
+    """As the trainer sends it: every row knows its place in the request."""
+    data.non_tensor_batch["row"] = np.array(range(len(data)), dtype=object)
     return data
 
 
@@ -36,7 +37,7 @@ def finished(data, rows):
 
 @pytest.mark.parametrize("name", ["naive", "dapo"])
 def test_scores_ahead_are_those_of_the_whole_batch(manager, batch, name):
-    data = with_uids(batch(TEXTS), ["a", "a", "b", "b", "b"])
+    data = numbered(batch(TEXTS))
     scorer = manager(name, scoring(), num_processes=1)
     plain = scorer(data, return_dict=True)
     for early in ([], [1], [3, 0], [4, 2, 3, 0, 1]):
@@ -48,21 +49,24 @@ def test_scores_ahead_are_those_of_the_whole_batch(manager, batch, name):
         assert found["reward_extra_info"] == plain["reward_extra_info"]
 
 
-def test_a_score_belongs_to_an_answer_and_not_to_a_place(manager, batch):
-    """Rows that change places, or an answer that came out otherwise in the end, get their own score."""
-    data = with_uids(batch(["#### 72", "#### 7", "#### 72"]), ["a", "b", "c"])
+def test_a_score_belongs_to_a_row_and_not_to_what_it_says(manager, batch):
+    """Equal answers under equal names, rows that change places, an answer that came out otherwise: each its own."""
+    same = {"uid": ["a", "a", "a"]}
+    truths = [{"style": "rule", "ground_truth": truth} for truth in ("72", "72", "7")]
+    data = numbered(batch(["#### 72", "#### 7", "#### 72"], reward_model=truths, **same))
     scorer = manager("naive", scoring(), num_processes=1)
     ahead = scorer.score_ahead(data.non_tensor_batch)
-    other = with_uids(batch(["#### 1", "#### 72", "#### 3"]), ["a", "b", "c"])
+    other = batch(["#### 1", "#### 72", "#### 3"])
     ahead.add(finished(data, [0, 2]) + finished(other, [1]))
     turned = data.select_idxs([2, 0, 1])
-    extra = scorer(turned, return_dict=True)["reward_extra_info"]
-    assert extra["index"] == [2, 0, 1]
-    assert extra["text"] == ["#### 72", "#### 72", "#### 7"]
+    result = scorer(turned, return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [0.0, 1.0, 0.0]
+    assert result["reward_extra_info"]["index"] == [2, 0, 1]
+    assert result["reward_extra_info"]["text"] == ["#### 72", "#### 72", "#### 7"]
 
 
 def test_a_failure_ahead_stops_the_call_and_not_the_generation(manager, batch):
-    data = with_uids(batch(TEXTS), list("abcde"))
+    data = numbered(batch(TEXTS))
     scorer = manager("naive", scoring(), num_processes=1, on_error="fail")
     scorer.score_ahead(data.non_tensor_batch).add(finished(data, [3]))
     with pytest.raises(RewardError, match="no"):
@@ -75,7 +79,7 @@ def test_what_is_scored_ahead_is_not_scored_again(manager, batch, tmp_path):
             file.write(solution_str + "\n")
         return 1.0
 
-    data = with_uids(batch(["one", "two", "three"]), list("abc"))
+    data = numbered(batch(["one", "two", "three"]))
     scorer = manager("naive", count, num_processes=1)
     scorer.score_ahead(data.non_tensor_batch).add(finished(data, [2, 0]))
     scorer(data)
@@ -87,10 +91,10 @@ def test_managers_that_score_in_their_own_way_are_left_alone(manager, batch):
         def score(self, samples):
             return super().score(samples)
 
-    columns = with_uids(batch(TEXTS), list("abcde")).non_tensor_batch
+    columns = batch(TEXTS).non_tensor_batch
     plain = manager("naive", scoring(), num_processes=1)
     assert plain.score_ahead(columns) is not None
-    assert plain.score_ahead({name: column for name, column in columns.items() if name != "uid"}) is None
+    assert plain.score_ahead({name: column for name, column in columns.items() if name != "data_source"}) is None
     assert (
         manager("batch", lambda solution_strs, ground_truths: [0.0] * len(solution_strs)).score_ahead(columns) is None
     )
