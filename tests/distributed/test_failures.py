@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import ray
 import torch
 from workers import Counter, Summer
 
@@ -56,6 +57,20 @@ def test_a_failing_constructor_is_named_and_leaves_no_process(cpu_pool):
             pass
         time.sleep(0.1)
     pytest.fail("the broken group's actors are still registered")
+
+
+def test_an_error_of_a_group_arrives_whole_from_the_process_of_its_controller(ray_cluster):
+    """The trainer is an actor; who started it gets its errors over Ray."""
+
+    @ray.remote(num_cpus=0)
+    def control():
+        LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Counter)).fail()
+
+    with pytest.raises(WorkerCallError, match="no such thing on rank 0") as caught:
+        ray.get(control.remote())
+    error = caught.value.cause
+    assert (error.role, error.rank, error.method) == ("Counter", 0, "fail")
+    assert isinstance(error.__cause__, KeyError)
 
 
 def test_an_exception_that_does_not_pickle_still_arrives(counters):

@@ -32,8 +32,8 @@ class ConfigError(ValueError):
         lines += [f"{number}. {problem}" for number, problem in enumerate(self.problems, start=1)]
         super().__init__("\n".join(lines))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
-        return (ConfigError, (self.problems,))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems,), self.__dict__
 
 
 class Report:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from verl.config import PPOConfig
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+from verl.utils.exceptions import Travels
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ _JOIN_TIMEOUT_S = 600.0
 _AUTH_MODE = "token"
 
 
-class RayUnavailableError(RuntimeError):
+class RayUnavailableError(Travels, RuntimeError):
     """Ray could not be started or joined; the message says what to run."""
 
     def __init__(self, reason: str) -> None:

@@ -1,5 +1,7 @@
 """A phase's memory is that of the groups that work in it; what encloses others has the highest of theirs."""
 
+import pytest
+
 from verl.trainer.ppo.console import Console
 from verl.trainer.ppo.phases import Phases
 
@@ -31,3 +33,11 @@ def test_without_a_device_no_memory_is_asked_for():
         pass
     assert phases.memory_gb == {}
     assert phases.seconds["gen"] >= 0
+
+
+def test_an_error_carries_the_innermost_phase_and_the_step_it_came_from():
+    console = Console(10, done_steps=6)
+    phases = Phases(console)
+    with pytest.raises(KeyError) as caught, phases("step"), phases("update_actor"):
+        raise KeyError("advantages")
+    assert (caught.value.phase, caught.value.step) == ("update_actor", 7)

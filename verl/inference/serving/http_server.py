@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.utils.exceptions import Travels
+
 __all__ = ["EventStream", "Handler", "HttpRequest", "HttpServer", "Reply"]
 
 logger = logging.getLogger(__name__)
@@ -94,7 +96,7 @@ class _Gone(Exception):
     """The client has closed the connection."""
 
 
-class _Refused(Exception):
+class _Refused(Travels):
     """What came is not a request that can be answered: the status and why. The connection ends."""
 
     def __init__(self, status: int, why: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from verl.inference.request import Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
 from verl.utils.dataset.chat import PromptEncoder
+from verl.utils.exceptions import Travels
 
 __all__ = ["ApiError", "Ask", "ModelFacts", "parse_chat", "parse_completion", "parse_json"]
 
@@ -53,7 +54,7 @@ _WITHOUT_EFFECT = (
 _NO_TEMPLATE = "this model has no chat template. Use /v1/completions."
 
 
-class ApiError(Exception):
+class ApiError(Travels):
     """A request that is refused, as the API words it."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import pickle
 import traceback
 from dataclasses import dataclass
+from typing import Any
+
+from verl.utils.exceptions import Travels
 
 
 class CallCancelled(RuntimeError):
     """Raised inside a compute call by `Worker.check_cancelled()` after the group's `cancel()`."""
 
 
-class WorkerError(RuntimeError):
-    """A call on a worker group failed. `role`, `rank`, `host` and `method` say where."""
+class WorkerError(Travels, RuntimeError):
+    """A call on a worker group failed. `summary` says what happened; `role`, `rank`, `host` and `method` say where."""
+
+    phase: str | None = None
+    """Of the training step, where a trainer made the call (see `verl.trainer.ppo.console`)."""
+    step: int | None = None
 
     def __init__(self, summary: str, role: str, rank: int, host: str, method: str, detail: str = "") -> None:
+        self.summary = summary
         self.role, self.rank, self.host, self.method = role, rank, host, method
         where = f"role {role!r}, rank {rank}, host {host}, method {method!r}"
         super().__init__(f"{summary} ({where})" + (f"\n{detail}" if detail else ""))
@@ -24,6 +32,7 @@ class WorkerCallError(WorkerError):
     """The worker's method raised; `worker_traceback` is its traceback, `__cause__` its exception where that pickles."""
 
     def __init__(self, failure: Failure, role: str, rank: int, host: str, method: str, others: int = 0) -> None:
+        self.failure = failure
         self.worker_traceback = failure.traceback
         also = f"; {others} other rank(s) failed too" if others else ""
         super().__init__(
@@ -35,6 +44,10 @@ class WorkerCallError(WorkerError):
             f"worker traceback:\n{failure.traceback}",
         )
         self.__cause__ = failure.exception()
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self.__cause__ = self.failure.exception()  # pickle leaves causes behind
 
 
 class WorkerDiedError(WorkerError):

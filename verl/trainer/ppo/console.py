@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,9 @@ class Console:
         try:
             with counted_by(self._phase.progress):
                 yield
+        except Exception as error:
+            self._note(error, name)
+            raise
         finally:
             self._phase = outer
 
@@ -79,6 +82,12 @@ class Console:
         counts = [phase.progress.read(), *self._counts_of_ranks(phase)]
         done, units = (sum(column) for column in zip(*counts, strict=True))
         return Standing(self._step, self._total, phase.name, time.monotonic() - phase.start, done, units)
+
+    def _note(self, error: Exception, phase: str) -> None:
+        """Write phase and step on the error, which tells of them in whatever process it ends; the inner phase stays."""
+        if getattr(error, "phase", None) is None:
+            with suppress(AttributeError):  # a class with slots has no room for it
+                error.phase, error.step = phase, self._step + 1  # type: ignore[attr-defined]
 
     def _counts_of_ranks(self, phase: _Phase) -> list[tuple[int, int]]:
         """(done, total) of every rank that works in the phase."""

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verl.utils.exceptions import Travels
+
 logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
@@ -16,7 +18,7 @@ Messages = list[dict[str, Any]]
 ChatTemplate = Callable[[Messages], "str | list[int]"]
 
 
-class PromptRefused(ValueError):
+class PromptRefused(Travels, ValueError):
     """A chat template cannot write a prompt; `number` is its place among those given."""
 
     def __init__(self, number: int, messages: Messages, cause: Exception) -> None:

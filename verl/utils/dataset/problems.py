@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from verl.utils.dataset.rows import ArrowPart, Part, Rows, value_at
+from verl.utils.exceptions import Travels
 from verl.utils.reward_score.registry import matching, unknown_source
 
 # A row and the columns of its file -> None: the row is fine; otherwise what is wrong, ending in the remedy.
@@ -21,7 +22,7 @@ Check = Callable[[dict[str, Any], Sequence[str]], str | None]
 _BATCH = 4096
 
 
-class DataError(ValueError):
+class DataError(Travels, ValueError):
     """The data cannot be used; `problems` holds every reason, `str()` is the numbered list."""
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -29,9 +30,6 @@ class DataError(ValueError):
         count = len(self.problems)
         lines = [f"{count} problem{'s' if count != 1 else ''} in the data:"]
         super().__init__("\n".join(lines + [f"{number}. {text}" for number, text in enumerate(self.problems, 1)]))
-
-    def __reduce__(self) -> tuple[type[DataError], tuple[list[str]]]:
-        return DataError, (self.problems,)
 
 
 @dataclass(frozen=True)
