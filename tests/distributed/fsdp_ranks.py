@@ -56,6 +56,7 @@ def two_ranks_at_work(rank, ranks, folder):
     found["same noise"] = torch.equal(torch.rand(3), noise)
     found["rates again"] = steps(again, mine, 2)
     found["continued again"] = whole_weights(again)
+    found["failed saves"] = failed_saves(again, folder)
     found["adapters"] = adapters_at_work(mine, folder)
     torch.save(found, folder / f"found-{rank}.pt")
 
@@ -77,6 +78,22 @@ def second_gradients(data, tied):
     engine.infer(data, BOTH)
     engine.forward_backward(data, token_loss, BOTH, 0.7, MicroBatching(size=2))
     return weights, engine_gradients(engine)
+
+
+def failed_saves(engine, folder):
+    """What each rank raises when rank 0 alone cannot write its file; the ranks go on together afterwards."""
+    raised = []
+    (folder / "blocked" / "extra.pt").mkdir(parents=True, exist_ok=True)
+    (folder / "a file").touch()
+    for act in (
+        lambda: engine.save(folder / "blocked", ["extra"]),
+        lambda: engine.export_hf(folder / "a file"),
+    ):
+        try:
+            act()
+        except Exception as error:
+            raised.append(f"{type(error).__name__}: {error}")
+    return raised
 
 
 def skipped_step(engine, data, rank):

@@ -132,6 +132,14 @@ def test_the_export_of_two_ranks_is_what_they_saved(found, one_rank):
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
 
 
+def test_what_one_rank_cannot_write_fails_on_both(found):
+    """Else the other would wait for it in the next collective, and the run with it."""
+    own, told = found[0]["failed saves"], found[1]["failed saves"]
+    assert len(own) == len(told) == 2
+    assert "extra.pt" in own[0]
+    assert all("rank 0: " in line for line in told)
+
+
 def test_the_manifest_needs_no_look_at_what_two_ranks_saved(found, one_rank):
     saved = one_rank[0] / "two"
     with files_read(saved) as read:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, reading, resolve_resume
+from verl.utils.checkpoint.disk import bytes_in, disk_full, is_full
+from verl.utils.checkpoint.steps import bytes_of_newest
 from verl.utils.plain_store import load_plain, save_plain
 
 logger = logging.getLogger(__name__)
@@ -33,12 +35,19 @@ def save_run(
     """Write the state after `run.global_steps` steps; `write_parts` fills the folder with what its workers hold."""
     config, step = run.config.trainer, run.global_steps
     manager = CheckpointManager(config.default_local_dir, max_to_keep, config.default_hdfs_dir)
-    folder = manager.begin(step)
-    write_parts(folder)
     state = {"global_steps": step, "dataloader": run.train_dataloader.state_dict(), **(more_state or {})}
-    save_plain(state, folder / STATE, what="trainer state")
-    (folder / "config.json").write_text(json.dumps(run.config.to_dict(), indent=1, default=str))
-    return manager.commit(step)
+    folder = manager.begin(step)
+    try:
+        write_parts(folder)
+        save_plain(state, folder / STATE, what="trainer state")
+        (folder / "config.json").write_text(json.dumps(run.config.to_dict(), indent=1, default=str))
+        return manager.commit(step)
+    except Exception as error:
+        needed = max(bytes_in(folder), bytes_of_newest(manager.root))
+        manager.abandon()
+        if is_full(error):
+            raise disk_full(manager.root, step, needed) from error
+        raise
 
 
 def load_run(run: Run, read_parts: Callable[[Path, Mapping[str, Any]], None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,7 @@ def save(trainer: RayPPOTrainer) -> Path:
         pending = [trainer.actor_wg.save_checkpoint(str(folder / "actor"))]
         if trainer.use_critic:
             pending.append(trainer.critic_wg.save_checkpoint(str(folder / "critic")))
-        for future in pending:
-            future.get()
+        wait_for_all(pending)
         if "hf_model" in trainer.config.actor_rollout_ref.actor.checkpoint.save_contents:
             trainer.tokenizer.save_pretrained(folder / "actor" / "huggingface")
 
@@ -35,6 +34,18 @@ def save(trainer: RayPPOTrainer) -> Path:
         "dataloader": trainer.prompts.loader_state(),
     }
     return save_run(trainer, write_parts, limits, state)
+
+
+def wait_for_all(pending: Sequence[Any]) -> None:
+    """Until none writes any more; then raise the first failure, if there is one."""
+    failures = []
+    for future in pending:
+        try:
+            future.get()
+        except Exception as error:  # noqa: BLE001 - raised below, when no other part is being written
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def load(trainer: RayPPOTrainer) -> None:

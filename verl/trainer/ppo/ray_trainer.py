@@ -39,6 +39,7 @@ from verl.trainer.ppo.reward import compute_reward, reward_metrics
 from verl.trainer.ppo.reward_overlap import RewardOverlap
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validation import validate
+from verl.trainer.setbacks import SAVE, VALIDATION, Setbacks
 from verl.utils.torch_functional import masked_mean
 from verl.utils.tracking import Tracking
 
@@ -102,6 +103,7 @@ class RayPPOTrainer:
         self.policy_version = 0  # updates of the actor so far: what the rollout's weights are stamped with
         self.stop_requested = threading.Event()
         self._seconds: dict[str, float] = {}
+        self.setbacks = Setbacks()
         self._guard = NonFiniteGuard(self.config.trainer.max_nonfinite_steps)
         self._mismatch = RolloutMismatch(self.config.algorithm.rollout_correction)
         self._overlap = RewardOverlap(self.config.reward_model.overlap and not self.use_rm)
@@ -150,7 +152,8 @@ class RayPPOTrainer:
         try:
             if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
                 with self.console.phase("testing"):
-                    self._log(self._validate(), self.global_steps)
+                    found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate, trainer.val_only)
+                    self._log(found or self.setbacks.metrics(), self.global_steps)
             if not trainer.val_only:
                 self._train()
                 logger.info("Where the time went: %s.", verdict(self._seconds))
@@ -162,28 +165,27 @@ class RayPPOTrainer:
         while self.global_steps < self.total_training_steps:
             batch = self.prompts.take(self.config.data.gen_batch_size)
             self.global_steps += 1
-            self._step(batch)
-            if self.stop_requested.is_set():
+            if self._step(batch):
                 return
 
-    def _step(self, batch: DataProto) -> None:
-        """One step with its validation, checkpoint and log."""
+    def _step(self, batch: DataProto) -> bool:
+        """One step with its checkpoint, validation and log; whether the run was asked to stop, and is saved."""
         trainer, step = self.config.trainer, self.global_steps
         self.phases = Phases(self.console, self._memory_gb if self.device_name == "cuda" else None)
         last = step >= self.total_training_steps
         with self.phases("step"):
             metrics = self._train_step(batch)
-        stopping = self.stop_requested.is_set()
-        if (
-            self.val_dataloader is not None
-            and (last or (trainer.test_freq > 0 and step % trainer.test_freq == 0))
-            and not stopping
-        ):
+        saved = last or self.stop_requested.is_set() or (trainer.save_freq > 0 and step % trainer.save_freq == 0)
+        if saved:
+            self._attempt_save()
+        tested = last or (trainer.test_freq > 0 and step % trainer.test_freq == 0)
+        if self.val_dataloader is not None and tested and not self.stop_requested.is_set():
             with self.phases("testing"):
-                metrics |= self._validate()
-        if last or stopping or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
-            with self.phases("save_checkpoint"):
-                self._save_checkpoint()
+                metrics |= self.setbacks.attempt(VALIDATION, step, self._validate) or {}
+        stopping = self.stop_requested.is_set()
+        if stopping and not saved:
+            self._attempt_save()
+        metrics |= self.setbacks.metrics()
         metrics |= {"training/global_step": step, "training/epoch": self.prompts.epoch}
         metrics |= compute_timing_metrics(self._last_batch, self.phases.seconds)
         metrics |= {f"memory_gb/{name}": value for name, value in self.phases.memory_gb.items()}
@@ -195,6 +197,13 @@ class RayPPOTrainer:
         self._log(metrics, step)
         self.console.step_done()
         self._guard.check(metrics)
+        if last or stopping:
+            self.setbacks.refuse_an_unsaved_end(step)
+        return stopping
+
+    def _attempt_save(self) -> None:
+        with self.phases("save_checkpoint"):
+            self.setbacks.attempt(SAVE, self.global_steps, self._save_checkpoint)
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
         """One training step on a batch of prompts; returns its metrics."""

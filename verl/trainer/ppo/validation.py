@@ -77,11 +77,12 @@ def _metrics(samples: dict[str, list[Any]], infos: dict[str, list[Any]]) -> dict
 
 
 def _accuracies(samples: dict[str, list[Any]]) -> dict[str, float]:
-    """The share of right answers per source: `acc` where the reward says it, else a score of 1."""
+    """The share of right answers per source: `acc` where the reward says it as a number, else a score of 1."""
     right: dict[str, list[bool]] = defaultdict(list)
     said = samples.get("acc", [None] * len(samples["uid"]))
     for source, score, acc in zip(samples["data_source"], samples["reward"], said, strict=True):
-        right[source].append(score >= 1.0 if acc is None else acc >= 1.0)
+        said_right = acc if isinstance(acc, bool | int | float | np.number | np.bool_) else score
+        right[source].append(bool(said_right >= 1.0))
     for source, answers in right.items():
         total, correct = len(answers), sum(answers)
         logger.info("%s Correct: %d/%d, Accuracy: %.2f", source, correct, total, correct / total)

@@ -19,6 +19,7 @@ from verl.trainer.ppo.dumps import dump_batch
 from verl.trainer.ppo.guard import NonFiniteError
 from verl.trainer.ppo.phases import Phases
 from verl.trainer.progress import progress_bar
+from verl.trainer.setbacks import SAVE, VALIDATION, Setbacks
 from verl.trainer.sft.data import create_sft_dataset, train_loader, val_loader
 from verl.trainer.sft.ranks import Ranks
 from verl.utils import hf_tokenizer
@@ -48,6 +49,7 @@ class SFTTrainer:
             config.optim.total_training_steps = self.total_training_steps
         self.global_steps = 0
         self.stop_requested = threading.Event()
+        self.setbacks = Setbacks()
         self._skipped_in_a_row = 0
         self._ranks: Ranks | None = None
 
@@ -82,7 +84,8 @@ class SFTTrainer:
             self.console = Console(self.total_training_steps, self.global_steps)
             with progress_bar(self.console.standing):
                 if trainer.val_before_train and self.val_dataloader is not None:
-                    self.tracking.log(self._validate(), self.global_steps)
+                    found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate)
+                    self.tracking.log(found or self.setbacks.metrics(), self.global_steps)
                 self._train()
 
     def _train(self) -> None:
@@ -91,23 +94,25 @@ class SFTTrainer:
         while self.global_steps < self.total_training_steps:
             for rows in self.train_dataloader:
                 self.global_steps += 1
-                self._step(DataProto.from_dict(rows))
-                if self.global_steps >= self.total_training_steps or self.stop_requested.is_set():
+                stopping = self._step(DataProto.from_dict(rows))
+                if stopping or self.global_steps >= self.total_training_steps:
                     return
 
-    def _step(self, batch: DataProto) -> None:
-        """One training step with its validation, checkpoint and log."""
+    def _step(self, batch: DataProto) -> bool:
+        """One step with its checkpoint, validation and log; whether the run was asked to stop, and is saved."""
         trainer, step = self.config.trainer, self.global_steps
         phases = Phases(self.console)
         with phases("step", self.worker_group):
             metrics = self._train_step(batch)
-        stopping = self.stop_requested.is_set()
-        if self.val_dataloader is not None and not stopping and self._is_due(trainer.test_freq):
+        saved = self.stop_requested.is_set() or self._is_due(trainer.save_freq)
+        if saved:
+            self._attempt_save(phases)
+        if self.val_dataloader is not None and not self.stop_requested.is_set() and self._is_due(trainer.test_freq):
             with phases("testing", self.worker_group):
-                metrics |= self._validate()
-        if stopping or self._is_due(trainer.save_freq):
-            with phases("save_checkpoint"):
-                logger.info("saved to %s", self._save_checkpoint())
+                metrics |= self.setbacks.attempt(VALIDATION, step, self._validate) or {}
+        stopping = self.stop_requested.is_set()
+        if stopping and not saved:
+            self._attempt_save(phases)
         seconds, tokens = phases.seconds["step"], float(batch.batch["attention_mask"].sum())
         metrics |= {
             "training/global_step": step,
@@ -118,10 +123,19 @@ class SFTTrainer:
             "perf/tokens_per_second": tokens / seconds,
             "perf/throughput": tokens / seconds / self.config.ranks,
         }
-        metrics |= {f"timing_s/{name}": value for name, value in phases.seconds.items()}
+        metrics |= {f"timing_s/{name}": value for name, value in phases.seconds.items()} | self.setbacks.metrics()
         self.tracking.log(metrics, step)
         self.console.step_done()
         self._check_finite(batch, metrics)
+        if stopping or step >= self.total_training_steps:
+            self.setbacks.refuse_an_unsaved_end(step)
+        return stopping
+
+    def _attempt_save(self, phases: Phases) -> None:
+        with phases("save_checkpoint"):
+            saved = self.setbacks.attempt(SAVE, self.global_steps, self._save_checkpoint)
+        if saved is not None:
+            logger.info("saved to %s", saved)
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step; every rank gets as many rows and about as many tokens."""

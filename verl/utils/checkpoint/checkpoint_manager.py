@@ -147,6 +147,13 @@ class CheckpointManager:
             copies.upload_step(target, self.remote)
         return target
 
+    def abandon(self) -> None:
+        """Delete what was written since `begin`: the save failed, and its space is wanted."""
+        if self._open is not None:
+            shutil.rmtree(self._open[1], ignore_errors=True)
+            self._open = None
+        self._lock.close()
+
     @staticmethod
     def verify(path: str | os.PathLike[str]) -> list[str]:
         """What keeps the step at `path` from being whole, one line per missing, truncated or damaged file."""

@@ -46,6 +46,11 @@ class Manifest:
     files: Mapping[str, FileRecord]
     dropped: tuple[str, ...] = ()
 
+    @property
+    def total_bytes(self) -> int:
+        """Of all files."""
+        return sum(record.size for record in self.files.values())
+
     def has_part(self, part: str) -> bool:
         """Whether files of that folder are listed; "." is the step itself."""
         return any(_is_in(name, part) for name in self.files)
@@ -217,13 +222,23 @@ class _ChecksumStream(io.BufferedIOBase):
     def close(self) -> None:
         if self.closed:
             return
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        stat = os.fstat(self._file.fileno())
-        self._file.close()
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            stat = os.fstat(self._file.fileno())
+        finally:
+            super().close()  # also where the disk is full: it is said once, not again when the stream is collected
+            _close_quietly(self._file)
         if self._in_order:
             self._taken[self._path] = {"size": self._size, "crc32": self._crc, "modified": stat.st_mtime_ns}
-        super().close()
+
+
+def _close_quietly(file: io.BufferedWriter) -> None:
+    """Close a file whose unwritten bytes may not fit any more: closing would try to write them again."""
+    try:
+        file.close()
+    except OSError:
+        file.raw.close()
 
 
 def _collect_records(folder: Path) -> dict[str, dict[str, int]]:

@@ -73,6 +73,13 @@ def last_serial(root: Path) -> int:
     return max((serial for serial in serials if serial is not None), default=0)
 
 
+def bytes_of_newest(root: Path) -> int:
+    """The size of the step saved last, by its manifest; 0 where there is none."""
+    manifests = (manifest_of(folder) for folder in newest_first(root))
+    newest = next((manifest for manifest in manifests if manifest is not None), None)
+    return 0 if newest is None else newest.total_bytes
+
+
 def fetched(root: Path) -> list[Path]:
     """Copies of steps that came from a remote to be resumed from."""
     return [path.parent for path in (root / FETCHED).glob(f"*/*/{MANIFEST}")]

@@ -212,10 +212,12 @@ class ActorRolloutRefWorker(Worker):
         """
         contents = self.config.actor.checkpoint.save_contents
         self.engine.to("device")
-        self.engine.save(path, [part for part in contents if part != "hf_model"])
-        if "hf_model" in contents:
-            self.engine.export_hf(f"{path}/huggingface")
-        self._rest()
+        try:
+            self.engine.save(path, [part for part in contents if part != "hf_model"])
+            if "hf_model" in contents:
+                self.engine.export_hf(f"{path}/huggingface")
+        finally:
+            self._rest()  # training goes on after a failed save
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,25 @@ def node_group() -> NodeGroup:
     # Every rank takes part in making every group.
     groups = {node: dist.new_group(list(ranks)) for node, ranks in members.items()}
     return NodeGroup(members[mine], groups[mine])
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """What one rank raises inside, all raise: none is left waiting for it in the next collective. A collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:  # noqa: BLE001 - raised again below, once the others know
+        error = raised
+    if dist.get_world_size() > 1:
+        told: list[tuple[int | None, str] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, None if error is None else (getattr(error, "errno", None), str(error)))
+        first = next((rank for rank, each in enumerate(told) if each is not None), None)
+        if error is None and first is not None and told[first] is not None:
+            number, text = told[first]  # type: ignore[misc]
+            error = OSError(number, f"rank {first}: {text}") if number else RuntimeError(f"rank {first}: {text}")
+    if error is not None:
+        raise error
 
 
 def summed(values: Sequence[float], device: torch.device) -> list[float]:

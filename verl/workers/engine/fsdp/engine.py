@@ -225,7 +225,7 @@ class FSDPEngine:
         folder = _checked(path, contents)
         self.to("device")
         self._memory.ready()
-        with ChecksumRecorder(folder) as recorder:
+        with groups.failing_together(), ChecksumRecorder(folder) as recorder:
             if "model" in contents:
                 checkpoint.save_tensors(self._weights.stored(), folder / "model", recorder)
                 self._weights.write_adapter(folder / ADAPTER_FOLDER, self._source)
@@ -240,7 +240,6 @@ class FSDPEngine:
                 if dist.get_rank() == 0:
                     with recorder.open("extra.pt") as stream:
                         torch.save(extra, stream)
-        dist.barrier()
 
     def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
         """Read back what `save` wrote, with this or another number of ranks."""
@@ -268,10 +267,10 @@ class FSDPEngine:
             whole = self._weights.whole(name, value, target if value.is_floating_point() else value.dtype)
             if dist.get_rank() == 0:
                 state[name] = whole.cpu()
-        if dist.get_rank() == 0:
-            skeleton = empty_model(self.hf_config, self.kind, target, self._trust_remote_code)
-            write_hf_model(skeleton, state, Path(path), self._source)
-        dist.barrier()
+        with groups.failing_together():
+            if dist.get_rank() == 0:
+                skeleton = empty_model(self.hf_config, self.kind, target, self._trust_remote_code)
+                write_hf_model(skeleton, state, Path(path), self._source)
 
     # ---------------------------------------------------------------- parts
 

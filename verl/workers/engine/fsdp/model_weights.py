@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from verl.models.lora import Adapters
 from verl.utils.checkpoint.manifest import ChecksumRecorder
+from verl.workers.engine.common import groups
 from verl.workers.engine.common.safetensors_files import write_safetensors
 from verl.workers.engine.fsdp import sharding
 
@@ -69,10 +70,11 @@ class ModelWeights:
             return
         names = self._adapters.trained(self._hf.state_dict())
         state = {self._adapters.peft_name(name): self._gathered(value) for name, value in names.items()}
-        if dist.get_rank() == 0:
-            with ChecksumRecorder(folder) as recorder, recorder.open("adapter_model.safetensors") as stream:
-                write_safetensors(state, stream)
-            self._adapters.peft_config(source).save_pretrained(str(folder))
+        with groups.failing_together():
+            if dist.get_rank() == 0:
+                with ChecksumRecorder(folder) as recorder, recorder.open("adapter_model.safetensors") as stream:
+                    write_safetensors(state, stream)
+                self._adapters.peft_config(source).save_pretrained(str(folder))
 
     def _gathered(self, value: torch.Tensor) -> torch.Tensor:
         return sharding.whole_tensor(value, value.dtype, self._device)

@@ -1,0 +1,100 @@
+"""A save or a validation that fails costs itself, not the run: it is said and counted, and training goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+from verl.config import ConfigError
+from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
+from verl.trainer.ppo.guard import NonFiniteError
+from verl.workers.reward_manager.naive import RewardError
+
+logger = logging.getLogger(__name__)
+
+SAVE, VALIDATION = "save", "validation"
+
+# What going on cannot help: processes that are gone, a configuration that is wrong, weights that are lost, and a reward
+# that is to end the run (`reward_model.on_error=fail`).
+_ENDS_THE_RUN = (WorkerDiedError, ConfigError, NonFiniteError, RewardError)
+# Calls whose failure leaves all ranks ready for the next: answers are generated apart, and all hear of a failed save.
+# In any other call ranks work together, and those that did not fail may still wait for the one that did.
+_APART = ("generate_sequences", "save_checkpoint")
+_NEXT = {
+    SAVE: "Training goes on and saves again at the next step that is due",
+    VALIDATION: "Training goes on; this step has no validation metrics",
+}
+
+Result = TypeVar("Result")
+
+
+class UnsavedRunError(RuntimeError):
+    """The run is over and its last step could not be saved."""
+
+
+class Setbacks:
+    """Counts what failed, in `training/failed_saves` and `training/failed_validations`."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._unsaved: str | None = None
+
+    def attempt(self, what: str, step: int, act: Callable[[], Result], essential: bool = False) -> Result | None:
+        """The result of `act`; None where it failed in a way that the run survives. `essential`: it survives none."""
+        try:
+            result = act()
+        except Exception as error:
+            if essential or ends_the_run(error):
+                raise
+            self._counts[what] += 1
+            reason = summary(error)
+            if what == SAVE:
+                self._unsaved = reason
+            # The traceback first: the last line is the one that is read.
+            logger.warning("%s of step %d failed:", what, step, exc_info=_unexpected(error))
+            logger.error("%s of step %d failed: %s. %s.", what, step, reason, _NEXT[what])
+            return None
+        if what == SAVE:
+            self._unsaved = None
+        return result
+
+    def metrics(self) -> dict[str, float]:
+        """How many failed so far, of what has failed at all."""
+        return {f"training/failed_{what}s": float(count) for what, count in self._counts.items()}
+
+    def refuse_an_unsaved_end(self, step: int) -> None:
+        """Raise where the newest save failed: there is no next one, and what was learnt since the last is lost."""
+        if self._unsaved is not None:
+            raise UnsavedRunError(f"the run ends at step {step}, which could not be saved: {self._unsaved}")
+
+
+def ends_the_run(error: BaseException) -> bool:
+    """Whether the error, or one that caused it, leaves nothing to go on with."""
+    found = causes(error)
+    return any(
+        isinstance(each, _ENDS_THE_RUN) or (isinstance(each, WorkerCallError) and each.method not in _APART)
+        for each in found
+    )
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """The error and what it was raised from, the first cause last."""
+    found: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and all(current is not known for known in found):
+        found.append(current)
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return found
+
+
+def summary(error: BaseException) -> str:
+    """One line: what kind of error, and the first line of what it says."""
+    first_line = str(error).strip().splitlines()[:1]
+    return f"{type(error).__name__}: {first_line[0].rstrip('.')}" if first_line else type(error).__name__
+
+
+def _unexpected(error: BaseException) -> BaseException | None:
+    """The error where its traceback tells more than its message: of a full disk it does not."""
+    return error if not isinstance(error, OSError) else None
