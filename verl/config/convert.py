@@ -66,19 +66,57 @@ class Converter:
             return read(entry, default, self.extended)
 
     def _unknown(self, cls: type[Block], block: str, name: str, value: Any) -> None:
+        """Report a name that no block has, or each key below it of which a full key is known that ends in it."""
         path = join(block, name)
         reason = why_obsolete(path)
         if reason is not None:
             self.report.notice(f"{path} is not needed and ignored: {reason}.")
             return
-        while isinstance(value, Mapping) and len(value) == 1:  # name the key the user typed, not only its block
-            (name, value), *_ = value.items()
-            path = join(path, str(name))
+        rest: dict[str, Any] = {}
+        for leaf, item in leaves(value, path):
+            full = [] if block else keys_ending_in(self._root, leaf)
+            if full:
+                self.report.problem(leaf, item, "unknown key", f"Did you mean {_alternatives(full)}?")
+            else:
+                rest[leaf] = item
+        if not rest:
+            return
+        if len(rest) == 1:  # name the key the user typed, not only its block
+            ((path, value),) = rest.items()
         near = nearest_key(self._root, path, block, cls)
         fix = (
             f"Did you mean {near}?" if near else f"Known keys of {block or 'the top level'}: {', '.join(entries(cls))}"
         )
         self.report.problem(path, value, "unknown key", fix)
+
+
+def leaves(value: Any, path: str) -> list[tuple[str, Any]]:
+    """Every value below `path` with its full path; an empty block is a value."""
+    if isinstance(value, Mapping) and value:
+        return [leaf for name, item in value.items() for leaf in leaves(item, join(path, str(name)))]
+    return [(path, value)]
+
+
+def keys_ending_in(root: type[Block], short: str) -> list[str]:
+    """The known keys of which `short` is the end (`actor.use_dynamic_bsz`), in order of declaration.
+
+    Below a key that holds a mapping (`engine_kwargs`) any further names may follow.
+    """
+    keys = {path: entry for path, entry in walk(root) if entry.block is None}
+    found = [path for path in keys if path.endswith(f".{short}")]
+    found += [alias for alias, path in alias_table(root).items() if alias.endswith(f".{short}") and path not in found]
+    mappings = [path for path, entry in keys.items() if typing.get_origin(entry.type) is dict]
+    below = ""
+    while not found and "." in short:
+        short, _, name = short.rpartition(".")
+        below = f".{name}{below}"
+        found = [f"{path}{below}" for path in mappings if path.endswith(f".{short}")]
+    return found
+
+
+def _alternatives(keys: list[str]) -> str:
+    """`a`, `a or b`, `a, b or c`."""
+    return " or ".join(filter(None, (", ".join(keys[:-1]), keys[-1])))
 
 
 def nearest_key(root: type[Block], path: str, block: str, cls: type[Block]) -> str | None:

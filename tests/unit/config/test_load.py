@@ -85,6 +85,33 @@ def test_unknown_key_names_its_nearest_neighbour(typed, meant):
     assert found[typed.partition("=")[0]].fix == f"Did you mean {meant}?"
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("actor.use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz"),
+        ("multi_turn.enable", "actor_rollout_ref.rollout.multi_turn.enable"),
+        (
+            "model.use_remove_padding",
+            "actor_rollout_ref.model.use_remove_padding, critic.model.use_remove_padding "
+            "or reward_model.model.use_remove_padding",
+        ),
+        ("optim.lr", "actor_rollout_ref.actor.optim.lr or critic.optim.lr"),
+        ("n_gpus_per_node", "reward_model.n_gpus_per_node or trainer.n_gpus_per_node"),
+        ("max_grad_norm", "actor_rollout_ref.actor.max_grad_norm or critic.max_grad_norm"),
+        ("rollout.engine_kwargs.native.x", "actor_rollout_ref.rollout.engine_kwargs.native.x"),
+    ],
+)
+def test_a_short_key_is_answered_with_every_full_key_that_ends_in_it(typed, meant):
+    assert problems(f"{typed}=1")[typed].fix == f"Did you mean {meant}?"
+
+
+def test_each_short_key_of_a_block_that_does_not_exist_is_answered():
+    found = problems("actor.clip_ratio=0.1", "actor.use_kl_loss=True", "actor.foo=1")
+    assert found["actor.clip_ratio"].fix == "Did you mean actor_rollout_ref.actor.clip_ratio?"
+    assert found["actor.use_kl_loss"].fix == "Did you mean actor_rollout_ref.actor.use_kl_loss?"
+    assert found["actor.foo"].fix.startswith("Known keys of the top level")
+
+
 def test_unknown_key_like_nothing_lists_the_keys_of_its_block():
     assert "topk" in problems("retriever.zzzz=1")["retriever.zzzz"].fix
 
