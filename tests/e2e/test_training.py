@@ -11,7 +11,6 @@ from training_harness import make_task, make_trainer, overrides, run_training, w
 
 from verl.algos.registry import POLICY_LOSSES
 from verl.trainer.ppo.guard import NonFiniteError
-from verl.utils.plain_store import load_plain
 
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
 
@@ -127,7 +126,8 @@ def test_batches_and_answers_are_written_where_asked(task, tmp_path):
         "data.val_files=[]",
     )
     run_training(run)
-    batch = load_plain(tmp_path / "checkpoints" / "debug_step_2.pt")
+    batch = torch.load(tmp_path / "checkpoints" / "debug_step_2.pt", weights_only=True)
+    assert all(isinstance(column, torch.Tensor) for column in batch.values())
     assert batch["responses"].shape[0] == 32
     assert {"advantages", "old_log_probs", "token_level_scores"} <= batch.keys()
     assert not (tmp_path / "checkpoints" / "debug_step_1.pt").exists()

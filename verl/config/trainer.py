@@ -54,7 +54,9 @@ class TrainerConfig(RunConfig):
         null="as many as of the actor",
         min=1,
     )
-    dump_steps: list[int] = key("Steps whose batch is written as debug_step_N.pt.", null="none")
+    dump_steps: list[int] = key(
+        "Steps whose tensors are written as debug_step_N.pt in default_local_dir (a dict for torch.load).", null="none"
+    )
     rollout_data_dir: str | None = key("Folder for training answers as JSONL.", null="not written", path=True)
     validation_data_dir: str | None = key("Folder for validation answers as JSONL.", null="not written", path=True)
     node_rank: int | None = key(

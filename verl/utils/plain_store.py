@@ -11,6 +11,7 @@ import errno
 import os
 import pickle
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,14 @@ _LONG_LIST = 16
 
 def save_plain(value: Any, path: str | os.PathLike, what: str = "value") -> None:
     """Write `value` beside `path`, then rename it into place, so a half-written file is never seen."""
-    target = Path(path)
     encoder = _Encoder()
-    content = {"format": _FORMAT, "value": encoder.encode(value, what), "bytes": encoder.joined_bytes()}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with temporary.open("xb") as stream:
-            torch.save(content, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    _write({"format": _FORMAT, "value": encoder.encode(value, what), "bytes": encoder.joined_bytes()}, Path(path))
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike) -> None:
+    """Write names and tensors, and nothing around them: `torch.load(path, weights_only=True)` gives the same dict."""
+    encoder = _Encoder()
+    _write({str(name): encoder.encode(tensor, str(name)) for name, tensor in tensors.items()}, Path(path))
 
 
 def load_plain(path: str | os.PathLike) -> Any:
@@ -52,6 +47,21 @@ def load_plain(path: str | os.PathLike) -> Any:
             raise
         cause = str(error).partition("\n")[0]
         raise ValueError(f"{path}: not a file of plain data, or damaged; nothing in it was run. ({cause})") from error
+
+
+def _write(content: Any, target: Path) -> None:
+    """Beside its place and then renamed into it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        with temporary.open("xb") as stream:
+            torch.save(content, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 class _Encoder:

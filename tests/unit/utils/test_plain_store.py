@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.utils.columns import object_array, same
-from verl.utils.plain_store import load_plain, save_plain
+from verl.utils.plain_store import load_plain, save_plain, save_tensors
 
 scalars = st.one_of(
     st.none(),
@@ -166,3 +166,19 @@ def test_saved_files_have_the_permissions_of_any_new_file(tmp_path):
     save_plain(1, tmp_path / "saved.pt")
     (tmp_path / "other").write_text("x")
     assert (tmp_path / "saved.pt").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_saved_tensors_are_a_plain_dict_for_torch_load_without_what_lies_behind_a_view(tmp_path):
+    rows = torch.arange(1_000_000.0).reshape(1000, 1000)
+    given = {
+        "rows": rows[:2],
+        "mask": torch.ones(2, dtype=torch.bool),
+        "scale": torch.tensor(0.5, dtype=torch.bfloat16),
+    }
+    save_tensors(given, tmp_path / "step.pt")
+    loaded = torch.load(tmp_path / "step.pt", weights_only=True)
+    assert type(loaded) is dict
+    assert list(loaded) == list(given)
+    assert all(same(loaded[name], given[name]) for name in given)
+    assert (tmp_path / "step.pt").stat().st_size < 20_000
+    assert [path.name for path in tmp_path.iterdir()] == ["step.pt"]

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
-from verl.utils.plain_store import save_plain
+from verl.utils.plain_store import save_tensors
 
 # JSON leaves these as they are, but readers that split text into lines do not.
 _LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 
 
 def dump_batch(batch: DataProto, folder: str, step: int) -> Path:
-    """`debug_step_N.pt`: the step's tensors, readable with `torch.load(..., weights_only=True)` through load_plain."""
+    """`debug_step_N.pt`: a dict of the step's tensors, for `torch.load(…, weights_only=True)`; no object columns."""
     path = Path(folder) / f"debug_step_{step}.pt"
-    save_plain(dict(batch._tensors()), path, what=f"batch of step {step}")
+    save_tensors(dict(batch._tensors()), path)
     return path
 
 
