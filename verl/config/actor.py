@@ -34,11 +34,17 @@ class ActorConfig(Block):
     ppo_epochs: int = key("Passes over each batch.", min=1)
     use_dynamic_bsz: bool = key("Fill micro-batches up to a token budget instead of a number of samples.")
     ppo_max_token_len_per_gpu: int = key("That budget: tokens per rank and forward-backward pass.", min=1)
-    clip_ratio: float = key("How far the ratio may move from 1.", above=0)
+    clip_ratio: float = key(
+        "How far the ratio may move from 1, down and up.", null="the policy loss's own (vanilla: 0.2)", above=0
+    )
     clip_ratio_low: float = key("The same, downwards.", null="", follows="actor_rollout_ref.actor.clip_ratio", min=0)
     clip_ratio_high: float = key("The same, upwards.", null="", follows="actor_rollout_ref.actor.clip_ratio", min=0)
     clip_ratio_c: float = key("Dual clip: bound on the loss of a negative advantage.", above=1)
-    loss_agg_mode: str = key("How token losses become one number.", choices=names.LOSS_AGG_MODES)
+    loss_agg_mode: str = key(
+        "How token losses become one number.",
+        null="the policy loss's own (vanilla: token-mean)",
+        choices=names.LOSS_AGG_MODES,
+    )
     loss_scale_factor: float = key(
         "Divisor of seq-mean-token-sum-norm.", null="", follows="data.max_response_length", above=0
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verl.config import policy_losses
 from verl.config.plan import ACTOR
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
@@ -16,6 +17,17 @@ def algorithm_rules(config: PPOConfig, report: Report) -> None:
     if loss.clip_cov_lb > loss.clip_cov_ub:
         why = f"is above {ACTOR}.policy_loss.clip_cov_ub = {loss.clip_cov_ub:g}: no token could be chosen"
         report.problem(f"{ACTOR}.policy_loss.clip_cov_lb", loss.clip_cov_lb, why, "Set it below")
+    _unread_clip(config, report)
+
+
+def _unread_clip(config: PPOConfig, report: Report) -> None:
+    actor = config.actor_rollout_ref.actor
+    own = policy_losses.defaults_of(actor.policy_loss.loss_mode)
+    if own.clip is None and (actor.clip_ratio_low, actor.clip_ratio_high) != own.clip_range:
+        report.notice(
+            f"{ACTOR}.clip_ratio has no effect with {ACTOR}.policy_loss.loss_mode = {actor.policy_loss.loss_mode}: "
+            "this loss does not clip the ratio."
+        )
 
 
 def _filter_groups(config: PPOConfig, report: Report) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from verl.config import policy_losses
+
 ADV_ESTIMATORS = (
     "gae",
     "grpo",
@@ -20,7 +22,7 @@ GROUP_ESTIMATORS = ("grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo"
 DISCOUNTING_ESTIMATORS = ("gae", "reinforce_plus_plus")
 CRITIC_ESTIMATORS = ("gae",)
 
-POLICY_LOSSES = ("vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean")
+POLICY_LOSSES = tuple(policy_losses.POLICY_LOSSES)
 LOSS_AGG_MODES = (
     "token-mean",
     "token-sum",

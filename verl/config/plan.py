@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl.config import policy_losses
 from verl.config.problems import Problem
 from verl.config.schema import pick
 
@@ -109,6 +110,7 @@ class BatchPlan:
     rollout_replicas: int
     samples_per_replica: int
     actor: UpdatePlan
+    loss: str
     critic: UpdatePlan | None
     reference: InferPlan | None
     reward_model: InferPlan | None
@@ -131,6 +133,7 @@ class BatchPlan:
                 f"on {self.rollout.pool}, {count(self.samples_per_replica, 'sample')} each",
             ),
             ("actor", self.actor.render()),
+            ("loss", self.loss),
         ]
         for name, plan in (("critic", self.critic), ("ref", self.reference), ("reward", self.reward_model)):
             if plan is not None:
@@ -161,6 +164,7 @@ def batch_plan(config: PPOConfig) -> BatchPlan:
         rollout_replicas=rollout.dp_size,
         samples_per_replica=math.ceil(samples / rollout.dp_size),
         actor=actor,
+        loss=policy_losses.describe(config.actor_rollout_ref.actor),
         critic=critic,
         reference=_infer_plan(config, "ref") if needs_reference(config) else None,
         reward_model=_infer_plan(config, "reward_model") if config.reward_model.enable else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from verl.config import names
+from verl.config import names, policy_losses
 from verl.config.devices import visible_gpus
 from verl.config.plan import ACTOR, ROLLOUT, layout_of
 from verl.config.ppo import PPOConfig
@@ -24,6 +24,7 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _precisions(config)
     _sampling(config, report)
     _clip_bounds(config, report)
+    policy_losses.fill_in(config.actor_rollout_ref.actor)
     empty_lists(config)
     _follow(config, only=("trainer.n_gpus_per_node", "strategy", "ulysses_sequence_parallel_size", "megatron_config"))
     _pools(config, report)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from verl.algos import AdvantageEstimator, estimate_advantages
 from verl.algos.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry
 from verl.config import names
+from verl.config.policy_losses import POLICY_LOSSES as POLICY_LOSSES_IN_CONFIG
 from verl.trainer.ppo import core_algos
 
 HERE = Path(__file__).parent
@@ -83,6 +86,25 @@ def test_what_an_estimator_or_loss_takes_is_what_users_pass():
             "config",
             "rollout_is_weights",
         ]
+
+
+@pytest.mark.parametrize("config", [None, {}, OmegaConf.create({"policy_loss": {"tau_pos": 2.0}})])
+def test_a_loss_called_without_numbers_takes_its_papers(config):
+    """Its aggregation by its argument, its clip by its configuration: the ratio is held at 1 + its own distance."""
+    for name, own in POLICY_LOSSES_IN_CONFIG.items():
+        loss = getattr(core_algos, f"compute_policy_loss_{name}")
+        assert inspect.signature(loss).parameters["loss_agg_mode"].default == own.loss_agg_mode
+        if own.clip is None:
+            continue
+        shares = []
+        for distance in (0.9, 1.1):
+            reached = own.clip[1] * distance
+            ratio = reached if name == "geo_mean" else math.log1p(reached)  # geo_mean's distances are of the log-ratio
+            _, metrics = loss(
+                torch.zeros(1, 1), torch.full((1, 1), ratio), torch.ones(1, 1), torch.ones(1, 1), config=config
+            )
+            shares.append(float(metrics["clipfrac"]))
+        assert shares == [0.0, 1.0], name
 
 
 def test_core_algos_exports_what_it_binds():

@@ -189,7 +189,8 @@ def test_plan_reads_as_a_few_lines():
     text = batch_plan(load("trainer.n_gpus_per_node=2", "data.train_batch_size=256")).render()
     assert "256 prompts × 1 answer = 256 samples of up to 1536 tokens" in text
     assert "2 mini-batches of 128 prompts (128 samples, 64 per rank in 16 micro-batches of 4 samples)" in text
-    assert len(text.splitlines()) == 7
+    assert "vanilla, token-mean, clip 0.2/0.2" in text
+    assert len(text.splitlines()) == 8
     assert "fsdp runs torch's fully_shard" in text
 
 

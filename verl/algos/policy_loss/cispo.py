@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.policy_loss.common import finish, policy_terms
+from verl.algos.policy_loss.common import finish, loss_config, policy_terms
 from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
-from verl.config import ActorConfig, as_config
 
 
 @register_policy_loss("cispo")
@@ -24,7 +23,7 @@ def compute_policy_loss_cispo(
 
     A `clip_ratio_low` of 1 leaves the weight unbounded below, as in the paper.
     """
-    config = as_config(ActorConfig, config)
+    config = loss_config("cispo", config)
     terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
     ratio = terms.log_ratio.detach().exp()
     weight = ratio.clamp(1.0 - config.clip_ratio_low, 1.0 + config.clip_ratio_high)

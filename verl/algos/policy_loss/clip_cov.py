@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.policy_loss.common import clipped_surrogate, covariance, finish, policy_terms, share_of_tokens
+from verl.algos.policy_loss.common import (
+    clipped_surrogate,
+    covariance,
+    finish,
+    loss_config,
+    policy_terms,
+    share_of_tokens,
+)
 from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
-from verl.config import ActorConfig, as_config
 
 
 @register_policy_loss("clip_cov")
@@ -27,7 +33,7 @@ def compute_policy_loss_clip_cov(
     unlike other losses this one depends on how a batch is cut. Random numbers come from `generator`; without one from
     the old log-probs, so the same micro-batch makes the same choice on any rank and in a resumed run.
     """
-    config = as_config(ActorConfig, config)
+    config = loss_config("clip_cov", config)
     options = config.policy_loss
     terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
     ratio = terms.log_ratio.exp()

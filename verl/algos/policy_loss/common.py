@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 
 from verl.algos.aggregate import agg_loss
 from verl.algos.kl import MAX_LOG_RATIO
 from verl.algos.returns import keep
-from verl.algos.types import PolicyLoss
-from verl.config import ActorConfig
+from verl.algos.types import ActorLike, PolicyLoss
+from verl.config import ActorConfig, as_config
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,14 @@ class Terms:
     log_ratio: torch.Tensor  # log_prob - old_log_prob, bounded so that its exp is finite
     advantages: torch.Tensor
     mask: torch.Tensor  # boolean
+
+
+def loss_config(name: str, config: ActorLike) -> ActorConfig:
+    """A run's configuration as it is; what a user's dict, or nothing, leaves out is that loss's own."""
+    if isinstance(config, ActorConfig):
+        return config
+    given: Any = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config or {})
+    return as_config(ActorConfig, {**given, "policy_loss": {**(given.get("policy_loss") or {}), "loss_mode": name}})
 
 
 def policy_terms(

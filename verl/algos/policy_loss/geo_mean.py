@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.policy_loss.common import finish, policy_terms
+from verl.algos.policy_loss.common import finish, loss_config, policy_terms
 from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
-from verl.config import ActorConfig, as_config
 from verl.utils.torch_functional import masked_mean
 
 
@@ -27,7 +26,7 @@ def compute_policy_loss_geo_mean(
     side is clipped on which the step has already been taken: the upper one where A > 0, the lower where A < 0.
     The paper averages over sequences, seq-mean-token-mean; another `loss_agg_mode` is obeyed.
     """
-    config = as_config(ActorConfig, config)
+    config = loss_config("geo_mean", config)
     terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
     positive = terms.advantages > 0
     held = torch.where(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.policy_loss.common import finish, policy_terms
+from verl.algos.policy_loss.common import finish, loss_config, policy_terms
 from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
-from verl.config import ActorConfig, as_config
 
 
 @register_policy_loss("gpg")
@@ -21,7 +20,7 @@ def compute_policy_loss_gpg(
     rollout_is_weights: torch.Tensor | None = None,
 ) -> PolicyLoss:
     """-A × log π per token; tensors [batch, response]. `old_log_prob` is used for metrics only."""
-    config = as_config(ActorConfig, config)
+    config = loss_config("gpg", config)
     terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
     losses = -terms.advantages * terms.log_prob
     return finish(losses, terms, loss_agg_mode, config, rollout_is_weights, {})

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.policy_loss.common import clipped_surrogate, finish, policy_terms
+from verl.algos.policy_loss.common import clipped_surrogate, finish, loss_config, policy_terms
 from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
-from verl.config import ActorConfig, as_config
 from verl.utils.torch_functional import masked_mean
 
 
@@ -24,10 +23,10 @@ def compute_policy_loss_gspo(
     """PPO's clip on s = (π(sequence) / π_old(sequence))^(1 / length); tensors [batch, response].
 
     The token form (GSPO-token): every token carries its sequence's s as value and its own log-prob's gradient, so
-    advantages may differ along a sequence; where they do not, it is GSPO. Typical distances are 3e-4 and 4e-4.
+    advantages may differ along a sequence; where they do not, it is GSPO. The paper's distances are 3e-4 and 4e-4.
     The paper averages over sequences, seq-mean-token-mean; another `loss_agg_mode` is obeyed.
     """
-    config = as_config(ActorConfig, config)
+    config = loss_config("gspo", config)
     terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
     sequence_log_ratio = masked_mean(terms.log_ratio.detach(), terms.mask, axis=-1)[:, None]
     ratio = torch.exp(sequence_log_ratio + terms.log_prob - terms.log_prob.detach())

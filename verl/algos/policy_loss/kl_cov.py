@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.policy_loss.common import covariance, finish, policy_terms, share_of_tokens
+from verl.algos.policy_loss.common import covariance, finish, loss_config, policy_terms, share_of_tokens
 from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
-from verl.config import ActorConfig, as_config
 
 
 @register_policy_loss("kl_cov")
@@ -25,7 +24,7 @@ def compute_policy_loss_kl_cov(
     `policy_loss.kl_cov_ratio` is the share of tokens held. Means and choice are taken **within this micro-batch**:
     unlike other losses this one depends on how a batch is cut.
     """
-    config = as_config(ActorConfig, config)
+    config = loss_config("kl_cov", config)
     options = config.policy_loss
     terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
     ranked = covariance(terms).masked_fill(~terms.mask, -torch.inf).flatten()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.policy_loss.common import finish, policy_terms
+from verl.algos.policy_loss.common import finish, loss_config, policy_terms
 from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
-from verl.config import ActorConfig, as_config
 
 
 @register_policy_loss("sapo")
@@ -16,16 +15,16 @@ def compute_policy_loss_sapo(
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
+    loss_agg_mode: str = "seq-mean-token-mean",
     config: ActorLike = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> PolicyLoss:
     """-A × (4 / τ) σ(τ (ratio - 1)) per token, τ by the sign of A; tensors [batch, response].
 
     At ratio 1 the gradient is that of PPO; it fades smoothly as the ratio leaves 1, faster with a larger τ
-    (`policy_loss.tau_pos`, `policy_loss.tau_neg`).
+    (`policy_loss.tau_pos`, `policy_loss.tau_neg`). The paper averages over sequences, seq-mean-token-mean.
     """
-    config = as_config(ActorConfig, config)
+    config = loss_config("sapo", config)
     terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
     temperatures = terms.advantages.new_tensor([config.policy_loss.tau_pos, config.policy_loss.tau_neg])
     tau = torch.where(terms.advantages > 0, *temperatures)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from verl.algos.aggregate import agg_loss
-from verl.algos.policy_loss.common import Terms, clipped_surrogate, finish, policy_terms, token_mean
+from verl.algos.policy_loss.common import Terms, clipped_surrogate, finish, loss_config, policy_terms, token_mean
 from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
-from verl.config import ActorConfig, as_config
 
 
 @register_policy_loss("vanilla")
@@ -26,7 +25,7 @@ def compute_policy_loss_vanilla(
     `clip_ratio_high` above `clip_ratio_low` is clip-higher. Where A < 0 the loss is at most -A × `clip_ratio_c`: one
     token whose probability rose a hundredfold must not decide the step.
     """
-    config = as_config(ActorConfig, config)
+    config = loss_config("vanilla", config)
     terms = policy_terms(old_log_prob, log_prob, advantages, response_mask)
     losses, clipped, bounded = _dual_clip(terms, config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c)
     metrics = {"clipfrac": clipped, "clipfrac_lower": bounded}
