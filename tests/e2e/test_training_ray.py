@@ -16,6 +16,8 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 SAME = ("reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "kl/mean", "actor/entropy")
 
+JUDGES_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}<|end|>{% endfor %}"
+
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> dict[str, str]:
@@ -98,17 +100,18 @@ def test_rollout_actor_and_critic_in_pools_of_their_own(task, tmp_path, ray_clus
     assert all(row["rollout/log_prob_diff_max"] < 1e-4 for row in split.history), "the engine has the new weights"
 
 
-def test_a_reward_model_with_another_tokenizer_scores_the_answers(task, tmp_path, ray_cluster):
-    """An encoder classifier (no chat template): it reads (prompt, answer) pairs in its own tokens."""
+def test_a_reward_model_with_another_template_scores_the_answers(task, tmp_path, ray_cluster):
+    """On two ranks each row's messages and answer are written in the judge's own way, in training and validation."""
     judge = save_classifier(tmp_path / "judge")
-    reward = ("reward_model.enable=True", f"reward_model.path={judge}", "algorithm.use_kl_in_reward=True")
-    trainer = run_training(ppo(task, tmp_path, *reward, "trainer.total_training_steps=1"))
-    scores = trainer._last_batch.batch["rm_scores"]
-    mask = trainer._last_batch.batch["response_mask"]
+    reward = ("reward_model.enable=True", f"reward_model.path={judge}", "data.system_prompt=Be brief.")
+    more = ("trainer.total_training_steps=1", "data.max_prompt_length=64", "trainer.n_gpus_per_node=2")
+    trainer = run_training(overrides(task, tmp_path, *reward, *more, "algorithm.adv_estimator=grpo"), RayWorkerGroup)
+    batch = trainer._last_batch
+    scores, mask = batch.batch["rm_scores"], batch.batch["response_mask"]
     assert torch.equal((scores != 0).sum(-1), torch.ones(len(scores), dtype=torch.long)), "one score per answer"
     last = mask.cumsum(-1).argmax(-1)
     assert (scores[torch.arange(len(scores)), last] != 0).all(), "on its last token"
-    assert torch.equal(trainer._last_batch.batch["token_level_scores"], scores)
+    assert torch.equal(batch.batch["token_level_scores"], scores)
     assert expected_scores(judge, trainer) == pytest.approx(scores.sum(-1).tolist(), abs=1e-4)
 
 
@@ -127,7 +130,7 @@ def save_classifier(folder: Path) -> Path:
     )
     BertForSequenceClassification(config).save_pretrained(folder)
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
+    tokenizer.chat_template = JUDGES_TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -138,12 +141,12 @@ def expected_scores(folder: Path, trainer) -> list[float]:
 
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    batch = trainer._last_batch.batch
-    prompts = trainer.tokenizer.batch_decode(batch["prompts"], skip_special_tokens=True)
-    answers = trainer.tokenizer.batch_decode(batch["responses"], skip_special_tokens=True)
+    batch = trainer._last_batch
+    answers = trainer.tokenizer.batch_decode(batch.batch["responses"], skip_special_tokens=True)
     scores = []
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for messages, answer in zip(batch.non_tensor_batch["raw_prompt"], answers, strict=True):
+        assert [message["role"] for message in messages] == ["system", "user"]
+        ids = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": answer}], return_dict=False)
         with torch.no_grad():
-            encoded = tokenizer(prompt, answer, return_tensors="pt")
-            scores.append(float(model(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"]).logits))
+            scores.append(float(model(input_ids=torch.tensor([ids])).logits))
     return scores

@@ -47,7 +47,7 @@ class DataConfig(Block):
     dataloader_num_workers: int = key("Processes that load data.", min=0)
     train_max_samples: int = key("Use only the first rows of the training set; -1: all.", min=-1)
     val_max_samples: int = key("Use only the first rows of the validation set; -1: all.", min=-1)
-    return_raw_chat: bool = key("Also keep the messages of each prompt (as raw_prompt).")
+    return_raw_chat: bool = key("Also keep the messages of each prompt (as raw_prompt); always with a reward model.")
     apply_chat_template_kwargs: dict[str, Any] = key("Arguments for the tokenizer's chat template.")
     custom_cls: CustomClassConfig = key("A dataset class of your own.")
     sampler: SamplerConfig = key("A sampler (curriculum, weighted) of your own.")

@@ -58,7 +58,7 @@ class CriticModelConfig(Block):
 class RewardModelModelConfig(Block):
     input_tokenizer: str | None = key(
         "Tokenizer that the texts arrive in, when the reward model has another one.",
-        null="the actor's, re-encoded only if the reward model's tokenizer differs",
+        null="the actor's; where tokenizer or chat template differ, prompts are written anew from their messages",
         path=True,
     )
     trust_remote_code: bool = key(

@@ -33,6 +33,8 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _follow(config)
     _generation_batches(config, report)
     _lengths(config)
+    # A reward model with another tokenizer or chat template writes the messages anew.
+    config.data.return_raw_chat = config.data.return_raw_chat or config.reward_model.enable
 
 
 def resolve_run(trainer: RunConfig) -> None:

@@ -43,7 +43,11 @@ class RewardModelConfig(Block):
         follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
         min=1,
     )
-    max_length: int | None = key("Longest text it reads, in its own tokens.", null="prompt + response", min=1)
+    max_length: int | None = key(
+        "Longest text in its own tokens, where they are not the policy's; a longer one loses its beginning.",
+        null="what its tokenizer says",
+        min=1,
+    )
     use_torch_compile: bool = key(
         "Compile the layers (packed tokens on CUDA only).",
         null="",

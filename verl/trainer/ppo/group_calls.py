@@ -15,6 +15,8 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.metric import reduce_metrics
 
 _SEQUENCE_COLUMNS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask", "prompts"]
+# Objects that a pass reads: a reward model may have another tokenizer, and writes the messages in its own.
+_OBJECTS_READ_BY = {"reward_model": ("raw_prompt",)}
 # What an update does not read, besides objects (ground truths may be large). Tensors of the user's own go to all ranks.
 _UNREAD = {"prompts", "rollout_versions", "rollout_log_probs", "token_level_scores", "token_level_rewards"}
 _UNREAD_BY = {
@@ -35,7 +37,8 @@ class GroupCalls:
         """A pass without an update: its columns for every row."""
         order = balanced_order(row_costs(batch, self._cost), self._dp_sizes[role], self._config.trainer.balance_batch)
         names = [name for name in _SEQUENCE_COLUMNS if name in batch.batch.keys()]
-        sent = batch.select(names, [], []).select_idxs(order)
+        objects = [name for name in _OBJECTS_READ_BY.get(role, ()) if name in batch.non_tensor_batch]
+        sent = batch.select(names, objects, []).select_idxs(order)
         sent.meta_info = {"temperature": self._config.actor_rollout_ref.rollout.temperature}
         return _in_order(method(sent), order)
 

@@ -1,0 +1,124 @@
+"""What a reward model with another tokenizer or template reads: its own template over the messages and the answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_tokenizer
+
+from verl.protocol import DataProto, object_array
+from verl.utils.dataset.tokens import left_padded
+from verl.workers.roles.reward_texts import RewardTexts
+
+POLICY = tiny_tokenizer()
+CONVERSATIONS = [
+    [{"role": "user", "content": "2+2?"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "And 3 more, please? " * 4},
+    ],
+]
+ANSWERS = ["4", "It is four.", "7, as 4 + 3 = 7"]
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] | upper }}] {{ m['content'] | trim }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{% endfor %}"
+)
+
+
+def judge_tokenizer(template: str | None):
+    """Other words, other ids, `<s>` before and `</s>` after; without a template it reads pairs, as BERT does."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE(unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<unk>", "<s>", "</s>", "[SEP]", "<pad>"]
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=letters, show_progress=False)
+    raw.train_from_iterator(["And 3 more, please? It is four. Be brief."] * 3, trainer)
+    raw.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A [SEP] $B </s>", special_tokens=[("<s>", 1), ("</s>", 2), ("[SEP]", 3)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def answered(rows=(0, 1, 2), width: int = 400, **columns) -> DataProto:
+    """A batch as the rollout gives it; prompts of more than `width` tokens are cut, as the dataset cuts them."""
+    made = []
+    for row in rows:
+        prompt = POLICY.apply_chat_template(CONVERSATIONS[row], add_generation_prompt=True, return_dict=False)
+        ids, mask = left_padded(np.array(prompt[-width:]), width, 0)
+        answer = POLICY(ANSWERS[row] + "<|end|>", add_special_tokens=False)["input_ids"]
+        filler = [0] * (24 - len(answer))
+        made.append((ids, mask, torch.tensor(answer + filler), torch.tensor([1] * len(answer) + filler)))
+    prompts, masks, responses, present = (torch.stack(column) for column in zip(*made, strict=True))
+    tensors = {"prompts": prompts, "responses": responses, "attention_mask": torch.cat([masks, present], 1)}
+    tensors["input_ids"] = torch.cat([prompts, responses], 1)
+    return DataProto.from_dict(tensors, {"raw_prompt": object_array([CONVERSATIONS[row] for row in rows])} | columns)
+
+
+def rows_of(encoded: DataProto) -> list[list[int]]:
+    mask = encoded.batch["attention_mask"].bool()
+    return [ids[row].tolist() for ids, row in zip(encoded.batch["input_ids"], mask, strict=True)]
+
+
+def expected(tokenizer, row: int) -> list[int]:
+    whole = [*CONVERSATIONS[row], {"role": "assistant", "content": ANSWERS[row]}]
+    return tokenizer.apply_chat_template(whole, tokenize=True, return_dict=False)
+
+
+@pytest.mark.parametrize("width", [400, 8], ids=["whole", "cut for the policy"])
+def test_the_models_own_template_over_messages_and_answer(width):
+    """Also where the policy's prompt was cut: the judge has a limit of its own."""
+    judge = judge_tokenizer(TURNS)
+    encoded = RewardTexts(judge, POLICY, None).encode(answered(width=width))
+    assert rows_of(encoded) == [expected(judge, row) for row in range(3)]
+    assert encoded.batch["position_ids"][2].tolist() == list(range(encoded.batch["input_ids"].shape[1]))
+
+
+def test_the_same_words_in_another_template():
+    """Only the template differs: the prompt's tokens are no good either."""
+    judge = tiny_tokenizer()
+    judge.chat_template = "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    assert rows_of(RewardTexts(judge, POLICY, None).encode(answered([2, 1]))) == [
+        expected(judge, 2),
+        expected(judge, 1),
+    ]
+
+
+def test_without_a_template_it_reads_the_pair_of_contents_and_answer():
+    judge = judge_tokenizer(None)
+    encoded = rows_of(RewardTexts(judge, POLICY, None).encode(answered([1])))
+    assert encoded == [judge("Be brief.\n2+2?", "It is four.")["input_ids"]]
+
+
+def test_a_long_conversation_loses_its_beginning_and_never_the_answer():
+    judge = judge_tokenizer(TURNS)
+    long = expected(judge, 2)
+    assert len(long) > 20
+    assert rows_of(RewardTexts(judge, POLICY, 20).encode(answered([2]))) == [long[-20:]]
+    judge.model_max_length = 12
+    assert rows_of(RewardTexts(judge, POLICY, None).encode(answered([2]))) == [long[-12:]]
+    pair = judge_tokenizer(None)
+    (cut,) = rows_of(RewardTexts(pair, POLICY, 20).encode(answered([2])))
+    answer = pair(ANSWERS[2], add_special_tokens=False)["input_ids"]
+    assert (len(cut), cut[0], cut[-len(answer) - 2 :]) == (20, 1, [3, *answer, 2])
+
+
+def test_a_batch_without_messages_and_a_template_that_refuses_say_what_to_do():
+    batch = answered([1])
+    with pytest.raises(ValueError, match=r"reward_model\.path: its chat template refuses .*roles: system, user"):
+        RewardTexts(judge_tokenizer(NO_SYSTEM), POLICY, None).encode(batch)
+    with pytest.raises(ValueError, match=r"the batch has no 'raw_prompt'.*data\.custom_cls"):
+        RewardTexts(judge_tokenizer(TURNS), POLICY, None).encode(batch.select(non_tensor_batch_keys=[]))
