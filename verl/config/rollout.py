@@ -51,8 +51,8 @@ class GeneratorConfig(Block):
     seed: int = key("Seed of the sampling noise.", min=0)
     max_new_tokens: int = key("Longest answer in tokens.", min=1, aliases=("response_length",))
     stop: list[str] = key("Strings that end an answer.", null="none")
-    stop_token_ids: list[int] = key("Token ids that end an answer, besides the end-of-sequence token.", null="none")
-    ignore_eos: bool = key("Go on after the end-of-sequence token (benchmarks).")
+    stop_token_ids: list[int] = key("Token ids that end an answer, besides the model's own end tokens.", null="none")
+    ignore_eos: bool = key("Go on after the model's own end tokens (benchmarks).")
     tensor_model_parallel_size: int = key("Ranks one copy of the engine runs on.", min=1)
     gpu_memory_utilization: float = key("Share of device memory the engine may take.", above=0, max=1)
     dtype: str = key(

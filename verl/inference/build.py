@@ -19,11 +19,12 @@ from verl.inference.kv_memory import KVMemory
 from verl.inference.kv_sizing import choose_num_blocks
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models import InferenceModel
-from verl.inference.models.loading import MODEL_KINDS, end_token_ids, load_inference_model, read_model_config
+from verl.inference.models.loading import MODEL_KINDS, end_tokens, load_inference_model, read_model_config
 from verl.inference.scheduler import Scheduler
 from verl.inference.tensor_parallel import FollowingEngine, LeadingEngine, LeadingRunner, TensorParallel
 from verl.inference.weights import EngineWeights
 from verl.utils.device import resolve_dtype
+from verl.utils.end_tokens import EndTokens
 from verl.utils.tokenizer import hf_tokenizer
 
 __all__ = ["BuiltEngine", "NativeOptions", "build_engine"]
@@ -68,7 +69,7 @@ class BuiltEngine:
     device: torch.device
     dtype: torch.dtype
     load_tokenizer: Callable[[], Any]
-    eos_token_ids: frozenset[int]
+    end_tokens: EndTokens
     pad_token_id: int | None
 
     def start(self) -> AsyncEngine | FollowingEngine:
@@ -131,7 +132,7 @@ def build_engine(
         device=device,
         dtype=dtype,
         load_tokenizer=partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code),
-        eos_token_ids=end_token_ids(model_path, hf_config),
+        end_tokens=end_tokens(model_path, hf_config, model_config),
         pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
     )
 

@@ -65,7 +65,8 @@ def serve(options: argparse.Namespace) -> None:
         # A tokenizer of its own for stop strings: the engine looks for them in its thread.
         engine = AsyncEngine(built.engine, built.load_tokenizer)
         names = _names(options)
-        facts = ModelFacts(tokenizer, names, length, built.model.vocab_size, built.eos_token_ids)
+        facts = ModelFacts(tokenizer, names, length, built.model.vocab_size, built.end_tokens.ids)
+        logger.info(built.end_tokens.described(tokenizer))
         app = OpenAIApp(engine, built.engine.check, facts, options.api_key)
         try:
             asyncio.run(_answer_until_signalled(app, bound, f"{names[0]} ({built.dtype}, {built.device})"))

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from verl.config import GenerationConfig, ModelConfig, RolloutConfig, as_config
+from verl.trainer.answer_ends import ends_in_generation
 from verl.trainer.answer_store import RESPONSES, AnswerStore
 from verl.trainer.ppo.console import Console
 from verl.trainer.progress import progress_bar
@@ -99,6 +100,7 @@ class _Prompts:
         encoder = PromptEncoder(self.tokenizer, data.apply_chat_template_kwargs, None, data.system_prompt)
         self._tokens = encode_prompts(rows, self.count, data.prompt_key, encoder)
         _refuse_overlong(rows, self._tokens, config)
+        self.ends = ends_in_generation(config, self.tokenizer)
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides the answers."""
@@ -110,6 +112,7 @@ class _Prompts:
             "prompts": f"{self.count} rows, {digest.hexdigest()}",
             "model.path": [self.model_path, _files_of(self.model_path)],
             "model.override_config": self.config.model.override_config,
+            "end tokens": self.ends,
             "data.n_samples": data.n_samples,
             "data.batch_size": data.batch_size,
             **{f"rollout.{name}": self.config.rollout[name] for name in _DECISIVE},
@@ -139,7 +142,7 @@ def _answer(config: GenerationConfig, prompts: _Prompts, store: AnswerStore, mis
     console = Console(prompts.batches, prompts.batches - len(missing))
     with _engine(config, prompts.model_path) as rollout, progress_bar(console.standing), console.phase("rollout"):
         temperature = config.rollout.temperature
-        params = sampling_params(rollout.config, {}, rollout.eos_token_ids, temperature=temperature)
+        params = sampling_params(rollout.config, {}, prompts.ends, temperature=temperature)
         batches = ((number, list(prompts.requests(number, params))) for number in missing)
         expect(n * sum(map(prompts.size, missing)))
         for number, outputs in _as_completed(rollout, batches, 2 * config.rollout.max_num_seqs):

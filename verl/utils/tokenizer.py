@@ -10,6 +10,7 @@ from verl.utils.fs import expand_path
 
 logger = logging.getLogger(__name__)
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -31,6 +32,16 @@ def hf_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
         tokenizer.pad_token = tokenizer.eos_token
         logger.info("%s: no padding token; using the end token %r", name_or_path, tokenizer.eos_token)
     return tokenizer
+
+
+def tokenizer_if_any(name_or_path: str | os.PathLike[str], trust_remote_code: bool = False) -> Any | None:
+    """The tokenizer as its files say, or None for a local folder that has none."""
+    from transformers import AutoTokenizer
+
+    path = expand_path(name_or_path)
+    if os.path.isdir(path) and not any(os.path.isfile(os.path.join(path, name)) for name in _TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def hf_processor(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any | None:

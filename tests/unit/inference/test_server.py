@@ -37,9 +37,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def address(folder, tmp_path_factory):
+def log(tmp_path_factory):
+    """What the server writes."""
+    return tmp_path_factory.mktemp("log") / "server.log"
+
+
+@pytest.fixture(scope="module")
+def address(folder, log):
     """http://…: the server runs while this module's tests do, and ends with 0 when it is told to."""
-    log = tmp_path_factory.mktemp("log") / "server.log"
     command = [sys.executable, "-m", "verl.inference.server", "--model", str(folder), "--port", "0", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VERL_API_KEY": KEY}
     with log.open("wb") as sink:
@@ -102,6 +107,12 @@ def greedy(folder, prompt, count):
 def test_the_model_is_listed_under_its_names(client, folder):
     assert [model.id for model in client.models.list()] == [str(folder), "tiny"]
     assert client.models.retrieve("tiny").owned_by == "verl"
+
+
+@pytest.mark.usefixtures("address")
+def test_the_log_says_what_ends_an_answer(log):
+    said = "end tokens: <|end|> = 1 (generation config, model config, tokenizer, chat template)."
+    assert said in log.read_text()
 
 
 def test_a_chat_is_answered(client):

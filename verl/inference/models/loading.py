@@ -14,8 +14,10 @@ from verl.inference.models.generic import GenericModel
 from verl.inference.tensor_parallel import SINGLE, TensorParallel
 from verl.inference.weights import EngineWeights
 from verl.models.loading import pretrained_model, read_config
+from verl.utils.end_tokens import EndTokens, find_end_tokens
+from verl.utils.tokenizer import tokenizer_if_any
 
-__all__ = ["MODEL_KINDS", "end_token_ids", "load_inference_model", "load_module", "read_model_config"]
+__all__ = ["MODEL_KINDS", "end_tokens", "load_inference_model", "load_module", "read_model_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,17 +84,6 @@ def load_module(
         )
 
 
-def end_token_ids(path: str, hf_config: Any) -> frozenset[int]:
-    """End tokens as the model's generation config, or else its config, names them."""
-    from transformers import GenerationConfig
-
-    sources = [hf_config.get_text_config(decoder=True)]
-    try:
-        sources.insert(0, GenerationConfig.from_pretrained(path))
-    except OSError:
-        logger.debug("rollout: %s has no generation config", path)
-    for settings in sources:
-        eos = getattr(settings, "eos_token_id", None)
-        if eos is not None:
-            return frozenset([eos] if isinstance(eos, int) else eos)
-    return frozenset()
+def end_tokens(path: str, hf_config: Any, model_config: ModelConfig) -> EndTokens:
+    """What ends an answer of this model unless a request says otherwise."""
+    return find_end_tokens(path, hf_config, tokenizer_if_any(path, model_config.trust_remote_code))

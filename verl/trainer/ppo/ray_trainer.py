@@ -16,6 +16,7 @@ from verl.config.old_log_probs import from_update
 from verl.config.plan import actor_is_reference, batch_plan, layout_of, needs_reference
 from verl.protocol import DataProto, object_array
 from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.answer_ends import ends_in_training
 from verl.trainer.ppo import checkpointing, worker_setup
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask, reward_column
 from verl.trainer.ppo.console import Console
@@ -129,6 +130,7 @@ class RayPPOTrainer:
 
     def init_workers(self) -> None:
         """Reserve devices, start one group per pool with its roles colocated, load the models."""
+        self._end_token_ids = ends_in_training(self.config, self.tokenizer)
         groups = worker_setup.start_groups(self)
         self.actor_wg = groups.get(Role.Actor) or groups.get(Role.ActorRollout) or groups[Role.ActorRolloutRef]
         self.rollout_wg = groups.get(Role.Rollout, self.actor_wg)
@@ -270,7 +272,7 @@ class RayPPOTrainer:
             "validate": validate,
             # Generation batches are joined: their columns must be of one width.
             "pad_to_max": not validate and self.config.algorithm.filter_groups.enable,
-            "eos_token_id": self.tokenizer.eos_token_id,
+            "eos_token_id": self._end_token_ids,
             "pad_token_id": self.tokenizer.pad_token_id,
         }
         reward_fn = self.val_reward_fn if validate else self.reward_fn

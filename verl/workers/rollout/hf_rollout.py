@@ -8,7 +8,7 @@ import torch
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.models.loading import end_token_ids, load_module, read_model_config
+from verl.inference.models.loading import end_tokens, load_module, read_model_config
 from verl.inference.weights import EngineWeights, pack_module
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import resolve_dtype
@@ -57,6 +57,6 @@ class HFRollout(EmbeddedRollout):
             ),
             weights=EngineWeights(self.model.state_dict(), region, dtype),
             kv=None,
-            eos_token_ids=end_token_ids(model_path, hf_config),
+            eos_token_ids=end_tokens(model_path, hf_config, model_config).ids,
             pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
         )

@@ -38,7 +38,7 @@ class NativeRollout(EmbeddedRollout):
             loop=built.start(),
             weights=built.weights,
             kv=built.kv,
-            eos_token_ids=built.eos_token_ids,
+            eos_token_ids=built.end_tokens.ids,
             pad_token_id=built.pad_token_id,
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -228,11 +227,3 @@ def test_dummy_weights_work_for_both_kinds_of_model(start, tmp_path):
     output = ask(engine)
     expected = log_probs(tiny_model("phi"), PROMPT, output.token_ids)
     torch.testing.assert_close(torch.tensor(output.log_probs), expected.float(), atol=1e-5, rtol=0)
-
-
-def test_end_tokens_are_those_of_the_generation_config(start, tmp_path: Path):
-    path = save_tiny_model(tmp_path)
-    (path / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
-    assert start(path, load_format="dummy").eos_token_ids == {1, 7}
-    (path / "generation_config.json").unlink()
-    assert start(path, load_format="dummy").eos_token_ids == {1}
