@@ -11,6 +11,10 @@ CHAT_TEMPLATE = (
 )
 SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
+# AdamW divides a gradient by its own size: with torch's 1e-8, one that is nothing but rounding becomes a whole step, of
+# either sign. With this it moves a weight in proportion to itself, so weights can be compared (see CONTRIBUTING.md).
+STEADY_EPS = 1e-3
+
 
 def tiny_tokenizer() -> Any:
     """Byte-level, no merges: every string round-trips. pad 0, eos `<|end|>` 1."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from tiny import tiny_model
+from tiny import STEADY_EPS, tiny_model
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, as_config
 from verl.protocol import DataProto
@@ -21,7 +21,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def make_engine(model: Any, kind: str = "causal_lm", train: bool = True, **changes: Any) -> FSDPEngine:
     """`changes`: keys of the optimizer, the fsdp or the model block, or arguments of the engine. All float32."""
     places = {"optim": OptimConfig, "fsdp_config": FSDPConfig}
-    values: dict[str, dict[str, Any]] = {"optim": {"lr": 1e-2}, "fsdp_config": {"mixed_precision": "fp32"}, "model": {}}
+    values: dict[str, dict[str, Any]] = {
+        "optim": {"lr": 1e-2, "eps": STEADY_EPS},
+        "fsdp_config": {"mixed_precision": "fp32"},
+        "model": {},
+    }
     for name, cls in {**places, "model": ModelConfig}.items():
         values[name] |= {key: changes.pop(key) for key in list(changes) if key in cls.__dataclass_fields__}
     blocks = {name: as_config(cls, values[name], at=f"{ACTOR}.{name}") for name, cls in places.items()}

@@ -113,7 +113,7 @@ def test_two_ranks_continue_bit_for_bit_from_what_two_ranks_saved(found):
 
 
 def test_two_ranks_continue_from_what_one_rank_saved(found, one_rank):
-    assert_close(found[0]["loaded from one"], one_rank[1], tolerance=2e-4)
+    assert_close(found[0]["loaded from one"], one_rank[1])
 
 
 def test_one_rank_continues_from_what_two_ranks_saved(found, one_rank):
@@ -121,7 +121,7 @@ def test_one_rank_continues_from_what_two_ranks_saved(found, one_rank):
     engine.load(one_rank[0] / "two")
     rates = steps(engine, make_batch(rows=ROWS), 2)
     assert [step["lr"] for step in rates] == [step["lr"] for step in found[0]["rates"]]
-    assert_close(whole_weights(engine), found[0]["continued"], tolerance=2e-4)
+    assert_close(whole_weights(engine), found[0]["continued"])
 
 
 def test_the_export_of_two_ranks_is_what_they_saved(found, one_rank):
@@ -172,7 +172,7 @@ def test_two_ranks_continue_the_adapters_that_one_rank_saved(adapters, one_rank)
     engine = lora_engine(str(one_rank[0] / "model"))
     engine.load(one_rank[0] / "lora-one")
     steps(engine, make_batch(rows=ROWS), 2)
-    assert_close(adapters[0]["continued"], whole_weights(engine), tolerance=1e-4)
+    assert_close(adapters[0]["continued"], whole_weights(engine))
 
 
 def test_what_two_ranks_write_merged_or_alone_gives_the_log_probs_of_training(adapters, one_rank):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_harness import make_task, make_trainer, overrides, run_training
+from training_harness import STEADY, make_task, make_trainer, overrides, run_training
 
 from verl.single_controller.ray import RayWorkerGroup
 from verl.utils.plain_store import load_plain
@@ -184,11 +184,11 @@ def test_a_rollout_in_another_precision_is_measured_weighed_and_masked(task, tmp
 
 def test_two_ranks_on_ray_select_and_train_as_one(task, tmp_path, ray_cluster):
     """Generation batches stay where they were made; filtering, joining and baselines are the same by reference."""
-    both = (*DAPO, "algorithm.adv_estimator=remax", "trainer.total_training_steps=2")
+    both = (*DAPO, *STEADY, "algorithm.adv_estimator=remax", "trainer.total_training_steps=2")
     alone = run_training(overrides(task, tmp_path / "one", *both))
     two = overrides(task, tmp_path / "two", *both, "trainer.n_gpus_per_node=2")
     together = run_training(two, RayWorkerGroup)
     same = ("reward/mean", "reward/greedy/mean", "actor/loss", "actor/grad_norm", "filter_groups/kept_share")
     for mine, theirs in zip(alone.history, together.history, strict=True):
         for name in same:
-            assert mine[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-5), name
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name

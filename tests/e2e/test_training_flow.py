@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from training_harness import make_task, overrides, run_training
+from training_harness import STEADY, make_task, overrides, run_training
 
 from verl.single_controller.ray import RayWorkerGroup
 
@@ -93,11 +93,12 @@ def test_ppo_with_a_reference_gives_the_same_weights_with_and_without_the_pass(t
 
 @pytest.mark.slow
 def test_on_two_ranks_answers_are_scored_while_others_are_generated(task, tmp_path, ray_cluster):
+    both = (*GRPO, *ONE_STEP, *IN_WAVES, *STEADY)
     two = ("trainer.n_gpus_per_node=2", f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=256")
-    one = run_training(overrides(task, tmp_path / "one", *GRPO, *ONE_STEP, *IN_WAVES, *SEPARATE))
-    flow = run_training(overrides(task, tmp_path / "two", *GRPO, *ONE_STEP, *IN_WAVES, *two), RayWorkerGroup)
+    one = run_training(overrides(task, tmp_path / "one", *both, *SEPARATE))
+    flow = run_training(overrides(task, tmp_path / "two", *both, *two), RayWorkerGroup)
     for mine, theirs in zip(one.history, flow.history, strict=True):
         assert theirs["reward/scored_while_generating"] > 0
         assert theirs["global_seqlen/balanced_max_over_mean"] >= 1
         for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "rollout/log_prob_diff_mean"):
-            assert mine[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-5), name
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import tiny_tokenizer
-from training_harness import make_task, overrides, run_training
+from training_harness import STEADY, make_task, overrides, run_training
 
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.console import Standing
@@ -25,14 +25,14 @@ def task(tmp_path_factory) -> dict[str, str]:
 
 
 def ppo(task: dict[str, str], folder: Path, *more: str) -> list[str]:
-    return overrides(task, folder, "actor_rollout_ref.actor.use_kl_loss=True", "data.val_files=[]", *more)
+    return overrides(task, folder, *STEADY, "actor_rollout_ref.actor.use_kl_loss=True", "data.val_files=[]", *more)
 
 
 def assert_same_run(one: list[dict], other: list[dict]) -> None:
     assert len(one) == len(other)
     for mine, theirs in zip(one, other, strict=True):
         for name in SAME:
-            assert mine[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-5), (mine["step"], name)
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), (mine["step"], name)
 
 
 class Watched(RayPPOTrainer):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import save_tiny_model, tiny_config, tiny_tokenizer
-from training_harness import make_task, overrides, run_training
+from tiny import STEADY_EPS, save_tiny_model, tiny_config, tiny_tokenizer
+from training_harness import STEADY, make_task, overrides, run_training
 
 from verl.single_controller.ray import RayWorkerGroup
 
@@ -34,7 +34,7 @@ def save_judge(folder: Path) -> Path:
 def test_all_roles_over_shared_sequences_give_the_results_of_one_rank(tmp_path, ray_cluster, ranks, cut):
     """Four ranks are two groups of two; actor, reference, critic and reward model share."""
     task, judge = make_task(tmp_path / "task"), save_judge(tmp_path / "judge")
-    common = [f"{ACTOR}.use_kl_loss=True", "data.val_files=[]", "reward_model.enable=True"]
+    common = [*STEADY, f"{ACTOR}.use_kl_loss=True", "data.val_files=[]", "reward_model.enable=True"]
     common += [f"reward_model.path={judge}", f"{ACTOR}.use_dynamic_bsz={cut == 'dynamic'}"]
     common += [f"{ACTOR}.ppo_max_token_len_per_gpu=64", "critic.ppo_max_token_len_per_gpu=64"]
     shared = [f"{block}.{SIZE}=2" for block in (ACTOR, "critic", "reward_model")]
@@ -45,7 +45,7 @@ def test_all_roles_over_shared_sequences_give_the_results_of_one_rank(tmp_path, 
     assert len(alone) == len(together) == 2
     for one, more in zip(alone, together, strict=True):
         for name in SAME:
-            assert more[name] == pytest.approx(one[name], rel=2e-3, abs=2e-5), name
+            assert more[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
         assert more["rollout/log_prob_diff_max"] < 1e-4, "the engine has the weights of all ranks"
 
 
@@ -67,7 +67,7 @@ def test_supervised_ranks_that_share_rows_learn_what_one_learns(tmp_path, monkey
                 "micro_batch_size_per_gpu": 1,
             },
             "model": {"path": str(tmp_path / "tiny")},
-            "optim": {"lr": 1e-3},
+            "optim": {"lr": 1e-3, "eps": STEADY_EPS},
             SIZE: ranks,
             "trainer": {
                 "n_gpus_per_node": ranks,
@@ -87,7 +87,7 @@ def test_supervised_ranks_that_share_rows_learn_what_one_learns(tmp_path, monkey
     exported = Path("global_step_4") / "huggingface" / "model.safetensors"
     weights = [load_file(tmp_path / "checkpoints" / "verl" / name / exported) for name in ("1", "2")]
     for name, weight in weights[0].items():
-        torch.testing.assert_close(weights[1][name], weight, rtol=0, atol=2e-5, msg=name)
+        torch.testing.assert_close(weights[1][name], weight, rtol=0, atol=2e-6, msg=name)
 
 
 def logged(file: Path) -> list[dict[str, float]]:

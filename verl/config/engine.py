@@ -23,6 +23,7 @@ class OptimConfig(Block):
     lr: float = key("Learning rate (AdamW).", min=0)
     weight_decay: float = key("Decoupled weight decay.", min=0)
     betas: list[float] = key("Decay of the first and second moment.")
+    eps: float = key("Added to the root of AdamW's second moment: gradients far below it take small steps.", above=0)
     lr_warmup_steps: int = key(
         "Optimizer steps of linear warm-up; 0 or less: use lr_warmup_steps_ratio.", min=-1, aliases=("warmup_steps",)
     )

@@ -66,3 +66,12 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_patience():
     plain = LossScale(torch.bfloat16)
     plain.update(finite=False)
     assert plain.value == 1.0
+
+
+@pytest.mark.parametrize(("eps", "wanted"), [(1e-8, 1.0), (1.0, 1e-3 / (1e-3 + 1)), (1e-3, 0.5)])
+def test_eps_is_added_to_the_size_that_a_gradient_is_divided_by(eps, wanted):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = build_optimizer([weight], optim(lr=1.0, weight_decay=0.0, eps=eps))
+    weight.grad = torch.tensor([1e-3])
+    optimizer.step()
+    assert -weight.item() == pytest.approx(wanted, rel=1e-4)

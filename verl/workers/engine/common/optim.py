@@ -16,7 +16,9 @@ from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_c
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig) -> AdamW:
     """AdamW over all parameters, one kernel for all of a step."""
     beta1, beta2 = optim.betas
-    return AdamW(parameters, lr=optim.lr, betas=(beta1, beta2), weight_decay=optim.weight_decay, fused=True)
+    return AdamW(
+        parameters, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+    )
 
 
 def build_schedule(optimizer: Optimizer, optim: OptimConfig, total_steps: int | None) -> LambdaLR:
