@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from training_harness import close, make_task, make_trainer, overrides
+from training_harness import close, make_task, make_trainer, overrides, run_training
 
 # Named by the generation config alone; a third of what a random model says.
 ENDS = list(range(100, 190))
@@ -51,6 +51,21 @@ def test_training_and_validation_stop_at_every_end_token(task, tmp_path, caplog,
     (told,) = [record.message for record in caplog.records if record.message.startswith("end tokens:")]
     assert "<|end|> = 1 (model config, tokenizer, chat template)" in told
     assert "= 50 (stop_token_ids)" in told
+
+
+def test_answers_cut_below_the_response_length_are_clipped_and_ended_ones_are_not(task, tmp_path):
+    """Cut at rollout.max_new_tokens; at any other end token an answer has ended, however long it is."""
+    run = (
+        "data.max_response_length=16",
+        "actor_rollout_ref.rollout.max_new_tokens=2",
+        "trainer.total_training_steps=1",
+    )
+    trainer = run_training(overrides(task, tmp_path / "cut", *run, "actor_rollout_ref.rollout.ignore_eos=True"))
+    assert trainer.history[0]["response_length/clip_ratio"] == 1.0
+    stops = f"actor_rollout_ref.rollout.stop_token_ids={list(range(264))}"
+    trainer = run_training(overrides(task, tmp_path / "ended", "data.max_response_length=1", *run[2:], stops))
+    assert trainer.history[0]["response_length/mean"] == 1.0
+    assert trainer.history[0]["response_length/clip_ratio"] == 0.0
 
 
 def test_generation_stops_at_every_end_token(task, tmp_path):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -92,6 +92,19 @@ def test_clip_ratio_follows_the_configured_limit():
     batch.meta_info = {"max_response_length": 4, "max_prompt_length": 1}
     metrics = compute_data_metrics(batch)
     assert (metrics["response_length/clip_ratio"], metrics["prompt_length/clip_ratio"]) == (0.0, 1.0)
+
+
+def test_an_answer_is_clipped_where_it_was_cut_not_where_it_is_long():
+    """Row 0 ended by itself at the limit; row 1 was cut after a token, by a limit of its own."""
+    batch = make_batch()
+    batch.non_tensor_batch["finish_reason"] = object_array(["stop", "length"])
+    batch.meta_info = {"max_response_length": 3}
+    assert compute_data_metrics(batch)["response_length/clip_ratio"] == 0.5
+    batch.non_tensor_batch["finish_reason"] = object_array(["stop", "stop"])
+    assert compute_data_metrics(batch)["response_length/clip_ratio"] == 0.0
+    batch.batch["response_mask"][1] = 0  # a filler, or a sample that could not be scored
+    batch.non_tensor_batch["finish_reason"] = object_array(["stop", "length"])
+    assert compute_data_metrics(batch)["response_length/clip_ratio"] == 0.0
 
 
 def test_masked_tokens_and_filler_rows_change_nothing():

@@ -36,7 +36,8 @@ _MAX_LOG_RATIO = 20.0
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
     """Rewards, advantages, lengths and divergences of a batch after `compute_advantage`.
 
-    A row is clipped at `meta_info`'s `max_response_length` (`max_prompt_length`); without it, at the columns' width.
+    An answer is clipped where its `finish_reason` says so: wherever the limit was that cut it. Without that column, and
+    for prompts, one is clipped at `meta_info`'s `max_response_length` (`max_prompt_length`), or at the columns' width.
     """
     columns, rows = batch.batch, _Rows.of(batch)
     scores = masked_sum(columns["token_level_scores"], rows.mask, axis=-1)
@@ -52,8 +53,11 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     metrics |= divergence_metrics(batch)
     prompt_limit = batch.meta_info.get("max_prompt_length", rows.prompt_width)
     response_limit = batch.meta_info.get("max_response_length", rows.mask.shape[1])
-    metrics |= _length_metrics("prompt_length", rows.prompt, rows.real, prompt_limit)
-    return metrics | _length_metrics("response_length", rows.response, rows.real, response_limit)
+    cut = rows.response >= response_limit
+    if "finish_reason" in batch.non_tensor_batch:
+        cut = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
+    metrics |= _length_metrics("prompt_length", rows.prompt, rows.real, rows.prompt >= prompt_limit)
+    return metrics | _length_metrics("response_length", rows.response, rows.real, cut)
 
 
 def divergence_metrics(batch: DataProto) -> dict[str, float]:
@@ -163,6 +167,6 @@ def _p99(values: torch.Tensor) -> float:
     return values.kthvalue(round(0.99 * (len(values) - 1)) + 1).values.item()
 
 
-def _length_metrics(name: str, lengths: torch.Tensor, real: torch.Tensor, limit: int) -> dict[str, float]:
-    clipped = masked_mean((lengths >= limit).float(), real).item()
+def _length_metrics(name: str, lengths: torch.Tensor, real: torch.Tensor, cut: torch.Tensor) -> dict[str, float]:
+    clipped = masked_mean(cut.float(), real).item()
     return _stats(name, lengths, real) | {f"{name}/clip_ratio": clipped}

@@ -328,7 +328,7 @@ class RayPPOTrainer:
         if not algorithm.rollout_correction.bypass_mode:
             wanted.append("rollout_log_probs")  # else they are the old ones: there is nothing to compare
         rewards = [reward_column(batch.non_tensor_batch, name) for name in algorithm.gdpo.reward_keys]
-        objects = [name for name in ("uid", *rewards) if name in batch.non_tensor_batch]
+        objects = [name for name in ("uid", "finish_reason", *rewards) if name in batch.non_tensor_batch]
         local = _local(batch, [name for name in wanted if name in batch.batch.keys()], objects)
         if algorithm.use_kl_in_reward:
             local, kl_metrics = apply_kl_penalty(local, self.kl_ctrl_in_reward, algorithm.kl_penalty)

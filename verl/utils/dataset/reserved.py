@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 # Which rows form a group, which sample of its prompt a row is, whether it is sampled: the data must not say so.
-_ROWS = {"uid", "sample_index", "do_sample", "row", "index", "raw_prompt", "scoring_failed", "scoring_error"}
+_ROWS = {
+    *("uid", "sample_index", "do_sample", "row", "index", "raw_prompt"),
+    *("finish_reason", "scoring_failed", "scoring_error"),
+}
 _TENSORS = {
     *("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask"),
     *("rollout_log_probs", "rollout_versions", "rollout_is_weights", "old_log_probs", "ref_log_prob", "entropys"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, object_array
 from verl.utils.model import compute_position_id_with_mask
 from verl.workers.rollout.request import Output
 
@@ -27,7 +27,8 @@ def assemble_outputs(
     """`prompt_ids`, `prompt_mask` [batch, prompt] (left-padded) and one output per row → the generated batch, on CPU.
 
     Responses are right-padded to the longest one, or to `response_length`. `response_mask` is 1 on every sampled token
-    (the end token included); padding has log-prob 0 and version -1.
+    (the end token included); padding has log-prob 0 and version -1. `finish_reason` [batch] says what ended each: stop,
+    length (it was cut) or abort.
     """
     longest = max((len(output.token_ids) for output in outputs), default=0)
     width = longest if response_length is None else response_length
@@ -48,7 +49,8 @@ def assemble_outputs(
             "response_mask": response_mask,
             "rollout_log_probs": _right_padded([output.log_probs for output in outputs], width, 0.0, torch.float32),
             "rollout_versions": _right_padded([o.versions for o in outputs], width, NO_VERSION, torch.int64),
-        }
+        },
+        {"finish_reason": object_array([output.finish_reason for output in outputs])},
     )
 
 
