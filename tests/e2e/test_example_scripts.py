@@ -16,8 +16,9 @@ from tiny import tiny_tokenizer
 
 from verl.config import SFTConfig, batch_plan, load_config
 from verl.config.command_line import hydra_arguments
+from verl.config.problems import Report
+from verl.config.unbuilt import check_built
 from verl.trainer.main_ppo import create_rl_dataset
-from verl.trainer.ppo.unbuilt import refuse_unbuilt
 from verl.utils.dataset.check import check_files
 from verl.utils.import_utils import load_extern_object
 
@@ -166,7 +167,9 @@ def test_the_dapo_recipe_has_the_four_parts_of_the_paper(script, tmp_path):
     assert actor.loss_agg_mode == "token-mean"
     assert (config.reward_model.reward_manager, buffer.enable, buffer.penalty_factor) == ("dapo", True, 1.0)
     assert (config.algorithm.use_kl_in_reward, actor.use_kl_loss) == (False, False)
-    refuse_unbuilt(config)
+    report = Report()
+    check_built(config, report)
+    assert (report.problems, report.notices) == ([], [])
 
 
 def test_the_tools_of_the_retool_recipe_are_functions_a_model_can_be_told():

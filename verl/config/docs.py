@@ -13,6 +13,7 @@ from verl.config.convert import range_words
 from verl.config.obsolete import OBSOLETE
 from verl.config.roots import EVAL, GENERATION, PPO, SFT, Root
 from verl.config.schema import Block, Entry, alias_table, entries, join, pick
+from verl.config.unbuilt import REFUSED, why_no_effect
 
 _INTRO = """# Configuration
 
@@ -136,10 +137,19 @@ def _meaning(root: Root, path: str, entry: Entry) -> str:
         parts.append(f"Null: {key.null}.")
     if key.required:
         parts.append("**Required.**")
+    parts += _not_yet(path) if root is PPO else []
     others = [alias for alias, canonical in alias_table(root.cls).items() if canonical == path]
     if others:
         parts.append(f"Also: {', '.join(f'`{other}`' for other in others)}.")
     return " ".join(parts)
+
+
+def _not_yet(path: str) -> list[str]:
+    """What this version does with a key, or some of its values, that it cannot serve yet."""
+    if path in REFUSED:
+        values = ", ".join(f"`{value}`" for value in REFUSED[path][0])
+        return [f"Not built yet, refused at start: {values}."]
+    return [] if why_no_effect(path) is None else ["*Not built yet: no effect, said at start.*"]
 
 
 def _aliases(root: Root, heading: str = "") -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the configuration expects of this machine: files that exist and engines that are installed."""
+"""What the configuration expects of this machine: files that exist and packages that are installed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.config.plan import BLOCK_OF_ROLE, active_roles
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
-from verl.config.schema import Block, pick
+from verl.config.schema import Block
 from verl.config.trainer import RunConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
 # What a name in the configuration needs importable, and the extra that installs it.
-_ENGINE_MODULES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
 _LOGGER_MODULES = {name: name for name in ("wandb", "mlflow", "swanlab", "trackio", "tensorboard")}
-_EXTRAS = ("vllm", "sglang", "megatron", "wandb", "tensorboard")
+_EXTRAS = ("wandb", "tensorboard")
 
 
 def check_environment(config: PPOConfig, report: Report) -> None:
@@ -37,7 +35,7 @@ def check_environment(config: PPOConfig, report: Report) -> None:
             check_model(key, path, report)
             shown.add(path)
     _check_code_and_resume(config, report)
-    _check_packages(config, report)
+    check_loggers(config.trainer.logger, report)
 
 
 def check_data_files(data: Block, report: Report) -> None:
@@ -85,15 +83,6 @@ def check_resume(trainer: RunConfig, report: Report) -> None:
     """Report a checkpoint to resume from that is not here."""
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path:
         must_exist("trainer.resume_from_path", trainer.resume_from_path, report)
-
-
-def _check_packages(config: PPOConfig, report: Report) -> None:
-    rollout = config.actor_rollout_ref.rollout.name
-    _check_package("actor_rollout_ref.rollout.name", rollout, _ENGINE_MODULES.get(rollout), report)
-    check_loggers(config.trainer.logger, report)
-    for role in active_roles(config):
-        if role in BLOCK_OF_ROLE and pick(config, BLOCK_OF_ROLE[role]).strategy == "megatron":
-            _check_package(f"{BLOCK_OF_ROLE[role]}.strategy", "megatron", "megatron", report)
 
 
 def _check_package(key: str, name: str, module: str | None, report: Report) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl.config import files
+from verl.config import files, names
 from verl.config.devices import visible_gpus
 from verl.config.generation import EvalConfig, GenerationConfig
 from verl.config.problems import Report
 from verl.config.resolve import empty_lists
+from verl.config.unbuilt import NOT_BUILT
 from verl.config.validate import values_present
-
-_BUILT = ("native", "hf")
 
 
 def resolve_generation(config: GenerationConfig, report: Report) -> None:
@@ -30,8 +29,8 @@ def validate_generation(config: GenerationConfig, report: Report) -> None:
     """Report every rule that a resolved configuration breaks."""
     values_present(config, "", report)
     data, rollout = config.data, config.rollout
-    if rollout.name not in _BUILT:
-        report.problem("rollout.name", rollout.name, "is not built yet in this version", "Set it to native")
+    if rollout.name not in names.BUILT_ROLLOUTS:
+        report.problem("rollout.name", rollout.name, NOT_BUILT, "Set it to native")
     size = rollout.tensor_model_parallel_size
     if size > 1:
         report.problem(

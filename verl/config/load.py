@@ -38,7 +38,8 @@ def load_config(
     """The complete, resolved and validated configuration of the program that `root` belongs to.
 
     `cfg` holds some or all blocks; `overrides` are `key=value` (or `group=option`) on top. `check_files=False` leaves
-    out what depends on this machine: files, folders and installed engines. Raises ConfigError with all problems.
+    out what depends on this machine and version: files, folders, packages, and what is not built yet. Raises
+    ConfigError with all problems.
     """
     if isinstance(cfg, root):
         if not overrides:
@@ -49,6 +50,8 @@ def load_config(
     chosen, changes = _split_overrides(user.pop(GROUPS_KEY, None) or {}, overrides, groups(kind.yaml), report)
     values = _merged(_merged(default_tree(chosen, kind.yaml), user), _plain(OmegaConf.from_dotlist(changes), root))
     config = _build(kind, values, default_values(chosen, kind.yaml), report)
+    if check_files:
+        kind.check_built(config, report)
     kind.validate(config, report)
     if check_files:
         kind.check_environment(config, report)

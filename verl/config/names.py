@@ -34,8 +34,10 @@ KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 # A trailing "+" takes the value of the estimate and the unbiased gradient (straight-through); so does "kl" itself.
 KL_LOSS_TYPES = KL_PENALTIES + tuple(f"{name}+" for name in KL_PENALTIES)
 
-STRATEGIES = ("fsdp", "fsdp2", "megatron")
-ROLLOUTS = ("native", "hf", "vllm", "sglang", "trtllm")
+BUILT_STRATEGIES, UNBUILT_STRATEGIES = ("fsdp", "fsdp2"), ("megatron",)
+STRATEGIES = BUILT_STRATEGIES + UNBUILT_STRATEGIES
+BUILT_ROLLOUTS, UNBUILT_ROLLOUTS = ("native", "hf"), ("vllm", "sglang", "trtllm")
+ROLLOUTS = BUILT_ROLLOUTS + UNBUILT_ROLLOUTS
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
 LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "file")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")

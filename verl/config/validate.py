@@ -126,9 +126,7 @@ def _turns(config: PPOConfig, report: Report) -> None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.multi_turn.enable and rollout.mode != "async":
         why = f"{ROLLOUT}.multi_turn.enable = True needs every sample to proceed on its own"
-        report.problem(f"{ROLLOUT}.mode", rollout.mode, why, "Set it to async")
-    if rollout.multi_turn.tool_config_path and not rollout.multi_turn.enable:
-        report.notice(f"{ROLLOUT}.multi_turn.tool_config_path has no effect without {ROLLOUT}.multi_turn.enable=True.")
+        report.problem(f"{ROLLOUT}.mode", rollout.mode, why, "Set it to async", (f"{ROLLOUT}.multi_turn.enable",))
     if not rollout.do_sample:
         report.notice(f"{ROLLOUT}.do_sample = False: greedy answers do not explore, and all n of a prompt are equal.")
     if rollout.val_kwargs.n > 1 and not rollout.val_kwargs.do_sample:
@@ -169,12 +167,11 @@ def _engines(config: PPOConfig, report: Report) -> None:
                 fix = f"Set {path}.megatron_config.context_parallel_size={size} instead"
                 report.problem(f"{path}.ulysses_sequence_parallel_size", size, why, fix, (f"{path}.strategy",))
             continue
-        groups = {"actor": " (or choose actor_rollout_ref=megatron)", "critic": " (or choose critic=megatron)"}
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
             size = block.megatron_config[name]
             if size > 1:
                 why = f"{path}.strategy = {block.strategy} does not split a model this way"
-                fix = f"Set {path}.strategy=megatron{groups.get(role, '')}, or leave the key out"
+                fix = "Leave the key out (the megatron engine, which would, is not built yet in this version)"
                 report.problem(f"{path}.megatron_config.{name}", size, why, fix, (f"{path}.strategy",))
         _fsdp_size(config, role, path, report)
 

@@ -30,7 +30,6 @@ from verl.trainer.cluster import (
     stop_head,
     wait_for_nodes,
 )
-from verl.trainer.ppo.unbuilt import refuse_unbuilt
 from verl.trainer.progress import progress_bar
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,6 @@ def _main(config: DictConfig) -> None:
 def run_ppo(config: Config, task_runner_class: Any = None) -> None:
     """Check the configuration, start or join Ray, and wait for a TaskRunner (plain or Ray remote class) to finish."""
     config = load_config(config)
-    refuse_unbuilt(config)
     for notice in config.notices:
         logger.warning(notice)
     logger.info(batch_plan(config).render())

@@ -191,9 +191,8 @@ def test_a_local_looking_model_path_must_exist():
     assert key in problems(f"{key}=checkpoint/sft/global_step_372", check_files=True)
 
 
-def test_engines_that_are_not_installed_are_reported():
-    found = problems(f"{ROLLOUT}.name=trtllm", "trainer.logger=[console,swanlab]", check_files=True)
-    assert "tensorrt_llm is not installed" in found[f"{ROLLOUT}.name"].why
+def test_trackers_that_are_not_installed_are_reported():
+    found = problems("trainer.logger=[console,swanlab]", check_files=True)
     assert "swanlab is not installed" in found["trainer.logger"].why
 
 

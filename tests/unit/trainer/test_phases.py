@@ -3,7 +3,7 @@
 import pytest
 
 from verl.trainer.ppo.console import Console
-from verl.trainer.ppo.phases import Phases
+from verl.trainer.ppo.phases import Phases, verdict
 
 
 def test_memory_is_asked_of_the_working_groups_and_nested_peaks_count():
@@ -41,3 +41,9 @@ def test_an_error_carries_the_innermost_phase_and_the_step_it_came_from():
     with pytest.raises(KeyError) as caught, phases("step"), phases("update_actor"):
         raise KeyError("advantages")
     assert (caught.value.phase, caught.value.step) == ("update_actor", 7)
+
+
+def test_the_verdict_names_the_phase_and_a_key_that_helps():
+    text = verdict({"gen": 6.0, "update_actor": 3.0, "step": 9.5, "reward": 1.0})
+    assert text.startswith("gen took 60% of the time")
+    assert "data.max_response_length" in text

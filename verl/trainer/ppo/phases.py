@@ -46,7 +46,7 @@ class Phases:
 
 # What helps where a phase takes most of the time.
 _REMEDIES = {
-    "gen": "a faster engine (actor_rollout_ref.rollout.name), shorter answers (data.max_response_length)",
+    "gen": "shorter answers (data.max_response_length), a larger actor_rollout_ref.rollout.gpu_memory_utilization",
     "reward": "a faster reward function, more scorers (reward_model.reward_kwargs.num_processes)",
     "ref": "no KL (use_kl_loss, use_kl_in_reward), larger ref.log_prob_micro_batch_size_per_gpu",
     "old_log_prob": "larger actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",

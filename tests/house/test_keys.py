@@ -1,0 +1,125 @@
+"""Every key of every configuration is read by the code that it steers, or the run says that it has no effect."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+from verl.config import ConfigError, EvalConfig, GenerationConfig, PPOConfig, SFTConfig, load_config
+from verl.config.schema import Entry, pick, walk
+from verl.config.unbuilt import REFUSED, why_no_effect
+
+PACKAGE = Path(__file__).parents[2] / "verl"
+# Under verl/config only what turns keys into others, or into a plan, uses them; rules only look at them.
+WORKING = {
+    f"config/{name}.py" for name in ("resolve", "loss_defaults", "old_log_probs", "memory_plan", "memory_shapes")
+}
+# Free-form: read by users' own code.
+FOR_USERS = ("custom",)
+
+
+@functools.cache
+def sources() -> dict[str, tuple[set[str], set[str]]]:
+    """Of every file that may read keys: the names it looks up (attributes and texts), and all names in it."""
+    found = {}
+    for file in PACKAGE.rglob("*.py"):
+        path = str(file.relative_to(PACKAGE))
+        if path.startswith("config/") and path not in WORKING:
+            continue
+        looked_up, named = set(), set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                looked_up.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+                looked_up.add(node.value)
+            elif isinstance(node, ast.Name):
+                named.add(node.id)
+            elif isinstance(node, ast.arg):
+                named.add(node.arg)
+            elif isinstance(node, ast.alias):
+                named.add(node.name)
+        found[path] = (looked_up, looked_up | named)
+    return found
+
+
+def leaves(root: type) -> dict[str, Entry]:
+    return {path: entry for path, entry in walk(root) if entry.block is None}
+
+
+def owners(root: type) -> dict[str, set[str]]:
+    """Names of the blocks in which a key of this name is declared."""
+    found: dict[str, set[str]] = {}
+    for path in leaves(root):
+        block, _, name = path.rpartition(".")
+        found.setdefault(name, set()).add(block.rpartition(".")[2])
+    return found
+
+
+def is_read(path: str, entry: Entry, root: type) -> bool:
+    """Looked up in a file that also names its block or the block's class.
+
+    A name of several words that only one kind of block has needs no more than itself; a common word (`path`, `enable`)
+    is never proof alone. What another key follows is read through that key.
+    """
+    if path in FOR_USERS:
+        return True
+    block, _, name = path.rpartition(".")
+    cls = dict(walk(root))[block].block if block else root
+    owner = {block.rpartition(".")[2], *(base.__name__ for base in cls.__mro__)} - {"object", "Block"}
+    sure = not block or ("_" in name and len(owners(root)[name]) == 1)
+    if any(name in looked_up and (sure or owner & named) for looked_up, named in sources().values()):
+        return True
+    return any(other.key.follows == path for other in leaves(root).values())
+
+
+@pytest.mark.parametrize("root", [PPOConfig, SFTConfig, GenerationConfig, EvalConfig])
+def test_every_key_is_read_or_said_to_have_no_effect(root):
+    unread = [path for path, entry in leaves(root).items() if not is_read(path, entry, root)]
+    assert [path for path in unread if why_no_effect(path) is None and path not in REFUSED] == []
+
+
+def test_a_key_that_nothing_reads_is_found():
+    entry = leaves(PPOConfig)["actor_rollout_ref.rollout.agent.num_workers"]
+    assert not is_read("actor_rollout_ref.rollout.agent.num_workers", entry, PPOConfig)
+    assert not is_read("retriever.url", leaves(PPOConfig)["retriever.url"], PPOConfig)
+
+
+def another_value(entry: Entry, default: object) -> object:
+    if entry.key.choices:
+        return next(choice for choice in entry.key.choices if choice != default)
+    if isinstance(default, bool) or entry.type is bool:
+        return not default
+    if entry.type is int:
+        return (default or 0) + 1
+    return {"x": 1} if isinstance(default, dict) else "other"
+
+
+RUN = [
+    "data.train_files=openai/gsm8k",
+    "actor_rollout_ref.model.path=a/b",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "reward_model.enable=True",
+    "reward_model.path=a/b",
+]
+IDLE = [path for path in leaves(PPOConfig) if why_no_effect(path) is not None or path in REFUSED]
+
+
+@functools.cache
+def plain_run() -> PPOConfig:
+    return load_config(None, RUN, check_files=False)
+
+
+@pytest.mark.parametrize("path", IDLE)
+def test_a_key_without_effect_is_refused_or_named_when_it_is_set(path):
+    default = pick(plain_run(), path)
+    tree = REFUSED[path][0][0] if path in REFUSED else another_value(leaves(PPOConfig)[path], default)
+    for name in reversed(path.split(".")):
+        tree = {name: tree}
+    try:
+        said = load_config(tree, RUN).notices
+    except ConfigError as error:
+        said = [problem.key for problem in error.problems]
+    assert any(path in text for text in said)

@@ -1,0 +1,99 @@
+"""What is not built is said first and refused; what would have no effect is named; nothing else is touched."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.config import ConfigError, load_config, names
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+RUN = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=org/model", "trainer.n_gpus_per_node=2"]
+
+
+def load(*overrides: str):
+    return load_config(None, [*RUN, *overrides])
+
+
+def problems(*overrides: str):
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *(f"{ROLLOUT}.name={name}" for name in names.UNBUILT_ROLLOUTS),
+        f"{ROLLOUT}.multi_turn.enable=True",
+        "do_search=True",
+        f"{ACTOR}.strategy=megatron",
+        "critic.strategy=megatron",
+    ],
+)
+def test_what_is_not_built_is_refused_without_advice_to_install_anything(asked):
+    (problem,) = problems(asked)
+    assert problem.key == asked.partition("=")[0]
+    assert problem.why == "is not built yet in this version"
+    assert "install" not in problem.fix.replace("needs no install", "")
+    assert load_config(None, [*RUN, asked, f"{ROLLOUT}.mode=async"], check_files=False).notices == load().notices
+
+
+def test_all_of_it_at_once_and_before_everything_else():
+    found = problems(
+        "data.train_files=/no/such/file.parquet",
+        f"{ACTOR}.ppo_mini_batch_size=100",
+        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.multi_turn.enable=True",
+    )
+    assert [problem.key for problem in found] == [
+        f"{ROLLOUT}.name",
+        f"{ROLLOUT}.multi_turn.enable",
+        f"{ACTOR}.ppo_mini_batch_size",
+        "data.train_files",
+    ]
+
+
+def test_a_tensor_parallel_hf_engine_is_refused():
+    (problem,) = problems(f"{ROLLOUT}.name=hf", f"{ROLLOUT}.tensor_model_parallel_size=2")
+    assert problem.key == f"{ROLLOUT}.tensor_model_parallel_size"
+
+
+def test_a_critic_that_is_not_started_may_name_any_engine():
+    load("algorithm.adv_estimator=grpo", "critic=megatron")
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (f"{ROLLOUT}.mode=async", "asynchronous rollout is not built yet; generation runs as with sync"),
+        (f"{ROLLOUT}.agent.num_workers=8", "agents are not built yet"),
+        (f"{ROLLOUT}.multi_turn.format=openai", "turns and tools are not built yet"),
+        ("max_turns=3", "the search agent is not built yet"),
+        ("retriever.topk=5", "the search agent is not built yet"),
+        ("algorithm.state_masking.start_state_marker=<x>", "the search agent is not built yet"),
+        (f"{ACTOR}.megatron_config.param_offload=True", "the megatron engine is not built yet"),
+        ("actor_rollout_ref.ref.megatron_config.sequence_parallel=False", "the megatron engine is not built yet"),
+        (f"{ROLLOUT}.engine_kwargs.vllm.seed=1", "has no effect with actor_rollout_ref.rollout.name = native"),
+        (f"{ROLLOUT}.load_format=safetensors", "is read as auto"),
+    ],
+)
+def test_a_key_without_effect_is_named_with_the_truth(asked, words):
+    key = asked.partition("=")[0].removesuffix(".seed")
+    (notice,) = [text for text in load(asked).notices if text not in load().notices]
+    assert notice.startswith(key)
+    assert words in notice
+
+
+def test_keys_with_one_reason_are_one_notice():
+    notices = load(f"{ROLLOUT}.agent.num_workers=8", f"{ROLLOUT}.agent.max_concurrent_requests=1").notices
+    assert f"{ROLLOUT}.agent.num_workers = 8, {ROLLOUT}.agent.max_concurrent_requests = 1: no effect," in notices[0]
+
+
+def test_a_plain_run_is_not_refused():
+    for overrides in (
+        ["algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=True"],
+        [f"{ACTOR}.ulysses_sequence_parallel_size=2"],
+        ["actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.use_kl_loss=True"],
+        *([f"algorithm.adv_estimator={estimator}"] for estimator in names.ADV_ESTIMATORS),
+    ):
+        assert not any("not built" in notice for notice in load(*overrides).notices)

@@ -1,0 +1,99 @@
+"""What the configuration knows and this version does not do yet: refused, or said where it only has no effect.
+
+A key goes from here when something reads it; `tests/house/test_keys.py` holds that every key is read or is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from verl.config import names
+from verl.config.compose import default_values
+from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles
+from verl.config.ppo import PPOConfig
+from verl.config.problems import Report, show
+from verl.config.schema import pick, walk
+
+NOT_BUILT = "is not built yet in this version"
+# Values that stand for something to come: key -> (values, what to set instead).
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    f"{ROLLOUT}.name": (names.UNBUILT_ROLLOUTS, f"Set {ROLLOUT}.name=native, which needs no install"),
+    f"{ROLLOUT}.multi_turn.enable": ((True,), "Leave it out: every answer is one turn"),
+    "do_search": ((True,), "Leave it out: the model answers without searching"),
+    f"{ACTOR}.strategy": (names.UNBUILT_STRATEGIES, f"Set {ACTOR}.strategy=fsdp2"),
+    "critic.strategy": (names.UNBUILT_STRATEGIES, "Set critic.strategy=fsdp2"),
+    "actor_rollout_ref.ref.strategy": (names.UNBUILT_STRATEGIES, "Leave it out: it follows the actor's"),
+    "reward_model.strategy": (names.UNBUILT_STRATEGIES, "Leave it out: it follows the actor's"),
+}
+# Keys that only what is not built would read: pattern -> what that is. Away from its default such a key does nothing.
+NO_EFFECT: Mapping[str, str] = {
+    f"{ROLLOUT}.mode": "asynchronous rollout is not built yet; generation runs as with sync",
+    f"{ROLLOUT}.multi_turn.*": "turns and tools are not built yet",
+    f"{ROLLOUT}.agent.*": "agents are not built yet",
+    "max_turns": "the search agent is not built yet",
+    "retriever.*": "the search agent is not built yet",
+    "algorithm.state_masking.*": "the search agent is not built yet",
+    "*.megatron_config.*": "the megatron engine is not built yet",
+}
+_LOAD_FORMATS = ("auto", "dummy")
+
+
+def check_built(config: PPOConfig, report: Report) -> None:
+    """Report every key that asks for something that is not built, and name those that have no effect for now."""
+    _refuse(config, report)
+    _name_idle_keys(config, report)
+    _engine_keys(config, report)
+
+
+def why_no_effect(path: str) -> str | None:
+    """Why nothing reads the key at `path` yet; None for a key that works."""
+    return next((reason for pattern, reason in NO_EFFECT.items() if fnmatchcase(path, pattern)), None)
+
+
+def _refuse(config: PPOConfig, report: Report) -> None:
+    roles = {path: role for role, path in BLOCK_OF_ROLE.items()}
+    active, actor = active_roles(config), config.actor_rollout_ref.actor.strategy
+    for path, (values, instead) in REFUSED.items():
+        value, role = pick(config, path), roles.get(path.rpartition(".")[0])
+        follows_actor = role in ("ref", "reward_model") and value == actor
+        if value in values and (role is None or role in active) and not follows_actor:
+            report.broken(path, value, NOT_BUILT, instead)
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if size > 1 and config.actor_rollout_ref.rollout.name == "hf":
+        why, fix = f"{NOT_BUILT} for {ROLLOUT}.name = hf", f"Set it to 1, or {ROLLOUT}.name=native"
+        report.broken(f"{ROLLOUT}.tensor_model_parallel_size", size, why, fix)
+
+
+def _name_idle_keys(config: PPOConfig, report: Report) -> None:
+    """One notice per reason, with every key that was set for nothing."""
+    idle: dict[str, list[str]] = {}
+    for path, entry in walk(PPOConfig):
+        reason = None if entry.block is not None or path in REFUSED else why_no_effect(path)
+        if reason is not None and pick(config, path) != _default(config, path):
+            idle.setdefault(reason, []).append(f"{path} = {show(pick(config, path))}")
+    for reason, keys in idle.items():
+        report.notice(f"{', '.join(keys)}: no effect, {reason}.")
+
+
+def _default(config: PPOConfig, path: str) -> Any:
+    """What the key holds when nobody sets it; null in `ref` is as for the actor."""
+    default = pick(default_values(), path)
+    if default is None and path.startswith("actor_rollout_ref.ref."):
+        return pick(config, path.replace(".ref.", ".actor.", 1))
+    return default
+
+
+def _engine_keys(config: PPOConfig, report: Report) -> None:
+    """Arguments for other engines, and formats of theirs."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name not in names.BUILT_ROLLOUTS:
+        return
+    others = [name for name in rollout.engine_kwargs if name != "native" or rollout.name != "native"]
+    for name in others:
+        report.notice(f"{ROLLOUT}.engine_kwargs.{name} has no effect with {ROLLOUT}.name = {rollout.name}.")
+    if rollout.load_format not in _LOAD_FORMATS:
+        report.notice(
+            f"{ROLLOUT}.load_format = {rollout.load_format} is read as auto: {rollout.name} knows auto and dummy."
+        )
