@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from omegaconf import DictConfig
 
 from verl.config import EvalConfig, load_config
 from verl.config.command_line import prepared_arguments
+from verl.trainer.ending import ends_in_words
 
 logger = logging.getLogger("verl.trainer.main_eval")  # not "__main__", which is outside the one logging setup
 
@@ -20,7 +20,7 @@ _CONFIG_NAME = "evaluation"
 
 def main() -> None:
     """Compose the command line with Hydra and run; a wrong configuration or wrong data lists every problem, exit 2."""
-    with prepared_arguments(_CONFIG_NAME):
+    with ends_in_words((ValueError,)), prepared_arguments(_CONFIG_NAME):
         _main()
 
 
@@ -29,12 +29,8 @@ def _main(config: DictConfig) -> None:
     from verl.utils.logging_setup import setup_logging
 
     setup_logging()
-    try:
+    with ends_in_words((ValueError,)):  # before Hydra says something of its own
         run_eval(config)
-    except ValueError as error:
-        logger.debug("in full:", exc_info=True)
-        sys.stderr.write(f"{error}\n")
-        sys.exit(2)
 
 
 def run_eval(config: EvalConfig | DictConfig | Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:

@@ -6,8 +6,8 @@ torch is not imported until the configuration is known to be right.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from verl.config import GenerationConfig, load_config
 from verl.config.command_line import prepared_arguments
+from verl.trainer.ending import ends_in_words
 
 logger = logging.getLogger("verl.trainer.main_generation")  # not "__main__", which is outside the one logging setup
 
@@ -24,7 +25,7 @@ _CONFIG_NAME = "generation"
 
 def main() -> None:
     """Compose the command line with Hydra and run; a wrong configuration or wrong data lists every problem, exit 2."""
-    with prepared_arguments(_CONFIG_NAME):
+    with _ends_in_words(), prepared_arguments(_CONFIG_NAME):
         _main()
 
 
@@ -33,16 +34,8 @@ def _main(config: DictConfig) -> None:
     from verl.utils.logging_setup import setup_logging
 
     setup_logging()
-    try:
+    with _ends_in_words():  # before Hydra says something of its own
         run_generation(config)
-    except ValueError as error:
-        logger.debug("in full:", exc_info=True)
-        # The engine's keys have another place in the configuration of a training.
-        sys.stderr.write(f"{error}\n".replace("actor_rollout_ref.", ""))
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.stderr.write("stopped. What is finished is kept: the same command goes on there.\n")
-        sys.exit(130)
 
 
 def run_generation(config: GenerationConfig | DictConfig | Mapping[str, Any]) -> Path:
@@ -54,6 +47,12 @@ def run_generation(config: GenerationConfig | DictConfig | Mapping[str, Any]) ->
     from verl.trainer.generation import generate_answers
 
     return generate_answers(config)
+
+
+def _ends_in_words() -> AbstractContextManager[None]:
+    kept = "stopped. What is finished is kept: the same command goes on there."
+    # The engine's keys have another place in the configuration of a training.
+    return ends_in_words((ValueError,), lambda text: text.replace("actor_rollout_ref.", ""), interrupted=kept)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import logging
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +16,11 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from verl.config import ConfigError, PPOConfig, batch_plan, load_config
+from verl.config import PPOConfig, batch_plan, load_config
 from verl.config.command_line import prepared_arguments
 from verl.config.load import Config
 from verl.config.plan import active_roles
 from verl.trainer.cluster import (
-    RayUnavailableError,
     joins_a_head,
     serve_as_node,
     start_head,
@@ -30,7 +28,10 @@ from verl.trainer.cluster import (
     stop_head,
     wait_for_nodes,
 )
+from verl.trainer.ending import ends_in_words
 from verl.trainer.progress import progress_bar
+from verl.trainer.remote_run import result_of
+from verl.trainer.restart import tells_of_restart
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +39,14 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     """Compose the command line with Hydra and run; a wrong configuration lists every problem and exits with 2."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with prepared_arguments():
+    with ends_in_words(), prepared_arguments():
         _main()
 
 
 @hydra.main(config_path="config", config_name="ppo_trainer", version_base=None)
 def _main(config: DictConfig) -> None:
-    try:
+    with ends_in_words():  # before Hydra says something of its own
         run_ppo(config)
-    except (ConfigError, RayUnavailableError) as error:
-        # What a TaskRunner raised comes with the traceback of another process around it.
-        sys.stderr.write(f"{getattr(error, 'cause', error)}\n")
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
 def run_ppo(config: Config, task_runner_class: Any = None) -> None:
@@ -61,11 +58,12 @@ def run_ppo(config: Config, task_runner_class: Any = None) -> None:
 
     if joins_a_head(config):
         return serve_as_node(config)
-    head = start_head(config)  # before Ray is imported: it reads its settings then
-    try:
-        _run_on_ray(config, TaskRunner if task_runner_class is None else task_runner_class)
-    finally:
-        stop_head(head)
+    with tells_of_restart(config.trainer):
+        head = start_head(config)  # before Ray is imported: it reads its settings then
+        try:
+            _run_on_ray(config, TaskRunner if task_runner_class is None else task_runner_class)
+        finally:
+            stop_head(head)
 
 
 def _run_on_ray(config: PPOConfig, runner_class: Any) -> None:
@@ -79,7 +77,7 @@ def _run_on_ray(config: PPOConfig, runner_class: Any) -> None:
         runner_class = ray.remote(num_cpus=1, max_concurrency=3)(runner_class)
     runner = runner_class.remote()
     with _stop_on_signals(runner), progress_bar(lambda: _standing_of(runner)):
-        ray.get(runner.run.remote(config))
+        result_of(runner.run.remote(config))
 
 
 def _standing_of(runner: Any) -> Any:

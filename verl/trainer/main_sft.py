@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,10 +15,12 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from verl.config import ConfigError, SFTConfig, load_config
+from verl.config import SFTConfig, load_config
 from verl.config.command_line import prepared_arguments
 from verl.config.sft_rules import describe
-from verl.trainer.cluster import RayUnavailableError, start_ray
+from verl.trainer.cluster import start_ray
+from verl.trainer.ending import ends_in_words
+from verl.trainer.restart import tells_of_restart
 
 logger = logging.getLogger("verl.trainer.main_sft")  # not "__main__", which is outside the one logging setup
 
@@ -28,7 +29,7 @@ _CONFIG_NAME = "sft_trainer"
 
 def main() -> None:
     """Compose the command line with Hydra and run; a wrong configuration or wrong data lists every problem, exit 2."""
-    with prepared_arguments(_CONFIG_NAME):
+    with ends_in_words(), prepared_arguments(_CONFIG_NAME):
         _main()
 
 
@@ -37,16 +38,8 @@ def _main(config: DictConfig) -> None:
     from verl.utils.logging_setup import setup_logging
 
     setup_logging()
-    try:
+    with ends_in_words():  # before Hydra says something of its own
         run_sft(config)
-    except RayUnavailableError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(1)
-    except ValueError as error:
-        if not (isinstance(error, ConfigError) or _is_about_data(error)):
-            raise
-        sys.stderr.write(f"{error}\n")
-        sys.exit(2)
 
 
 def run_sft(config: SFTConfig | DictConfig | Mapping[str, Any]) -> None:
@@ -61,7 +54,7 @@ def run_sft(config: SFTConfig | DictConfig | Mapping[str, Any]) -> None:
 
     check_sft_memory(config)
 
-    with SFTTrainer(config) as trainer:
+    with tells_of_restart(config.trainer), SFTTrainer(config) as trainer:
         if config.ranks > 1:
             import ray
 
@@ -91,12 +84,6 @@ def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _is_about_data(error: ValueError) -> bool:
-    from verl.utils.dataset.problems import DataError
-
-    return isinstance(error, DataError)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 
@@ -14,3 +15,11 @@ class Travels(Exception):
 
 def _without_constructor(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
     return kind.__new__(kind, *args)
+
+
+def note(error: BaseException, **facts: Any) -> None:
+    """Write what is known where an error passes by onto it as attributes; what was written nearer its source stays."""
+    for name, value in facts.items():
+        if getattr(error, name, None) is None:
+            with suppress(AttributeError):  # a class with slots has no room
+                setattr(error, name, value)

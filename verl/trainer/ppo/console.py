@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.utils.exceptions import note
 from verl.utils.progress import Progress, counted_by
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ class Console:
             with counted_by(self._phase.progress):
                 yield
         except Exception as error:
-            self._note(error, name)
+            # It tells of them in whatever process it ends.
+            note(error, phase=name, step=self._step + 1)
             raise
         finally:
             self._phase = outer
@@ -82,12 +84,6 @@ class Console:
         counts = [phase.progress.read(), *self._counts_of_ranks(phase)]
         done, units = (sum(column) for column in zip(*counts, strict=True))
         return Standing(self._step, self._total, phase.name, time.monotonic() - phase.start, done, units)
-
-    def _note(self, error: Exception, phase: str) -> None:
-        """Write phase and step on the error, which tells of them in whatever process it ends; the inner phase stays."""
-        if getattr(error, "phase", None) is None:
-            with suppress(AttributeError):  # a class with slots has no room for it
-                error.phase, error.step = phase, self._step + 1  # type: ignore[attr-defined]
 
     def _counts_of_ranks(self, phase: _Phase) -> list[tuple[int, int]]:
         """(done, total) of every rank that works in the phase."""

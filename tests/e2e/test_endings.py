@@ -1,0 +1,155 @@
+"""What goes wrong after the configuration check ends in a few last lines with a remedy; tracebacks go to a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from training_harness import make_task, overrides
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> dict[str, str]:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def command(*arguments: str, program: str = "verl.trainer.main_ppo") -> list[str]:
+    return [sys.executable, "-m", program, *arguments]
+
+
+def ended(done: subprocess.CompletedProcess) -> list[str]:
+    """The last lines: at most a handful after the last line of the log, none of a traceback."""
+    lines = done.stderr.rstrip().splitlines()
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]
+    return lines[-6:]
+
+
+def named_log(line: str) -> Path:
+    found = re.search(r"Full traceback in (\S+\.log)\.", line)
+    assert found, line
+    return Path(found[1])
+
+
+def run_to_the_end(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=170)
+
+
+def test_what_the_task_runner_refuses_is_last_and_its_traceback_in_the_file_it_names(task, tmp_path):
+    more_than_there_is = overrides(task, tmp_path, "data.train_batch_size=64", "algorithm.adv_estimator=grpo")
+    done = run_to_the_end(more_than_there_is, tmp_path)
+    assert done.returncode == 1
+    *_, file, cause = ended(done)
+    assert "data.train_batch_size" in cause
+    assert "32" in cause
+    log = named_log(file).read_text()
+    assert "Traceback (most recent call last)" in log
+    assert "in make_dataloader" in log, "the traceback of the other process"
+
+
+def test_a_rank_that_dies_ends_with_role_rank_phase_and_the_step_it_goes_on_at(task, tmp_path):
+    """Killed in the middle of the second update, from within: the reward function knows when."""
+    Path(tmp_path, "reward.py").write_text(
+        "import os, pathlib\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    if pathlib.Path({str(tmp_path)!r}, 'checkpoints', 'global_step_1').is_dir():\n"
+        f"        pathlib.Path({str(tmp_path)!r}, 'now').touch()\n"
+        "    return len(solution_str) % 3\n"
+    )
+    run = overrides(
+        task,
+        tmp_path,
+        "algorithm.adv_estimator=grpo",
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        "data.val_files=[]",
+        "trainer.save_freq=1",
+        "trainer.total_training_steps=1000",
+    )
+    process = subprocess.Popen(
+        command(*run), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 150
+        while not Path(tmp_path, "now").exists():
+            assert process.poll() is None, process.stderr.read()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(rank_of(process.pid), signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    *_, file, _, last = errors.rstrip().splitlines()
+    found = re.search(r"Role (\S+), rank 0, host \S+ pid \d+, phase (\w+) of step (\d+)\.", last)
+    assert found, last
+    assert "ActorRollout" in found[1] or "actor_rollout" in found[1]
+    steps = [int(path.name.rpartition("_")[2]) for path in (tmp_path / "checkpoints").glob("global_step_*")]
+    assert f"The same command goes on at step {max(steps)} " in last
+    assert int(found[3]) == max(steps) + 1
+    assert "WorkerDiedError" in named_log(file).read_text()
+    assert named_log(file).parent == tmp_path / "checkpoints"
+    assert "Traceback" not in errors
+
+
+def rank_of(driver: int) -> int:
+    import psutil
+
+    (found,) = [
+        child.pid
+        for child in psutil.Process(driver).children(recursive=True)
+        if child.cmdline() and child.cmdline()[0].startswith("ray::RayRankHost")
+    ]
+    return found
+
+
+@pytest.mark.parametrize("program", ["main_ppo", "main_sft", "main_generation", "main_eval"])
+def test_a_yaml_that_does_not_parse_is_shown_where_it_breaks(program, tmp_path):
+    (tmp_path / "mine.yaml").write_text("data:\n  train_files: x.parquet\n  max_length: 5: 6\n")
+    arguments = ["--config-path", str(tmp_path), "--config-name", "mine"]
+    done = subprocess.run(
+        command(*arguments, program=f"verl.trainer.{program}"), cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    head, problem, source, _ = ended(done)[-4:]
+    assert head == "1 problem in the configuration:"
+    assert problem.startswith(f"1. {tmp_path / 'mine.yaml'}, line 3, column 16: mapping values are not allowed here")
+    assert source.strip() == "max_length: 5: 6"
+
+
+def test_a_yaml_that_hydra_includes_is_shown_too(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [other, _self_]\n")
+    (tmp_path / "other.yaml").write_text("data: [1, 2\n")
+    done = run_to_the_end(["--config-path", str(tmp_path), "--config-name", "mine"], tmp_path)
+    assert done.returncode == 2
+    assert f"1. {tmp_path / 'other.yaml'}, line 2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_run_ppo_in_a_script_raises_what_was_raised(task, tmp_path):
+    """No exit, no wrapping of Ray's: the script goes on with the exception and its cause."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import sys\n"
+        "from verl.trainer.main_ppo import TaskRunner, run_ppo\n"
+        "from verl.config import load_config\n"
+        "class Mine(TaskRunner):\n"
+        "    def add_actor_rollout_worker(self, config):\n"
+        "        raise LookupError('no such role') from KeyError('actor')\n"
+        "try:\n"
+        "    run_ppo(load_config(None, sys.argv[1:]), Mine)\n"
+        "except LookupError as error:\n"
+        "    assert type(error) is LookupError and str(error) == 'no such role'\n"
+        "    assert 'add_actor_rollout_worker' in str(error.__cause__) and 'KeyError' in str(error.__cause__)\n"
+        "    print('caught')\n"
+    )
+    run = overrides(task, tmp_path, "algorithm.adv_estimator=grpo")
+    done = subprocess.run(
+        [sys.executable, str(script), *run], cwd=tmp_path, capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "caught" in done.stdout.splitlines()
