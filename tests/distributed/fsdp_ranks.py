@@ -35,6 +35,7 @@ def two_ranks_at_work(rank, ranks, folder):
         ]
     found["inferred"] = dict(engine.infer(mine, BOTH, 0.7, MicroBatching(size=2)).batch.items())
     found["skipped"] = skipped_step(engine, mine, rank)
+    found["no tokens"] = empty_steps(engine, mine, rank)
     found["value"] = value_gradients(mine)
     found["value weights"] = whole_weights(make_engine(value_model(), "value"))
     found["second step"] = {tied: second_gradients(mine, tied) for tied in (False, True)}
@@ -94,6 +95,19 @@ def failed_saves(engine, folder):
         except Exception as error:
             raised.append(f"{type(error).__name__}: {error}")
     return raised
+
+
+def empty_steps(engine, data, rank):
+    """Without a token that counts on rank 1 only, then on both: whether the step was taken, and moved the weights."""
+    found = []
+    for masked_ranks in ((1,), (0, 1)):
+        before, mine = whole_weights(engine), data.select()
+        if rank in masked_ranks:
+            mine.batch["response_mask"] = torch.zeros_like(mine.batch["response_mask"])
+        engine.forward_backward(mine, token_loss, ["log_probs"])
+        empty, after = engine.optimizer_step()["empty"], whole_weights(engine)
+        found.append((empty, any(not torch.equal(before[name], after[name]) for name in before)))
+    return found
 
 
 def skipped_step(engine, data, rank):

@@ -104,6 +104,11 @@ def test_a_gradient_broken_on_one_rank_skips_the_step_on_all(found):
         assert state_tensors > 0
 
 
+def test_a_step_is_left_out_only_where_no_rank_has_a_token_and_then_on_all(found):
+    for rank in range(2):
+        assert found[rank]["no tokens"] == [(0.0, True), (1.0, False)]
+
+
 def test_two_ranks_continue_bit_for_bit_from_what_two_ranks_saved(found):
     for rank in range(2):
         assert found[rank]["same noise"]

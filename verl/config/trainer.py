@@ -34,7 +34,7 @@ class RunConfig(Block):
     )
     resume_from_path: str | None = key("The global_step_N folder of resume_path.", null="not set", path=True)
     max_nonfinite_steps: int = key(
-        "Skipped steps in a row (NaN or infinite gradient) after which the run stops.", min=1
+        "Steps in a row without an update (NaN or infinite gradient, no sample with a score) that stop the run.", min=1
     )
 
 

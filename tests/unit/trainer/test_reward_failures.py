@@ -6,8 +6,11 @@ import math
 from pathlib import Path
 
 import pytest
-from training_harness import make_task, overrides, run_training
+import torch
+from training_harness import close, make_task, make_trainer, overrides, run_training
 
+from verl.trainer.ppo.guard import NoSamplesError
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.workers.reward_manager.naive import RewardError
 
 REWARD = """
@@ -64,3 +67,70 @@ def test_the_run_stops_where_it_should(task, tmp_path):
     )
     with pytest.raises(RewardError, match=r"4 of 8 samples could not be scored"):
         run_training(arguments)
+
+
+OUTAGE = """
+from pathlib import Path
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if Path("%s").exists():
+        raise ConnectionError("the judge is down")
+    return len(set(solution_str)) / 8
+"""
+
+
+def test_a_total_outage_moves_nothing_and_stops_the_run_with_its_cause(tmp_path):
+    """Actor and critic have momentum from the first step; the judge is down from the second on."""
+    made, flag = make_task(tmp_path, rows=8), tmp_path / "down"
+    Path(made["reward"]).write_text(OUTAGE % flag)
+
+    class Judged(RayPPOTrainer):
+        seen: list
+
+        def _roll_out(self, prompts, metrics):
+            if self.global_steps == 2:
+                flag.touch()
+            self.seen.append(state(self))
+            return super()._roll_out(prompts, metrics)
+
+    trainer = make_trainer(
+        overrides(
+            made,
+            tmp_path,
+            "reward_model.on_error=mask",
+            "reward_model.reward_kwargs={num_processes: 1}",
+            "critic.optim.lr=1e-3",
+            "critic.optim.lr_warmup_steps=50",
+            "algorithm.use_kl_in_reward=True",
+            "algorithm.kl_ctrl.type=adaptive",
+            "trainer.max_nonfinite_steps=2",
+            "trainer.total_training_steps=9",
+            "data.val_files=[]",
+        ),
+        trainer_cls=Judged,
+    )
+    trainer.seen = []
+    try:
+        trainer.init_workers()
+        with pytest.raises(NoSamplesError, match=r"2 training steps in a row(.|\n)*the judge is down"):
+            trainer.fit()
+        first, second, third = [*trainer.seen, state(trainer)][-3:]
+    finally:
+        close(trainer)
+    assert [row.get("actor/empty_steps", 0.0) for row in trainer.history] == [0.0, 1.0, 1.0]
+    assert trainer.history[0]["critic/grad_norm"] > 0
+    assert "critic/grad_norm" not in trainer.history[1]
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+        assert torch.equal(value, third[name]), name
+
+
+def state(trainer) -> dict[str, torch.Tensor]:
+    """Weights, schedules and versions of all that learns."""
+    found = {"version": torch.tensor(trainer.policy_version), "kl": torch.tensor(trainer.kl_ctrl_in_reward.value)}
+    for group in (trainer.actor_wg, trainer.critic_wg):
+        engine = group._host._workers[group.role].engine
+        found[f"{group.role}/schedule"] = torch.tensor(engine._schedule.last_epoch)
+        for bucket in engine.buckets(None, 1 << 30):
+            found |= {f"{group.role}/{name}": value.clone() for name, value in bucket.items()}
+    return found

@@ -1,4 +1,4 @@
-"""A non-finite gradient never reaches the weights; too many in a row end the run with the cause and the remedy."""
+"""Updates that cannot be taken never reach the weights; too many steps of them end the run with cause and remedy."""
 
 from __future__ import annotations
 
@@ -7,40 +7,89 @@ from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 
-SKIPPED = ("actor/skipped_steps", "critic/skipped_steps")
+ROLES = ("actor", "critic")
+# Shares of a training step's optimizer steps that were not taken, by reason (see `engine.common.step_checks`).
+_NOT_TAKEN = ("skipped_steps", "empty_steps", "loss_scale_search_steps")
+
+REMEDIES = (
+    "Lower, in this order: actor_rollout_ref.actor.optim.lr (1e-6 → 5e-7), critic.optim.lr (→ 5e-6),"
+    " actor_rollout_ref.actor.clip_ratio (→ 0.1), actor_rollout_ref.actor.grad_clip (→ 1.0),"
+    " actor_rollout_ref.actor.ppo_epochs (→ 1); or add actor_rollout_ref.actor.use_kl_loss=True"
+    " actor_rollout_ref.actor.kl_loss_coef=0.01."
+)
 
 
-class NonFiniteError(RuntimeError):
+class TrainingStoppedError(RuntimeError):
+    """The run was stopped because going on would teach nothing, or harm."""
+
+
+class NonFiniteError(TrainingStoppedError):
     """Training was stopped because its gradients are not finite."""
 
 
-class NonFiniteGuard:
-    """Counts training steps in which an optimizer step was skipped."""
+class NoSamplesError(TrainingStoppedError):
+    """Training was stopped because its batches hold nothing to learn from."""
+
+
+class StepGuard:
+    """Looks at what became of each training step's updates."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._in_a_row = 0
+        self._non_finite_in_a_row = 0
+        self._empty_in_a_row = 0
 
     def skipped(self, metrics: Mapping[str, float]) -> bool:
-        """Whether this step skipped an update."""
-        return any(metrics.get(name, 0) > 0 for name in SKIPPED)
+        """Whether a gradient of this step was not finite."""
+        return bool(_who(metrics, "skipped_steps"))
 
-    def check(self, metrics: Mapping[str, float]) -> None:
-        """Raise after `limit` such steps in a row."""
-        if not self.skipped(metrics):
-            self._in_a_row = 0
+    def took_update(self, metrics: Mapping[str, float], role: str) -> bool:
+        """Whether any of the step's updates reached the role's weights."""
+        return sum(metrics.get(f"{role}/{name}", 0.0) for name in _NOT_TAKEN) < 1 - 1e-9
+
+    def check(self, metrics: Mapping[str, float], reward_error: str | None = None) -> None:
+        """Raise after `limit` steps in a row that were not finite, or of which no update had a sample to learn from."""
+        self._check_finite(metrics)
+        self._check_samples(metrics, reward_error)
+
+    def _check_finite(self, metrics: Mapping[str, float]) -> None:
+        who = _who(metrics, "skipped_steps")
+        if not who:
+            self._non_finite_in_a_row = 0
             return
-        self._in_a_row += 1
-        who = [name.split("/")[0] for name in SKIPPED if metrics.get(name, 0) > 0]
-        logger.warning(
-            "non-finite gradient in %s: the update was skipped, the weights are unchanged", " and ".join(who)
-        )
-        if self._in_a_row >= self._limit:
+        self._non_finite_in_a_row += 1
+        logger.warning("non-finite gradient in %s: the update was skipped, the weights are unchanged", who)
+        if self._non_finite_in_a_row >= self._limit:
             raise NonFiniteError(
-                f"the gradient of {' and '.join(who)} was not finite in {self._in_a_row} training steps in a row"
+                f"the gradient of {who} was not finite in {self._non_finite_in_a_row} training steps in a row"
                 " (trainer.max_nonfinite_steps). The weights are those before the first of them; batches are dumped."
-                " Lower, in this order: actor_rollout_ref.actor.optim.lr (1e-6 → 5e-7), critic.optim.lr (→ 5e-6),"
-                " actor_rollout_ref.actor.clip_ratio (→ 0.1), actor_rollout_ref.actor.grad_clip (→ 1.0),"
-                " actor_rollout_ref.actor.ppo_epochs (→ 1); or add actor_rollout_ref.actor.use_kl_loss=True"
-                " kl_loss_coef=0.01."
+                f" {REMEDIES}"
             )
+
+    def _check_samples(self, metrics: Mapping[str, float], reward_error: str | None) -> None:
+        who = _who(metrics, "empty_steps", at_least=1.0)
+        if not who:
+            self._empty_in_a_row = 0
+            return
+        self._empty_in_a_row += 1
+        logger.warning("no sample of this step counts: %s learnt nothing, weights and schedule are unchanged", who)
+        if self._empty_in_a_row < self._limit:
+            return
+        cause = (
+            "Mend what the last reward error names, or set reward_model.on_error=zero to go on with a score of 0 for"
+            f" samples that cannot be scored. The last reward error:\n{reward_error}"
+            if reward_error
+            else "No reward failed: look at what else masks them, such as algorithm.rollout_correction.rollout_rs"
+            " (rollout_corr/masked_fraction), and at the answers (trainer.rollout_data_dir)."
+        )
+        raise NoSamplesError(
+            f"not one sample of {self._empty_in_a_row} training steps in a row could be learnt from"
+            f" (trainer.max_nonfinite_steps): every answer is masked. Weights, optimizer and schedule are as they were"
+            f" before the first of them. {cause}"
+        )
+
+
+def _who(metrics: Mapping[str, float], name: str, at_least: float = 0.0) -> str:
+    """The roles of whose updates a larger share than nothing, and at least this, was not taken for that reason."""
+    shares = {role: metrics.get(f"{role}/{name}", 0.0) for role in ROLES}
+    return " and ".join(role for role, share in shares.items() if share > 0 and share >= at_least - 1e-9)

@@ -25,7 +25,7 @@ from verl.trainer.ppo.dumps import dump_batch, dump_rows
 from verl.trainer.ppo.dynamic_sampling import fill_batch
 from verl.trainer.ppo.greedy_baseline import SAMPLED, answer_rows, split_off_baselines
 from verl.trainer.ppo.group_calls import GroupCalls
-from verl.trainer.ppo.guard import NonFiniteGuard
+from verl.trainer.ppo.guard import StepGuard
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -105,7 +105,7 @@ class RayPPOTrainer:
         self.stop_requested = threading.Event()
         self._seconds: dict[str, float] = {}
         self.setbacks = Setbacks()
-        self._guard = NonFiniteGuard(self.config.trainer.max_nonfinite_steps)
+        self._guard = StepGuard(self.config.trainer.max_nonfinite_steps)
         self._mismatch = RolloutMismatch(self.config.algorithm.rollout_correction)
         self._overlap = RewardOverlap(self.config.reward_model.overlap and not self.use_rm)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
@@ -198,7 +198,7 @@ class RayPPOTrainer:
             self._seconds[name] = self._seconds.get(name, 0.0) + value
         self._log(metrics, step)
         self.console.step_done()
-        self._guard.check(metrics)
+        self._guard.check(metrics, getattr(self.reward_fn, "last_failure", None))
         if last or stopping:
             self.setbacks.refuse_an_unsaved_end(step)
         return stopping
@@ -233,7 +233,7 @@ class RayPPOTrainer:
         if self._actor_learns:
             with self.phases("update_actor", self.actor_wg):
                 metrics |= self._update(self.actor_wg.update_actor, batch, "actor")
-            self.policy_version += 1
+            self.policy_version += self._guard.took_update(metrics, "actor")
         self._after_step(batch, metrics)
         return metrics
 

@@ -93,9 +93,11 @@ class TrainEngine(Protocol):
         """
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, advance the schedule, zero the gradients: `grad_norm`, `lr`, `skipped`.
+        """Clip, step, advance the schedule, zero the gradients: `grad_norm`, `lr`, and 1 under what kept it from that.
 
-        A gradient that is not finite on any rank leaves weights and optimizer untouched on all: `skipped` is 1.
+        A step that is not taken leaves weights, moments and schedule untouched on all ranks: a gradient that is not
+        finite on any (`skipped`), no token that counts on any (`empty`), a float16 loss scale that is still too large
+        (`loss_scale_search`).
         """
 
     def infer(

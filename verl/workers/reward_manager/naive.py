@@ -72,6 +72,7 @@ class NaiveRewardManager:
         self.compute_score = compute_score or default_compute_score
         self.reward_fn_key = reward_fn_key
         self.on_error = on_error
+        self.last_failure: str | None = None  # of the last call: what could not be scored, in words
         processes = min(_MOST_PROCESSES, _available_cores()) if num_processes is None else num_processes
         memory_limit = None if memory_limit_gb is None else int(memory_limit_gb * 2**30)
         self._pool = ScorerPool(self._call(), processes, timeout, memory_limit)
@@ -173,8 +174,9 @@ class NaiveRewardManager:
     def _report(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
         """Log failures with one example, a few samples, and at the first call why all scores are 0, if they are."""
         failed = sum(score.error is not None for score in scores)
+        self.last_failure = None
         if failed:
-            message = describe_failures(samples, scores, self.on_error)
+            message = self.last_failure = describe_failures(samples, scores, self.on_error)
             if self.on_error == "fail":
                 raise RewardError(message)
             logger.warning("%s", message)

@@ -8,6 +8,7 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.utils.progress import expect
 from verl.workers.engine.base import LossFn, MicroBatching, TrainEngine
+from verl.workers.engine.common.step_checks import EMPTY, REASONS, SEARCHING
 
 # The same quantity under the name that users' dashboards know.
 ALIASES = {
@@ -37,13 +38,19 @@ def run_epochs(
         for mini_batch in data.split(size):
             found = engine.forward_backward(mini_batch, loss_fn, outputs, temperature=temperature, micro=micro)
             step = engine.optimizer_step()
+            for name in REASONS:
+                totals.setdefault(f"{prefix}/{name}_steps", []).append((step[name], 1.0))
+            if step[EMPTY]:
+                continue  # there was nothing to measure
             for name, (total, count) in found.items():
                 # A part of the step's loss (count 0) counts once per step, shared by the ranks that hold the parts.
                 pair = (total, count) if count else (total, 1.0 / engine.dp_size)
                 totals.setdefault(f"{prefix}/{name}", []).append(pair)
             for name, value in (("grad_norm", step["grad_norm"]), ("lr", step["lr"])):
                 totals.setdefault(f"{prefix}/{name}", []).append((value, 1.0))
-            totals.setdefault(f"{prefix}/skipped_steps", []).append((step["skipped"], 1.0))
+    for reason in (EMPTY, SEARCHING):  # rare: only where there was any
+        if not any(share for share, _ in totals[f"{prefix}/{reason}_steps"]):
+            del totals[f"{prefix}/{reason}_steps"]
     for name, alias in ALIASES.items():
         if name in totals:
             totals[alias] = totals[name]

@@ -308,6 +308,58 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, tmp_path):
     assert train(engine, data)[0]["skipped"] == 0
 
 
+def test_a_step_without_a_token_that_counts_moves_neither_weights_nor_moments_nor_schedule():
+    """Momentum and weight decay alone would move them."""
+    data, engine = make_batch(), make_engine(tiny_model(), weight_decay=0.1, lr_scheduler="cosine", total_steps=9)
+    train(engine, data, steps=2)
+    weights, state = whole_weights(engine), {key: value.clone() for key, value in engine._optimizer.tensors().items()}
+    masked = make_batch()
+    masked.batch["response_mask"] = torch.zeros_like(masked.batch["response_mask"])
+    first, second = train(engine, masked, steps=2)
+    assert (first["empty"], first["skipped"], first["grad_norm"]) == (1, 0, 0)
+    assert second["lr"] == first["lr"]
+    after = whole_weights(engine)
+    assert all(torch.equal(after[name], weights[name]) for name in weights)
+    after = engine._optimizer.tensors()
+    assert all(torch.equal(_whole(after[name]), _whole(state[name])) for name in state)
+    assert train(engine, data)[0]["empty"] == 0
+    # Only the whole of an optimizer step decides: micro-batches without a token are part of one that has some.
+    engine.forward_backward(masked, token_loss, ["log_probs"])
+    engine.forward_backward(data, token_loss, ["log_probs"])
+    engine.forward_backward(masked, token_loss, ["log_probs"])
+    assert engine.optimizer_step()["empty"] == 0
+
+
+def test_the_search_for_a_loss_scale_is_no_broken_gradient_until_it_has_ended():
+    """float16 and a loss that sums over the tokens: the scale comes down until the gradients fit, also below 1."""
+    data, engine = make_batch(), make_engine(tiny_model(num_hidden_layers=1), mixed_precision="fp16")
+
+    def summed(outputs, batch, counts):
+        return 1e5 * (outputs["log_probs"] * batch.batch["response_mask"]).sum(), {}
+
+    weights, found = whole_weights(engine), []
+    for _ in range(40):
+        engine.forward_backward(data, summed, ["log_probs"])
+        found.append(engine.optimizer_step())
+        if not found[-1]["loss_scale_search"]:
+            break
+        after = whole_weights(engine)
+        assert all(torch.equal(after[name], weights[name]) for name in weights)
+    assert len(found) > 16
+    assert [metrics["skipped"] for metrics in found] == [0.0] * len(found)
+    assert math.isfinite(found[-1]["grad_norm"])
+
+    def broken(outputs, batch, counts):
+        return outputs["log_probs"].sum() * math.nan, {}
+
+    reasons = []
+    for _ in range(40):
+        engine.forward_backward(data, broken, ["log_probs"])
+        reasons.append(engine.optimizer_step()["skipped"])
+    assert reasons[0] == 0.0
+    assert reasons[-1] == 1.0, "a search that does not end is a broken gradient"
+
+
 def _whole(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
@@ -478,7 +530,7 @@ def test_half_precision_computes_near_float32_and_keeps_float32_masters(mixed_pr
     assert 0 < gap.abs().max() < 0.05
     wanted = train(exact, data)[0]["grad_norm"]
     # float16 overflows until its loss scale has come down; the weights wait for it.
-    taken = next(metrics for metrics in train(half, data, steps=8) if not metrics["skipped"])
+    taken = next(metrics for metrics in train(half, data, steps=8) if not metrics["loss_scale_search"])
     assert taken["grad_norm"] == pytest.approx(wanted, rel=0.05)
     assert all(spec.dtype == torch.float32 for spec in half.manifest().values())
 

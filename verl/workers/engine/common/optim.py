@@ -48,7 +48,10 @@ class LossScale:
     """float16 gradients below 6e-8 are lost: the loss is multiplied by `value` and gradients divided by it again.
 
     It halves when a gradient overflows and doubles after `patience` good steps. Other dtypes need none: it stays 1.
+    It may fall below 1: a loss that sums over all tokens has gradients that float16 cannot hold.
     """
+
+    SMALLEST = 2.0**-16
 
     def __init__(self, dtype: torch.dtype, patience: int = 200) -> None:
         self.value = 2.0**16 if dtype == torch.float16 else 1.0
@@ -56,12 +59,17 @@ class LossScale:
         self._patience = patience
         self._good_steps = 0
 
+    @property
+    def can_fall(self) -> bool:
+        """Whether an overflow may be the scale's fault, and a smaller one is still to be tried."""
+        return self._adapts and self.value > self.SMALLEST
+
     def update(self, finite: bool) -> None:
         if not self._adapts:
             return
         self._good_steps = self._good_steps + 1 if finite else 0
         if not finite:
-            self.value = max(1.0, self.value / 2)
+            self.value = max(self.SMALLEST, self.value / 2)
         elif self._good_steps == self._patience:
             self.value, self._good_steps = self.value * 2, 0
 

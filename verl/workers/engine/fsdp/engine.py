@@ -34,6 +34,7 @@ from verl.workers.engine.common import checkpoint, groups
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches, with_last
 from verl.workers.engine.common.offload import EngineMemory
 from verl.workers.engine.common.optim import LossScale, build_schedule, restore_schedule
+from verl.workers.engine.common.step_checks import reason_against, step_metrics
 from verl.workers.engine.common.weights import bucketed
 from verl.workers.engine.fsdp import sharding
 from verl.workers.engine.fsdp.export import write_hf_model
@@ -109,6 +110,7 @@ class FSDPEngine:
         self._memory = EngineMemory(self.device, self.model, moments, bool(engine_config.grad_offload))
         self._schedule: LambdaLR | None = None
         self._loss_scale = LossScale(self.compute_dtype)
+        self._tokens = 0.0  # of all ranks since the last optimizer step
         if optim is not None:
             learning = {name: value for name, value in self.model.hf.named_parameters() if value.requires_grad}
             self._optimizer = ShardedAdamW(learning, optim, self.mesh)
@@ -132,6 +134,7 @@ class FSDPEngine:
             mine = local_counts(data) if self.answers else Counts(0.0, 0.0)
             tokens, sequences = groups.summed([mine.tokens, mine.sequences], self.device)
             counts = Counts(tokens, sequences)
+        self._tokens += counts.tokens
         sums = MetricSums()
         self.model.train()
         for (part, rows), last in with_last(self._micro_batches(data, micro)):
@@ -150,24 +153,26 @@ class FSDPEngine:
         return sums.result()
 
     def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, advance the schedule, zero the gradients; skipped on all ranks if a gradient is not finite."""
+        """Clip, step, advance the schedule, zero the gradients; or, on all ranks, only the last (see `step_checks`)."""
         if self._optimizer is None or self._schedule is None:
             raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot step.")
         self._memory.ready()
         if not self._optimizer.gradients():
             raise RuntimeError("optimizer_step: there are no gradients; call forward_backward first.")
         lr = self._schedule.get_last_lr()[0]
-        grad_norm = float(self._optimizer.grad_norm()) / self._loss_scale.value
-        finite = math.isfinite(grad_norm)
-        if finite:
+        tokens, self._tokens = self._tokens, 0.0
+        grad_norm = float(self._optimizer.grad_norm()) / self._loss_scale.value if tokens else 0.0
+        reason = reason_against(tokens, grad_norm, self._loss_scale.can_fall)
+        if reason is None:
             clip = min(1.0, self._grad_clip / (grad_norm + 1e-6)) if self._grad_clip is not None else 1.0
             if clip < 1.0 or self._loss_scale.value != 1.0:
                 self._optimizer.scale_gradients(clip / self._loss_scale.value)
             self._optimizer.step()
             self._schedule.step()
-        self._loss_scale.update(finite)
+        if tokens:
+            self._loss_scale.update(math.isfinite(grad_norm))
         self._optimizer.zero_grad()
-        return {"grad_norm": grad_norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+        return step_metrics(grad_norm, lr, reason)
 
     def infer(
         self, data: DataProto, outputs: Sequence[str], temperature: float = 1.0, micro: MicroBatching = ALL_ROWS

@@ -1,0 +1,52 @@
+"""When a run of steps without an update ends the run, and what it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.trainer.ppo.guard import NonFiniteError, NoSamplesError, StepGuard
+
+GOOD = {"actor/skipped_steps": 0.0, "critic/skipped_steps": 0.0}
+EMPTY = {"actor/skipped_steps": 0.0, "actor/empty_steps": 1.0}
+HALF_EMPTY = {"actor/skipped_steps": 0.0, "actor/empty_steps": 0.5}
+BROKEN = {"actor/skipped_steps": 0.25}
+SEARCH = {"actor/skipped_steps": 0.0, "actor/loss_scale_search_steps": 1.0}
+
+
+@pytest.mark.parametrize(("bad", "error"), [(EMPTY, NoSamplesError), (BROKEN, NonFiniteError)])
+def test_only_a_run_of_bad_steps_ends_it(bad, error):
+    guard = StepGuard(limit=2)
+    for metrics in (bad, GOOD, bad):
+        guard.check(metrics)
+    with pytest.raises(error, match=r"2 training steps in a row.*trainer\.max_nonfinite_steps"):
+        guard.check(bad)
+
+
+def test_a_step_that_learnt_from_some_mini_batches_or_searches_its_loss_scale_goes_on():
+    guard = StepGuard(limit=1)
+    for metrics in (GOOD, HALF_EMPTY, SEARCH, {}):
+        guard.check(metrics)
+
+
+def test_steps_without_samples_name_the_last_reward_error_or_what_else_it_may_be():
+    with pytest.raises(NoSamplesError, match=r"reward_model\.on_error=zero(.|\n)*the judge is down"):
+        StepGuard(limit=1).check({"critic/empty_steps": 1.0}, "row 0: the judge is down")
+    with pytest.raises(NoSamplesError, match=r"rollout_correction\.rollout_rs"):
+        StepGuard(limit=1).check(EMPTY)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "took"),
+    [
+        (GOOD, True),
+        ({}, True),
+        (BROKEN, True),
+        (HALF_EMPTY, True),
+        (EMPTY, False),
+        (SEARCH, False),
+        ({"actor/skipped_steps": 0.5, "actor/empty_steps": 0.5}, False),
+        ({"critic/empty_steps": 1.0}, True),
+    ],
+)
+def test_the_policy_has_a_new_version_only_where_an_update_reached_it(metrics, took):
+    assert StepGuard(limit=1).took_update(metrics, "actor") is took
