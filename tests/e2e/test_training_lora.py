@@ -35,7 +35,7 @@ def test_grpo_with_lora_starts_at_its_reference_raises_the_reward_and_generates_
     assert all(row["rollout/log_prob_diff_max"] < 1e-4 for row in history), "merged weights generate"
     assert history[-1]["reward/mean"] > history[0]["reward/mean"] + 0.1
     saved = tmp_path / "checkpoints" / "global_step_8" / "actor"
-    assert {path.name for path in saved.iterdir()} == {"model", "optimizer", "extra.pt", "lora_adapter"}
+    assert {path.name for path in saved.iterdir()} == {"model", "model.json", "optimizer", "extra.pt", "lora_adapter"}
 
 
 def test_ppo_with_lora_resumes_bit_for_bit_and_leaves_files_that_load(task, tmp_path):

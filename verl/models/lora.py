@@ -128,6 +128,11 @@ class Adapters:
 
     # ---------------------------------------------------------------- files
 
+    def about(self) -> dict[str, Any]:
+        """What must be the same for trained adapters to mean the same."""
+        modules = sorted({name.rpartition(".")[2] for name in self._layers})
+        return {"lora_rank": self.config.r, "lora_alpha": self.config.lora_alpha, "target_modules": modules}
+
     def peft_config(self, source: str) -> Any:
         """The configuration that belongs beside the adapters of a model loaded from `source`."""
         config = copy.deepcopy(self.config)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, reading, resolve_resume
+from verl.trainer.run_start import RunStart
+from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, reading
 from verl.utils.checkpoint.disk import bytes_in, disk_full, is_full
 from verl.utils.checkpoint.steps import bytes_of_newest
 from verl.utils.plain_store import load_plain, save_plain
@@ -24,6 +25,7 @@ class Run(Protocol):
     config: Any
     global_steps: int
     train_dataloader: Any
+    run_start: RunStart | None
 
 
 def save_run(
@@ -55,10 +57,8 @@ def load_run(run: Run, read_parts: Callable[[Path, Mapping[str, Any]], None]) ->
 
     `read_parts` gets the folder and the state, with what was `more_state` in it.
     """
-    config = run.config.trainer
-    path = resolve_resume(
-        config.resume_mode, config.default_local_dir, config.resume_from_path, config.default_hdfs_dir
-    )
+    assert run.run_start is not None, "a run is started before its models are loaded"
+    path = run.run_start.resume_from
     if path is None:
         logger.info("no checkpoint to resume from: starting at step 0")
         return

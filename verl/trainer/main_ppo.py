@@ -119,6 +119,7 @@ class TaskRunner:
     def run(self, config: PPOConfig) -> None:
         """Register the roles, load tokenizer, rewards and data, start the workers, train."""
         from verl.trainer.memory_check import check_memory
+        from verl.trainer.ppo.checkpointing import started
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.reward import check_rewards, load_reward_manager
         from verl.trainer.ppo.reward_check import check_at_start
@@ -138,6 +139,7 @@ class TaskRunner:
         model = config.actor_rollout_ref.model
         local_path = resolve_model_path(model.path)
         check_memory(config, {model.path: local_path})
+        start = started(config, self.role_worker_mapping)
         tokenizer = hf_tokenizer(local_path, trust_remote_code=model.trust_remote_code)
         processor = hf_processor(local_path, trust_remote_code=model.trust_remote_code)
         data = config.data
@@ -168,6 +170,7 @@ class TaskRunner:
             train_sampler=create_rl_sampler(data, train_dataset),
             device_name=config.trainer.device,
         )
+        self._trainer.run_start = start
         if self._stop_requested:
             return
         try:

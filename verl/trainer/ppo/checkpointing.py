@@ -6,10 +6,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.config import PPOConfig
 from verl.trainer.checkpointing import load_run, save_run
+from verl.trainer.run_parts import run_parts
+from verl.trainer.run_start import RunStart
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+
+def start(trainer: RayPPOTrainer) -> None:
+    """Check what the run needs before its models are loaded, unless whoever made the trainer did."""
+    if trainer.run_start is None:
+        trainer.run_start = started(trainer.config, trainer.role_worker_mapping)
+
+
+def started(config: PPOConfig, workers: Mapping[Any, type]) -> RunStart:
+    """The start of a run whose roles are done by these classes."""
+    return RunStart(config.trainer, run_parts(config, workers.values()))
 
 
 def save(trainer: RayPPOTrainer) -> Path:

@@ -40,6 +40,7 @@ from verl.trainer.ppo.reward import compute_reward, reward_metrics
 from verl.trainer.ppo.reward_overlap import RewardOverlap
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validation import validate
+from verl.trainer.run_start import RunStart
 from verl.trainer.setbacks import SAVE, VALIDATION, Setbacks
 from verl.utils.torch_functional import masked_mean
 from verl.utils.tracking import Tracking
@@ -104,6 +105,7 @@ class RayPPOTrainer:
         self.policy_version = 0  # updates of the actor so far: what the rollout's weights are stamped with
         self.stop_requested = threading.Event()
         self._seconds: dict[str, float] = {}
+        self.run_start: RunStart | None = None
         self.setbacks = Setbacks()
         self._guard = StepGuard(self.config.trainer.max_nonfinite_steps)
         self._mismatch = RolloutMismatch(self.config.algorithm.rollout_correction)
@@ -131,6 +133,7 @@ class RayPPOTrainer:
     def init_workers(self) -> None:
         """Reserve devices, start one group per pool with its roles colocated, load the models."""
         self._end_token_ids = ends_in_training(self.config, self.tokenizer)
+        checkpointing.start(self)
         groups = worker_setup.start_groups(self)
         self.actor_wg = groups.get(Role.Actor) or groups.get(Role.ActorRollout) or groups[Role.ActorRolloutRef]
         self.rollout_wg = groups.get(Role.Rollout, self.actor_wg)

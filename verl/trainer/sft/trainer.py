@@ -19,6 +19,8 @@ from verl.trainer.ppo.dumps import dump_batch
 from verl.trainer.ppo.guard import NonFiniteError
 from verl.trainer.ppo.phases import Phases
 from verl.trainer.progress import progress_bar
+from verl.trainer.run_parts import run_parts
+from verl.trainer.run_start import RunStart
 from verl.trainer.setbacks import SAVE, VALIDATION, Setbacks
 from verl.trainer.sft.data import create_sft_dataset, train_loader, val_loader
 from verl.trainer.sft.ranks import Ranks
@@ -37,6 +39,7 @@ class SFTTrainer:
     def __init__(self, config: SFTConfig) -> None:
         self.config = config = copy.deepcopy(config)
         trainer, data, model = config.trainer, config.data, config.model
+        self.run_start: RunStart | None = RunStart(trainer, run_parts(config))
         self.tokenizer = hf_tokenizer(resolve_model_path(model.path), trust_remote_code=model.trust_remote_code)
         padding = self.tokenizer.pad_token_id
         self.train_dataloader = train_loader(create_sft_dataset(data, self.tokenizer, is_train=True), data, padding)

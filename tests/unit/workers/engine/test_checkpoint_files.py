@@ -69,7 +69,7 @@ def test_one_flipped_byte_in_any_file_is_found_when_resuming(trained, tmp_path):
 def test_a_folder_of_its_own_has_no_trace_of_checksums(trained, tmp_path):
     trained.save(tmp_path / "state")
     trained.export_hf(tmp_path / "model")
-    assert {path.name for path in (tmp_path / "state").iterdir()} == {"model", "optimizer", "extra.pt"}
+    assert {path.name for path in (tmp_path / "state").iterdir()} == {"model", "model.json", "optimizer", "extra.pt"}
     assert {path.name for path in (tmp_path / "model").iterdir()} == {
         "config.json",
         "generation_config.json",

@@ -468,7 +468,7 @@ def test_only_the_named_contents_are_loaded(tmp_path):
     frozen.load(tmp_path, ["model"])
     wanted = first.infer(data, ["log_probs"]).batch["log_probs"]
     assert torch.equal(frozen.infer(data, ["log_probs"]).batch["log_probs"], wanted)
-    with pytest.raises(ValueError, match="no checkpoint here"):
+    with pytest.raises(ValueError, match="not saved in it: optimizer"):
         first.load(tmp_path, ["optimizer"])
     with pytest.raises(ValueError, match="unknown"):
         first.save(tmp_path, ["everything"])
@@ -476,7 +476,7 @@ def test_only_the_named_contents_are_loaded(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     make_engine(tiny_model()).save(tmp_path, ["model"])
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ValueError, match="num_hidden_layers is 3 here and 2 there"):
         make_engine(tiny_model(num_hidden_layers=3)).load(tmp_path, ["model"])
 
 

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from verl.utils.checkpoint.manifest import ChecksumRecorder
+from verl.workers.engine.base import TensorSpec
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, recorder: ChecksumRecorder) -> None:
@@ -25,22 +27,20 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, recorder: Ch
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Read into the given tensors (sharded as they are now), in place; a collective."""
-    stored = stored_names(folder)
-    missing = sorted(set(tensors) - stored)
-    if missing:
-        raise ValueError(
-            f"{folder}: {len(missing)} of {len(tensors)} tensors are not in this checkpoint, e.g. {missing[0]!r}. "
-            "It was saved from another model."
-        )
+    """Read into the given tensors (sharded as they are now), in place; a collective. All of them must be there."""
     dcp.load(dict(tensors), checkpoint_id=folder)
 
 
-def stored_names(folder: Path) -> set[str]:
-    """Names of the tensors in a checkpoint folder."""
+def stored_tensors(folder: Path) -> dict[str, TensorSpec]:
+    """The tensors in a checkpoint folder, without reading them."""
     if not (folder / ".metadata").is_file():
         raise ValueError(f"{folder}: no checkpoint here (.metadata is missing). Choose a step that was saved whole.")
-    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name: TensorSpec(tuple(entry.size), entry.properties.dtype)
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def random_states(device: torch.device) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -34,9 +35,11 @@ from verl.workers.engine.common import checkpoint, groups
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches, with_last
 from verl.workers.engine.common.offload import EngineMemory
 from verl.workers.engine.common.optim import LossScale, build_schedule, restore_schedule
+from verl.workers.engine.common.same_model import ABOUT, ModelDescription, differences
 from verl.workers.engine.common.step_checks import reason_against, step_metrics
 from verl.workers.engine.common.weights import bucketed
 from verl.workers.engine.fsdp import sharding
+from verl.workers.engine.fsdp.expected import about
 from verl.workers.engine.fsdp.export import write_hf_model
 from verl.workers.engine.fsdp.model_weights import ModelWeights
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
@@ -234,6 +237,9 @@ class FSDPEngine:
             if "model" in contents:
                 checkpoint.save_tensors(self._weights.stored(), folder / "model", recorder)
                 self._weights.write_adapter(folder / ADAPTER_FOLDER, self._source)
+                if dist.get_rank() == 0:
+                    with recorder.open(ABOUT) as stream:
+                        stream.write(json.dumps(self._description().about, indent=1).encode())
             if "optimizer" in contents and self._optimizer is not None:
                 checkpoint.save_tensors(self._optimizer.tensors(), folder / "optimizer", recorder)
             if "extra" in contents:
@@ -249,12 +255,15 @@ class FSDPEngine:
     def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
         """Read back what `save` wrote, with this or another number of ranks."""
         folder = _checked(path, contents)
+        different = differences(folder, contents, self._description())
+        if different:
+            raise ValueError(f"{folder} does not fit this model: {'; '.join(different)}.")
         self.to("device")
         self._memory.ready()
         if "model" in contents:
             checkpoint.load_tensors(self._weights.stored(), folder / "model")
         if "optimizer" in contents and self._optimizer is not None:
-            stored = checkpoint.stored_names(folder / "optimizer")
+            stored = set(checkpoint.stored_tensors(folder / "optimizer"))
             checkpoint.load_tensors(self._optimizer.prepare(stored), folder / "optimizer")
         if "extra" in contents:
             extra = torch.load(folder / "extra.pt", weights_only=True)
@@ -278,6 +287,11 @@ class FSDPEngine:
                 write_hf_model(skeleton, state, Path(path), self._source)
 
     # ---------------------------------------------------------------- parts
+
+    def _description(self) -> ModelDescription:
+        """What a checkpoint must fit."""
+        told = about(self.hf_config, self.kind, self._adapters)
+        return ModelDescription.of(self.model.hf, self._weights.stored(), told)
 
     def _build_model(
         self, model: str | os.PathLike | nn.Module, model_config: Any, engine_config: FSDPConfig, frozen: bool

@@ -1,0 +1,201 @@
+"""A checkpoint is compared with the run's models before any of them is loaded; what differs is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tiny import save_tiny_model
+from training_harness import make_task, make_trainer, overrides, run_training
+
+from verl.config import ConfigError, SFTConfig, load_config
+from verl.config.problems import Problem
+from verl.trainer.ppo.checkpointing import started
+from verl.trainer.run_parts import run_parts
+from verl.workers.engine.common import same_model
+
+LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,v_proj]")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> dict[str, str]:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """The task's model with something changed, by name."""
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_model(folder / "shallow", num_hidden_layers=1)
+    save_tiny_model(folder / "narrow", intermediate_size=96)
+    save_tiny_model(folder / "fewer_heads", num_attention_heads=2, head_dim=32, num_key_value_heads=1)
+    save_tiny_model(folder / "rope", rope_theta=5.0e5)
+    save_tiny_model(folder / "same", max_position_embeddings=1024, attention_dropout=0.5)
+    return folder
+
+
+def arguments(task: dict[str, str], folder: Path, *more: str) -> list[str]:
+    return overrides(task, folder, "data.val_files=[]", "trainer.total_training_steps=1", *more)
+
+
+@pytest.fixture(scope="module")
+def saved(task, tmp_path_factory) -> Path:
+    """A run of one step, with a critic."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_training(arguments(task, folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved_lora(task, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved_lora")
+    run_training(arguments(task, folder, *LORA, "algorithm.adv_estimator=grpo"))
+    return folder
+
+
+def problems(command: list[str]) -> list[Problem]:
+    try:
+        started(load_config(None, command), {})
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def model_keys(path: Path) -> tuple[str, ...]:
+    return (f"actor_rollout_ref.model.path={path}", f"critic.model.path={path}")
+
+
+def test_another_number_of_layers_is_refused_for_actor_and_critic_before_anything_is_loaded(task, models, saved):
+    command = arguments(task, saved, *model_keys(models / "shallow"), "trainer.total_training_steps=2")
+    trainer = make_trainer(command)
+    with pytest.raises(ConfigError) as caught:
+        trainer.init_workers()
+    assert not hasattr(trainer, "actor_wg")
+    actor, critic = caught.value.problems
+    assert (actor.key, critic.key) == ("actor_rollout_ref.model.path", "critic.model.path")
+    assert "global_step_1/actor" in actor.why
+    assert "num_hidden_layers is 1 here and 2 there" in actor.why
+    assert "12 tensors only in the checkpoint: model.layers.1." in actor.why
+    assert "and 8 more" in actor.why
+    assert "12 tensors only in the checkpoint: model.layers.1." in critic.why
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            "narrow",
+            ["intermediate_size is 96 here and 128 there", "gate_proj.weight is [96, 64] here and [128, 64]"],
+        ),
+        ("fewer_heads", ["num_attention_heads is 2 here and 4 there"]),
+        ("rope", ["rope_theta is 500000.0 here and 10000"]),
+    ],
+)
+def test_shapes_and_settings_that_change_what_weights_mean_are_refused(task, models, saved, model, said):
+    actor, critic = problems(arguments(task, saved, *model_keys(models / model)))
+    for text in said:
+        assert text in actor.why
+        assert text in critic.why
+
+
+def test_what_does_not_change_the_model_is_not_refused(task, models, saved):
+    """Its folder, its precision, dropout, the longest sequence, the number of ranks."""
+    ranks = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.mixed_precision=fp32")
+    assert problems(arguments(task, saved, *model_keys(models / "same"), *ranks)) == []
+
+
+def test_moments_in_another_precision_are_converted_and_another_layout_is_refused(task, saved, tmp_path):
+    """`optim.state_dtype` may change; a state that AdamW does not have may not be dropped."""
+    assert problems(arguments(task, saved, "actor_rollout_ref.actor.optim.state_dtype=bf16")) == []
+    momentum = {f"model.norm.weight/{key}": torch.zeros(64) for key in ("exp_avg", "momentum_buffer")}
+    dcp.save(momentum, checkpoint_id=tmp_path / "optimizer", no_dist=True)
+    (part,) = run_parts(load_config(None, arguments(task, saved, "algorithm.adv_estimator=grpo")))
+    (said,) = same_model.differences(tmp_path, ["optimizer"], part.expected)
+    assert said == "the optimizer's state has momentum_buffer, which this optimizer does not"
+
+
+def test_what_was_not_saved_cannot_be_asked_for(task, tmp_path):
+    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,extra]"
+    command = arguments(task, tmp_path, "algorithm.adv_estimator=grpo", contents)
+    run_training(command)
+    (problem,) = problems(command)
+    assert "not saved in it: optimizer (checkpoint.save_contents)" in problem.why
+    assert "checkpoint.load_contents" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("actor_rollout_ref.model.lora_rank=8",), "lora_rank is 8 here and 4 there"),
+        (("actor_rollout_ref.model.lora_alpha=99",), "lora_alpha is 99 here and "),
+        (
+            ("actor_rollout_ref.model.target_modules=[q_proj]",),
+            "target_modules is ['q_proj'] here and ['q_proj', 'v_proj'] there",
+        ),
+        (("actor_rollout_ref.model.lora_rank=0",), "lora_rank is 0 here and 4 there"),
+    ],
+)
+def test_other_adapters_are_refused(task, saved_lora, change, said):
+    command = arguments(task, saved_lora, "algorithm.adv_estimator=grpo", *LORA)
+    assert problems(command) == []
+    (problem,) = problems([*command, *change])
+    assert said in problem.why
+
+
+def test_a_checkpoint_of_before_model_json_is_compared_by_its_tensors(task, models, saved, monkeypatch):
+    monkeypatch.setattr(same_model, "_stored_about", lambda folder: {})
+    actor, _ = problems(arguments(task, saved, *model_keys(models / "shallow")))
+    assert "num_hidden_layers" not in actor.why
+    assert "12 tensors only in the checkpoint" in actor.why
+    assert problems(arguments(task, saved)) == []
+
+
+def test_supervised_runs_are_compared_too(task, models, tmp_path):
+    from verl.trainer.sft.trainer import SFTTrainer
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "c", "response": "d"}\n')
+
+    def config(model: str) -> SFTConfig:
+        keys = [
+            f"model.path={model}",
+            f"data.train_files={rows}",
+            "data.prompt_key=prompt",
+            "data.response_key=response",
+            "data.train_batch_size=2",
+            "data.max_length=64",
+            "data.dataloader_num_workers=0",
+            "trainer.device=cpu",
+            "trainer.n_gpus_per_node=1",
+            "trainer.total_training_steps=1",
+            "trainer.logger=[console]",
+            f"trainer.default_local_dir={tmp_path / 'checkpoints'}",
+        ]
+        return load_config(None, keys, root=SFTConfig)
+
+    with SFTTrainer(config(task["model"])) as trainer:
+        trainer.start()
+        trainer.fit()
+    with pytest.raises(ConfigError, match="num_hidden_layers is 1 here and 2 there"):
+        SFTTrainer(config(str(models / "shallow")))
+
+
+def test_an_engine_refuses_by_itself_what_does_not_fit(saved, models):
+    """The second line of defence, for engines used without a trainer; nothing of the model has changed then."""
+    from verl.config import FSDPConfig, ModelConfig, OptimConfig, as_config
+    from verl.workers.engine.fsdp import FSDPEngine
+
+    at = "actor_rollout_ref.actor"
+    engine = FSDPEngine(
+        str(models / "shallow"),
+        model_config=as_config(ModelConfig, {"path": "given"}),
+        engine_config=as_config(FSDPConfig, {}, at=f"{at}.fsdp_config"),
+        optim=as_config(OptimConfig, {}, at=f"{at}.optim"),
+    )
+    before = {name: value.full_tensor().clone() for name, value in engine.model.hf.state_dict().items()}
+    with pytest.raises(ValueError, match="12 tensors only in the checkpoint"):
+        engine.load(saved / "checkpoints" / "global_step_1" / "actor")
+    after = engine.model.hf.state_dict()
+    assert all(torch.equal(value, after[name].full_tensor()) for name, value in before.items())

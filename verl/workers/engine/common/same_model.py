@@ -1,0 +1,155 @@
+"""Whether a checkpoint fits a model: its config, its tensors and their shapes, and the layout of the optimizer's state.
+
+A checkpoint carries `model.json`, what it was saved from. Read without it (an older one), the tensors alone decide.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.config.problems import show
+from verl.workers.engine.base import TensorSpec
+from verl.workers.engine.common.checkpoint import stored_tensors
+from verl.workers.engine.common.half_moments import MOMENTS
+
+ABOUT = "model.json"
+NOT_SAVED = "not saved in it"
+
+_SHOWN, _WIDTH = 4, 60
+# Fields of a model's config that change nothing of what its weights mean: who wrote it, in which precision, how it is
+# run, and what belongs to the tokenizer. The size of the vocabulary is in the shapes, where it matters.
+_IRRELEVANT = {
+    *("transformers_version", "dtype", "torch_dtype", "architectures", "auto_map"),
+    *("use_cache", "attn_implementation", "gradient_checkpointing", "chunk_size_feed_forward"),
+    *("return_dict", "output_attentions", "output_hidden_states"),
+    *("initializer_range", "initializer_factor"),
+    *("vocab_size", "max_position_embeddings", "tokenizer_class"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
+}
+_IRRELEVANT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "drop_rate")
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What a checkpoint must fit."""
+
+    about: Mapping[str, Any]
+    """`config`, the model's own; `lora`, of its adapters or None; `kind`."""
+    tensors: Mapping[str, TensorSpec]
+    """What is stored of the model: what learns."""
+    learning: Mapping[str, TensorSpec]
+    """Parameters that have an optimizer's state."""
+
+    @classmethod
+    def of(cls, hf: torch.nn.Module, stored: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> ModelDescription:
+        """Of a model, sharded or on the meta device; `stored` is what a checkpoint holds of it."""
+        learning = {name: value for name, value in hf.named_parameters() if value.requires_grad}
+        return cls(json.loads(json.dumps(about, default=str)), _specs(stored), _specs(learning))
+
+
+def differences(folder: Path, contents: Collection[str], wanted: ModelDescription) -> list[str]:
+    """Why the `contents` of a checkpoint do not fit a model, a phrase each; [] where they do."""
+    contents = {part for part in contents if part != "optimizer" or wanted.learning}
+    absent = [part for part, file in _FILES.items() if part in contents and not (folder / file).exists()]
+    if absent:
+        return [f"{NOT_SAVED}: {', '.join(absent)} (checkpoint.save_contents)"]
+    found: list[str] = []
+    if "model" in contents:
+        found += about_differences(_stored_about(folder), wanted.about)
+        found += tensor_differences(stored_tensors(folder / "model"), wanted.tensors)
+    if "optimizer" in contents:
+        found += _optimizer_differences(stored_tensors(folder / "optimizer"), wanted)
+    return found
+
+
+def about_differences(stored: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Settings that two models differ in; what only one of two versions of transformers knows is left out."""
+    kinds = [f"a {stored['kind']} model there, a {here['kind']} model here"] if _unlike(stored, here, "kind") else []
+    configs = stored.get("config") or {}, here.get("config") or {}
+    same_version = configs[0].get("transformers_version") == configs[1].get("transformers_version")
+    names = _unequal(*configs, strict=same_version)
+    lora = {name: (block.get("lora") or {"lora_rank": 0}) for name, block in (("there", stored), ("here", here))}
+    if "lora" in stored:
+        names += _unequal(lora["there"], lora["here"], strict=False)
+    lines = [f"{name} is {show(new, _WIDTH)} here and {show(old, _WIDTH)} there" for name, old, new in names]
+    return kinds + _listed(lines, "settings")
+
+
+def tensor_differences(stored: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> list[str]:
+    """Tensors that only one of the two has, and those of another shape."""
+    both = [name for name in wanted if name in stored]
+    reshaped = [
+        f"{name} is {list(wanted[name].shape)} here and {list(stored[name].shape)} there"
+        for name in both
+        if wanted[name].shape != stored[name].shape
+    ]
+    surplus = _some("only in the checkpoint", [name for name in stored if name not in wanted])
+    missing = _some("only in the model", [name for name in wanted if name not in stored])
+    return surplus + missing + _listed(reshaped, "tensors of another shape")
+
+
+def _optimizer_differences(stored: Mapping[str, TensorSpec], wanted: ModelDescription) -> list[str]:
+    found = _some("with an optimizer's state that do not learn here", _strangers(stored, wanted.learning))
+    layout = sorted({name.rpartition("/")[2] for name in stored} - {*MOMENTS, "step"})
+    if layout:
+        found.append(f"the optimizer's state has {', '.join(layout)}, which this optimizer does not")
+    return found
+
+
+def _strangers(stored: Mapping[str, TensorSpec], learning: Mapping[str, TensorSpec]) -> list[str]:
+    return sorted({name.rpartition("/")[0] for name in stored} - set(learning))
+
+
+_FILES = {"model": "model", "optimizer": "optimizer", "extra": "extra.pt"}
+
+
+def _stored_about(folder: Path) -> Mapping[str, Any]:
+    file = folder / ABOUT
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _unequal(
+    there: Mapping[str, Any], here: Mapping[str, Any], strict: bool, prefix: str = ""
+) -> list[tuple[str, Any, Any]]:
+    """(name, value there, value here). Not `strict`: a setting that one side does not say is not compared."""
+    found = []
+    for name in sorted(there.keys() | here.keys()):
+        old, new = there.get(name), here.get(name)
+        if _is_irrelevant(name) or old == new or (not strict and (old is None or new is None)):
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += _unequal(old, new, strict, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", old, new))
+    return found
+
+
+def _is_irrelevant(name: str) -> bool:
+    return name in _IRRELEVANT or name.startswith("_") or name.endswith(_IRRELEVANT_ENDINGS)
+
+
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
+    return name in one and name in other and one[name] != other[name]
+
+
+def _some(where: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"{len(names)} tensors {where}: {', '.join(names[:_SHOWN])}{more}"]
+
+
+def _listed(lines: Sequence[str], what: str) -> list[str]:
+    more = [f"{len(lines) - _SHOWN} more {what}"] if len(lines) > _SHOWN else []
+    return [*lines[:_SHOWN], *more]
+
+
+def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in tensors.items()}
