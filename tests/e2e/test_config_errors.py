@@ -67,6 +67,13 @@ def test_a_yaml_may_build_on_ours_by_a_defaults_list(tmp_path):
     assert "actor_rollout_ref.model.path = null: is required" in done.stderr
 
 
+def test_the_composed_configuration_is_shown_by_cfg_job_in_the_middle_of_the_line(tmp_path):
+    done = run("algorithm=grpo", "--cfg", "job", "trainer.nnodes=3", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "adv_estimator: grpo" in done.stdout
+    assert "nnodes: 3" in done.stdout
+
+
 def test_a_stale_cluster_is_recognised_at_once(tmp_path):
     valid = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b"]
     done = run(*valid, cwd=tmp_path, RAY_ADDRESS="127.0.0.1:1")

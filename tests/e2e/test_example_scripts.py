@@ -85,6 +85,13 @@ def test_the_promised_scripts_are_there():
     assert set(KNOWN) <= set(SCRIPTS)
 
 
+def test_cfg_job_after_a_script_reaches_hydra_as_one_option(tmp_path):
+    flag, module, *typed = run_script("examples/ppo_trainer/run_gemma.sh", tmp_path, "--cfg", "job", "trainer.nnodes=2")
+    assert (flag, module) == ("-m", "verl.trainer.main_ppo")
+    given = hydra_arguments(typed)
+    assert given[-3:] == ["++trainer.nnodes=2", "--cfg", "job"]
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_composes_validates_and_takes_overrides(script, tmp_path):
     config = load(run_script(script, tmp_path))

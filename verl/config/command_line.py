@@ -27,6 +27,10 @@ _OWN_CONFIG = {
     "--config-dir": "dir",
     "-cd": "dir",
 }
+# Options of Hydra's whose value is the next word; of --info only if it is one of these.
+_TAKE_A_WORD = (*_OWN_CONFIG, "--cfg", "-c", "--package", "-p", "--experimental-rerun")
+_INFO = ("--info", "-i")
+_INFORMATION = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _QUIET_HYDRA = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 # Groups that can be turned off as a whole: `critic=null`.
 _SWITCHABLE = ("critic", "reward_model")
@@ -48,13 +52,14 @@ def hydra_arguments(argv: Sequence[str], root: str = ROOT) -> list[str]:
     """The arguments to give Hydra for what the user typed to the program whose defaults are in the file `root`."""
     options, overrides = _split(argv)
     own = _OwnConfig.of(options, root)
-    arguments = [argument for name, value in own.options(options) for argument in ((name, value) if value else (name,))]
+    arguments: list[str] = []
     for override in overrides:
         arguments += _rewritten(override, own, groups(root))
     typed = " ".join(overrides)
     if own.is_used and not own.configures_hydra and "hydra." not in typed and "hydra/" not in typed:
         arguments += [*_QUIET_HYDRA, _SEARCH_OURS]
-    return arguments
+    # Options last: one whose value may be left out (--info) would take the first override for it.
+    return arguments + [word for name, value in own.options(options) for word in ((name, value) if value else (name,))]
 
 
 @dataclass(frozen=True)
@@ -92,11 +97,11 @@ def _split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     waiting = list(argv)
     while waiting:
         argument = waiting.pop(0)
-        name, equals, value = argument.partition("=")
-        if argument.startswith("-") and name in _OWN_CONFIG:
-            options.append((name, value if equals else waiting.pop(0) if waiting else ""))
+        name, _, value = argument.partition("=")
+        if argument in _TAKE_A_WORD or (argument in _INFO and waiting[:1] and waiting[0] in _INFORMATION):
+            options.append((argument, waiting.pop(0) if waiting else ""))
         elif argument.startswith("-"):
-            options.append((argument, ""))
+            options.append((name, value) if name in _OWN_CONFIG else (argument, ""))
         else:
             overrides.append(argument)
     return options, overrides

@@ -187,6 +187,20 @@ def test_what_hydra_is_given(typed, given):
     assert hydra_arguments([typed]) == [given]
 
 
+@pytest.mark.parametrize(
+    ("typed", "given"),
+    [
+        (["a=1", "--cfg", "job", "b=2"], ["++a=1", "++b=2", "--cfg", "job"]),
+        (["--cfg=job", "a=1"], ["++a=1", "--cfg=job"]),
+        (["a=1", "-c", "job", "--resolve", "-p", "trainer"], ["++a=1", "-c", "job", "--resolve", "-p", "trainer"]),
+        (["--info", "a=1"], ["++a=1", "--info"]),
+        (["--info", "searchpath", "a=1"], ["++a=1", "--info", "searchpath"]),
+    ],
+)
+def test_options_of_hydra_may_stand_anywhere_with_their_value_as_the_next_word(typed, given):
+    assert hydra_arguments(typed) == given
+
+
 def test_values_with_special_characters_arrive_as_typed():
     config = compose(*GRPO, "data.val_files=/a=b/(c) d/it's.parquet", "trainer.experiment_name=a,b:{x}")
     assert config.data.val_files == "/a=b/(c) d/it's.parquet"
