@@ -32,6 +32,7 @@ from verl.trainer.ending import ends_in_words
 from verl.trainer.progress import progress_bar
 from verl.trainer.remote_run import result_of
 from verl.trainer.restart import tells_of_restart
+from verl.utils.logging_setup import shown_messages
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ def _main(config: DictConfig) -> None:
         run_ppo(config)
 
 
+@shown_messages()
 def run_ppo(config: Config, task_runner_class: Any = None) -> None:
     """Check the configuration, start or join Ray, and wait for a TaskRunner (plain or Ray remote class) to finish."""
     config = load_config(config)

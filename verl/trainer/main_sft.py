@@ -21,6 +21,7 @@ from verl.config.sft_rules import describe
 from verl.trainer.cluster import start_ray
 from verl.trainer.ending import ends_in_words
 from verl.trainer.restart import tells_of_restart
+from verl.utils.logging_setup import shown_messages
 
 logger = logging.getLogger("verl.trainer.main_sft")  # not "__main__", which is outside the one logging setup
 
@@ -42,6 +43,7 @@ def _main(config: DictConfig) -> None:
         run_sft(config)
 
 
+@shown_messages()
 def run_sft(config: SFTConfig | DictConfig | Mapping[str, Any]) -> None:
     """Check the configuration, read the data, start the ranks (on Ray, if there are several) and train."""
     config = load_config(config, root=SFTConfig)

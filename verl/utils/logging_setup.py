@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -18,13 +20,38 @@ def setup_logging(level: str | int | None = None, stream: TextIO | None = None) 
     other libraries and the user's own code log stays theirs.
     """
     logger = logging.getLogger("verl")
-    logger.setLevel(_parse_level(os.environ.get("VERL_LOGGING_LEVEL", "INFO") if level is None else level))
+    logger.setLevel(_level_from_environment() if level is None else _parse_level(level))
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     logger.addHandler(_make_handler(stream or sys.stderr))
     # hydra and ray install root handlers; without this every line would appear twice.
     logger.propagate = False
     return logger
+
+
+@contextmanager
+def shown_messages() -> Iterator[None]:
+    """While inside, what `verl` logs is shown, as it is, on stderr: for a caller who has set up no logging at all.
+
+    Whoever has (a handler on `verl` or above it) keeps theirs untouched.
+    """
+    logger = logging.getLogger("verl")
+    if logger.hasHandlers():
+        yield
+        return
+    handler, level = logging.StreamHandler(), logger.level
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(_level_from_environment())
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _level_from_environment() -> int:
+    return _parse_level(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
 
 
 def _parse_level(level: str | int) -> int:

@@ -34,6 +34,36 @@ def test_a_wrong_configuration_raises_before_ray_is_imported():
         run_ppo({"trainer": {"nnodes": 0}})
 
 
+def test_run_ppo_prints_the_plan_of_a_script_without_logging_and_leaves_logging_that_is_there():
+    code = f"""
+        import logging, sys
+        from verl.trainer.cluster import RayUnavailableError
+        from verl.trainer.main_ppo import run_ppo
+
+        def run():
+            try:
+                run_ppo({GIVEN!r})
+            except RayUnavailableError:
+                sys.stderr.write("---\\n")
+
+        run()
+        assert logging.getLogger("verl").handlers == []
+        logging.basicConfig(level=logging.WARNING, format="mine: %(message)s")
+        run()
+        logging.getLogger().setLevel(logging.INFO)
+        run()
+    """
+    environment = clean_environment() | {"RAY_ADDRESS": "127.0.0.1:1"}  # nothing answers there: far enough
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    bare, quiet, own, _ = done.stderr.split("---\n")
+    assert "data.val_files is not set" in bare
+    assert "\nBatch plan\n  step" in bare
+    assert "Batch plan" not in quiet
+    assert "mine: data.val_files is not set" in quiet
+    assert "mine: Batch plan" in own
+
+
 def test_plain_and_remote_runners_get_the_resolved_configuration(tmp_path):
     (tmp_path / "mine.py").write_text("LOADED = True\n")
     script = tmp_path / "script.py"
