@@ -85,7 +85,7 @@ def make_trainer(arguments: list[str], group_cls: Any = None, trainer_cls: Any =
     class Recording(trainer_cls or RayPPOTrainer):
         history: list[dict[str, float]]
 
-        def _log(self, metrics: dict[str, float], step: int) -> None:
+        def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
             self.history.append({"step": step, **metrics})
 
     train = create_rl_dataset(config.data.train_files, config.data, tokenizer, None)

@@ -18,13 +18,14 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict, is_non_tensor
+from tensordict import NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
 
 from verl.utils.columns import (
     as_list,
     check_columns,
     common_batch_size,
     concat_columns,
+    concat_meta,
     describe_columns,
     known_keys,
     mini_batch_rows,
@@ -83,11 +84,11 @@ class DataProto:
 
     def __init__(
         self,
-        batch: TensorDict | None = None,
+        batch: TensorDict | Mapping[str, torch.Tensor] | None = None,
         non_tensor_batch: dict[str, np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> None:
-        self._td: Any = batch
+        self._td: Any = _as_tensordict(batch)
         # True while the tensors alias memory that is not ours to write (a shared store). `batch` copies first.
         self._borrowed = False
         self.non_tensor_batch: dict[str, np.ndarray] = {} if non_tensor_batch is None else non_tensor_batch
@@ -151,6 +152,12 @@ class DataProto:
         batch = TensorDict(tensors, batch_size=tensor_dict.batch_size, device=tensor_dict.device) if tensors else None
         return cls(batch, arrays, dict(meta_info or {}))
 
+    def to_tensordict(self) -> TensorDict:
+        """Tensors and objects in one TensorDict, as `from_tensordict` takes it; the metadata stays here."""
+        objects = {key: NonTensorStack(*array.tolist()) for key, array in self.non_tensor_batch.items()}
+        size = self._td.batch_size if self._td is not None else [len(self)]
+        return TensorDict({**dict(self._tensors()), **objects}, batch_size=size)
+
     # ---------------------------------------------------------------- looking at it
 
     @property
@@ -162,8 +169,8 @@ class DataProto:
         return self._td
 
     @batch.setter
-    def batch(self, value: TensorDict | None) -> None:
-        self._td = value
+    def batch(self, value: TensorDict | Mapping[str, torch.Tensor] | None) -> None:
+        self._td = _as_tensordict(value)
         self._borrowed = False
 
     def __len__(self) -> int:
@@ -171,8 +178,11 @@ class DataProto:
             return self._td.batch_size[0]
         return next((len(array) for array in self.non_tensor_batch.values()), 0)
 
-    def __getitem__(self, rows: int | Rows) -> Any:
-        """An int gives a `DataProtoItem`; a slice, mask or index array gives a DataProto of those rows."""
+    def __getitem__(self, rows: int | str | Rows) -> Any:
+        """A name gives that column; an int a `DataProtoItem`; a slice, mask or index array a DataProto of the rows."""
+        if isinstance(rows, str):
+            (name,) = self._known(rows, [*self._tensor_keys(), *self.non_tensor_batch], "columns")
+            return self.non_tensor_batch[name] if name in self.non_tensor_batch else self.batch[name]
         if isinstance(rows, int | np.integer) or (isinstance(rows, torch.Tensor) and rows.ndim == 0):
             return self._item(int(rows))
         return self._take(rows if isinstance(rows, slice) else row_index(rows, len(self)))
@@ -278,6 +288,19 @@ class DataProto:
         """Row i `repeat_times[i]` times (0 drops it), in order."""
         return self._take(np.repeat(np.arange(len(self)), repeat_counts(repeat_times, len(self))))
 
+    def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> DataProto:
+        """`n_split` rows of each: columns in `split_keys` are cut along their second dimension, others repeated."""
+        keys = self._known(split_keys, [*self._tensor_keys(), *self.non_tensor_batch], "columns")
+        for key in keys:
+            shape = tuple(self[key].shape)
+            if n_split < 1 or len(shape) < 2 or shape[1] % n_split:
+                raise ValueError(f"DataProto.unfold_column_chunks: {key!r} of {shape} does not cut into {n_split}.")
+        cut = {key: self[key].reshape(len(self) * n_split, -1, *self[key].shape[2:]) for key in keys}
+        unfolded = self.repeat(n_split, interleave=True)
+        for key, column in cut.items():
+            (unfolded.batch if isinstance(column, torch.Tensor) else unfolded.non_tensor_batch)[key] = column
+        return unfolded
+
     def split(self, split_size: int) -> list[DataProto]:
         """Consecutive parts of `split_size` rows (the last may be shorter), as views; of no rows, one empty part."""
         if split_size < 1:
@@ -298,7 +321,8 @@ class DataProto:
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """All rows of the parts, in order. Parts have the same columns; metadata that several have must agree."""
+        """All rows of the parts, in order. Parts have the same columns; metadata that several have must agree, but for
+        `metrics`, which become a dict of lists."""
         if len(data) == 0:
             raise ValueError("DataProto.concat: an empty list has no columns.")
         # A part whose columns live elsewhere knows how to join them without fetching.
@@ -430,9 +454,7 @@ class DataProto:
             part.check_consistency()
         tensors = concat_columns([dict(part._tensors()) for part in parts], "DataProto.concat", "tensor")
         arrays = concat_columns([part.non_tensor_batch for part in parts], "DataProto.concat", "non-tensor")
-        meta: dict[str, Any] = {}
-        for part in parts:
-            meta = union_meta(meta, part.meta_info)
+        meta = concat_meta([part.meta_info for part in parts])
         with_td = next((part for part in parts if part._td is not None), None)
         td = with_td._with_rows(sum(map(len, parts)), tensors) if with_td is not None else None
         return cls(td, arrays, meta)
@@ -581,6 +603,15 @@ def _reshaped(data: DataProto, dims: int, rows: tuple[int, ...]) -> DataProto:
         td = TensorDict(tensors, batch_size=rows[:1], device=data.batch.device)
     arrays = {key: array.reshape(*rows, *array.shape[dims:]) for key, array in data.non_tensor_batch.items()}
     return DataProto(td, arrays, dict(data.meta_info))
+
+
+def _as_tensordict(batch: TensorDict | Mapping[str, torch.Tensor] | None) -> TensorDict | None:
+    """A plain dict of tensors with a common first dimension as what holds them."""
+    if batch is None or isinstance(batch, TensorDictBase):
+        return batch
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"DataProto: batch is a {type(batch).__name__}; give a TensorDict or a dict of tensors.")
+    return TensorDict(dict(batch), batch_size=common_batch_size(batch, 1)) if batch else None
 
 
 def _pick(columns: dict[str, Any], keys: Keys, kind: str, owner: DataProto) -> dict[str, Any]:

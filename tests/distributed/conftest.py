@@ -37,7 +37,8 @@ def start(cpu_pool: RayResourcePool) -> Iterator[Callable[..., RayWorkerGroup]]:
 @pytest.fixture(scope="session")
 def ray_counters(cpu_pool: RayResourcePool) -> Iterator[RayWorkerGroup]:
     """Two `Counter` ranks on Ray, for tests that leave no trace in them."""
-    with RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Counter, 5)) as group:
+    env = {"VERL_TEST_WORKER_ENV": "given"}
+    with RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Counter, 5), worker_env=env) as group:
         yield group
 
 

@@ -11,6 +11,7 @@ from lora_cases import adapters_at_work
 from tiny import tiny_model
 
 from verl.models.heads import ValueModel
+from verl.utils.torch_functional import distributed_masked_mean, distributed_mean_max_min_std
 from verl.workers.engine.base import MicroBatching
 
 ROWS = 7  # not the same number on both ranks, and with micro-batches of 2 not the same number of those
@@ -39,6 +40,9 @@ def two_ranks_at_work(rank, ranks, folder):
     found["value"] = value_gradients(mine)
     found["value weights"] = whole_weights(make_engine(value_model(), "value"))
     found["second step"] = {tied: second_gradients(mine, tied) for tied in (False, True)}
+    values = torch.arange(3.0) + 3 * rank
+    found["statistics"] = [float(part) for part in distributed_mean_max_min_std(values)]
+    found["masked mean"] = float(distributed_masked_mean(values, torch.tensor([1, rank, 0])))
     found["empty"] = dict(engine.infer(mine if rank else mine[:0], BOTH).batch.items())
 
     engine = make_engine(str(folder / "model"), **CHANGES)

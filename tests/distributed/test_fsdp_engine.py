@@ -86,6 +86,13 @@ def test_each_rank_infers_its_own_rows_although_it_has_fewer_micro_batches(found
     assert [len(found[rank]["empty"]["log_probs"]) for rank in range(2)] == [0, 2]
 
 
+def test_statistics_are_of_the_values_of_all_ranks(found):
+    """0, 1, 2 on one rank and 3, 4, 5 on the other; masked 0 and 3, 4."""
+    for rank in range(2):
+        assert found[rank]["statistics"] == pytest.approx([2.5, 5.0, 0.0, 3.5**0.5])
+        assert found[rank]["masked mean"] == pytest.approx(7 / 3)
+
+
 @pytest.mark.parametrize("layout", ["all", "hybrid", "tied"])
 def test_every_rank_walks_the_same_buckets_of_the_whole_state_dict(found, layout):
     wanted = tiny_model(tie_word_embeddings=layout == "tied").state_dict()

@@ -35,6 +35,19 @@ def test_a_control_call_runs_beside_another_that_waits_for_it(counters):
         assert waiting.result() == ["released"] * counters.world_size
 
 
+def test_async_methods_share_a_loop_and_answer_while_compute_is_busy(ray_counters):
+    busy = ray_counters.long_compute(120.0)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting = pool.submit(ray_counters.wait_for_news)
+        while not all(ray_counters.bring_news("all is well")):
+            assert not waiting.done(), waiting.result()
+            time.sleep(0.05)
+        assert waiting.result() == ["all is well"] * 2
+    ray_counters.cancel()
+    with pytest.raises(WorkerCallError, match="CallCancelled"):
+        busy.get()
+
+
 def test_a_cancel_does_not_touch_the_next_call(ray_counters):
     ray_counters.cancel()
     assert ray_counters.long_compute(0.05).get() == ["finished"] * 2

@@ -158,7 +158,17 @@ def test_custom_dispatch_modes(counters):
     finally:
         from verl.single_controller.base import decorator
 
-        del decorator._MODES["TIMES_RANK"], Dispatch.TIMES_RANK
+        del decorator.DISPATCH_MODE_FN_REGISTRY[Dispatch.TIMES_RANK], Dispatch.TIMES_RANK
+
+
+def test_workers_see_their_place_and_the_variables_given_to_the_group(ray_counters, cpu_pool):
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RAY_LOCAL_RANK", "RAY_LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE")
+    seen = ray_counters.environment([*names, "MASTER_ADDR", "MASTER_PORT", "VERL_TEST_WORKER_ENV"])
+    for rank, values in enumerate(seen):
+        assert values[:6] == [str(rank), "2", str(rank), "2", str(rank), "2"]
+        assert values[6:] == [ray_counters.master_address, str(ray_counters.master_port), "given"]
+    with pytest.raises(ValueError, match="worker_env: the group itself sets MASTER_PORT, RANK"):
+        RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Counter, 5), worker_env={"RANK": "0", "MASTER_PORT": "1"})
 
 
 def test_an_override_keeps_its_registration():
@@ -174,12 +184,6 @@ def test_bad_registrations_are_refused():
         register(lane="gpu")
     with pytest.raises(ValueError, match="dispatch_fn and collect_fn"):
         register(dispatch_mode={"dispatch_fn": print})
-    with pytest.raises(TypeError, match="is async"):
-
-        class Async(Worker):
-            @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-            async def go(self):
-                pass
 
     class Hides(Worker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -118,6 +119,24 @@ class Counter(Worker):
             return "released" if self._released.wait(timeout=60) else "nobody came"
         finally:
             self._waiting.clear()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def wait_for_news(self) -> str:
+        """Ends when another call of the same event loop brings some."""
+        self._news = asyncio.get_running_loop().create_future()
+        return await asyncio.wait_for(self._news, timeout=60)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    async def bring_news(self, text: str) -> bool:
+        """Whether anybody waited for it."""
+        if not hasattr(self, "_news") or self._news.done():
+            return False
+        self._news.set_result(text)
+        return True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def environment(self, names: list[str]) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def is_waiting(self) -> bool:

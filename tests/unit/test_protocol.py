@@ -219,8 +219,8 @@ def test_rows_outside_or_of_the_wrong_kind_are_index_errors():
         data.select_idxs([0.5])
     with refuses("not int64 (1, 1)", IndexError):
         data.reorder([[1]])
-    with refuses("not <U3 ()", IndexError):
-        data["ids"]
+    with refuses("not <U3 (1,)", IndexError):
+        data[["ids"]]
 
 
 def test_sizes_that_make_no_sense_are_refused():

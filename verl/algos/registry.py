@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from verl.algos.types import Advantages, PolicyLoss
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Registry(Generic[F]):
-    """Functions by name. `key` is the configuration key that chooses among them, for error messages."""
+class Registry(Mapping[str, F]):
+    """Functions by name; a mapping. `key` is the configuration key that chooses among them, for error messages."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -33,7 +33,8 @@ class Registry(Generic[F]):
 
         return add
 
-    def get(self, name: str | Enum) -> F:
+    def lookup(self, name: str | Enum) -> F:
+        """The function of that name; a ValueError says which there are."""
         name = _text(name)
         if name not in self._functions:
             near = difflib.get_close_matches(name, self._functions, n=1)
@@ -44,17 +45,26 @@ class Registry(Generic[F]):
             )
         return self._functions[name]
 
+    def __getitem__(self, name: str | Enum) -> F:
+        return self._functions[_text(name)]
+
+    def __setitem__(self, name: str | Enum, function: F) -> None:
+        self.register(name)(function)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._functions)
+
+    def __len__(self) -> int:
+        return len(self._functions)
 
 
 ADV_ESTIMATORS: Registry[Callable[..., Advantages]] = Registry("algorithm.adv_estimator")
 POLICY_LOSSES: Registry[Callable[..., PolicyLoss]] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode")
 
 register_adv_est = ADV_ESTIMATORS.register
-get_adv_estimator_fn = ADV_ESTIMATORS.get
+get_adv_estimator_fn = ADV_ESTIMATORS.lookup
 register_policy_loss = POLICY_LOSSES.register
-get_policy_loss_fn = POLICY_LOSSES.get
+get_policy_loss_fn = POLICY_LOSSES.lookup
 
 
 def _text(name: str | Enum) -> str:

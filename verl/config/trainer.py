@@ -42,6 +42,9 @@ class RunConfig(Block):
 class TrainerConfig(RunConfig):
     save_freq: int = key("Steps between checkpoints; 0 or less: only the last.")
     test_freq: int = key("Steps between validations; 0 or less: only the last.")
+    cls_path: str | None = key(
+        "Your subclass of RayPPOTrainer: file.py:Class or package.module.Class.", null="RayPPOTrainer"
+    )
     critic_warmup: int = key("Steps in which only the critic learns.", min=0)
     balance_batch: bool = key("Even out tokens over data-parallel ranks.")
     val_only: bool = key("Validate and stop.")

@@ -112,6 +112,9 @@ def _stop_on_signals(runner: Any) -> Iterator[None]:
 class TaskRunner:
     """Runs everything, as a Ray actor beside the driver; subclass it to change a part."""
 
+    trainer_cls: Any = None
+    """Your subclass of RayPPOTrainer; `trainer.cls_path` of the configuration wins over it."""
+
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Any, type] = {}
         self.mapping: dict[Any, str] = {}
@@ -122,7 +125,6 @@ class TaskRunner:
         """Register the roles, load tokenizer, rewards and data, start the workers, train."""
         from verl.trainer.memory_check import check_memory
         from verl.trainer.ppo.checkpointing import started
-        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.reward import check_rewards, load_reward_manager
         from verl.trainer.ppo.reward_check import check_at_start
         from verl.utils import hf_processor, hf_tokenizer
@@ -133,6 +135,7 @@ class TaskRunner:
         config = load_config(config)
         for module in config.external_libs:
             importlib.import_module(module)
+        trainer_cls = self._trainer_class(config)
         self.add_actor_rollout_worker(config)
         self.add_critic_worker(config)
         self.add_reward_model_worker(config)
@@ -159,7 +162,7 @@ class TaskRunner:
         val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1)
         if not config.reward_model.enable:
             check_at_start(reward_fn, train_dataset, data.reward_fn_key)
-        self._trainer = RayPPOTrainer(
+        self._trainer = trainer_cls(
             config=config,
             tokenizer=tokenizer,
             processor=processor,
@@ -230,9 +233,17 @@ class TaskRunner:
 
     def init_resource_pool_mgr(self, config: PPOConfig) -> Any:
         """The pools of the configuration, and which role runs on which."""
-        from verl.trainer.ppo.resources import ResourcePoolManager
+        from verl.single_controller.ray import ResourcePoolManager
 
         return ResourcePoolManager(config.resource_pool_spec, self.mapping, use_gpu=config.trainer.device == "cuda")
+
+    def _trainer_class(self, config: PPOConfig) -> Any:
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+        from verl.trainer.ppo.trainer_class import load_trainer_class
+
+        if config.trainer.cls_path is not None:
+            return load_trainer_class(config.trainer.cls_path)
+        return RayPPOTrainer if self.trainer_cls is None else self.trainer_cls
 
     def _add(self, config: PPOConfig, role: Any, cls: type, name: str) -> None:
         self.role_worker_mapping[role] = cls
@@ -266,6 +277,7 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
     """The sampler of `data.sampler`, or a seeded shuffle, or the order of the rows."""
     from verl.config import DataConfig, as_config
     from verl.trainer.ppo.dataloading import make_sampler
+    from verl.utils.dataset.sampler import AbstractSampler
     from verl.utils.import_utils import load_user_object
 
     config = as_config(DataConfig, data_config)
@@ -273,6 +285,11 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
     if custom.path is not None and custom.name is not None:
         takes = ("data_source", "data_config")
         cls = load_user_object(custom.path, custom.name, key="data.sampler.path", required_params=takes)
+        if not (isinstance(cls, type) and issubclass(cls, AbstractSampler)):
+            raise ValueError(
+                f"data.sampler.name: {custom.name} in {custom.path} is no AbstractSampler. Derive it from"
+                " AbstractSampler, or AbstractCurriculumSampler, of verl.experimental.dataset.sampler."
+            )
         return cls(data_source=dataset, data_config=config)
     return make_sampler(config, dataset)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from verl.utils.py_functional import append_to_dict
 from verl.utils.tensor_wire import tensor_to_wire
 
 _NUMBERS = "biufc"  # numpy kinds that promote to each other without changing what they mean
@@ -51,6 +52,21 @@ def union_meta(mine: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
             )
         merged.setdefault(key, value)
     return merged
+
+
+def concat_meta(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The metadata of joined batches. `metrics`, a dict or a list of dicts in some, is gathered: a dict of lists.
+
+    Metrics are what legitimately differs between parts; any other key that several have must agree.
+    """
+    merged: dict[str, Any] = {}
+    metrics: dict[str, list[Any]] = {}
+    for part in parts:
+        merged = union_meta(merged, {key: value for key, value in part.items() if key != "metrics"})
+        given = part.get("metrics") or {}
+        for one in given if isinstance(given, list) else [given]:
+            append_to_dict(metrics, one)
+    return merged | ({"metrics": metrics} if any("metrics" in part for part in parts) else {})
 
 
 def concat_columns(parts: Sequence[Mapping[str, Any]], caller: str, kind: str) -> dict[str, Any]:

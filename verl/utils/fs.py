@@ -36,13 +36,15 @@ def copy_to_local(
     repo_type: str = "model",
     revision: str | None = None,
     key: str = "path",
+    always_recopy: bool = False,
 ) -> str:
     """The absolute local path of `src`, fetched first where needed.
 
     `src`: a local path or `file://` URL (used in place), any fsspec URL (`s3://`, `gs://`, `hdfs://`, `memory://`, …),
     or a hub id (`org/name`; `repo_type` model or dataset, at `revision`). `~` and environment variables are expanded.
-    Hub downloads follow HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the hub cache; other copies go to `cache_dir`, or
-    $VERL_CACHE, or `~/.cache/verl`, and are fetched anew when the source has changed. `use_shm` puts the result into
+    Hub downloads follow HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the hub cache; other copies are found under
+    `cache_dir` (or $VERL_CACHE, or `~/.cache/verl`) as `<md5_encode(src)>/<basename>`, and are fetched anew when the
+    source has changed, or with `always_recopy`. `use_shm` puts the result into
     shared memory when it fits, for many processes loading the same weights. `key` begins every error.
     """
     location = expand_path(src)
@@ -52,7 +54,7 @@ def copy_to_local(
     elif "$" in location:
         raise ValueError(f"{key}: an environment variable in {os.fspath(src)!r} is not set. Set it or write it out.")
     elif "://" in location and local == location:
-        path = _copy_from_url(location, cache_root(cache_dir), key)
+        path = _copy_from_url(location, cache_root(cache_dir), key, always_recopy)
     elif is_hub_id(location):
         path = _download_from_hub(location, repo_type, revision, cache_dir, key)
     else:
@@ -91,6 +93,17 @@ def expand_path(path: str | os.PathLike[str]) -> str:
 def is_hub_id(name: str) -> bool:
     """Whether `name` has the form of a hub id: `name` or `org/name`, not a path and not a data file."""
     return bool(_HUB_ID.fullmatch(name)) and not name.endswith(_DATA_SUFFIXES)
+
+
+def is_non_local(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is the URL of another place (`hdfs://`, `s3://`, …) than this machine's disk."""
+    location = expand_path(path)
+    return "://" in location and not location.startswith("file://")
+
+
+def md5_encode(path: str | os.PathLike[str]) -> str:
+    """The name of the folder, under the cache, that a remote file is copied into."""
+    return hashlib.md5(os.fspath(path).encode(), usedforsecurity=False).hexdigest()
 
 
 def filesystem_of(url: str, key: str = "path") -> tuple[Any, str]:
@@ -133,7 +146,7 @@ def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     return Path(expand_path(chosen)).absolute() if chosen else Path.home() / ".cache" / "verl"
 
 
-def _copy_from_url(url: str, cache: Path, key: str) -> str:
+def _copy_from_url(url: str, cache: Path, key: str, always_recopy: bool) -> str:
     fs, remote = filesystem_of(url, key)
     try:
         is_folder = fs.isdir(remote)
@@ -141,7 +154,10 @@ def _copy_from_url(url: str, cache: Path, key: str) -> str:
     except FileNotFoundError as error:
         raise ValueError(f"{key}: there is nothing at {url!r}. Check the address and your access rights.") from error
     name = os.path.basename(remote.rstrip("/")) or "root"
-    target = cache / hashlib.sha256(f"{url}\0{version}".encode()).hexdigest()[:20] / name
+    if always_recopy:
+        version += uuid.uuid4().hex
+    # Every version has a place of its own: whoever reads an older one is not disturbed. A link names the newest.
+    target = cache / ".versions" / hashlib.sha256(f"{url}\0{version}".encode()).hexdigest()[:20] / name
 
     def fetch(partial: Path) -> None:
         logger.info("copying %s to %s", url, target)
@@ -151,7 +167,19 @@ def _copy_from_url(url: str, cache: Path, key: str) -> str:
         else:
             fs.get_file(remote, str(partial))
 
-    return made_once(target, fetch)
+    made_once(target, fetch)
+    return _linked(cache / md5_encode(url) / name, target)
+
+
+def _linked(link: Path, target: Path) -> str:
+    """`link` names `target` from now on: switched at once, never absent in between."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    inside = os.path.relpath(target, link.parent)
+    if not link.is_symlink() or os.readlink(link) != inside:
+        beside = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}.link")
+        beside.symlink_to(inside)
+        os.replace(beside, link)
+    return str(link)
 
 
 def _download_from_hub(

@@ -64,7 +64,7 @@ def read_user_code(path: str | os.PathLike[str]) -> UserCode:
     file = Path(os.path.expandvars(os.fspath(path))).expanduser()
     if not file.is_file():
         near = sorted(found.name for found in file.parent.glob("*.py")) if file.parent.is_dir() else []
-        raise ValueError(
+        raise FileNotFoundError(
             f"{path}: there is no such file (looked at {file.absolute()}). "
             + (f"Python files beside it: {', '.join(near)}." if near else "Check the path.")
         )
@@ -75,12 +75,17 @@ def read_user_code(path: str | os.PathLike[str]) -> UserCode:
     return UserCode(path=absolute, source=source, name=f"{_MODULE_PREFIX}{stem}_{digest}")
 
 
-def load_extern_object(module_path: str, object_name: str) -> Any:
-    """The object `object_name` of a `.py` file, of `pkg://a.b.c`, or of an importable module `a.b.c`."""
+def load_extern_object(module_path: str | None, object_name: str) -> Any:
+    """The object `object_name` of a `.py` file, of `pkg://a.b.c`, or of an importable module `a.b.c`; of None, None.
+
+    FileNotFoundError: there is no such file. RuntimeError: it does not import. AttributeError: it has no such object.
+    """
+    if module_path is None:
+        return None
     module = _load_module(module_path)
     if not hasattr(module, object_name):
         defined = ", ".join(_defined_in(module)) or "nothing"
-        raise ValueError(f"{module_path}: it does not define {object_name!r}. It defines: {defined}.")
+        raise AttributeError(f"{module_path}: it does not define {object_name!r}. It defines: {defined}.")
     return getattr(module, object_name)
 
 
@@ -100,7 +105,7 @@ def load_user_object(
     """
     try:
         found = load_extern_object(path, name)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{key}: {error}") from error
     expected = f"{name}({', '.join([*required_params, *(f'{param}=...' for param in optional_params)])})"
     if not callable(found):
@@ -146,9 +151,13 @@ def _load_module(module_path: str) -> ModuleType:
     try:
         return load()
     except ModuleNotFoundError as error:
-        raise ValueError(f"{module_path}: cannot import it: {error}. {remedy}") from error
+        raise RuntimeError(f"{module_path}: cannot import it: {error}. {remedy}") from error
     except SyntaxError as error:
-        raise ValueError(f"{module_path}: line {error.lineno} is not valid Python: {error.msg}.") from error
+        raise RuntimeError(f"{module_path}: line {error.lineno} is not valid Python: {error.msg}.") from error
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"{module_path}: it raised {type(error).__name__} when imported: {error}") from error
 
 
 def _looks_dotted(module_path: str) -> bool:

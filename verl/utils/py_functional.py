@@ -1,9 +1,17 @@
-"""Small helpers on plain Python containers."""
+"""Small helpers on plain Python: containers, environment variables, calls that must end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> None:
@@ -14,3 +22,83 @@ def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> N
             collected.extend(value)
         else:
             collected.append(value)
+
+
+def union_two_dict(dict1: Mapping[str, Any], dict2: Mapping[str, Any]) -> dict[str, Any]:
+    """A new dict of both; a key in both must hold equal values (tensors and arrays too)."""
+    from verl.utils.columns import same
+
+    for key in dict1.keys() & dict2.keys():
+        if not same(dict1[key], dict2[key]):
+            raise ValueError(f"union_two_dict: {key!r} is in both with different values: {dict1[key]}, {dict2[key]}.")
+    return {**dict1, **dict2}
+
+
+@contextmanager
+def temp_env_var(key: str, value: str) -> Iterator[None]:
+    """The environment variable `key` is `value` inside; after it what it was, or unset."""
+    before = os.environ.get(key)
+    os.environ[key] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = before
+
+
+def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator: `TimeoutError` when a call takes longer than `seconds`.
+
+    With signals (main thread only) the call is interrupted. Without, it runs in a thread of its own that cannot be
+    ended: it goes on unseen. Code that may never end belongs into a process, as reward functions are.
+    """
+    if seconds <= 0:
+        raise ValueError(f"timeout_limit: seconds is {seconds}; it must be above 0.")
+    run = _interrupted if use_signals else _left_behind
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def limited(*args: P.args, **kwargs: P.kwargs) -> T:
+            return run(lambda: function(*args, **kwargs), seconds, getattr(function, "__name__", repr(function)))
+
+        return limited
+
+    return decorate
+
+
+def _interrupted(call: Callable[[], T], seconds: float, name: str) -> T:
+    def stop(number: int, frame: Any) -> None:
+        raise _too_long(name, seconds)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _left_behind(call: Callable[[], T], seconds: float, name: str) -> T:
+    outcome: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            outcome["value"] = call()
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            outcome["error"] = error
+
+    thread = threading.Thread(target=work, daemon=True, name=f"timeout_limit of {name}")
+    thread.start()
+    thread.join(seconds)
+    if "error" in outcome:
+        raise outcome["error"]
+    if "value" not in outcome:
+        raise _too_long(name, seconds)
+    return outcome["value"]
+
+
+def _too_long(name: str, seconds: float) -> TimeoutError:
+    return TimeoutError(f"{name} took longer than {seconds} s.")

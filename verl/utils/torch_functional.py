@@ -74,6 +74,39 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
     return torch.where(weights != 0, whitened, torch.zeros_like(whitened))
 
 
+def distributed_mean_max_min_std(
+    local: torch.Tensor, compute_max: bool = True, compute_min: bool = True, compute_std: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(mean, max, min, std) over the elements of all ranks, None where not asked for; a collective.
+
+    The standard deviation divides by the number of elements less one. Without a process group: of this tensor.
+    """
+    values = local.detach().to(_compute_dtype(local))
+    count = _over_ranks(torch.tensor(float(values.numel()), device=values.device), "SUM")
+    mean = _over_ranks(values.sum(), "SUM") / count
+    highest = _over_ranks(values.max(), "MAX") if compute_max else None
+    lowest = _over_ranks(values.min(), "MIN") if compute_min else None
+    std = None
+    if compute_std:
+        std = (_over_ranks((values - mean).square().sum(), "SUM") / (count - 1).clamp(min=1)).sqrt()
+    return mean, highest, lowest, std
+
+
+def distributed_masked_mean(local: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean over the masked elements of all ranks, 0 where nothing is; a collective. Alone: of this tensor."""
+    weights, kept = _weights_and_kept(local.detach(), mask)
+    total, count = _over_ranks((kept * weights).sum(), "SUM"), _over_ranks(weights.sum(), "SUM")
+    return total / torch.where(count > 0, count, torch.ones_like(count))
+
+
+def _over_ranks(value: torch.Tensor, how: str) -> torch.Tensor:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(value, op=getattr(dist.ReduceOp, how))
+    return value
+
+
 def get_response_mask(
     response_id: torch.Tensor, eos_token: int | Sequence[int] = 2, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:

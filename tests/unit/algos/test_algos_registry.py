@@ -33,7 +33,7 @@ def without_a_case(kind: str, registry: Registry) -> list[str]:
     """
     missing = []
     for name in registry:
-        function = registry.get(name).__name__
+        function = registry[name].__name__
         tests = HERE / f"test_{kind}_{name}.py"
         body = ast.parse(tests.read_text()).body if tests.exists() else []
         cases = [
@@ -57,9 +57,9 @@ def test_every_registered_member_has_a_hand_computed_case(kind, registry):
 
 def test_a_member_without_a_hand_computed_case_would_be_noticed():
     registry: Registry = Registry("algorithm.adv_estimator")
-    registry.register("grpo")(ADV_ESTIMATORS.get("grpo"))
-    registry.register("rloo")(ADV_ESTIMATORS.get("grpo"))  # a case there is, but of another function
-    registry.register("nobody_wrote_one")(ADV_ESTIMATORS.get("grpo"))
+    registry.register("grpo")(ADV_ESTIMATORS["grpo"])
+    registry.register("rloo")(ADV_ESTIMATORS["grpo"])  # a case there is, but of another function
+    registry.register("nobody_wrote_one")(ADV_ESTIMATORS["grpo"])
     assert without_a_case("advantage", registry) == ["rloo", "nobody_wrote_one"]
 
 
@@ -130,7 +130,7 @@ def test_a_user_adds_a_member_by_decorator_and_finds_it_under_its_name():
     def best():
         return 1
 
-    assert registry.get("best") is best
+    assert registry["best"] is registry[Mine.BEST] is registry.lookup("best") is best
     assert list(registry) == ["best"]
 
 
@@ -146,7 +146,7 @@ def test_a_name_cannot_be_taken_by_another_function_but_a_reloaded_file_may_defi
     registry.register("mine")(mine)
     again = type(mine)(mine.__code__, mine.__globals__, mine.__name__)
     again.__qualname__ = mine.__qualname__
-    assert registry.register("mine")(again) is registry.get("mine") is again
+    assert registry.register("mine")(again) is registry["mine"] is again
     with pytest.raises(ValueError, match=r"'mine' is taken by .*Choose another name"):
         registry.register("mine")(other)
 

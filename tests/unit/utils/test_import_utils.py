@@ -140,28 +140,28 @@ def test_traceback_of_user_code_shows_its_line_without_the_file(tmp_path):
 
 
 def test_missing_file_names_its_neighbours(reward_file):
-    with pytest.raises(ValueError, match=r"reward\.py: there is no such file.*beside it: my-reward\.py"):
+    with pytest.raises(FileNotFoundError, match=r"reward\.py: there is no such file.*beside it: my-reward\.py"):
         load_extern_object(str(reward_file.parent / "reward.py"), "compute_score")
     with pytest.raises(ValueError, match="module_path: it is empty"):
         load_extern_object("", "x")
 
 
 def test_missing_object_names_what_the_file_defines(reward_file):
-    with pytest.raises(ValueError, match=r"does not define 'score'") as caught:
+    with pytest.raises(AttributeError, match=r"does not define 'score'") as caught:
         load_extern_object(str(reward_file), "score")
     defined = str(caught.value).split("It defines: ")[1]
     assert defined == "BONUS, Weights, compute_score, Dataset, counter, NOT_CALLABLE."
 
 
 def test_missing_module_and_import_errors_say_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match=r"pkg://no\.such\.package: cannot import it.*PYTHONPATH"):
+    with pytest.raises(RuntimeError, match=r"pkg://no\.such\.package: cannot import it.*PYTHONPATH"):
         load_extern_object("pkg://no.such.package", "x")
     file = tmp_path / "uses_neighbour.py"
     file.write_text("import neighbour_that_is_not_installed\n")
-    with pytest.raises(ValueError, match=r"neighbour_that_is_not_installed.*travels alone"):
+    with pytest.raises(RuntimeError, match=r"neighbour_that_is_not_installed.*travels alone"):
         load_extern_object(str(file), "x")
     file.write_text("def broken(:\n")
-    with pytest.raises(ValueError, match="line 1 is not valid Python"):
+    with pytest.raises(RuntimeError, match="line 1 is not valid Python"):
         load_extern_object(str(file), "x")
 
 

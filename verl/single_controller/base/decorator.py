@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 from verl.single_controller.base import dispatch
 
 __all__ = [
+    "DISPATCH_MODE_FN_REGISTRY",
     "Dispatch",
     "DispatchMode",
     "Execute",
     "MethodSpec",
+    "get_predefined_dispatch_fn",
     "make_nd_compute_dataproto_dispatch_fn",
     "method_specs",
     "register",
@@ -75,9 +77,9 @@ class MethodSpec:
 
     def functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """(dispatch_fn, collect_fn)"""
-        if isinstance(self.dispatch_mode, DispatchMode):
-            return _MODES[self.dispatch_mode.name]
-        return self.dispatch_mode["dispatch_fn"], self.dispatch_mode["collect_fn"]
+        mode = self.dispatch_mode
+        known = DISPATCH_MODE_FN_REGISTRY[mode] if isinstance(mode, DispatchMode) else mode
+        return known["dispatch_fn"], known["collect_fn"]
 
 
 def register(
@@ -87,7 +89,8 @@ def register(
     materialize_futures: bool = True,
     lane: str = "compute",
 ) -> Callable[[Method], Method]:
-    """Make a Worker method callable on its group.
+    """Make a Worker method callable on its group. An `async def` one runs on the control lane, in the event loop that
+    all such methods of the process share.
 
     Args:
         dispatch_mode: a `Dispatch` member, or `{"dispatch_fn": …, "collect_fn": …}`.
@@ -104,11 +107,6 @@ def register(
     spec = MethodSpec(dispatch_mode, execute_mode, blocking, materialize_futures, lane)
 
     def mark(method: Method) -> Method:
-        if inspect.iscoroutinefunction(method):
-            raise TypeError(
-                f"register: {method.__qualname__} is async. Worker methods are plain; an engine owns its event loop in"
-                " a thread of its own, and lane='control' makes a method answer while others run."
-            )
         setattr(method, _SPEC, spec)
         return method
 
@@ -123,15 +121,18 @@ def method_specs(cls: type) -> dict[str, MethodSpec]:
             spec = getattr(member, _SPEC, None)
             if spec is not None:
                 found[name] = spec
-    return found
+    return {
+        name: replace(spec, lane="control") if inspect.iscoroutinefunction(getattr(cls, name)) else spec
+        for name, spec in found.items()
+    }
 
 
 def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> DispatchMode:
     """Add a mode, from then on `Dispatch.<name>`."""
-    if name in _MODES:
-        raise ValueError(f"register_dispatch_mode: {name!r} exists; change it with update_dispatch_mode.")
-    _MODES[name] = (dispatch_fn, collect_fn)
     mode = DispatchMode(name)
+    if mode in DISPATCH_MODE_FN_REGISTRY:
+        raise ValueError(f"register_dispatch_mode: {name!r} exists; change it with update_dispatch_mode.")
+    DISPATCH_MODE_FN_REGISTRY[mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
     setattr(Dispatch, name, mode)
     return mode
 
@@ -140,10 +141,17 @@ def update_dispatch_mode(
     mode: DispatchMode | str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
     """Replace the functions of an existing mode."""
-    name = mode if isinstance(mode, str) else mode.name
-    if name not in _MODES:
-        raise ValueError(f"update_dispatch_mode: no mode {name!r}; there are {sorted(_MODES)}.")
-    _MODES[name] = (dispatch_fn, collect_fn)
+    known = DispatchMode(mode) if isinstance(mode, str) else mode
+    get_predefined_dispatch_fn(known)
+    DISPATCH_MODE_FN_REGISTRY[known] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+
+
+def get_predefined_dispatch_fn(mode: DispatchMode) -> dict[str, Callable[..., Any]]:
+    """`{"dispatch_fn": …, "collect_fn": …}` of a known mode."""
+    if mode not in DISPATCH_MODE_FN_REGISTRY:
+        known = sorted(mode.name for mode in DISPATCH_MODE_FN_REGISTRY)
+        raise ValueError(f"dispatch mode: there is no {getattr(mode, 'name', mode)!r}; there are {known}.")
+    return DISPATCH_MODE_FN_REGISTRY[mode]
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
@@ -155,19 +163,21 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
     }
 
 
-_MODES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "RANK_ZERO": (dispatch.repeat_for_all, dispatch.only_result),
-    "ONE_TO_ALL": (dispatch.repeat_for_all, dispatch.list_results),
-    "ALL_TO_ALL": (dispatch.one_entry_per_rank, dispatch.list_results),
-    "DP_COMPUTE": (dispatch.one_entry_per_rank, dispatch.list_results),
-    "DP_COMPUTE_PROTO": (dispatch.split_over_ranks, dispatch.join_results),
-    "DP_COMPUTE_METRIC": (dispatch.split_over_ranks, dispatch.list_results),
+DISPATCH_MODE_FN_REGISTRY: dict[DispatchMode, dict[str, Callable[..., Any]]] = {
+    mode: {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+    for mode, dispatch_fn, collect_fn in [
+        (Dispatch.RANK_ZERO, dispatch.repeat_for_all, dispatch.only_result),
+        (Dispatch.ONE_TO_ALL, dispatch.repeat_for_all, dispatch.list_results),
+        (Dispatch.ALL_TO_ALL, dispatch.one_entry_per_rank, dispatch.list_results),
+        (Dispatch.DP_COMPUTE, dispatch.one_entry_per_rank, dispatch.list_results),
+        (Dispatch.DP_COMPUTE_PROTO, dispatch.split_over_ranks, dispatch.join_results),
+        (Dispatch.DP_COMPUTE_METRIC, dispatch.split_over_ranks, dispatch.list_results),
+    ]
 }
 
 
 def _check_mode(mode: Any) -> None:
     if isinstance(mode, DispatchMode):
-        if mode.name not in _MODES:
-            raise ValueError(f"register: no dispatch mode {mode.name!r}; there are {sorted(_MODES)}.")
+        get_predefined_dispatch_fn(mode)
     elif not isinstance(mode, Mapping) or not {"dispatch_fn", "collect_fn"} <= mode.keys():
         raise ValueError("register: dispatch_mode is a Dispatch member or a dict with dispatch_fn and collect_fn.")

@@ -132,15 +132,4 @@ def _join(outputs: list[Any]) -> Any:
         raise TypeError(
             f"a method whose results are joined must return a DataProto on every rank; it returned {kinds}."
         )
-    metrics: dict[str, list[Any]] = {}
-    parts = []
-    for output in outputs:
-        # Metrics are the one thing that legitimately differs between ranks: gather them as lists.
-        for name, value in output.meta_info.get("metrics", {}).items():
-            metrics.setdefault(name, []).extend(value if isinstance(value, list) else [value])
-        kept = [key for key in output.meta_info if key != "metrics"]
-        parts.append(output.select(meta_info_keys=kept))
-    joined = DataProto.concat(parts)
-    if any("metrics" in output.meta_info for output in outputs):
-        joined.meta_info["metrics"] = metrics
-    return joined
+    return DataProto.concat(outputs)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import socket
+import threading
+from collections.abc import Coroutine
 from typing import Any
 
 from verl.protocol import DataProto, mask_filler_rows
@@ -21,6 +25,7 @@ class RankHost:
         self._workers: dict[str, Any] = {}
         self._specs: dict[str, dict[str, MethodSpec]] = {}
         self._info: RankInfo | None = None
+        self._loop = _EventLoop()
 
     def construct(self, info: RankInfo, cls_with_init: ClassWithInitArgs) -> Failure | None:
         """Construct every role as rank `info`."""
@@ -47,6 +52,8 @@ class RankHost:
                     output = bound(*args, **kwargs)
             else:
                 output = bound(*args, **kwargs)
+            if inspect.iscoroutine(output):
+                output = self._loop.run(output)
             if shard is None:
                 return self.send(output, None)
             if not shard.collect:
@@ -74,6 +81,22 @@ class RankHost:
         if isinstance(arg, Shard):
             return mask_filler_rows(self.receive(arg.data), arg.fillers)
         return self.receive(arg) if isinstance(arg, DataProto) else arg
+
+
+class _EventLoop:
+    """Where the `async def` methods of all roles of a process run: one loop, so that they can share locks."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Its result; the caller's thread waits, the loop runs others meanwhile."""
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="verl-async-methods", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
 def _counted_share(shard: Shard | None) -> float:

@@ -86,6 +86,10 @@ def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> Col
     return ColocatedClasses(class_dict)
 
 
+# A class that may still be changed, and one that Ray hosts: here the group decides how a class is hosted.
+create_colocated_worker_raw_cls = create_colocated_worker_cls
+
+
 class WorkerGroup(ABC):
     """The ranks of one role. Registered methods of its class are methods here.
 

@@ -22,7 +22,7 @@ from verl.single_controller.ray import columns
 from verl.single_controller.ray.column_views import ObjectColumns, TensorColumns
 from verl.single_controller.ray.columns import ColumnType, Lengths
 from verl.single_controller.ray.row_map import Column, RowMap, concat_columns, prune_parts, take_rows
-from verl.utils.columns import same, union_meta
+from verl.utils.columns import concat_meta, same, union_meta
 
 __all__ = ["BatchRef", "StoredRows", "Traffic", "store_rows", "traffic"]
 
@@ -212,9 +212,7 @@ class BatchRef(DataProto):
     @classmethod
     def _concat(cls, parts: Sequence[DataProto]) -> BatchRef:
         batches = [cls.from_dataproto(part) for part in parts]
-        meta: dict[str, Any] = {}
-        for batch in batches:
-            meta = union_meta(meta, batch.meta_info)
+        meta = concat_meta([batch.meta_info for batch in batches])
         return cls(concat_columns([batch._stored() for batch in batches]), sum(map(len, batches)), meta)
 
     def _item(self, row: int) -> DataProtoItem:

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,12 +103,14 @@ class RayWorkerGroup(WorkerGroup):
         name_prefix: str | None = None,
         detached: bool = False,
         device_name: str | None = None,
+        worker_env: Mapping[str, str] | None = None,
     ) -> None:
+        """`worker_env`: environment variables of the workers' processes, there before anything is imported."""
         if resource_pool is None or ray_cls_with_init is None:
             raise ValueError("RayWorkerGroup: give a resource_pool and a ray_cls_with_init, or use from_detached.")
         self.name_prefix = name_prefix or f"group-{uuid.uuid4().hex[:6]}"
         self._detached = detached or resource_pool.detached
-        self._workers = self._start_actors(resource_pool)
+        self._workers = self._start_actors(resource_pool, _checked_env(worker_env or {}))
         self._broken: list[WorkerDiedError] = []
         self._hosts = ["?"] * resource_pool.world_size
         self._set_roles(specs_of(ray_cls_with_init), resource_pool.world_size)
@@ -179,7 +181,7 @@ class RayWorkerGroup(WorkerGroup):
 
     # ---------------------------------------------------------------- starting
 
-    def _start_actors(self, pool: RayResourcePool) -> list[Any]:
+    def _start_actors(self, pool: RayResourcePool, env: dict[str, str]) -> list[Any]:
         # User files that were loaded before Ray was imported travel by content, too.
         register_user_modules_by_value()
         host = ray.remote(concurrency_groups={"compute": 1, "control": _CONTROL_THREADS})(RayRankHost)
@@ -195,6 +197,7 @@ class RayWorkerGroup(WorkerGroup):
                 lifetime="detached" if self._detached else None,
                 num_cpus=0,
                 num_gpus=1.0 / pool.max_colocate_count if pool.use_gpu else 0,
+                runtime_env={"env_vars": env} if env else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             ).remote()
             for rank, (group, bundle) in enumerate(places)
@@ -290,6 +293,13 @@ class RayWorkerGroup(WorkerGroup):
         rank, failure = min(failures.items())
         assert isinstance(failure, Failure)
         raise WorkerCallError(failure, self.role, rank, self._hosts[rank], method, len(failures) - 1)
+
+
+def _checked_env(env: Mapping[str, str]) -> dict[str, str]:
+    ours = sorted(env.keys() & RankInfo(0, 1, 0, 1, "", 0).environment().keys())
+    if ours:
+        raise ValueError(f"worker_env: the group itself sets {', '.join(ours)}, differently for every rank. Drop them.")
+    return {name: str(value) for name, value in env.items()}
 
 
 class _PutOnce:

@@ -34,6 +34,8 @@ from verl.algos.policy_loss import (
     compute_policy_loss_vanilla,
 )
 from verl.algos.registry import (
+    ADV_ESTIMATORS,
+    POLICY_LOSSES,
     get_adv_estimator_fn,
     get_policy_loss_fn,
     register_adv_est,
@@ -42,9 +44,16 @@ from verl.algos.registry import (
 from verl.algos.rollout_correction import correct_rollout, mismatch_metrics
 from verl.algos.value_loss import compute_value_loss
 
+ADV_ESTIMATOR_REGISTRY = ADV_ESTIMATORS
+POLICY_LOSS_REGISTRY = POLICY_LOSSES
 compute_reinforce_plus_plus_advantage = compute_reinforce_plus_plus_outcome_advantage
+# Groups are never looped over: the one way is the vectorised one.
+compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
+compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
 
 __all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
+    "POLICY_LOSS_REGISTRY",
     "AdaptiveKLController",
     "AdvantageEstimator",
     "FixedKLController",
@@ -55,6 +64,7 @@ __all__ = [
     "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
     "compute_grpo_passk_outcome_advantage",
+    "compute_grpo_vectorized_outcome_advantage",
     "compute_kl_loss",
     "compute_opo_outcome_advantage",
     "compute_policy_loss",
@@ -71,6 +81,7 @@ __all__ = [
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_remax_outcome_advantage",
     "compute_rloo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage",
     "compute_value_loss",
     "correct_rollout",
     "estimate_advantages",

@@ -15,7 +15,7 @@ from verl.config import PPOConfig, load_config
 from verl.config.old_log_probs import from_update
 from verl.config.plan import actor_is_reference, batch_plan, layout_of, needs_reference
 from verl.protocol import DataProto, object_array
-from verl.single_controller.ray import RayWorkerGroup
+from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.answer_ends import ends_in_training
 from verl.trainer.ppo import checkpointing, worker_setup
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask, reward_column
@@ -35,7 +35,6 @@ from verl.trainer.ppo.metric_utils import (
 from verl.trainer.ppo.mismatch import RolloutMismatch
 from verl.trainer.ppo.phases import Phases, verdict
 from verl.trainer.ppo.prompt_stream import PromptStream
-from verl.trainer.ppo.resources import ResourcePoolManager
 from verl.trainer.ppo.reward import compute_reward, reward_metrics
 from verl.trainer.ppo.reward_overlap import RewardOverlap
 from verl.trainer.ppo.utils import Role
@@ -158,7 +157,7 @@ class RayPPOTrainer:
             if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
                 with self.console.phase("testing"):
                     found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate, trainer.val_only)
-                    self._log(found or self.setbacks.metrics(), self.global_steps)
+                    self._log_metrics(found or self.setbacks.metrics(), self.global_steps)
             if not trainer.val_only:
                 self._train()
                 logger.info("Where the time went: %s.", verdict(self._seconds))
@@ -199,7 +198,7 @@ class RayPPOTrainer:
         )
         for name, value in self.phases.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
-        self._log(metrics, step)
+        self._log_metrics(metrics, step)
         self.console.step_done()
         self._guard.check(metrics, getattr(self.reward_fn, "last_failure", None))
         if last or stopping:
@@ -243,6 +242,10 @@ class RayPPOTrainer:
     # ---------------------------------------------------------------- phases
 
     @property
+    def global_step(self) -> int:
+        return self.global_steps
+
+    @property
     def _actor_learns(self) -> bool:
         return self.global_steps > self.config.trainer.critic_warmup
 
@@ -283,8 +286,9 @@ class RayPPOTrainer:
             generated = self.rollout_wg.generate_sequences(request)
         return generated.union(batch.select([], None, []))
 
-    def _compute_reward(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+    def _compute_reward(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
         """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions."""
+        metrics = {} if metrics is None else metrics
         if self.use_rm:
             batch = batch.union(self._balanced(self.rm_wg.compute_rm_score, batch, "reward_model"))
         names = [
@@ -324,8 +328,9 @@ class RayPPOTrainer:
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         return batch
 
-    def _compute_advantage(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+    def _compute_advantage(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
         """KL in the reward if asked for, then `advantages` and `returns`; here, from the columns it names."""
+        metrics = {} if metrics is None else metrics
         algorithm = self.config.algorithm
         wanted = [*_ADVANTAGE_COLUMNS]
         if not algorithm.rollout_correction.bypass_mode:
@@ -398,7 +403,7 @@ class RayPPOTrainer:
     def _load_checkpoint(self) -> None:
         checkpointing.load(self)
 
-    def _log(self, metrics: dict[str, float], step: int) -> None:
+    def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         self.tracking.log({name: value for name, value in metrics.items() if not _is_nan(value)}, step)
 
 

@@ -25,7 +25,7 @@ from verl.workers.reward_manager.naive import ERROR, FAILED
 Config = PPOConfig | DictConfig | Mapping[str, Any]
 
 
-def load_reward_manager(config: Config, tokenizer: Any, num_examine: int, **reward_kwargs: Any) -> Any:
+def load_reward_manager(config: Config, tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any) -> Any:
     """The manager named by `reward_model.reward_manager`, with the user's reward function if one is set.
 
     It gets `reward_model.reward_kwargs`, then `reward_kwargs`; and, where it takes them, `on_error`, `reward_fn_key`,

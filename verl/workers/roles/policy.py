@@ -84,15 +84,19 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     @phase_memory("update_actor", at="actor_rollout_ref")
-    def update_actor(self, data: DataProto) -> DataProto:
-        """`ppo_epochs` passes over the rows; metrics in `meta_info["metrics"]`.
+    def update_actor(
+        self, data: DataProto, ppo_epochs: int | None = None, ppo_mini_batch_size: int | None = None
+    ) -> DataProto:
+        """`ppo_epochs` passes over the rows; metrics in `meta_info["metrics"]`. Arguments win over the configuration.
 
         A batch without `old_log_probs` gets them from this pass, and they come back: it must be one optimizer step.
         """
         actor = self.config.actor
+        epochs = actor.ppo_epochs if ppo_epochs is None else ppo_epochs
+        mini_batches = self._mini_batches(data, ppo_mini_batch_size)
         loss = PolicyLoss(actor, own_old_log_probs="old_log_probs" not in data.batch.keys())
         if loss.own_old_log_probs:
-            if actor.ppo_epochs * data.meta_info["mini_batches"] > 1:
+            if epochs * mini_batches > 1:
                 raise ValueError(
                     "update_actor: several optimizer steps need old_log_probs. Call compute_log_prob first."
                 )
@@ -105,8 +109,8 @@ class ActorRolloutRefWorker(Worker):
             loss.outputs,
             temperature=self._temperature(data),
             micro=micro_batching(actor, "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
-            mini_batches=data.meta_info["mini_batches"],
-            epochs=actor.ppo_epochs,
+            mini_batches=mini_batches,
+            epochs=epochs,
             prefix="actor",
         )
         if loss.own_old_log_probs:
@@ -135,14 +139,17 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     @phase_memory("gen", at="actor_rollout_ref")
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One answer per row; with `tell_finished` in meta_info, `finished_samples` says which are there already."""
+    def generate_sequences(self, prompts: DataProto, **sampling: Any) -> DataProto:
+        """One answer per row, by the configuration's sampling parameters but for those given (`temperature=0.7`).
+
+        With `tell_finished` in meta_info, `finished_samples` says which are there already.
+        """
         self.rollout.resume()
         telling: dict[str, Any] = {}
         if prompts.meta_info.get("tell_finished"):
             rows, finished = prompts.non_tensor_batch["row"], self._finished
             telling["on_finished"] = lambda place, output: finished.append((int(rows[place]), output.token_ids))
-        result = self.rollout.generate_sequences(prompts, **telling)
+        result = self.rollout.generate_sequences(prompts, **telling, **sampling)
         # A new one: what an engine's thread still says of this generation is nobody's business any more.
         self._finished = deque()
         if self.config.rollout.free_cache_engine and "actor" in self.parts:
@@ -275,6 +282,13 @@ class ActorRolloutRefWorker(Worker):
     def _actor_is_reference(self) -> bool:
         """With LoRA the actor's base weights never change: they are the reference."""
         return "actor" in self.parts and self.config.model.lora_rank > 0
+
+    def _mini_batches(self, data: DataProto, prompts: int | None) -> int:
+        """Optimizer steps per pass: as the controller cut this rank's rows, or into mini-batches of `prompts`."""
+        if prompts is None and "mini_batches" in data.meta_info:
+            return data.meta_info["mini_batches"]
+        samples = (self.config.actor.ppo_mini_batch_size if prompts is None else prompts) * self.config.rollout.n
+        return max(1, len(data) * self.engine.dp_size // samples)
 
     def _temperature(self, data: DataProto) -> float:
         return (

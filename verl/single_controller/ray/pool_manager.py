@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from verl.single_controller.ray import RayResourcePool
-from verl.trainer.ppo.utils import Role
+from verl.single_controller.ray.resource_pool import RayResourcePool
 
 
 @dataclass
@@ -13,7 +13,7 @@ class ResourcePoolManager:
     """Pools by name (`{"global_pool": [8, 8]}`: processes per node) and the pool of every role."""
 
     resource_pool_spec: dict[str, list[int]]
-    mapping: dict[Role, str]
+    mapping: Mapping[Hashable, str]
     use_gpu: bool = True
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
 
@@ -24,7 +24,7 @@ class ResourcePoolManager:
             if name in used and name not in self.resource_pool_dict:
                 self.resource_pool_dict[name] = RayResourcePool(processes, self.use_gpu, name_prefix=name)
 
-    def get_resource_pool(self, role: Role) -> RayResourcePool:
+    def get_resource_pool(self, role: Hashable) -> RayResourcePool:
         """The pool of a role."""
         return self.resource_pool_dict[self.mapping[role]]
 
