@@ -6,23 +6,20 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-import hydra
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from commands import ROOT, composed, run_script
 from tiny import tiny_tokenizer
 
 from verl.config import SFTConfig, batch_plan, load_config
-from verl.config.command_line import hydra_arguments
 from verl.config.problems import Report
 from verl.config.unbuilt import check_built
 from verl.trainer.main_ppo import create_rl_dataset
 from verl.utils.dataset.check import check_files
 from verl.utils.import_utils import load_extern_object
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(
     str(path.relative_to(ROOT)) for folder in ("examples", "recipe") for path in ROOT.glob(f"{folder}/**/*.sh")
 )
@@ -53,34 +50,6 @@ RETOOL = "recipe/retool/run_qwen2_7b_dapo.sh"
 # ---------------------------------------------------------------- scripts
 
 
-def run_script(script, tmp_path, *extra, exit_code=0):
-    """Run it for real, with a `python3` that only notes its arguments; (exit code, those arguments)."""
-    programs = tmp_path / "bin"
-    programs.mkdir(exist_ok=True)
-    noted = tmp_path / "arguments"
-    noted.unlink(missing_ok=True)
-    python3 = programs / "python3"
-    python3.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" > '{noted}'\nexit {exit_code}\n")
-    python3.chmod(0o755)
-    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "HOME": "/home/user", "DATA_ROOT": "/data"}
-    done = subprocess.run(["bash", script, *extra], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == exit_code, done.stderr
-    return noted.read_text().removesuffix("\0").split("\0")
-
-
-def load(arguments):
-    """The configuration that `python3 -m module key=value …` would run with, whatever files this machine has."""
-    flag, module, *typed = arguments
-    assert flag == "-m"
-    root, options = {
-        "verl.trainer.main_ppo": ("ppo_trainer", {}),
-        "verl.trainer.main_sft": ("sft_trainer", {"root": SFTConfig}),
-    }[module]
-    given = hydra_arguments(typed) if not options else hydra_arguments(typed, root=root)
-    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
-        return load_config(hydra.compose(root, overrides=given), check_files=False, **options)
-
-
 def test_the_promised_scripts_are_there():
     assert set(KNOWN) <= set(SCRIPTS)
 
@@ -94,9 +63,9 @@ def test_cfg_job_after_a_script_reaches_hydra_as_one_option(tmp_path):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_composes_validates_and_takes_overrides(script, tmp_path):
-    config = load(run_script(script, tmp_path))
+    config = composed(run_script(script, tmp_path))
     assert config.notices == []  # nothing obsolete, nothing without effect
-    changed = load(run_script(script, tmp_path, "trainer.experiment_name=of my own", "trainer.total_epochs=7"))
+    changed = composed(run_script(script, tmp_path, "trainer.experiment_name=of my own", "trainer.total_epochs=7"))
     assert (changed.trainer.experiment_name, changed.trainer.total_epochs) == ("of my own", 7)
     assert config.trainer.experiment_name != "of my own"
 
@@ -133,7 +102,7 @@ def _has(config, key):
 
 
 def test_the_retool_recipe_has_the_published_settings(tmp_path):
-    config = load(run_script(RETOOL, tmp_path))
+    config = composed(run_script(RETOOL, tmp_path))
     actor, rollout, model = (config.actor_rollout_ref[name] for name in ("actor", "rollout", "model"))
     assert config.algorithm.adv_estimator == "grpo"
     assert (config.algorithm.use_kl_in_reward, actor.use_kl_loss) == (False, False)
@@ -162,7 +131,7 @@ def test_the_retool_recipe_has_the_published_settings(tmp_path):
 
 @pytest.mark.parametrize("script", [path for path in KNOWN if path.startswith("recipe/dapo/")])
 def test_the_dapo_recipe_has_the_four_parts_of_the_paper(script, tmp_path):
-    config = load(run_script(script, tmp_path))
+    config = composed(run_script(script, tmp_path))
     actor, groups, buffer = (
         config.actor_rollout_ref.actor,
         config.algorithm.filter_groups,

@@ -1,0 +1,279 @@
+"""Every command in every README and page of the docs is one that works: composed, or its help asked, or known by name.
+
+A new kind of command fails here until it is covered.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import re
+import runpy
+import shlex
+import sys
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from commands import ROOT, composed, run_script
+
+from verl.config import ConfigError
+from verl.config.problems import Report
+from verl.config.unbuilt import check_built
+
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "recipe/**/*.md", "benchmarks/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+CONFIGURED = {
+    "verl.trainer.main_ppo": ["data.train_files=a.parquet", "actor_rollout_ref.model.path=org/model"],
+    "verl.trainer.main_sft": ["data.train_files=a.parquet", "model.path=org/model"],
+    "verl.trainer.main_generation": ["data.path=a.parquet", "data.output_path=b.parquet", "model.path=org/model"],
+    "verl.trainer.main_eval": ["data.path=a.parquet"],
+}
+# Modules of ours that take no options, so have no --help.
+WITHOUT_OPTIONS = {"verl.config.docs"}
+# Not ours, and not to be run by a test: why each may stand in a document.
+KNOWN = {
+    "export": "sets a variable of the reader's shell",
+    "ray start": "starts a cluster; tests/unit/trainer and tests/e2e start Ray themselves",
+    "ray stop": "ends every Ray of the machine",
+    "ray status": "asks a cluster",
+    "pip download": "needs a package index",
+    "hf download": "needs the hub",
+    "wandb login": "asks for a key",
+    "tensorboard": "opens a server",
+}
+SPOKEN = ("python", "python3", "make", "bash", "pip", *{name.split()[0] for name in KNOWN} - {"tensorboard"})
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+
+
+# ---------------------------------------------------------------- finding commands
+
+
+def documented(text: str) -> list[tuple[str, bool]]:
+    """(command line, whether it is whole): those of shell blocks, and those spoken of in a sentence."""
+    found = []
+    for language, block in FENCE.findall(text):
+        if language in ("bash", "sh", "shell", "console"):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [(line.strip().removeprefix("$ "), True) for line in lines if not line.strip().startswith("#")]
+    spoken = INLINE.findall(FENCE.sub("", text))
+    found += [(line, False) for line in spoken if line.split()[0] in SPOKEN and len(line.split()) > 1]
+    return [(line, whole) for line, whole in found if line]
+
+
+def words_of(line: str) -> list[list[str]]:
+    """The simple commands of a line as words, as a shell would see them; what is optional counts as given."""
+    line = re.sub(r"(?<=\s)\[(--[^\]]*)\]", r"\1", line)
+    line = re.sub(r"(?<=\s)\[[^\]]*…\]", "", line)
+    words = shlex.split(os.path.expandvars(line.partition(" > ")[0]), comments=True)
+    commands: list[list[str]] = [[]]
+    for word in words:
+        if word in ("&&", "||", "|", ";"):
+            commands.append([])
+        else:
+            commands[-1].append(word)
+    return [command for command in map(without_variables, commands) if command]
+
+
+def without_variables(words: list[str]) -> list[str]:
+    """`NAME=value program …` is a call of the program."""
+    start = next((i for i, word in enumerate(words) if not re.fullmatch(r"[A-Z_]+=.*", word)), len(words))
+    return words[start:]
+
+
+# ---------------------------------------------------------------- checking them
+
+
+def problem_of(words: list[str], whole: bool, tmp_path: Path) -> str | None:
+    """Why this is no command that works; None if it is one."""
+    program, *rest = words
+    arguments = [word for word in rest if "…" not in word and word not in ("key=value", "FILE")]
+    if " ".join(words[:2]) in KNOWN or program in KNOWN:
+        return None
+    if program == "make":
+        return make_problem(rest)
+    if program == "pip":
+        return pip_problem(rest)
+    if program == "bash":
+        return script_problem(arguments, tmp_path)
+    if program in ("python", "python3") and rest and rest[0] == "-m":
+        return module_problem(rest[1], arguments[2:], whole and len(arguments) == len(rest))
+    if program in ("python", "python3") and rest and rest[0].endswith(".py"):
+        return options_problem(rest[0], arguments[1:])
+    return "no way to check this kind of command: add one, or a row of KNOWN with the reason"
+
+
+def make_problem(words: list[str]) -> str | None:
+    text = (ROOT / "Makefile").read_text()
+    for word in words:
+        known = rf"^{word.split('=')[0]} \?=" if "=" in word else rf"^{re.escape(word)}:"
+        if not re.search(known, text, re.MULTILINE):
+            return f"the Makefile has no {word}"
+    return None
+
+
+def pip_problem(words: list[str]) -> str | None:
+    section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    extras = re.findall(r"^([\w-]+) = ", section, re.MULTILINE)
+    if words[:1] != ["install"]:
+        return "no way to check this"
+    asked = [name for word in words for part in re.findall(r"^\.\[(.*)\]$", word) for name in part.split(",")]
+    return next((f"there is no extra {name}" for name in asked if name not in extras), None)
+
+
+def script_problem(words: list[str], tmp_path: Path) -> str | None:
+    if not (ROOT / words[0]).is_file():
+        return f"there is no {words[0]}"
+    return configuration_problem(run_script(words[0], tmp_path, *words[1:]))
+
+
+def module_problem(module: str, arguments: list[str], whole: bool) -> str | None:
+    if importlib.util.find_spec(module) is None:
+        return f"there is no module {module}"
+    if module in WITHOUT_OPTIONS:
+        return f"{module} takes no arguments" if arguments else None
+    if module not in CONFIGURED:
+        return options_problem(module, arguments)
+    given = [word for word in arguments if not word.startswith("--")]
+    return configuration_problem(["-m", module, *([] if whole else CONFIGURED[module]), *given])
+
+
+def configuration_problem(arguments: list[str]) -> str | None:
+    try:
+        composed(arguments)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def options_problem(program: str, arguments: list[str]) -> str | None:
+    if program.endswith(".py") and not (ROOT / program).is_file():
+        return f"there is no {program}"
+    text = help_of(program)
+    asked = [word.split("=")[0] for word in arguments if word.startswith("--") and word != "--help"]
+    return next((f"{program} --help names no {option}" for option in asked if option not in text), None)
+
+
+@cache
+def help_of(program: str) -> str:
+    """What the program says to --help; run in this process, which has the heavy modules already."""
+    said = io.StringIO()
+    folder = [str((ROOT / program).parent)] if program.endswith(".py") else []
+    with (
+        mock.patch.object(sys, "argv", [program, "--help"]),
+        mock.patch.object(sys, "path", [*folder, *sys.path]),
+        mock.patch.dict(os.environ),
+        contextlib.redirect_stdout(said),
+        contextlib.suppress(SystemExit),
+    ):
+        if program.endswith(".py"):
+            runpy.run_path(str(ROOT / program), run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    assert said.getvalue().startswith("usage:"), f"{program} has no --help"
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_command_of_a_document_works(document, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/user")
+    problems = []
+    for line, whole in documented((ROOT / document).read_text()):
+        for words in words_of(line):
+            problem = problem_of(words, whole, tmp_path)
+            if problem is not None:
+                problems.append(f"{line}\n    {problem}")
+    assert not problems, "\n".join(problems)
+
+
+def test_what_is_wrong_with_a_command_is_noticed(tmp_path):
+    wrong = {
+        "python3 -m verl.trainer.main_ppo data.train_files=a actor_rollout_ref.model.path=b trainer.nods=2": "nods",
+        "python -m verl.trainer.main_pro": "no module",
+        "python -m verl.utils.dataset.check a.parquet --modle b": "--modle",
+        "python examples/nothing.py": "there is no examples/nothing.py",
+        "python examples/data_preprocess/gsm8k.py --lokal_save_dir x": "--lokal_save_dir",
+        "bash examples/ppo_trainer/run_gemma.sh trainer.nods=2": "nods",
+        "bash examples/nothing.sh": "there is no",
+        "make tset": "no tset",
+        "make train ALGOR=grpo": "no ALGOR",
+        "pip install -e .[vlm]": "no extra vlm",
+        "frobnicate --now": "no way to check",
+    }
+    for line, why in wrong.items():
+        (words,) = words_of(line)
+        assert why in (problem_of(words, True, tmp_path) or ""), line
+    text = "```bash\nmake \\\n  test && FOO=1 make lint   # and more\n```\nSay `make docs` or `data.path`."
+    commands = [words for line, _ in documented(text) for words in words_of(line)]
+    assert commands == [["make", "test"], ["make", "lint"], ["make", "docs"]]
+
+
+# ---------------------------------------------------------------- what documents say besides
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    found = []
+    for document in DOCUMENTS:
+        blocks = FENCE.findall((ROOT / document).read_text())
+        found += [(document, block) for language, block in blocks if language == "python"]
+    return found
+
+
+@pytest.mark.parametrize(("document", "block"), python_blocks(), ids=lambda value: str(value).split("\n")[0][:40])
+def test_python_in_a_document_parses_and_imports_names_that_exist(document, block):
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "verl":
+            module = importlib.import_module(node.module)
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if "runs today" in (ROOT / name).read_text()])
+def test_what_is_said_to_run_today_is_not_refused_and_what_is_not_is(document, tmp_path):
+    folder = (ROOT / document).parent
+    rows = re.findall(r"^\| `(\w[\w.-]*\.sh)` \|.*\| ([^|]*) \|$", (ROOT / document).read_text(), re.MULTILINE)
+    assert {script for script, _ in rows} == {path.name for path in folder.glob("*.sh")}
+    for script, said in rows:
+        report = Report()
+        check_built(composed(run_script(str((folder / script).relative_to(ROOT)), tmp_path)), report)
+        if said == "yes":
+            assert not report.problems, script
+        else:
+            assert said.startswith("not yet: "), script
+            assert any("not built" in str(problem) for problem in report.problems), script
+
+
+def test_the_names_to_use_instead_exist():
+    """Of the page "names in your notes": modules, attributes and paths in the right column."""
+    text = (ROOT / "docs" / "names.md").read_text()
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) > 20
+    for left, right in rows:
+        for name in INLINE.findall(right):
+            if re.fullmatch(r"verl(\.\w+)+", name):
+                assert resolves(name), name
+            elif name.endswith("/"):
+                assert (ROOT / name).is_dir(), name
+        if "Also under these names" in text.split(left)[0].rsplit("## ", 1)[-1]:
+            assert all(resolves(name) for name in INLINE.findall(left) if name.startswith("verl.")), left
+
+
+def resolves(name: str) -> bool:
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        with contextlib.suppress(ModuleNotFoundError):
+            found = importlib.import_module(".".join(parts[:length]))
+            for part in parts[length:]:
+                if not hasattr(found, part):
+                    return False
+                found = getattr(found, part)
+            return True
+    return False
