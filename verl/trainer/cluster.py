@@ -45,15 +45,17 @@ def start_ray(num_cpus: int | None = None) -> None:
     runtime_env = get_ppo_ray_runtime_env()
     try:
         try:
-            ray.init(num_cpus=num_cpus, runtime_env=runtime_env)
+            started = ray.init(num_cpus=num_cpus, runtime_env=runtime_env)
         except ValueError:
             if num_cpus is None:
                 raise
             # Ray refuses a number of CPUs for a cluster that is already running.
-            ray.init(runtime_env=runtime_env)
+            started = ray.init(runtime_env=runtime_env)
             logger.warning("ray_init.num_cpus has no effect: a running Ray cluster was joined.")
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
         raise RayUnavailableError((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
+    if started.dashboard_url:  # with the extra `dashboard`
+        logger.info("Ray dashboard: http://%s", started.dashboard_url.removeprefix("http://"))
 
 
 def _known_cluster() -> str | None:
@@ -98,7 +100,7 @@ def start_head(config: PPOConfig) -> subprocess.Popen | None:
         return None
     os.environ.setdefault("RAY_AUTH_MODE", _AUTH_MODE)
     host = trainer.master_addr or "127.0.0.1"
-    options = [f"--node-ip-address={host}", f"--port={trainer.master_port}", "--include-dashboard=false"]
+    options = [f"--node-ip-address={host}", f"--port={trainer.master_port}"]
     # --block: the head is this command, so ending it ends this head and no other Ray of the machine.
     head = subprocess.Popen(_ray("start", "--head", "--block", *options, *_cpus(config)), stdout=subprocess.DEVNULL)
     _wait_for(host, trainer.master_port, alive=head)
