@@ -12,10 +12,19 @@ TORCH ?= $(if $(GPU),torch,torch==2.13.0)
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt Makefile | cksum | cut -d' ' -f1)
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: test test-slow train lint bench docs setup clean
+# Tests that start no Ray and no other processes run two at a time, a file each.
+TWO_AT_A_TIME := -n 2 --dist loadfile
+TIER := not slow and not gpu
+
+.PHONY: check test test-slow train lint bench docs setup clean
+
+# The inner loop: under 4 minutes on 2 cores.
+check: setup lint
+	$(PYTEST) $(TWO_AT_A_TIME) -m "$(TIER) and not processes" tests/house tests/contract tests/unit
 
 test: setup lint
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) $(TWO_AT_A_TIME) -m "$(TIER) and not processes"
+	$(PYTEST) -m "$(TIER) and processes"
 
 test-slow: setup lint
 	$(PYTEST) -m "slow and not gpu"

@@ -23,6 +23,9 @@ if "VERL_CACHE" not in os.environ:  # tokens of test data would stay in the user
 # A cluster of the machine, or the note that a dead one left behind, is none of ours to join: tests start their own.
 os.environ["RAY_ADDRESS"] = "local"
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # one of several test processes: each has its share of the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Continuous integration looks at the same examples every time; new ones are searched for on developers' machines.
 hypothesis.settings.register_profile("ci", derandomize=True, print_blob=True)
 if os.environ.get("CI"):
@@ -35,6 +38,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_WORKERS, os.environ.ge
 
 # A 2-CPU node whatever the machine has: everything must schedule there.
 RAY_CPUS = 2
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`processes` is written by hand only where neither the folder nor a fixture says it."""
+    for item in items:
+        if "distributed" in item.path.parts or "ray_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.processes)
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from training_harness import make_task, overrides
 
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, find_latest_ckpt_path
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> dict[str, str]:

@@ -21,6 +21,8 @@ from task import LARGEST, ROWS, SHARE_OF_LOSSES, Problem, make_task, problems, w
 
 from verl.utils.reward_score import default_compute_score  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 
 def test_right_answers_score_1_and_the_hasty_teachers_mistakes_0():
     rng = random.Random(0)

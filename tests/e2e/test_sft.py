@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from tiny import STEADY_EPS, save_tiny_model
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 RAW = [
     {"question": f"Tom has {i} apples and gets {j}. How many?", "answer": f"{i}+{j}=<<{i}+{j}={i + j}>>\n#### {i + j}"}
