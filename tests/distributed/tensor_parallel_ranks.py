@@ -44,7 +44,7 @@ def weights_of(family: str, seed: int, changes: dict[str, Any]) -> dict[str, tor
 
 
 def run_rank(rank: int, world: int, port: int, ranks: int, family: str, changes: dict[str, Any], folder: str) -> None:
-    """Generate, take new weights, sleep, wake, generate; a wrong fingerprint is refused by every rank."""
+    """Generate, take new weights, sleep, wake, generate; ranks that hold each other's heads refuse them."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     torch.set_num_threads(1)
     rollout = make_rollout(f"{folder}/model", tensor_model_parallel_size=ranks)
@@ -58,11 +58,10 @@ def run_rank(rank: int, world: int, port: int, ranks: int, family: str, changes:
         rollout.resume()
         found[f"updated {version}"] = generated(rollout)
     try:
+        name = "model.layers.0.self_attn.k_proj.weight"
         rollout.begin_update(3, new)
-        rollout.load_bucket(new)
-        wrong = fingerprints(new, torch.float32)
-        wrong["model.layers.0.self_attn.k_proj.weight"] += 1
-        rollout.finish_update(wrong)
+        rollout.load_bucket(new | {name: new[name].roll(len(new[name]) // 2, 0)})
+        rollout.finish_update(fingerprints(new, torch.float32))
     except Exception as error:
         found["refused"] = f"{type(error).__name__}: {error}"
     torch.save(found, Path(folder) / f"found-{rank}.pt")

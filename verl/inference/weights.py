@@ -12,7 +12,7 @@ from torch import nn
 
 from verl.inference.memory import Region
 from verl.inference.tensor_parallel import SINGLE, TensorParallel
-from verl.utils.weight_fingerprint import fingerprints
+from verl.utils.weight_fingerprint import Place, fingerprints
 
 __all__ = ["EngineWeights", "Shard", "TensorSpec", "WeightMismatchError", "pack_module"]
 
@@ -101,7 +101,7 @@ class EngineWeights:
         self._arrived.update(tensors)
 
     def verify(self, expected: Mapping[str, int]) -> None:
-        """Raise unless every weight arrived and its bits add up to the trainer's."""
+        """Raise unless every weight arrived and has the trainer's bits, each in its place."""
         self._require_all(self._arrived, "never arrived")
         unchecked = sorted(self._arrived - set(expected))
         if unchecked:
@@ -161,8 +161,12 @@ class EngineWeights:
         return tensor if shard is None else tensor.narrow(shard.dim, shard.start, shard.length)
 
     def _fingerprints(self, names: Sequence[str]) -> dict[str, int]:
-        """Of the whole tensors: parts add up over the ranks that share the model."""
-        here = fingerprints({name: self._tensors[name] for name in names}, self._dtype)
+        """Of the whole tensors: parts, each at its place, add up over the ranks that share the model."""
+        places = {
+            name: Place.of_part(self._tensors[name].shape, shard.dim, shard.start, shard.full)
+            for name, shard in self._shards.items()
+        }
+        here = fingerprints({name: self._tensors[name] for name in names}, self._dtype, places)
         if self._parallel.size == 1:
             return here
         first = self._parallel.rank == 0

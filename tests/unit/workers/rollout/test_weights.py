@@ -71,6 +71,28 @@ def test_a_changed_tensor_is_named_and_the_engine_stops_until_the_next_good_upda
     assert only_token_versions(engine) == {2}
 
 
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda w: w.T,
+        lambda w: w.roll(1, 0),
+        lambda w: w.roll(1, 1),
+        lambda w: w.flip(0),
+        lambda w: w[[1, 0, *range(2, 64)]],
+    ],
+    ids=["transposed", "rows shifted", "columns shifted", "turned", "two rows swapped"],
+)
+def test_the_right_numbers_in_another_order_are_refused(start, order):
+    """In a matrix of its own and in one that the engine merges with others."""
+    engine = start()
+    good = tiny_model(seed=9).state_dict()
+    for name in ("model.layers.0.self_attn.o_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
+        engine.begin_update(1, good)
+        engine.load_bucket(good | {name: order(good[name]).contiguous()})
+        with pytest.raises(WeightMismatchError, match=rf"'{name}' differs .* 1 of 27 tensors"):
+            engine.finish_update(fingerprints(good))
+
+
 def test_a_weight_that_never_arrives_is_named(start):
     engine = start()
     weights = tiny_model().state_dict()

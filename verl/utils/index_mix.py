@@ -1,0 +1,41 @@
+"""A weight for every place in a tensor: an odd 64-bit number that the index decides, the same on every machine.
+
+Index i has the weight high[i // BLOCK] × low[i % BLOCK] mod 2^64; both tables are splitmix64 (the finaliser of Steele
+et al., "Fast splittable pseudorandom number generators", 2014) of their place, made odd. Two short tables serve a
+tensor of any size, and a sum over a block needs one of the factors only once.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+__all__ = ["BLOCK", "high_weights", "low_weights"]
+
+BLOCK = 4096
+_LOW, _HIGH = 0, 1 << 63  # where each table begins in the sequence of the hash
+_grown: dict[torch.device, torch.Tensor] = {}
+
+
+@functools.cache
+def low_weights(device: torch.device) -> torch.Tensor:
+    """int64 [BLOCK]."""
+    return _table(_LOW, BLOCK).to(device)
+
+
+def high_weights(blocks: int, device: torch.device) -> torch.Tensor:
+    """int64 [at least `blocks`]; kept on the device."""
+    table = _grown.get(device)
+    if table is None or len(table) < blocks:
+        table = _grown[device] = _table(_HIGH, max(1024, 2 * blocks)).to(device)
+    return table
+
+
+def _table(first: int, size: int) -> torch.Tensor:
+    z = (np.arange(1, size + 1, dtype=np.uint64) + np.uint64(first)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(z.view(np.int64))
