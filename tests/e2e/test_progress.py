@@ -57,6 +57,7 @@ def test_every_phase_counts_its_samples_and_the_console_says_what_users_know(tmp
         "Creating Rollout worker pool...",
         "Creating Critic worker pool...",
         "toy Correct: 0/6, Accuracy: 0.00",
+        "step 1: toy Correct: 0/8, Accuracy: 0.00",
         "Starting training...",
         "Epoch 1/15",
         f"saved to {tmp_path}/checkpoints/global_step_1",

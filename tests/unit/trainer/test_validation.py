@@ -39,7 +39,12 @@ def test_rewards_that_say_different_things_are_joined_with_gaps():
 def test_an_answer_is_right_when_the_reward_says_so_else_with_a_score_of_1():
     """Punished for its length a right answer scores 0.7 and is still right."""
     samples = _joined([part(["a", "b"], "math", [0.7, -1.0], acc=[1.0, 0.0]), part(["c", "d"], "chat", [1.0, 0.9])])
-    assert _accuracies(samples) == {"val/math/accuracy": 0.5, "val/chat/accuracy": 0.5}
+    assert _accuracies(samples, judged=False) == {"val/math/accuracy": 0.5, "val/chat/accuracy": 0.5}
+
+
+def test_the_score_of_a_reward_model_is_neither_right_nor_wrong():
+    samples = _joined([part(["a", "b"], "chat", [1.7, -3.0]), part(["c"], "math", [0.2], acc=[1.0])])
+    assert _accuracies(samples, judged=True) == {"val/math/accuracy": 1.0}
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from verl.trainer.answer_ends import ends_in_training
 from verl.trainer.ppo import checkpointing, worker_setup
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask, reward_column
 from verl.trainer.ppo.console import Console
+from verl.trainer.ppo.correctness import say_right_of_step
 from verl.trainer.ppo.dataloading import learn_from, make_dataloader
 from verl.trainer.ppo.dumps import dump_batch, dump_rows
 from verl.trainer.ppo.dynamic_sampling import fill_batch
@@ -309,6 +310,7 @@ class RayPPOTrainer:
         if self.use_greedy_baseline:
             batch = split_off_baselines(batch)
             metrics["reward/greedy/mean"] = float(batch.batch["reward_baselines"].mean())
+        say_right_of_step(batch, extra, self.config.data.reward_fn_key, self.use_rm, self.global_steps)
         metrics |= reward_metrics({name: batch.non_tensor_batch[name].tolist() for name in extra})
         return batch
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.protocol import DataProto, object_array
+from verl.trainer.ppo.correctness import right_answers, say_right
 from verl.trainer.ppo.dumps import decode, write_jsonl
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.validation_metrics import process_validation_metrics
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-
-logger = logging.getLogger(__name__)
 
 
 def validate(trainer: RayPPOTrainer) -> dict[str, float]:
@@ -27,7 +24,7 @@ def validate(trainer: RayPPOTrainer) -> dict[str, float]:
     samples = _joined(parts)
     _show(trainer, samples)
     infos = {name: column for name, column in samples.items() if name not in _DESCRIPTIONS}
-    return _metrics(samples, infos) | _accuracies(samples)
+    return _metrics(samples, infos) | _accuracies(samples, judged=trainer.use_rm)
 
 
 # Columns of a sample that say what it is; all others say how good it is.
@@ -76,16 +73,10 @@ def _metrics(samples: dict[str, list[Any]], infos: dict[str, list[Any]]) -> dict
     return metrics
 
 
-def _accuracies(samples: dict[str, list[Any]]) -> dict[str, float]:
-    """The share of right answers per source: `acc` where the reward says it as a number, else a score of 1."""
-    right: dict[str, list[bool]] = defaultdict(list)
-    said = samples.get("acc", [None] * len(samples["uid"]))
-    for source, score, acc in zip(samples["data_source"], samples["reward"], said, strict=True):
-        said_right = acc if isinstance(acc, bool | int | float | np.number | np.bool_) else score
-        right[source].append(bool(said_right >= 1.0))
-    for source, answers in right.items():
-        total, correct = len(answers), sum(answers)
-        logger.info("%s Correct: %d/%d, Accuracy: %.2f", source, correct, total, correct / total)
+def _accuracies(samples: dict[str, list[Any]], judged: bool) -> dict[str, float]:
+    """The share of right answers per source, where right and wrong mean something."""
+    right = right_answers(samples["data_source"], samples["reward"], samples.get("acc"), judged)
+    say_right(right)
     return {f"val/{source}/accuracy": sum(answers) / len(answers) for source, answers in right.items()}
 
 

@@ -1,0 +1,49 @@
+"""Right answers are counted per data source, and only where a score says right or wrong."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from verl.protocol import DataProto, object_array
+from verl.trainer.ppo.correctness import right_answers, say_right_of_step
+
+
+def scored(**columns: list) -> DataProto:
+    scores = torch.zeros(4, 3)
+    scores[:, 2] = torch.tensor([1.0, 0.0, 0.7, 1.0])
+    objects = {"data_source": ["math", "math", "chat", "chat"]} | columns
+    return DataProto.from_dict(
+        {"token_level_scores": scores}, {name: object_array(values) for name, values in objects.items()}
+    )
+
+
+def test_a_training_batch_is_said_line_by_line(caplog):
+    caplog.set_level(logging.INFO, logger="verl")
+    say_right_of_step(scored(), {}, "data_source", judged=False, step=3)
+    assert caplog.messages == [
+        "step 3: math Correct: 1/2, Accuracy: 0.50",
+        "step 3: chat Correct: 1/2, Accuracy: 0.50",
+    ]
+
+
+def test_what_the_reward_calls_acc_wins_over_the_score_and_a_column_of_the_data_does_not(caplog):
+    caplog.set_level(logging.INFO, logger="verl")
+    batch = scored(acc=[1.0, 1.0, np.float64(1.0), False])
+    say_right_of_step(batch, {"acc": None}, "data_source", judged=True, step=1)
+    assert caplog.messages == [
+        "step 1: math Correct: 2/2, Accuracy: 1.00",
+        "step 1: chat Correct: 1/2, Accuracy: 0.50",
+    ]
+    caplog.clear()
+    say_right_of_step(batch, {}, "data_source", judged=False, step=1)
+    assert "math Correct: 1/2" in caplog.text
+
+
+def test_a_reward_model_gives_degrees_and_nothing_is_said(caplog):
+    caplog.set_level(logging.INFO, logger="verl")
+    say_right_of_step(scored(), {}, "data_source", judged=True, step=1)
+    assert caplog.messages == []
+    assert right_answers(["a", "b"], [3.0, 0.0], [None, True], judged=True) == {"b": [True]}

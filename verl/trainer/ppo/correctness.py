@@ -1,0 +1,46 @@
+"""How many answers were right, per data source: counted where a score says right or wrong, and said on the console."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+
+logger = logging.getLogger(__name__)
+
+Right = dict[str, list[bool]]
+
+
+def right_answers(sources: Sequence[str], scores: Sequence[float], said: Sequence[Any] | None, judged: bool) -> Right:
+    """Whether each answer is right, by source: `acc` where the reward says it as a number, else a score of 1.
+
+    The scores of a reward model (`judged`) are degrees, not verdicts: without `acc` such an answer does not count.
+    """
+    right: Right = defaultdict(list)
+    for source, score, acc in zip(sources, scores, said or [None] * len(scores), strict=True):
+        if isinstance(acc, bool | int | float | np.number | np.bool_):
+            right[source].append(bool(acc >= 1.0))
+        elif not judged:
+            right[source].append(score >= 1.0)
+    return dict(right)
+
+
+def say_right(right: Right, when: str = "") -> None:
+    """One line per source, as users know it."""
+    for source, answers in right.items():
+        total, correct = len(answers), sum(answers)
+        logger.info("%s%s Correct: %d/%d, Accuracy: %.2f", when, source, correct, total, correct / total)
+
+
+def say_right_of_step(batch: DataProto, extra: Mapping[str, Any], source_key: str, judged: bool, step: int) -> None:
+    """The same for a scored training batch; `extra` names the columns that the reward added."""
+    columns = batch.non_tensor_batch
+    sources = columns[source_key].tolist() if source_key in columns else ["unknown"] * len(batch)
+    said = columns["acc"].tolist() if "acc" in extra else None
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    say_right(right_answers(sources, scores, said, judged), when=f"step {step}: ")
