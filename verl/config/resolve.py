@@ -16,11 +16,14 @@ from verl.config.trainer import RunConfig
 GLOBAL_POOL, REWARD_POOL = "global_pool", "reward_pool"
 DEFAULT_GROUP_SIZE = 4
 DEFAULT_MICRO_BATCH = 4
+# Validation answers to look at: a tracker has room for more than a console.
+TRACKED_ANSWERS, CONSOLE_ANSWERS = 20, 5
 
 
 def resolve(config: PPOConfig, report: Report) -> None:
     """Fill in every null that stands for something; the order follows who depends on whom."""
     resolve_run(config.trainer)
+    _shown_answers(config)
     _precisions(config)
     _sampling(config, report)
     _clip_bounds(config, report)
@@ -46,6 +49,15 @@ def resolve_run(trainer: RunConfig) -> None:
         trainer.n_gpus_per_node = max(1, gpus) if trainer.device == "cuda" else 1
     if trainer.default_local_dir is None:
         trainer.default_local_dir = f"./checkpoints/{trainer.project_name}/{trainer.experiment_name}"
+
+
+def _shown_answers(config: PPOConfig) -> None:
+    trainer = config.trainer
+    if trainer.console_val_generations is None:
+        asked = trainer.log_val_generations
+        trainer.console_val_generations = CONSOLE_ANSWERS if asked is None else asked
+    if trainer.log_val_generations is None:
+        trainer.log_val_generations = TRACKED_ANSWERS
 
 
 def _precisions(config: PPOConfig) -> None:

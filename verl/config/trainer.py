@@ -49,7 +49,13 @@ class TrainerConfig(RunConfig):
     balance_batch: bool = key("Even out tokens over data-parallel ranks.")
     val_only: bool = key("Validate and stop.")
     log_val_generations: int = key(
-        "Validation answers shown in the logs.", min=0, aliases=("val_generations_to_log_to_wandb",)
+        "Validation answers that every tracker gets.",
+        null="20, of which a console shows 5",
+        min=0,
+        aliases=("val_generations_to_log_to_wandb",),
+    )
+    console_val_generations: int = key(
+        "How many of them a console shows.", null="5, or log_val_generations where that is set", min=0
     )
     max_actor_ckpt_to_keep: int | None = key("Older actor checkpoints are deleted.", null="keep all", min=1)
     max_critic_ckpt_to_keep: int | None = key(

@@ -159,7 +159,7 @@ class TaskRunner:
         for dataset in filter(None, (train_dataset, val_dataset)):
             check_rewards(dataset, config)
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
-        val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1)
+        val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0)  # validation shows its own samples
         if not config.reward_model.enable:
             check_at_start(reward_fn, train_dataset, data.reward_fn_key)
         self._trainer = trainer_cls(

@@ -100,6 +100,7 @@ DEFAULTS = {
     "trainer.resume_mode": "auto",
     "trainer.logger": ["console"],
     "trainer.log_val_generations": 20,
+    "trainer.console_val_generations": 5,
     "trainer.dump_steps": [],
     "trainer.master_port": 29500,
     "ray_init.num_cpus": None,

@@ -65,6 +65,23 @@ def test_what_must_be_given_is_asked_for():
     assert "data.train_files" in problems("data.train_files=[]")
 
 
+@pytest.mark.parametrize(
+    ("given", "tracked", "on_console"),
+    [
+        ([], 20, 5),
+        (["trainer.log_val_generations=8"], 8, 8),
+        (["trainer.log_val_generations=20"], 20, 20),
+        (["trainer.log_val_generations=0"], 0, 0),
+        (["trainer.console_val_generations=1"], 20, 1),
+    ],
+)
+def test_a_console_shows_five_answers_unless_a_number_is_set(given, tracked, on_console):
+    trainer = load(*given).trainer
+    assert (trainer.log_val_generations, trainer.console_val_generations) == (tracked, on_console)
+    again = load_config(load(*given).to_dict(), check_files=False).trainer
+    assert again.console_val_generations == on_console
+
+
 # --- unknown keys ---------------------------------------------------------------------------------------------------
 
 

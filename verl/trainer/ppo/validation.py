@@ -90,6 +90,6 @@ def _show(trainer: RayPPOTrainer, samples: dict[str, list[Any]]) -> None:
     if config.log_val_generations and rows:
         order = np.random.default_rng(trainer.config.data.seed).permutation(len(rows))[: config.log_val_generations]
         chosen = [(rows[i]["input"], rows[i]["output"], rows[i]["score"]) for i in order]
-        trainer.tracking.log_generations(chosen, step)
+        trainer.tracking.log_generations(chosen, step, on_console=config.console_val_generations)
     if config.validation_data_dir is not None:
         write_jsonl(({"step": step, **row} for row in rows), Path(config.validation_data_dir) / f"{step}.jsonl")

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from verl.utils.tracking.backends import BACKENDS, Backend, Run, Sample
+from verl.utils.tracking.console import ConsoleBackend
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,13 @@ class Tracking:
         plain = {key: _plain_value(value) for key, value in data.items()}
         self._each(lambda backend: backend.log(plain, int(step)))
 
-    def log_generations(self, samples: Iterable[Sequence[Any]], step: int) -> None:
-        """Record validation samples: (input, output, score) each."""
+    def log_generations(self, samples: Iterable[Sequence[Any]], step: int, on_console: int | None = None) -> None:
+        """Record validation samples, (input, output, score) each; a console shows the first `on_console` of them."""
         rows = [Sample(str(given), str(answer), _plain_value(score)) for given, answer, score in samples]
-        self._each(lambda backend: backend.log_generations(rows, int(step)))
+        few = rows[:on_console]
+        self._each(
+            lambda backend: backend.log_generations(few if isinstance(backend, ConsoleBackend) else rows, int(step))
+        )
 
     def close(self) -> None:
         """Finish every backend; safe to call twice."""
