@@ -53,6 +53,7 @@ def command(work: Work, folder: Path, name: str, overrides: list[str]) -> list[s
         f"trainer.experiment_name={name}",
         f"trainer.default_local_dir={folder / name}",
         "trainer.resume_mode=disable",
+        "trainer.used_dir=move_aside",
         "trainer.save_freq=-1",
         "actor_rollout_ref.actor.checkpoint.save_contents=[extra]",
         "external_libs=[_worker_clock]",

@@ -32,6 +32,10 @@ class RunConfig(Block):
     resume_mode: str = key(
         "auto: the newest whole checkpoint in default_local_dir.", choices=("auto", "disable", "resume_path")
     )
+    used_dir: str = key(
+        "With resume_mode=disable, a default_local_dir that has steps: refused, or they move into before_<time>.",
+        choices=("refuse", "move_aside"),
+    )
     resume_from_path: str | None = key("The global_step_N folder of resume_path.", null="not set", path=True)
     max_nonfinite_steps: int = key(
         "Steps in a row without an update (NaN or infinite gradient, no sample with a score) that stop the run.", min=1

@@ -185,6 +185,7 @@ class TaskRunner:
             for manager in (reward_fn, val_reward_fn):
                 getattr(manager, "close", lambda: None)()
             resource_pool_manager.release()
+            start.close()
 
     def request_stop(self) -> None:
         """Finish the step that runs, save, and end."""

@@ -23,7 +23,14 @@ def start(trainer: RayPPOTrainer) -> None:
 
 def started(config: PPOConfig, workers: Mapping[Any, type]) -> RunStart:
     """The start of a run whose roles are done by these classes."""
-    return RunStart(config.trainer, run_parts(config, workers.values()))
+    return RunStart(config.trainer, run_parts(config, workers.values()), saves=not config.trainer.val_only)
+
+
+def end(trainer: RayPPOTrainer) -> None:
+    """The run is over: its folder may be another's."""
+    if trainer.run_start is not None:
+        trainer.run_start.close()
+        trainer.run_start = None
 
 
 def save(trainer: RayPPOTrainer) -> Path:
@@ -73,4 +80,5 @@ def load(trainer: RayPPOTrainer) -> None:
         if trainer.use_critic:
             trainer.critic_wg.load_checkpoint(str(path / "critic"))
 
+    start(trainer)
     load_run(trainer, read_parts)

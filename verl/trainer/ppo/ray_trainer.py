@@ -152,9 +152,9 @@ class RayPPOTrainer:
         """Train until the steps are done, or until asked to stop: then finish the step, save and return."""
         trainer = self.config.trainer
         self.tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict())
-        self._load_checkpoint()
-        self.console = Console(self.total_training_steps, self.global_steps)
         try:
+            self._load_checkpoint()
+            self.console = Console(self.total_training_steps, self.global_steps)
             if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
                 with self.console.phase("testing"):
                     found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate, trainer.val_only)
@@ -164,6 +164,7 @@ class RayPPOTrainer:
                 logger.info("Where the time went: %s.", verdict(self._seconds))
         finally:
             self.tracking.close()
+            checkpointing.end(self)
 
     def _train(self) -> None:
         logger.info("Starting training...")

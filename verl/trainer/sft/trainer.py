@@ -63,7 +63,9 @@ class SFTTrainer:
         self.worker_group.init_model()
 
     def close(self) -> None:
-        """End the ranks; safe to call twice."""
+        """End the ranks and give the folder back; safe to call twice."""
+        if self.run_start is not None:
+            self.run_start.close()
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None

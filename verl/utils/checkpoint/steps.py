@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import time
 import uuid
 from pathlib import Path
 
@@ -88,6 +89,24 @@ def fetched(root: Path) -> list[Path]:
 def hidden(root: Path, name: str, kind: str) -> Path:
     """A new name beside the steps; unique, since an old one may still be there if a file in it would not go."""
     return root / f".{name}.{kind}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def move_aside(root: Path) -> Path | None:
+    """Put what earlier runs left in `root` into a folder in it, from which it can be resumed; None: there are no steps.
+
+    Only while owning the folder.
+    """
+    if not newest_first(root):
+        return None
+    names = (copies.LATEST, copies.ITERATION, FETCHED)
+    mine = [*newest_first(root), *root.glob("debug_step_*"), *(root / name for name in names if (root / name).exists())]
+    aside = root / f"before_{time.strftime('%Y%m%d-%H%M%S')}"
+    while aside.exists():
+        aside = aside.with_name(f"{aside.name}-1")
+    aside.mkdir()
+    for path in mine:
+        os.rename(path, aside / path.name)
+    return aside
 
 
 def tidy(root: Path) -> None:

@@ -137,7 +137,7 @@ class RLHFDataset(Dataset):
             files = ", ".join(part.file for part in self.rows.parts)
             raise ValueError(
                 f"data.train_files: not the prompts of the checkpoint, or in another order ({files}: {mine['prompts']} "
-                f"here, {state['prompts']} there). Give the same files and limits, or set trainer.resume_mode=disable."
+                f"here, {state['prompts']} there). Give the same files and limits, or begin anew in another folder."
             )
 
     def _names_in_batch(self) -> dict[str, str]:

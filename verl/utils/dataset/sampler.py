@@ -61,7 +61,7 @@ class EpochSampler(Sampler[int]):
         if (state["seed"], state["rows"]) != (self._seed, self._rows):
             raise ValueError(
                 f"data.seed: the checkpoint was made with seed {state['seed']} and {state['rows']} rows, this run has "
-                f"seed {self._seed} and {self._rows}. Set them back, or trainer.resume_mode=disable."
+                f"seed {self._seed} and {self._rows}. Set them back, or begin anew in another folder."
             )
         self._epoch, self._done, self._resumed = state["epoch"], state["done"], True
 
