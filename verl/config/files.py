@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl.config.context_length import context_rules
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.schema import Block
@@ -21,7 +22,7 @@ _EXTRAS = ("wandb", "tensorboard")
 
 
 def check_environment(config: PPOConfig, report: Report) -> None:
-    """Report every path that does not exist here and every package that is asked for and missing."""
+    """Report paths that do not exist here, packages that are asked for and missing, models that read too little."""
     check_data_files(config.data, report)
     models: dict[str, str | None] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
     if config.critic.enable:
@@ -34,6 +35,7 @@ def check_environment(config: PPOConfig, report: Report) -> None:
         if path and path not in shown:
             check_model(key, path, report)
             shown.add(path)
+    context_rules(config, report)
     _check_code_and_resume(config, report)
     check_loggers(config.trainer.logger, report)
 

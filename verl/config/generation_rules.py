@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl.config import files, names
+from verl.config.context_length import generation_context_rules
 from verl.config.devices import visible_gpus
 from verl.config.generation import EvalConfig, GenerationConfig
 from verl.config.problems import Report
@@ -56,10 +57,11 @@ def validate_generation(config: GenerationConfig, report: Report) -> None:
 
 
 def check_generation(config: GenerationConfig, report: Report) -> None:
-    """Report every path that does not exist here."""
+    """Report every path that does not exist here, and sequences that the model cannot read."""
     files.check_paths("data.path", config.data.path, report)
     if config.model.path:
         files.check_model("model.path", config.model.path, report)
+        generation_context_rules(config, report)
 
 
 def resolve_eval(config: EvalConfig, report: Report) -> None:

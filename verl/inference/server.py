@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.config.context_length import context_limit
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.serving.app import OpenAIApp, in_options
 from verl.inference.serving.http_server import HttpServer
@@ -110,7 +111,7 @@ def _names(options: argparse.Namespace) -> tuple[str, ...]:
 
 def _longest(asked: int | None, hf_config: Any) -> int:
     """Tokens a sequence may have: as asked, else the model's own limit."""
-    limit = getattr(hf_config.get_text_config(decoder=True), "max_position_embeddings", asked)
+    limit = context_limit(hf_config.get_text_config(decoder=True).to_dict()) or asked
     if limit is None:
         raise ValueError(f"--max-model-len: this {hf_config.model_type} model names no limit of its own. Set it.")
     if asked is not None and asked > limit:

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from verl.config import GenerationConfig, ModelConfig, RolloutConfig, as_config
+from verl.config.context_length import refuse_long_sequences
 from verl.trainer.answer_ends import ends_in_generation
 from verl.trainer.answer_store import RESPONSES, AnswerStore
 from verl.trainer.ppo.console import Console
@@ -96,6 +97,7 @@ class _Prompts:
         self.batches = -(-self.count // data.batch_size)
         self.table = _table(rows, self.count)
         self.model_path = resolve_model_path(config.model.path)
+        refuse_long_sequences(config, {config.model.path: self.model_path})
         self.tokenizer = hf_tokenizer(self.model_path, trust_remote_code=config.model.trust_remote_code)
         encoder = PromptEncoder(self.tokenizer, data.apply_chat_template_kwargs, None, data.system_prompt)
         self._tokens = encode_prompts(rows, self.count, data.prompt_key, encoder)

@@ -123,6 +123,7 @@ class TaskRunner:
 
     def run(self, config: PPOConfig) -> None:
         """Register the roles, load tokenizer, rewards and data, start the workers, train."""
+        from verl.config.context_length import refuse_long_sequences
         from verl.trainer.memory_check import check_memory
         from verl.trainer.ppo.checkpointing import started
         from verl.trainer.ppo.reward import check_rewards, load_reward_manager
@@ -143,6 +144,7 @@ class TaskRunner:
         resource_pool_manager = self.init_resource_pool_mgr(config)
         model = config.actor_rollout_ref.model
         local_path = resolve_model_path(model.path)
+        refuse_long_sequences(config, {model.path: local_path})
         check_memory(config, {model.path: local_path})
         start = started(config, self.role_worker_mapping)
         tokenizer = hf_tokenizer(local_path, trust_remote_code=model.trust_remote_code)

@@ -1,0 +1,159 @@
+"""How long a sequence a model can read, and the refusal of runs that would make longer ones."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl.config.generation import GenerationConfig
+from verl.config.plan import ROLLOUT
+from verl.config.ppo import PPOConfig
+from verl.config.problems import Report
+
+_POSITIONS = ("max_position_embeddings", "n_positions")
+# Scalings whose factor extends what the config names; llama3 and longrope name the extended length itself.
+_EXTENDING = ("linear", "dynamic", "yarn")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_LENGTHS = ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.max_new_tokens")
+_LONGER = "choose a model of longer context (or, if this one reads more, say so in its override_config)"
+
+
+def context_limit(config: Mapping[str, Any]) -> int | None:
+    """Tokens that a sequence may have, by what a config.json holds (rope scaling included); None: not told."""
+    text = config.get("text_config") or config
+    positions = next((text[name] for name in _POSITIONS if isinstance(text.get(name), int)), None)
+    rope = text.get("rope_scaling") or text.get("rope_parameters")
+    if positions is None or not isinstance(rope, Mapping) or "rope_local_base_freq" in text:
+        return positions
+    kind, factor = rope.get("rope_type", rope.get("type")), rope.get("factor")
+    if kind not in _EXTENDING or not isinstance(factor, int | float):
+        return positions
+    return max(positions, int((rope.get("original_max_position_embeddings") or positions) * factor))
+
+
+def limit_of_folder(folder: str, changes: Mapping[str, Any]) -> int | None:
+    """Of the model in a local folder, with `changes` to its config; None where it is not here."""
+    file = Path(folder).expanduser() / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:  # whoever loads the model says what is wrong with the file
+        return None
+    return context_limit({**config, **changes})
+
+
+def context_rules(config: PPOConfig, report: Report, folders: Mapping[str, str] | None = None) -> None:
+    """Report sequences longer than a model can read; `folders`: where models that are named otherwise are here."""
+    policy, critic, found = config.actor_rollout_ref, config.critic, folders or {}
+    path = policy.model.path
+    limit = None if not path else limit_of_folder(found.get(path, path), policy.model.override_config)
+    if limit is not None:
+        _policy(config, limit, report)
+    other = critic.model.path
+    if critic.enable and other and (other, critic.model.override_config) != (path, policy.model.override_config):
+        limit = limit_of_folder(found.get(other, other), critic.model.override_config)
+        if limit is not None and limit < _longest(config):
+            why = f"has {limit} positions, and prompt and answer together may have {_longest(config)} tokens"
+            fix = f"Shorten data.max_prompt_length or data.max_response_length, or {_LONGER}"
+            report.problem("critic.model.path", other, why, fix, _LENGTHS)
+    if config.reward_model.enable and config.reward_model.path:
+        _reward_model(config, config.reward_model.path, found.get(path or "", path or ""), report)
+
+
+def generation_context_rules(config: GenerationConfig, report: Report, folder: str | None = None) -> None:
+    """The same of answers to the prompts of a file; `folder` is where the model is on this machine."""
+    path, rollout, prompt = config.model.path, config.rollout, config.data.max_prompt_length
+    limit = None if not path else limit_of_folder(folder or path, config.model.override_config)
+    if limit is None or rollout.max_model_len <= limit:
+        return
+    why = f"is more than the {limit} positions of model.path = {path}"
+    fix = f"Set it to {limit} or less, or {_LONGER}"
+    if rollout.max_model_len == prompt + rollout.max_new_tokens:
+        why += f" (data.max_prompt_length = {prompt} + rollout.max_new_tokens = {rollout.max_new_tokens})"
+        fix = f"Shorten one of the two, set it to {limit} or less, or {_LONGER}"
+    uses = ("data.max_prompt_length", "rollout.max_new_tokens", "model.path")
+    report.problem("rollout.max_model_len", rollout.max_model_len, why, fix, uses)
+
+
+def refuse_long_sequences(config: PPOConfig | GenerationConfig, folders: Mapping[str, str]) -> None:
+    """The same when hub names and URLs are on this machine, and before any model is loaded. Raises ConfigError."""
+    report = Report()
+    if isinstance(config, PPOConfig):
+        context_rules(config, report, folders)
+    else:
+        generation_context_rules(config, report, folders.get(config.model.path))
+    report.raise_if_any()
+
+
+def _longest(config: PPOConfig) -> int:
+    """Tokens of prompt and answer together."""
+    rollout = config.actor_rollout_ref.rollout
+    return config.data.max_prompt_length + max(rollout.max_new_tokens, rollout.val_kwargs.max_new_tokens)
+
+
+def _policy(config: PPOConfig, limit: int, report: Report) -> None:
+    rollout, prompt, needed = config.actor_rollout_ref.rollout, config.data.max_prompt_length, _longest(config)
+    model = f"the {limit} positions of actor_rollout_ref.model.path = {config.actor_rollout_ref.model.path}"
+    if prompt >= limit:
+        why = f"leaves no room for an answer in {model}"
+        fix = f"Set it below {limit}, or {_LONGER}"
+        report.problem("data.max_prompt_length", prompt, why, fix, ("actor_rollout_ref.model.path",))
+    elif needed > limit:
+        key = _answer_key(config)
+        why = f"with data.max_prompt_length = {prompt} a sequence has up to {needed} tokens, more than {model}"
+        fix = f"Set it to {limit - prompt} or less, shorten data.max_prompt_length, or {_LONGER}"
+        report.problem(key, needed - prompt, why, fix, (*_LENGTHS, "actor_rollout_ref.model.path"))
+    elif rollout.max_model_len > limit:
+        fix = f"Set it to {limit} or less, or leave it out"
+        report.problem(f"{ROLLOUT}.max_model_len", rollout.max_model_len, f"is more than {model}", fix)
+
+
+def _answer_key(config: PPOConfig) -> str:
+    """Which key says how long the longest answer is."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.max_new_tokens < rollout.val_kwargs.max_new_tokens:
+        return f"{ROLLOUT}.val_kwargs.max_new_tokens"
+    if rollout.max_new_tokens == config.data.max_response_length:
+        return "data.max_response_length"
+    return f"{ROLLOUT}.max_new_tokens"
+
+
+def _reward_model(config: PPOConfig, path: str, policy: str, report: Report) -> None:
+    """It reads the policy's tokens, or a text in its own tokens, whose beginning is cut at `max_length`."""
+    reward = config.reward_model
+    limit = limit_of_folder(path, reward.model.override_config)
+    if limit is None:
+        return
+    if _same_files(path, reward.model.input_tokenizer or policy):
+        if _longest(config) > limit:
+            why = f"has {limit} positions, and prompt and answer together may have {_longest(config)} tokens"
+            fix = f"Shorten data.max_prompt_length or data.max_response_length, or {_LONGER}"
+            report.problem("reward_model.path", path, why, fix, _LENGTHS)
+        return
+    reads = reward.max_length or _model_max_length(path)
+    if reads is None or reads > limit:
+        told = "" if reward.max_length else f" (its tokenizer names {reads or 'no limit'})"
+        why = f"the reward model at {path} has {limit} positions{told}"
+        fix = f"Set it to {limit} or less: a longer text loses its beginning"
+        if reward.max_length or _longest(config) > limit:
+            report.problem("reward_model.max_length", reward.max_length, why, fix, ("reward_model.path",))
+
+
+def _same_files(one: str, other: str) -> bool:
+    """Whether two local folders hold the same tokenizer."""
+    folders = [Path(folder).expanduser() for folder in (one, other)]
+    present = [[name for name in _TOKENIZER_FILES if (folder / name).is_file()] for folder in folders]
+    if not present[0] or present[0] != present[1]:
+        return False
+    return all(filecmp.cmp(folders[0] / name, folders[1] / name, shallow=False) for name in present[0])
+
+
+def _model_max_length(path: str) -> int | None:
+    file = Path(path).expanduser() / "tokenizer_config.json"
+    found = json.loads(file.read_text(encoding="utf-8")).get("model_max_length") if file.is_file() else None
+    # Tokenizers without a limit of their own say 1e30.
+    return int(found) if isinstance(found, int | float) and found < 1e9 else None
