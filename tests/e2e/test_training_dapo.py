@@ -153,6 +153,39 @@ def test_bypassing_the_old_log_probs_still_measures_the_mismatch(task, tmp_path)
     assert torch.equal(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"])
 
 
+@pytest.mark.parametrize("denominator", ["full", "drawn"])
+@pytest.mark.parametrize("way", ["bypass_mode=True", "rollout_is=token"])
+def test_truncated_sampling_is_measured_and_its_log_probs_can_be_the_denominator(task, tmp_path, way, denominator):
+    run = ("algorithm=grpo", "actor_rollout_ref.rollout.n=4", "reward_model.reward_kwargs={num_processes: 0}")
+    cut = ("actor_rollout_ref.rollout.top_k=8", f"algorithm.rollout_correction.denominator={denominator}")
+    short = ("trainer.total_training_steps=1", "data.val_files=[]", f"algorithm.rollout_correction.{way}")
+    trainer = run_training(overrides(task, tmp_path, *run, *cut, *short))
+    (row,) = trainer.history
+    assert row["rollout_corr/engine_log_prob_diff"] < 1e-4
+    assert row["rollout_corr/truncation_kl"] > 0.5
+    assert row["rollout_corr/kl"] == pytest.approx(row["rollout_corr/truncation_kl"], abs=1e-3)
+    batch = trainer._last_batch.batch
+    mask, full, drawn = (batch[name] for name in ("response_mask", "rollout_log_probs", "rollout_drawn_log_probs"))
+    used = {"full": full, "drawn": drawn}[denominator]
+    if way.startswith("bypass"):
+        assert torch.equal(batch["old_log_probs"], used)
+    else:
+        assert row["rollout/mismatch_kl"] == pytest.approx(row["rollout_corr/truncation_kl"], abs=1e-3)
+        weights = (batch["old_log_probs"] - used).exp().clamp(max=2.0) * mask
+        torch.testing.assert_close(batch["rollout_is_weights"], weights)
+    assert row["actor/grad_norm"] > 0
+
+
+def test_one_step_per_batch_measures_truncated_sampling_too(task, tmp_path):
+    """Where the update itself gives the old log-probs."""
+    run = ("algorithm=grpo", "actor_rollout_ref.rollout.n=4", "reward_model.reward_kwargs={num_processes: 0}")
+    short = ("trainer.total_training_steps=1", "data.val_files=[]", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+    trainer = run_training(overrides(task, tmp_path, *run, *short, "actor_rollout_ref.rollout.top_k=8"))
+    (row,) = trainer.history
+    assert row["rollout/mismatch_kl"] == pytest.approx(row["rollout_corr/truncation_kl"], abs=1e-3)
+    assert row["rollout_corr/truncation_kl"] > 0.5
+
+
 def test_a_rollout_in_another_precision_is_measured_weighed_and_masked(task, tmp_path, caplog):
     """bfloat16 generates, float32 trains: the mismatch is real; sequences that are off by too much are masked."""
     run = (

@@ -183,6 +183,41 @@ def test_one_pass_sampling_draws_what_the_noise_says(vocab, dtype):
     torch.testing.assert_close(found.drawn_log_probs, full.masked_fill(greedy[slots], 0.0), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("vocab", [37, 9001, 151_936])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_truncated_rows_draw_and_report_on_the_device_what_they_do_on_the_host(vocab, dtype):
+    """Rows of all kinds in one step: cut off by each rule and by several, greedy, whole; and in a step of their own."""
+    from verl.inference.sampler import Sampler
+    from verl.utils.token_sampling import SamplingParams
+
+    torch.manual_seed(0)
+    kinds = [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.6, "min_p": 0.05}, {}]
+    kinds += [{**kind, "temperature": 0.6} for kind in kinds] + [{"do_sample": False}, {"do_sample": False, "top_k": 3}]
+    params = [(slot, SamplingParams(key=1000 + slot, **kind)) for slot, kind in enumerate(kinds)]
+    logits = (torch.randn(len(kinds), vocab) * 3).to(dtype)
+    slots, positions = list(range(len(kinds))), torch.arange(len(kinds)) + 11
+    found = {}
+    for device in (torch.device("cpu"), CUDA):
+        sampler = Sampler(len(kinds), device)
+        sampler.assign(params)
+        index = torch.tensor(slots, device=device)
+        found[device.type] = sampler.sample(logits.to(device), slots, index, positions.to(device), ())
+    assert torch.equal(found["cuda"].tokens.cpu(), found["cpu"].tokens)
+    for name in ("log_probs", "raw_log_probs", "drawn_log_probs"):
+        here, there = getattr(found["cpu"], name), getattr(found["cuda"], name).cpu()
+        torch.testing.assert_close(there, here, atol=1e-4, rtol=1e-4, msg=name)
+    drawn, full = found["cuda"].drawn_log_probs, found["cuda"].log_probs
+    assert (drawn[-2:] == 0).all(), "greedy rows"
+    cut = torch.tensor([bool(set(kind) & {"top_k", "top_p", "min_p"}) for kind in kinds], device=CUDA)
+    assert (drawn[cut] > full[cut]).all()
+    # Whole rows alone go through the one-pass kernel, and report the same.
+    whole = [slot for slot in slots if not cut[slot] and slot < len(kinds) - 2]
+    at = torch.tensor(whole, device=CUDA)
+    alone = sampler.sample(logits.to(CUDA)[at], whole, at, positions.to(CUDA)[at], ())
+    assert torch.equal(alone.tokens, found["cuda"].tokens[at])
+    torch.testing.assert_close(alone.drawn_log_probs, drawn[at], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
 def test_fingerprints_of_many_tensors_are_those_of_each(dtype):
     tensors = {

@@ -1,8 +1,9 @@
 """When the policy that generated is not quite the one that trains: weigh, mask, and always measure the difference.
 
 Rollout engines run other kernels, other precisions, or older weights, so their log-probs differ from the training
-engine's for the same tokens. The ratio training / rollout, per token or over a sequence, corrects the gradient;
-truncating it bounds the variance, and masking drops what no weight can save.
+engine's for the same tokens; and with top-p, top-k or min-p they draw from a part of the distribution only. The ratio
+training / rollout, per token or over a sequence, corrects the gradient; truncating it bounds the variance, and masking
+drops what no weight can save.
 """
 
 from __future__ import annotations
@@ -40,16 +41,24 @@ def correct_rollout(
     rollout_log_prob: torch.Tensor,
     response_mask: torch.Tensor,
     config: CorrectionLike = None,
+    drawn_log_prob: torch.Tensor | None = None,
 ) -> Correction:
     """Weights, mask and metrics for one batch; all tensors [batch, response].
+
+    `rollout_log_prob` is under the rollout's whole distribution; `drawn_log_prob`, where sampling cut a part of it off,
+    under what was left. The metrics compare with what was drawn from; weights and mask with `config.denominator`.
 
     `rollout_is` truncates the ratio at `rollout_is_threshold`: per `token`, or the product over the `sequence` for all
     its tokens. `rollout_rs` masks what lies outside [`rollout_rs_threshold_lower`, `rollout_rs_threshold`]: single
     tokens, or whole sequences by the product of their ratios (`sequence`) or its geometric mean (`geometric`).
     """
     config = as_config(RolloutCorrectionConfig, config)
-    log_ratio = _log_ratio(old_log_prob, rollout_log_prob, response_mask)
-    metrics = _mismatch_metrics(log_ratio, response_mask.bool())
+    log_ratio, cut_off = _log_ratio(old_log_prob, rollout_log_prob, response_mask), None
+    if drawn_log_prob is not None:
+        cut_off = _log_ratio(drawn_log_prob, rollout_log_prob, response_mask)
+    metrics = _mismatch_metrics(log_ratio, response_mask.bool(), cut_off)
+    if cut_off is not None and config.denominator == "drawn":
+        log_ratio = log_ratio - cut_off
     weights = None
     if config.rollout_is is not None:
         weights, truncated = importance_weights(
@@ -95,13 +104,18 @@ def mismatch_metrics(
     return _mismatch_metrics(_log_ratio(old_log_prob, rollout_log_prob, response_mask), response_mask.bool())
 
 
-def _mismatch_metrics(padded: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+def _mismatch_metrics(
+    between_engines: torch.Tensor, mask: torch.Tensor, cut_off: torch.Tensor | None = None
+) -> dict[str, float]:
+    """`between_engines` is log(training / rollout), `cut_off` log(drawn / rollout): -log of what sampling left."""
+    padded = between_engines if cut_off is None else between_engines - cut_off
     per_sequence = _bounded_exp(padded.sum(dim=-1)[mask.any(dim=-1)])
     # Only real tokens from here on, [tokens]: long answers are few, and most of a padded batch is padding.
-    log_ratio = padded[mask]
+    log_ratio, same_support = padded[mask], between_engines[mask]
     if not len(log_ratio):
-        log_ratio = log_ratio.new_zeros(1)  # two policies that said nothing agree
-    divergence = {name: kl_penalty(-log_ratio, torch.zeros_like(log_ratio), name) for name in ("k1", "k3")}
+        log_ratio = same_support = log_ratio.new_zeros(1)  # two policies that said nothing agree
+    nothing = torch.zeros_like(log_ratio)
+    divergence = {"k1": kl_penalty(-log_ratio, nothing, "k1"), "k3": kl_penalty(-same_support, nothing, "k3")}
     ratio, distance = _bounded_exp(log_ratio), log_ratio.abs()
     mean_ratio = ratio.mean()
     metrics = {
@@ -115,6 +129,13 @@ def _mismatch_metrics(padded: torch.Tensor, mask: torch.Tensor) -> dict[str, flo
         "rollout_corr/sequence_ratio_mean": per_sequence.mean() if len(per_sequence) else per_sequence.new_zeros(()),
     }
     metrics |= {f"rollout_corr/ratio_{name}": value for name, value in _quantiles(ratio).items()}
+    if cut_off is not None:
+        # k3 knows nothing of tokens that are never drawn. What they weigh adds to it: KL(drawn ‖ training) =
+        # KL(drawn ‖ rollout) + E[log rollout / training], and the first is this mean, whatever was drawn.
+        truncation = cut_off[mask].sum() / mask.sum().clamp(min=1)
+        metrics["rollout_corr/k3_kl"] = metrics["rollout_corr/k3_kl"] + truncation
+        metrics["rollout_corr/truncation_kl"] = truncation
+        metrics["rollout_corr/engine_log_prob_diff"] = same_support.abs().mean()
     return {name: float(value) for name, value in metrics.items()}
 
 

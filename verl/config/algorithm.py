@@ -62,6 +62,12 @@ class RolloutCorrectionConfig(Block):
     rollout_rs_threshold_lower: float | None = key(
         "Ratio below which it is masked.", null="1 / rollout_rs_threshold", above=0
     )
+    denominator: str = key(
+        "What ratios are taken to: full, the rollout's whole distribution, or drawn, what top_p, top_k and min_p left.",
+        choices=("full", "drawn"),
+        synonyms={"processed_logprobs": "drawn"},
+        aliases=("../../actor_rollout_ref.rollout.logprobs_mode",),
+    )
     bypass_mode: bool = key("Take the rollout's log-probs as old_log_probs and skip recomputing them.")
     warn_log_prob_diff: float = key(
         "Mean |rollout - training log-prob| above which the run warns and names these keys.", above=0

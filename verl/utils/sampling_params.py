@@ -57,6 +57,11 @@ class SamplingParams:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
+    def reshaped(self) -> bool:
+        """What is drawn from is not the whole distribution at the temperature: cut off, greedy, or ends banned."""
+        return self.greedy or self.truncated or self.min_new_tokens > 0
+
+    @property
     def ends(self) -> frozenset[int]:
         """The tokens that end this answer."""
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_token_ids

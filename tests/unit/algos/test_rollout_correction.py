@@ -44,6 +44,41 @@ def test_without_a_correction_the_mismatch_is_still_measured():
     assert result.metrics["rollout_corr/effective_share"] == pytest.approx(36 / 85)
 
 
+def of_top_two(denominator: str, **config):
+    """Probabilities .5 .3 .2, of which top-k 2 leaves 5/8 and 3/8: eight tokens, each as often as it is drawn."""
+    tokens = torch.tensor([[0] * 5 + [1] * 3])
+    whole, left = torch.tensor([0.5, 0.3, 0.2]).double().log(), torch.tensor([5 / 8, 3 / 8]).double().log()
+    mask = torch.ones_like(tokens)
+    config |= {"denominator": denominator}
+    return tokens, correct_rollout(whole[tokens], whole[tokens], mask, config, left[tokens])
+
+
+@pytest.mark.parametrize("denominator", ["full", "drawn"])
+def test_what_sampling_cuts_off_is_measured_whatever_the_denominator(denominator):
+    """Both engines agree: all of the mismatch is KL(drawn ‖ whole) = -log of the .8 that are left."""
+    metrics = of_top_two(denominator)[1].metrics
+    for name in ("kl", "k3_kl", "truncation_kl", "log_prob_diff", "log_prob_diff_max"):
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(-math.log(0.8)), name
+    assert metrics["rollout_corr/engine_log_prob_diff"] == 0.0
+    assert metrics["rollout_corr/ratio_mean"] == pytest.approx(0.8)
+    assert metrics["rollout_corr/ratio_p50"] == pytest.approx(0.8)
+
+
+def test_weights_against_the_drawn_distribution_give_the_policys_expectation():
+    """Σ drawn(a) · w(a) · f(a) over all a, exactly: Σ π(a) f(a) of what can be drawn."""
+    tokens, corrected = of_top_two("drawn", rollout_is="token")
+    f = torch.tensor([7.0, -3.0, 100.0]).double()
+    assert (corrected.weights * f[tokens]).mean().item() == pytest.approx(0.5 * 7 + 0.3 * -3)
+    tokens, plain = of_top_two("full", rollout_is="token")
+    assert (plain.weights * f[tokens]).mean().item() == pytest.approx(5 / 8 * 7 + 3 / 8 * -3), "no correction at all"
+
+
+def test_masks_follow_the_denominator_too():
+    rule = {"rollout_rs": "token", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.9}
+    assert of_top_two("drawn", **rule)[1].response_mask.sum() == 0
+    assert of_top_two("full", **rule)[1].response_mask.sum() == 8
+
+
 def test_token_level_truncated_importance_sampling():
     result = correct(rollout_is="token", rollout_is_threshold=2.0)
     assert result.weights.tolist() == [pytest.approx([2.0, 0.5, 0.0]), pytest.approx([0.5, 0.5, 0.5])]

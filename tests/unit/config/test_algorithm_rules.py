@@ -8,6 +8,7 @@ GIVEN = ("data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "t
 CORRECTION = "algorithm.rollout_correction"
 FILTER = ("algorithm=grpo", "algorithm.filter_groups.enable=True")
 GDPO = "algorithm.adv_estimator=gdpo"
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def load(*overrides):
@@ -96,3 +97,36 @@ def test_what_works_is_accepted(good):
 @pytest.mark.parametrize("name", ["seq_reward", "seq_final_reward", "score"])
 def test_the_score_has_several_names(name):
     assert load(*FILTER, f"algorithm.filter_groups.metric={name}").algorithm.filter_groups.metric == "score"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=20"],
+            [f"{ROLLOUT}.top_p = 0.9, {ROLLOUT}.top_k = 20: answers are"],
+        ),
+        (
+            [f"{ROLLOUT}.min_p=0.1"],
+            ["training is off-policy", "rollout_is=token or", f"set {CORRECTION}.denominator=drawn"],
+        ),
+        ([f"{ROLLOUT}.top_k=5", f"{CORRECTION}.rollout_is=token"], [f"set {CORRECTION}.denominator=drawn."]),
+        (
+            [f"{ROLLOUT}.top_k=5", f"{CORRECTION}={{rollout_is: token, denominator: drawn}}"],
+            ["denominator = drawn corrects for it by rollout_is."],
+        ),
+        (
+            [f"{ROLLOUT}.top_k=5", f"{CORRECTION}.bypass_mode=True", f"{ROLLOUT}.logprobs_mode=processed_logprobs"],
+            ["denominator = drawn corrects for it by bypass_mode."],
+        ),
+        ([f"{CORRECTION}.denominator=drawn"], ["denominator = drawn has no effect"]),
+    ],
+)
+def test_truncated_sampling_is_said_with_what_corrects_for_it(overrides, said):
+    notices = load(*overrides).notices
+    (notice,) = [notice for notice in notices if "denominator" in notice]
+    assert all(words in notice for words in said), notice
+
+
+def test_whole_distributions_need_no_word_and_validation_may_cut_off():
+    assert not [notice for notice in load(f"{ROLLOUT}.val_kwargs.top_p=0.7").notices if "denominator" in notice]

@@ -122,6 +122,15 @@ def test_masked_tokens_and_filler_rows_change_nothing():
     assert compute_throughout_metrics(filled, timing, 2) == compute_throughout_metrics(clean, timing, 2)
 
 
+def test_the_mismatch_is_to_what_was_really_drawn_from():
+    """Sampling left half of the probability at every token, and the engines differ by 0.5 at one of three."""
+    plain = compute_data_metrics(make_batch())
+    drawn = make_batch().batch["rollout_log_probs"] + math.log(2)
+    metrics = compute_data_metrics(make_batch(rollout_drawn_log_probs=drawn))
+    assert metrics["rollout/mismatch_kl"] == pytest.approx(plain["rollout/mismatch_kl"] + math.log(2), abs=1e-6)
+    assert metrics["rollout/log_prob_diff_max"] == pytest.approx(math.log(2), abs=1e-6)
+
+
 def test_a_batch_without_sampled_tokens_gives_numbers():
     batch = make_batch(response_mask=torch.zeros(2, 3, dtype=torch.long))
     metrics = compute_data_metrics(batch) | compute_timing_metrics(batch, {"gen": 1.0, "step": 0.0})

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from truncation import drawn_probs
 
 from verl.utils import token_sampling
 from verl.utils.counter_noise import sample_keys
@@ -109,6 +110,25 @@ def test_log_probs_of_the_full_the_raw_and_the_drawn_distribution():
     torch.testing.assert_close(drawn[:-1].exp(), (torch.tensor([0.25, 0.09]) / 0.34)[tokens[:-1]])
     assert tokens[-1] == 0
     assert drawn[-1] == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([0.5, 1.0, 1.7]),
+    st.sampled_from([-1, 1, 3, 6]),
+    st.sampled_from([0.15, 0.5, 0.83, 1.0]),
+    st.sampled_from([0.0, 0.4, 1.0]),
+)
+def test_drawn_log_probs_are_those_of_what_truncation_leaves_and_add_up_to_one(seed, temperature, top_k, top_p, min_p):
+    logits = 1.5 * torch.rand(6, generator=torch.Generator().manual_seed(seed))
+    shape = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    params = [SamplingParams(key=sample_keys(0, 0, "u", i), **shape) for i in range(1500)]
+    found = sample_tokens(logits.expand(1500, -1), SamplingBatch.of(params, CPU), torch.zeros(1500).long())
+    expected = drawn_probs((logits.double() / temperature).tolist(), top_k, top_p, min_p)
+    seen = dict(zip(found.tokens.tolist(), found.drawn_log_probs.exp().tolist(), strict=True))
+    assert seen == pytest.approx(expected, abs=1e-5), "every token that is left was drawn, and none that is not"
+    assert sum(seen.values()) == pytest.approx(1.0, abs=1e-5)
 
 
 params_strategy = st.builds(

@@ -23,6 +23,7 @@ _RESPONSE_NAMES = {
     "responses",
     "response_mask",
     "rollout_log_probs",
+    "rollout_drawn_log_probs",
     "rollout_versions",
     "old_log_probs",
     "ref_log_prob",

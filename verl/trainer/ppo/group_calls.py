@@ -18,7 +18,10 @@ _SEQUENCE_COLUMNS = ["responses", "input_ids", "attention_mask", "position_ids",
 # Objects that a pass reads: a reward model may have another tokenizer, and writes the messages in its own.
 _OBJECTS_READ_BY = {"reward_model": ("raw_prompt",)}
 # What an update does not read, besides objects (ground truths may be large). Tensors of the user's own go to all ranks.
-_UNREAD = {"prompts", "rollout_versions", "rollout_log_probs", "token_level_scores", "token_level_rewards"}
+_UNREAD = {
+    *("prompts", "rollout_versions", "rollout_log_probs", "rollout_drawn_log_probs"),
+    *("token_level_scores", "token_level_rewards"),
+}
 _UNREAD_BY = {
     "actor": _UNREAD | {"values", "returns"},
     "critic": _UNREAD | {"old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights"},

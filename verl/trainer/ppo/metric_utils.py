@@ -69,7 +69,8 @@ def divergence_metrics(batch: DataProto) -> dict[str, float]:
     if "ref_log_prob" in columns:
         metrics["kl/mean"] = masked_mean(columns["old_log_probs"] - columns["ref_log_prob"], mask).item()
     if "rollout_log_probs" in columns:
-        metrics |= _rollout_metrics(columns["rollout_log_probs"], columns["old_log_probs"], mask)
+        drawn = "rollout_drawn_log_probs" if "rollout_drawn_log_probs" in columns else "rollout_log_probs"
+        metrics |= _rollout_metrics(columns[drawn], columns["rollout_log_probs"], columns["old_log_probs"], mask)
     return metrics
 
 
@@ -145,20 +146,23 @@ def _value_metrics(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tens
     return _stats("critic/values", values, mask) | {"critic/vf_explained_var": explained}
 
 
-def _rollout_metrics(rollout: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
-    """How far the engine that sampled is from the one that trains; both [batch, response].
+def _rollout_metrics(
+    drawn: torch.Tensor, rollout: torch.Tensor, old: torch.Tensor, mask: torch.Tensor
+) -> dict[str, float]:
+    """How far what was drawn from is from the policy that trains; log-probs [batch, response].
 
     KL(rollout ‖ training) by the estimator e^d - 1 - d with d = training - rollout: never negative, small variance.
+    Where sampling cut a part off, KL(drawn ‖ rollout) comes on top: the mean of their difference, exactly.
     """
-    log_ratio = (old - rollout)[mask]  # [tokens]
+    log_ratio, cut_off = (old - rollout)[mask], (drawn - rollout)[mask]  # [tokens]
     if not len(log_ratio):
-        log_ratio = log_ratio.new_zeros(1)
-    distance, bounded = log_ratio.abs(), log_ratio.clamp(max=_MAX_LOG_RATIO)
+        log_ratio = cut_off = log_ratio.new_zeros(1)
+    distance, bounded = (log_ratio - cut_off).abs(), log_ratio.clamp(max=_MAX_LOG_RATIO)
     return {
         "rollout/log_prob_diff_mean": distance.double().mean().item(),
         "rollout/log_prob_diff_p99": _p99(distance),
         "rollout/log_prob_diff_max": distance.max().item(),
-        "rollout/mismatch_kl": (torch.expm1(bounded) - bounded).mean().item(),
+        "rollout/mismatch_kl": (torch.expm1(bounded) - bounded + cut_off).mean().item(),
     }
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 
 from verl.algos import correct_rollout
 from verl.config import RolloutCorrectionConfig
@@ -18,7 +19,9 @@ _ONE_IN = 16
 
 
 class RolloutMismatch:
-    """Applies `algorithm.rollout_correction` to batches that have `old_log_probs` and `rollout_log_probs`."""
+    """Applies `algorithm.rollout_correction` to batches that have the columns `READ`, those of them that there are."""
+
+    READ = ("response_mask", "old_log_probs", "rollout_log_probs", "rollout_drawn_log_probs")
 
     def __init__(self, config: RolloutCorrectionConfig) -> None:
         self._config = config
@@ -31,6 +34,7 @@ class RolloutMismatch:
             columns.batch["rollout_log_probs"],
             columns.batch["response_mask"],
             self._config,
+            columns.batch["rollout_drawn_log_probs"] if "rollout_drawn_log_probs" in columns.batch.keys() else None,
         )
         if correction.weights is not None:
             batch.batch["rollout_is_weights"] = correction.weights
@@ -39,13 +43,20 @@ class RolloutMismatch:
         self._warn(correction.metrics)
         return correction.metrics
 
+    def denominator(self, batch: DataProto) -> torch.Tensor:
+        """The rollout's log-probs [batch, response] that bypass_mode takes as the old ones."""
+        drawn = self._config.denominator == "drawn" and "rollout_drawn_log_probs" in batch.batch.keys()
+        return batch.batch["rollout_drawn_log_probs" if drawn else "rollout_log_probs"]
+
     def sample(self, rows: int, ranks: int) -> np.ndarray:
         """Rows to measure on where not all are: every 16th, and as many as there are ranks at least."""
         wanted = min(rows, max(ranks, rows // _ONE_IN))
         return np.linspace(0, rows - 1, wanted).round().astype(np.int64)
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
-        difference, limit = metrics["rollout_corr/log_prob_diff"], self._config.warn_log_prob_diff
+        # What sampling cuts off was said at start, and is no fault of the engines.
+        measured = "engine_log_prob_diff" if "rollout_corr/engine_log_prob_diff" in metrics else "log_prob_diff"
+        difference, limit = metrics[f"rollout_corr/{measured}"], self._config.warn_log_prob_diff
         if difference <= limit or self._warned:
             return
         self._warned = True

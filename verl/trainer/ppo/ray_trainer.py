@@ -66,7 +66,6 @@ _ADVANTAGE_COLUMNS = [
     "ref_log_prob",
     "values",
 ]
-_DIVERGENCE_COLUMNS = ["response_mask", "old_log_probs", "rollout_log_probs", "ref_log_prob"]
 
 
 class RayPPOTrainer:
@@ -326,9 +325,10 @@ class RayPPOTrainer:
         metrics["actor/entropy"] = float(masked_mean(entropy, measured.batch["response_mask"]))
         if not bypass:
             return batch.union(result)
-        columns = _local(measured.union(result), ["old_log_probs", "rollout_log_probs", "response_mask"], [])
+        measured = measured.union(result)
+        columns = _local(measured, [name for name in RolloutMismatch.READ if name in measured.batch.keys()], [])
         metrics |= self._mismatch.correct(measured, columns)
-        batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        batch.batch["old_log_probs"] = self._mismatch.denominator(batch)
         return batch
 
     def _compute_advantage(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
@@ -337,7 +337,7 @@ class RayPPOTrainer:
         algorithm = self.config.algorithm
         wanted = [*_ADVANTAGE_COLUMNS]
         if not algorithm.rollout_correction.bypass_mode:
-            wanted.append("rollout_log_probs")  # else they are the old ones: there is nothing to compare
+            wanted += RolloutMismatch.READ[2:]  # else they are the old ones: there is nothing to compare
         rewards = [reward_column(batch.non_tensor_batch, name) for name in algorithm.gdpo.reward_keys]
         objects = [name for name in ("uid", "finish_reason", *rewards) if name in batch.non_tensor_batch]
         local = _local(batch, [name for name in wanted if name in batch.batch.keys()], objects)
@@ -384,7 +384,7 @@ class RayPPOTrainer:
         trainer, step = self.config.trainer, self.global_steps
         self._last_batch = batch
         if self._update_gives_old_log_probs:
-            names = [name for name in _DIVERGENCE_COLUMNS if name in batch.batch.keys()]
+            names = [name for name in (*RolloutMismatch.READ, "ref_log_prob") if name in batch.batch.keys()]
             columns = _local(batch, names, [])
             metrics |= divergence_metrics(columns) | self._mismatch.correct(batch, columns)
         learn_from(self.train_dataloader, batch)

@@ -11,7 +11,8 @@ _ROWS = {
 }
 _TENSORS = {
     *("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask"),
-    *("rollout_log_probs", "rollout_versions", "rollout_is_weights", "old_log_probs", "ref_log_prob", "entropys"),
+    *("rollout_log_probs", "rollout_drawn_log_probs", "rollout_versions", "rollout_is_weights"),
+    *("old_log_probs", "ref_log_prob", "entropys"),
     *("values", "advantages", "returns", "rm_scores", "reward_baselines", "token_level_scores", "token_level_rewards"),
 }
 RESERVED = frozenset(_ROWS | _TENSORS)

@@ -134,7 +134,12 @@ class BaseRollout(ABC):
         params = sampling_params(self.config, meta, self.eos_token_ids, **overrides)
         seed = self.config.seed if meta.get("seed") is None else int(meta["seed"])
         pad = self.pad_token_id if meta.get("pad_token_id") is None else int(meta["pad_token_id"])
-        shape = {"pad_token_id": pad, "response_length": params.max_new_tokens if pad_to_max else None}
+        shape = {
+            "pad_token_id": pad,
+            "response_length": params.max_new_tokens if pad_to_max else None,
+            # Nobody learns from validation's answers, and their parameters are others.
+            "with_drawn": params.reshaped and not meta.get("validate"),
+        }
         return requests_from_prompts(prompts, params, seed), shape
 
     # ---------------------------------------------------------------- weights

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny import save_tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
+from truncation import drawn_probs
 
 from verl.protocol import DataProto
 from verl.workers.rollout import get_rollout_class
@@ -88,6 +89,28 @@ def test_log_probs_are_those_of_a_full_forward_pass_at_the_same_temperature(
     expected = logits.log_softmax(dim=-1).gather(-1, tensors["responses"].unsqueeze(-1)).squeeze(-1)
     difference = (expected - tensors["rollout_log_probs"]).abs() * tensors["response_mask"]
     assert difference.max() < 1e-5
+    for row, column in tensors["response_mask"].nonzero().tolist():
+        probs = drawn_probs(logits[row, column].tolist(), top_k=50, top_p=0.8)
+        drawn = probs[tensors["responses"][row, column].item()]
+        assert tensors["rollout_drawn_log_probs"][row, column].exp() == pytest.approx(drawn, rel=1e-4)
+    assert (tensors["rollout_drawn_log_probs"][tensors["response_mask"] == 0] == 0).all()
+
+
+def test_what_was_drawn_from_is_a_column_where_it_is_not_the_whole_distribution(start, make_prompts):
+    engine, name = start(val_kwargs={"do_sample": True, "temperature": 1.0, "top_p": 0.5}), "rollout_drawn_log_probs"
+    assert name not in engine.generate_sequences(make_prompts()).batch.keys()
+    assert name not in engine.generate_sequences(make_prompts(validate=True)).batch.keys()
+    for cut in ({"top_p": 0.9}, {"top_k": 9}, {"min_p": 0.9}):
+        tensors = engine.generate_sequences(make_prompts(), **cut).batch
+        real = tensors["response_mask"].bool()
+        assert (tensors[name] > tensors["rollout_log_probs"])[real].all()
+    greedy = engine.generate_sequences(make_prompts(), do_sample=False).batch
+    assert (greedy[name] == 0).all(), "one token has probability 1"
+    prompts = make_prompts()
+    prompts.non_tensor_batch["do_sample"] = np.array([True] * 4 + [False] * 4, dtype=object)
+    tensors = engine.generate_sequences(prompts, top_k=9).batch
+    assert (tensors[name][4:] == 0).all()
+    assert (tensors[name][:4] < 0).any()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,23 @@
+"""Truncated sampling by its definition, token by token in float64: what the samplers are held to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def drawn_probs(scores: Sequence[float], top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -> dict[int, float]:
+    """Token → probability, of the tokens that can be drawn; `scores` are logits over the temperature.
+
+    Top-k first. Of what it leaves, a token stays while those before it have less than `top_p` together and it has at
+    least `min_p` of the likeliest one's probability. The likeliest always stays.
+    """
+    order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
+    order = order[:top_k] if top_k > 0 else order
+    weights = {token: math.exp(scores[token] - scores[order[0]]) for token in order}
+    total, before, kept = sum(weights.values()), 0.0, {}
+    for token, weight in weights.items():
+        if not kept or ((top_p >= 1 or before < top_p * total) and weight >= min_p):
+            kept[token] = weight
+        before += weight
+    return {token: weight / sum(kept.values()) for token, weight in kept.items()}
