@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from training_harness import make_task, overrides
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> dict[str, str]:
