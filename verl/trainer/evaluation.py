@@ -57,10 +57,11 @@ def evaluate(config: EvalConfig) -> Metrics:
     scores = _scored(config, samples)
     names = dict.fromkeys(name for score in scores for name in score.extra)
     columns = {name: [score.extra.get(name) for score in scores] for name in names}
+    masked = config.reward_model.on_error == "mask"
     metrics = process_validation_metrics(
         [sample.data_source for sample in samples],
         [str(prompt) for prompt in prompts],
-        {**columns, "reward": [score.value for score in scores]},
+        {**columns, "reward": [None if masked and score.error is not None else score.value for score in scores]},
     )
     if data.output_path is not None:
         Path(data.output_path).write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from training_harness import close, make_task, make_trainer, overrides
 
-from verl.trainer.ppo.validation import _accuracies, _joined, _metrics, _show
+from verl.trainer.ppo.validation import _accuracies, _joined, _known, _metrics, _show
 
 
 def part(uids: list[str], source: str, scores: list[float], **extra) -> dict[str, list]:
@@ -45,6 +46,17 @@ def test_an_answer_is_right_when_the_reward_says_so_else_with_a_score_of_1():
 def test_the_score_of_a_reward_model_is_neither_right_nor_wrong():
     samples = _joined([part(["a", "b"], "chat", [1.7, -3.0]), part(["c"], "math", [0.2], acc=[1.0])])
     assert _accuracies(samples, judged=True) == {"val/math/accuracy": 1.0}
+
+
+def test_a_sample_that_could_not_be_scored_is_neither_right_nor_wrong():
+    failed, given = [0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0]
+    assert _known(given, failed, SimpleNamespace(on_error="zero")) == given, "told to count it as 0"
+    scores = _known(given, failed, SimpleNamespace(on_error="mask"))
+    samples = _joined([part(["a", "a", "b", "b"], "math", scores)])
+    assert _accuracies(samples, judged=False) == {"val/math/accuracy": 2 / 3}
+    metrics = _metrics(samples, {"reward": samples["reward"]})
+    assert metrics["val-core/math/reward/mean@2"] == 0.75
+    assert metrics["val-core/math/reward/pass@1"] == 0.75
 
 
 @pytest.fixture(scope="module")

@@ -104,9 +104,37 @@ def test_prompts_do_not_mix_when_their_votes_are_equal():
 def test_samples_without_a_value_and_prompts_of_different_counts():
     infos = {"acc": [1.0, None, 0.0, float("nan")], "empty": [None] * 4}
     metrics = process_validation_metrics(["s"] * 4, ["a", "a", "b", "c"], infos)["s"]
-    assert {name: values_only(of) for name, of in metrics.items()} == {"acc": {"mean@1": 0.5}}
+    assert {name: values_only(of) for name, of in metrics.items()} == {
+        "acc": {"mean@2": 1.0, "pass@1": 1.0, "mean@1": 0.0}
+    }
     metrics = process_validation_metrics(["s"] * 3, ["a", "a", "b"], {"acc": [1, 0, 1]})["s"]["acc"]
     assert (metrics["mean@1"], metrics["mean@2"]) == (1.0, 0.5)
+
+
+def test_a_sample_that_could_not_be_scored_costs_its_prompt_no_metric_that_the_others_can_give():
+    """Four prompts of four: one of them, the only one never right, has lost a sample."""
+    right = [1.0, 1.0, 1.0, 1.0] * 3 + [0.0, 0.0, None, 0.0]
+    uids = [str(row // 4) for row in range(16)]
+    metrics = process_validation_metrics(["s"] * 16, uids, {"acc": right, "pred": ["7"] * 16})["s"]["acc"]
+    assert metrics["mean@4"] == 0.75
+    assert "mean@3" not in metrics
+    for name in ("pass@1", "pass@2", "best@2/mean", "worst@2/mean", "maj@2/mean"):
+        assert metrics[name] == 0.75, name
+    assert (metrics["best@2/low"], metrics["best@2/high"]) == (metrics["mean@4/low"], metrics["mean@4/high"])
+    # Four samples are left of three prompts only.
+    assert (metrics["pass@4"], metrics["best@4/mean"], metrics["pass@4/low"]) == (1.0, 1.0, 1.0)
+
+
+@given(st.integers(2, 5), st.data())
+def test_pass_at_k_with_lost_samples_is_the_mean_of_the_prompts_own(n, data):
+    prompts = data.draw(st.integers(1, 4))
+    rows = data.draw(st.lists(st.sampled_from([0.0, 1.0, None]), min_size=n * prompts, max_size=n * prompts))
+    uids = [str(row // n) for row in range(n * prompts)]
+    metrics = process_validation_metrics(["s"] * len(rows), uids, {"acc": rows})["s"].get("acc", {})
+    kept = [[value for value in rows[at : at + n] if value is not None] for at in range(0, len(rows), n)]
+    for k in {1, 2, n}:
+        own = [pass_at_k(np.array([values]) >= 1, k)[0] for values in kept if len(values) >= k]
+        assert metrics.get(f"pass@{k}") == (pytest.approx(np.mean(own)) if own else None)
 
 
 def test_infos_of_another_length_are_named():

@@ -16,16 +16,19 @@ logger = logging.getLogger(__name__)
 Right = dict[str, list[bool]]
 
 
-def right_answers(sources: Sequence[str], scores: Sequence[float], said: Sequence[Any] | None, judged: bool) -> Right:
+def right_answers(
+    sources: Sequence[str], scores: Sequence[float | None], said: Sequence[Any] | None, judged: bool
+) -> Right:
     """Whether each answer is right, by source: `acc` where the reward says it as a number, else a score of 1.
 
-    The scores of a reward model (`judged`) are degrees, not verdicts: without `acc` such an answer does not count.
+    The scores of a reward model (`judged`) are degrees, not verdicts: without `acc` such an answer does not count. Nor
+    does one that could not be scored (None).
     """
     right: Right = defaultdict(list)
     for source, score, acc in zip(sources, scores, said or [None] * len(scores), strict=True):
         if isinstance(acc, bool | int | float | np.number | np.bool_):
             right[source].append(bool(acc >= 1.0))
-        elif not judged:
+        elif not judged and score is not None:
             right[source].append(score >= 1.0)
     return dict(right)
 

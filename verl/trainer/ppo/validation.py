@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from verl.trainer.ppo.correctness import right_answers, say_right
 from verl.trainer.ppo.dumps import decode, write_jsonl
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.validation_metrics import process_validation_metrics
+from verl.workers.reward_manager.naive import FAILED
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -52,8 +54,15 @@ def _answered(trainer: RayPPOTrainer, batch: DataProto) -> dict[str, list[Any]]:
         "answer": decode(trainer.tokenizer, local.batch["responses"].tolist()),
         "uid": columns["uid"].tolist(),
         "data_source": columns[key].tolist() if key in columns else ["unknown"] * len(local),
-        "reward": scores.sum(-1).tolist(),
+        "reward": _known(scores.sum(-1).tolist(), extra.get(FAILED), trainer.val_reward_fn),
     }
+
+
+def _known(scores: list[float], failed: Sequence[Any] | None, reward_fn: Any) -> list[float | None]:
+    """None for a sample that could not be scored, where these are masked: it is neither right nor wrong."""
+    if failed is None or getattr(reward_fn, "on_error", None) != "mask":
+        return list(scores)
+    return [None if missing else score for score, missing in zip(scores, failed, strict=True)]
 
 
 def _joined(parts: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:

@@ -23,7 +23,8 @@ def process_validation_metrics(
     and (with a `pred` variable) `maj@k/mean`, each with its `/std`: what k samples would give, by bootstrap. For n > 1
     and a variable that is nowhere above 1, `pass@k` (k = 1 too): the chance that k samples hold one with the value 1,
     without bias. Each has `/low` and `/high`, the 95 % interval of other prompts of the same kind (bootstrap over
-    prompts). Variables that are not numbers are left out, and so is a sample whose value is None or NaN.
+    prompts). Variables that are not numbers are left out, and so is a sample whose value is None or NaN: its prompt
+    counts in `mean@n` with the others, and in what k samples give where k of them are left.
     """
     for name, values in {"sample_uids": sample_uids, **infos_dict}.items():
         if len(values) != len(data_sources):
@@ -136,37 +137,66 @@ def _vote_codes(votes: Sequence[Any]) -> np.ndarray:
 def _prompt_metrics(
     prompts: Sequence[Sequence[int]], numbers: np.ndarray, votes: np.ndarray | None, seed: int
 ) -> dict[str, float]:
-    """Metrics of one variable over prompts, given the sample rows of each; prompts of equal n are taken together."""
-    by_count: dict[int, list[np.ndarray]] = defaultdict(list)
+    """Metrics of one variable over prompts, given the sample rows of each."""
+    # Those with as many samples, of which as many have a value, are worked on together.
+    alike: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
     for rows in map(np.asarray, prompts):
         measured = rows[~np.isnan(numbers[rows])]
-        by_count[len(measured)].append(measured)
-    by_count.pop(0, None)
-    metrics: dict[str, float] = {}
-    for n, groups in sorted(by_count.items()):
+        if len(measured):
+            alike[len(rows), len(measured)].append(measured)
+    if not alike:
+        return {}
+    are_scores = max(numbers[rows].max() for groups in alike.values() for rows in groups) <= 1.0
+    found: dict[str, dict[tuple[int, int], np.ndarray]] = defaultdict(dict)
+    for counts, groups in sorted(alike.items()):
         rows_UN = np.stack(groups)
-        metrics |= _metrics_of_n(numbers[rows_UN], None if votes is None else votes[rows_UN], n, seed)
-    return metrics
+        votes_UN = None if votes is None else votes[rows_UN]
+        for name, values_U in _per_prompt(numbers[rows_UN], votes_UN, counts[0], are_scores, seed).items():
+            found[name][counts] = values_U
+    joined = {name: np.concatenate(list(parts.values())) for name, parts in found.items()}
+    spreads = {name: float(values_U.mean()) for name, values_U in joined.items() if _is_spread(name)}
+    return spreads | _with_intervals(found, {n: v for n, v in joined.items() if not _is_spread(n)}, seed)
 
 
-def _metrics_of_n(values_UN: np.ndarray, votes_UN: np.ndarray | None, n: int, seed: int) -> dict[str, float]:
-    """Metrics over U prompts of N samples each."""
+def _per_prompt(
+    values_UN: np.ndarray, votes_UN: np.ndarray | None, n: int, are_scores: bool, seed: int
+) -> dict[str, np.ndarray]:
+    """Metric → its value for each of U prompts. Of `n` samples each, N have a value.
+
+    The mean is over those; what k samples would give can only be told of prompts with k of them.
+    """
+    measured = values_UN.shape[1]
     per_prompt = {f"mean@{n}": values_UN.mean(axis=1)}
-    metrics: dict[str, float] = {}
-    sizes = _subset_sizes(n)
-    if n > 1:
-        metrics[f"std@{n}"] = float(values_UN.std(axis=1).mean())
-    if n > 1 and values_UN.max() <= 1.0:
+    sizes = [k for k in _subset_sizes(n) if k <= measured]
+    if measured > 1:
+        per_prompt[f"std@{n}"] = values_UN.std(axis=1)
+    if n > 1 and are_scores:
         per_prompt |= {f"pass@{k}": pass_at_k(values_UN >= 1.0, k) for k in (1, *sizes)}
     for k in sizes:
-        for name, (means_U, stds_U) in _bootstrap_samples(values_UN, votes_UN, _draws(n, k, _RESAMPLES, seed)).items():
-            per_prompt[f"{name}@{k}/mean"] = means_U
-            metrics[f"{name}@{k}/std"] = float(stds_U.mean())
-    lows, highs = prompt_intervals(np.stack(list(per_prompt.values()), axis=1), seed)
-    for (name, values_U), low, high in zip(per_prompt.items(), lows, highs, strict=True):
-        base = name.removesuffix("/mean")
-        metrics |= {name: float(values_U.mean()), f"{base}/low": float(low), f"{base}/high": float(high)}
+        drawn = _bootstrap_samples(values_UN, votes_UN, _draws(measured, k, _RESAMPLES, seed))
+        for name, (means_U, stds_U) in drawn.items():
+            per_prompt |= {f"{name}@{k}/mean": means_U, f"{name}@{k}/std": stds_U}
+    return per_prompt
+
+
+def _with_intervals(
+    found: Mapping[str, Mapping[tuple[int, int], np.ndarray]], joined: Mapping[str, np.ndarray], seed: int
+) -> dict[str, float]:
+    """The mean of each metric over its prompts, and the interval of that; metrics of the same prompts at once."""
+    by_prompts: dict[tuple[tuple[int, int], ...], list[str]] = defaultdict(list)
+    for name in joined:
+        by_prompts[tuple(found[name])].append(name)
+    metrics: dict[str, float] = {}
+    for names in by_prompts.values():
+        lows, highs = prompt_intervals(np.stack([joined[name] for name in names], axis=1), seed)
+        for name, low, high in zip(names, lows, highs, strict=True):
+            base = name.removesuffix("/mean")
+            metrics |= {name: float(joined[name].mean()), f"{base}/low": float(low), f"{base}/high": float(high)}
     return metrics
+
+
+def _is_spread(name: str) -> bool:
+    return name.startswith("std@") or name.endswith("/std")
 
 
 def _subset_sizes(n: int) -> list[int]:
