@@ -106,6 +106,24 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(task, tmp_path, mon
     assert (tmp_path / "checkpoints" / "debug_step_1.pt").exists()
 
 
+def test_an_update_that_would_wipe_out_the_weights_is_refused_and_said(task, tmp_path):
+    """lr 1e25: before, the first mini-batch wrote it, and the run said that the weights were unchanged."""
+    run = overrides(
+        task, tmp_path, *GRPO, "actor_rollout_ref.actor.optim.lr=1e25", "data.val_files=[]", "trainer.save_freq=1"
+    )
+    trainer = make_trainer(run)
+    trainer.init_workers()
+    with pytest.raises(NonFiniteError, match=r"did not reach the weights(.|\n)*1e-6 → 5e-7.*0\.1.*kl_loss_coef=0\.01"):
+        trainer.fit()
+    trainer.reward_fn.close()
+    assert [row["actor/refused_steps"] for row in trainer.history] == [1.0]
+    assert trainer.policy_version == 0
+    before = make_weights(task)
+    for name, value in weights(trainer).items():
+        assert torch.equal(before[name], value), name
+    assert (tmp_path / "checkpoints" / "debug_step_1.pt").exists()
+
+
 def test_validation_only_changes_nothing_and_writes_its_answers(task, tmp_path):
     run = overrides(task, tmp_path, "trainer.val_only=True", f"trainer.validation_data_dir={tmp_path / 'val'}")
     trainer = run_training(run)

@@ -18,7 +18,7 @@ SAVE, VALIDATION = "save", "validation"
 
 # What going on cannot help: processes that are gone, a configuration that is wrong, weights that are lost, and a reward
 # that is to end the run (`reward_model.on_error=fail`).
-_ENDS_THE_RUN = (WorkerDiedError, ConfigError, TrainingStoppedError, RewardError)
+_ENDS_THE_RUN = (WorkerDiedError, ConfigError, TrainingStoppedError, FloatingPointError, RewardError)
 # Calls whose failure leaves all ranks ready for the next: answers are generated apart, and all hear of a failed save.
 # In any other call ranks work together, and those that did not fail may still wait for the one that did.
 _APART = ("generate_sequences", "save_checkpoint")

@@ -9,11 +9,11 @@ logger = logging.getLogger(__name__)
 
 ROLES = ("actor", "critic")
 # Shares of a training step's optimizer steps that were not taken, by reason (see `engine.common.step_checks`).
-_NOT_TAKEN = ("skipped_steps", "empty_steps", "loss_scale_search_steps")
+_NOT_TAKEN = ("skipped_steps", "empty_steps", "loss_scale_search_steps", "refused_steps")
 
 REMEDIES = (
     "Lower, in this order: actor_rollout_ref.actor.optim.lr (1e-6 → 5e-7), critic.optim.lr (→ 5e-6),"
-    " actor_rollout_ref.actor.clip_ratio (→ 0.1), actor_rollout_ref.actor.grad_clip (→ 1.0),"
+    " actor_rollout_ref.actor.clip_ratio (0.2 → 0.1), actor_rollout_ref.actor.grad_clip (→ 1.0),"
     " actor_rollout_ref.actor.ppo_epochs (→ 1); or add actor_rollout_ref.actor.use_kl_loss=True"
     " actor_rollout_ref.actor.kl_loss_coef=0.01."
 )
@@ -24,7 +24,7 @@ class TrainingStoppedError(RuntimeError):
 
 
 class NonFiniteError(TrainingStoppedError):
-    """Training was stopped because its gradients are not finite."""
+    """Training was stopped because its gradients or weights are not finite, or would not stay so."""
 
 
 class NoSamplesError(TrainingStoppedError):
@@ -40,17 +40,31 @@ class StepGuard:
         self._empty_in_a_row = 0
 
     def skipped(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a gradient of this step was not finite."""
-        return bool(_who(metrics, "skipped_steps"))
+        """Whether an update of this step was kept from the weights because it would have harmed them."""
+        return bool(_who(metrics, "skipped_steps") or _who(metrics, "refused_steps"))
 
     def took_update(self, metrics: Mapping[str, float], role: str) -> bool:
         """Whether any of the step's updates reached the role's weights."""
         return sum(metrics.get(f"{role}/{name}", 0.0) for name in _NOT_TAKEN) < 1 - 1e-9
 
     def check(self, metrics: Mapping[str, float], reward_error: str | None = None) -> None:
-        """Raise after `limit` steps in a row that were not finite, or of which no update had a sample to learn from."""
+        """Raise after `limit` steps in a row that were not finite, or of which no update had a sample to learn from.
+
+        An update that is far too large will be so again: it ends the run at once.
+        """
+        self._check_size(metrics)
         self._check_finite(metrics)
         self._check_samples(metrics, reward_error)
+
+    def _check_size(self, metrics: Mapping[str, float]) -> None:
+        who = _who(metrics, "refused_steps")
+        if who:
+            rates = ", ".join(f"{role}/lr {metrics.get(f'{role}/lr', 0.0):g}" for role in who.split(" and "))
+            raise NonFiniteError(
+                f"the update of {who} was refused: its learning rate ({rates}) is more than 100 times the typical size"
+                " of a weight, and nothing would be left of them. It did not reach the weights; the batch is dumped."
+                f" {REMEDIES}"
+            )
 
     def _check_finite(self, metrics: Mapping[str, float]) -> None:
         who = _who(metrics, "skipped_steps")
@@ -58,11 +72,11 @@ class StepGuard:
             self._non_finite_in_a_row = 0
             return
         self._non_finite_in_a_row += 1
-        logger.warning("non-finite gradient in %s: the update was skipped, the weights are unchanged", who)
+        logger.warning("non-finite gradient in %s: that update was skipped and did not reach the weights", who)
         if self._non_finite_in_a_row >= self._limit:
             raise NonFiniteError(
                 f"the gradient of {who} was not finite in {self._non_finite_in_a_row} training steps in a row"
-                " (trainer.max_nonfinite_steps). The weights are those before the first of them; batches are dumped."
+                " (trainer.max_nonfinite_steps). None of these updates reached the weights; batches are dumped."
                 f" {REMEDIES}"
             )
 

@@ -27,6 +27,7 @@ from verl.trainer.ppo.dynamic_sampling import fill_batch
 from verl.trainer.ppo.greedy_baseline import SAMPLED, answer_rows, split_off_baselines
 from verl.trainer.ppo.group_calls import GroupCalls
 from verl.trainer.ppo.guard import StepGuard
+from verl.trainer.ppo.lost_weights import check_weights, explained
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -170,8 +171,9 @@ class RayPPOTrainer:
         while self.global_steps < self.total_training_steps:
             batch = self.prompts.take(self.config.data.gen_batch_size)
             self.global_steps += 1
-            if self._step(batch):
-                return
+            with explained(self.global_steps, self.config.trainer):
+                if self._step(batch):
+                    return
 
     def _step(self, batch: DataProto) -> bool:
         """One step with its checkpoint, validation and log; whether the run was asked to stop, and is saved."""
@@ -180,6 +182,7 @@ class RayPPOTrainer:
         last = step >= self.total_training_steps
         with self.phases("step"):
             metrics = self._train_step(batch)
+        check_weights(metrics, step, trainer, self._log)
         saved = last or self.stop_requested.is_set() or (trainer.save_freq > 0 and step % trainer.save_freq == 0)
         if saved:
             self._attempt_save()

@@ -179,14 +179,16 @@ class SFTTrainer:
         return self.global_steps >= self.total_training_steps or (every > 0 and self.global_steps % every == 0)
 
     def _check_finite(self, batch: DataProto, metrics: dict[str, float]) -> None:
-        """A skipped update (its gradient was not finite) is written down; too many in a row end the run."""
+        """A skipped update (gradient not finite, or far too large) is written down; too many in a row end the run."""
         trainer = self.config.trainer
         if not metrics["train/skipped_steps"]:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
         dumped = dump_batch(batch, trainer.default_local_dir, self.global_steps)
-        logger.warning("the gradient is not finite: update skipped, weights unchanged, batch in %s", dumped)
+        logger.warning(
+            "gradient not finite, or optim.lr far too large: update skipped, weights untouched, batch in %s", dumped
+        )
         if self._skipped_in_a_row >= trainer.max_nonfinite_steps:
             raise NonFiniteError(
                 f"the gradient was not finite in {self._skipped_in_a_row} training steps in a row "

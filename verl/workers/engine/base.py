@@ -97,8 +97,11 @@ class TrainEngine(Protocol):
 
         A step that is not taken leaves weights, moments and schedule untouched on all ranks: a gradient that is not
         finite on any (`skipped`), no token that counts on any (`empty`), a float16 loss scale that is still too large
-        (`loss_scale_search`).
+        (`loss_scale_search`), a step far larger than the weights (`refused`).
         """
+
+    def sound(self, thorough: bool) -> bool:
+        """Whether the weights are finite; `thorough`: and what they give for a few tokens, which takes a pass."""
 
     def infer(
         self, data: DataProto, outputs: Sequence[str], temperature: float = 1.0, micro: MicroBatching = ALL_ROWS
@@ -122,6 +125,8 @@ class TrainEngine(Protocol):
 
     def save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
         """Write `model`, `optimizer`, `extra` (schedule, random states of all ranks) in shards under `path`.
+
+        Weights that are not sound raise FloatingPointError and are not written.
 
         `model` is what learns; of LoRA also `lora_adapter`, which peft loads.
 

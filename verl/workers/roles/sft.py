@@ -13,6 +13,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect
 from verl.workers.engine.base import Counts, MicroBatching
+from verl.workers.engine.common.step_checks import REFUSED, SKIPPED
 from verl.workers.roles.engines import make_engine
 from verl.workers.roles.memory import phase_memory
 
@@ -68,7 +69,7 @@ class SFTWorker(Worker):
             "train/loss": found["loss"],
             "train/grad_norm": step["grad_norm"],
             "train/lr": step["lr"],
-            "train/skipped_steps": step["skipped"],
+            "train/skipped_steps": step[SKIPPED] + step[REFUSED],
         }
         if self.device.type == "cuda":
             metrics["perf/memory_allocated_gb_max"] = torch.cuda.max_memory_allocated(self.device) / 2**30

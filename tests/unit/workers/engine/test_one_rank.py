@@ -330,34 +330,21 @@ def test_a_step_without_a_token_that_counts_moves_neither_weights_nor_moments_no
     assert engine.optimizer_step()["empty"] == 0
 
 
-def test_the_search_for_a_loss_scale_is_no_broken_gradient_until_it_has_ended():
+def test_the_search_for_a_loss_scale_is_no_broken_gradient():
     """float16 and a loss that sums over the tokens: the scale comes down until the gradients fit, also below 1."""
-    data, engine = make_batch(), make_engine(tiny_model(num_hidden_layers=1), mixed_precision="fp16")
+    data, engine = make_batch(rows=1), make_engine(tiny_model(num_hidden_layers=1), mixed_precision="fp16")
 
     def summed(outputs, batch, counts):
-        return 1e5 * (outputs["log_probs"] * batch.batch["response_mask"]).sum(), {}
+        return 1e6 * (outputs["log_probs"] * batch.batch["response_mask"]).sum(), {}
 
     weights, found = whole_weights(engine), []
-    for _ in range(40):
+    while not found or (found[-1]["loss_scale_search"] and len(found) < 40):
+        assert all(torch.equal(value, weights[name]) for name, value in whole_weights(engine).items())
         engine.forward_backward(data, summed, ["log_probs"])
         found.append(engine.optimizer_step())
-        if not found[-1]["loss_scale_search"]:
-            break
-        after = whole_weights(engine)
-        assert all(torch.equal(after[name], weights[name]) for name in weights)
-    assert len(found) > 16
+    assert len(found) > 17
     assert [metrics["skipped"] for metrics in found] == [0.0] * len(found)
     assert math.isfinite(found[-1]["grad_norm"])
-
-    def broken(outputs, batch, counts):
-        return outputs["log_probs"].sum() * math.nan, {}
-
-    reasons = []
-    for _ in range(40):
-        engine.forward_backward(data, broken, ["log_probs"])
-        reasons.append(engine.optimizer_step()["skipped"])
-    assert reasons[0] == 0.0
-    assert reasons[-1] == 1.0, "a search that does not end is a broken gradient"
 
 
 def _whole(value):

@@ -164,8 +164,10 @@ class FSDPEngine:
             raise RuntimeError("optimizer_step: there are no gradients; call forward_backward first.")
         lr = self._schedule.get_last_lr()[0]
         tokens, self._tokens = self._tokens, 0.0
-        grad_norm = float(self._optimizer.grad_norm()) / self._loss_scale.value if tokens else 0.0
-        reason = reason_against(tokens, grad_norm, self._loss_scale.can_fall)
+        scaled_norm, weight_norm = self._optimizer.norms() if tokens else (0.0, 0.0)
+        grad_norm = scaled_norm / self._loss_scale.value
+        weight_rms = weight_norm / math.sqrt(self._optimizer.elements)
+        reason = reason_against(tokens, grad_norm, self._loss_scale.can_fall, lr, weight_rms)
         if reason is None:
             clip = min(1.0, self._grad_clip / (grad_norm + 1e-6)) if self._grad_clip is not None else 1.0
             if clip < 1.0 or self._loss_scale.value != 1.0:
@@ -176,6 +178,19 @@ class FSDPEngine:
             self._loss_scale.update(math.isfinite(grad_norm))
         self._optimizer.zero_grad()
         return step_metrics(grad_norm, lr, reason)
+
+    def sound(self, thorough: bool) -> bool:
+        """Whether the weights are finite; `thorough`: and what they give for a few tokens, too. Alike on all ranks."""
+        if self._optimizer is not None and not math.isfinite(self._optimizer.weight_norm()):
+            return False
+        if not thorough:
+            return True
+        ids = torch.arange(1, 9)[None] % self.hf_config.get_text_config().vocab_size
+        tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 4:]}
+        with self._inference():
+            fields = self._forward(DataProto.from_dict(tokens), FIELDS_OF_KIND[self.kind][:1], temperature=1.0)
+        finite = all(bool(value.isfinite().all()) for value in fields.values())
+        return groups.largest(int(not finite), self.device) == 0
 
     def infer(
         self, data: DataProto, outputs: Sequence[str], temperature: float = 1.0, micro: MicroBatching = ALL_ROWS
@@ -233,6 +248,8 @@ class FSDPEngine:
         folder = _checked(path, contents)
         self.to("device")
         self._memory.ready()
+        if not self.sound(thorough=True):
+            raise FloatingPointError("the weights are not finite, or give no finite numbers: they are not saved")
         with groups.failing_together(), ChecksumRecorder(folder) as recorder:
             if "model" in contents:
                 checkpoint.save_tensors(self._weights.stored(), folder / "model", recorder)

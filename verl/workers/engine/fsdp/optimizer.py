@@ -36,12 +36,26 @@ class ShardedAdamW:
         """This rank's shards of all gradients there are."""
         return [local_shard(parameter.grad) for parameter in self._named.values() if parameter.grad is not None]
 
-    def grad_norm(self) -> torch.Tensor:
-        """The norm over all ranks' shards: the same number on every rank; a collective."""
-        norms = torch._foreach_norm(self.gradients())
-        square = torch.stack(norms).double().square().sum()
+    def norms(self) -> tuple[float, float]:
+        """Of the gradients and of the weights, over all ranks' shards: the same on every rank; a collective.
+
+        The host waits for both at once.
+        """
+        squares = torch.stack([_square(self.gradients()), _square(map(local_shard, self._named.values()))])
+        dist.all_reduce(squares, group=self._group)
+        gradients, weights = squares.sqrt().float().tolist()
+        return gradients, weights
+
+    def weight_norm(self) -> float:
+        """That of the weights alone."""
+        square = _square(map(local_shard, self._named.values()))
         dist.all_reduce(square, group=self._group)
-        return square.sqrt().float()
+        return float(square.sqrt())
+
+    @property
+    def elements(self) -> int:
+        """Weights that learn, over all ranks."""
+        return sum(value.numel() for value in self._named.values())
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         torch._foreach_mul_(self.gradients(), factor)
@@ -107,3 +121,8 @@ class ShardedAdamW:
         local = local_shard(self._named[name])
         moments = {key: torch.zeros_like(local, dtype=torch.bfloat16 if self._half else local.dtype) for key in MOMENTS}
         self.adamw.state[self._shards[name]] = {"step": torch.zeros((), device=local.device), **moments}
+
+
+def _square(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum of all squares, where the tensors are; not finite where an element or its square is not."""
+    return torch.stack(torch._foreach_norm(list(tensors))).double().square().sum()
