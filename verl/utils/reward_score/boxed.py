@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 
-_BOX = re.compile(r"\\(?:boxed|fbox)(?=[{\s])")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])(?=.)", re.DOTALL)
 _STRUCTURE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    """The last `\\boxed{…}` (`\\fbox{…}`, `\\boxed 5`) with its command; None without one, or if it never closes."""
+    """The last `\\boxed{…}` (`\\fbox{…}`, `\\boxed5`) with its command; None without one, or if it never closes."""
     start = max(string.rfind("\\boxed"), string.rfind("\\fbox"))
     opening = _BOX.match(string, start) if start >= 0 else None
     if opening is None:
         return None
     if string[opening.end()] != "{":
-        end = re.compile(r"[$\n]|\Z").search(string, opening.end())
+        end = re.compile(r"[$\n]|\\[)\]]|\Z").search(string, opening.end())
         assert end is not None
         return string[start : end.start()]
     depth = 0

@@ -1,36 +1,28 @@
 """Countdown: an equation in `<answer>` tags that uses each given number once and makes the target.
 
-Nothing the model writes is evaluated as code: a small reader for numbers, + - * / and brackets, with exact fractions.
+Nothing the model writes is evaluated as code: `arithmetic` reads numbers, + - * / and brackets, with exact fractions.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
-from verl.utils.reward_score.latex_answer import as_number, normalised
+from verl.utils.reward_score.arithmetic import is_number, number, tokens_of, value_of
 from verl.utils.reward_score.registry import register_score
 from verl.utils.reward_score.tags import last_tagged
+from verl.utils.reward_score.unicode_latex import as_latex
+from verl.utils.reward_score.wrappers import unwrapped
 
-_TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])")
-_MOST_TOKENS = 1000
-_MOST_DIGITS = 18
-_SPELLINGS = (
-    ("\\times", "*"),
-    ("\\cdot", "*"),
-    ("\\div", "/"),
-    ("×", "*"),
-    ("·", "*"),
-    ("÷", "/"),
-    ("−", "-"),
-    ("–", "-"),
-)
+__all__ = ["answer_of", "compute_score", "extract_solution", "puzzle", "value_of"]
+
+_EQUALS = re.compile(r"=+")
+_MOST_SIDES = 10
 _Term = tuple[Fraction | int, str]
-_STRENGTH = {"(": 0, "+": 1, "-": 1, "*": 2, "/": 2, "negative": 3}
 # All ways to combine five numbers are tried in seconds, of six in minutes.
 _MOST_NUMBERS_SOLVED = 5
 
@@ -56,51 +48,21 @@ def answer_of(ground_truth: Any) -> str | None:
 def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0) -> float:
     """`score` for an equation that solves the puzzle, `format_score` for anything else in the tags, 0 without them.
 
-    `ground_truth` is `{"target": 98, "numbers": [44, 19, 35]}` (or `nums`). The answer may end in `= 98`.
+    `ground_truth` is `{"target": 98, "numbers": [44, 19, 35]}` (or `nums`). The answer may name the result, before or
+    after an `=`, or steps on the way to it; then every side must have its value.
     """
     target, numbers = puzzle(ground_truth)
     answer = extract_solution(solution_str)
     if answer is None:
         return 0.0
-    equation, equals, result = answer.partition("=")
-    tokens = _tokens(equation)
-    used = Counter(int(token) for token in tokens or () if token.isdigit())
+    sides = [tokens_of(side) for side in _sides(answer)]
+    used = [Counter(number(token) for token in side or () if is_number(token)) for side in sides]
     right = (
-        tokens is not None
-        and used == Counter(numbers)  # first: so few numbers make no large ones
-        and value_of(tokens) == target
-        and (not equals or as_number(normalised(result)) == target)
+        len(sides) <= _MOST_SIDES
+        and Counter(numbers) in used  # first: so few numbers make no large ones
+        and all(side is not None and value_of(side) == target for side in sides)
     )
     return score if right else format_score
-
-
-def value_of(tokens: Sequence[str]) -> Fraction | None:
-    """The value of an equation, exactly; None if it is none, or divides by zero."""
-    values: list[Fraction] = []
-    waiting: list[str] = []  # operators and open brackets
-    after_value = False
-    try:
-        for token in tokens:
-            if token == ")":
-                _apply(waiting, values, 1)
-                waiting.pop()
-            elif after_value and token in _STRENGTH and token != "(":
-                _apply(waiting, values, _STRENGTH[token])
-                waiting.append(token)
-                after_value = False
-            elif after_value:
-                return None
-            elif token.isdigit():
-                values.append(Fraction(int(token)))
-                after_value = True
-            elif token in "(-":
-                waiting.append("(" if token == "(" else "negative")
-            else:
-                return None
-        _apply(waiting, values, 1)
-    except (IndexError, ZeroDivisionError):
-        return None
-    return values[0] if after_value and not waiting and len(values) == 1 else None
 
 
 def puzzle(ground_truth: Any) -> tuple[int, list[int]]:
@@ -112,33 +74,13 @@ def puzzle(ground_truth: Any) -> tuple[int, list[int]]:
     return int(given["target"]), [int(number) for number in numbers]
 
 
-def _tokens(equation: str) -> list[str] | None:
-    """Numbers, operators and brackets in order; None where there is anything else."""
-    for spelling, plain in _SPELLINGS:
-        equation = equation.replace(spelling, plain)
-    tokens: list[str] = []
-    text, position = equation.strip(), 0
-    while position < len(text):
-        token = _TOKEN.match(text, position)
-        if token is None or len(tokens) >= _MOST_TOKENS or len(token.group(1)) > _MOST_DIGITS:
-            return None
-        tokens.append(token.group(1))
-        position = token.end()
-    return tokens
-
-
-def _apply(waiting: list[str], values: list[Fraction], strength: int) -> None:
-    """Do the waiting operations that bind at least so strongly."""
-    while waiting and _STRENGTH[waiting[-1]] >= strength:
-        operator, right = waiting.pop(), values.pop()
-        if operator == "negative":
-            values.append(-right)
-            continue
-        left = values.pop()
-        if operator == "/":
-            values.append(left / right)
-        else:
-            values.append(left + right if operator == "+" else left - right if operator == "-" else left * right)
+def _sides(answer: str) -> list[str]:
+    """What stands between the signs of equality, without layout around it and a name before it."""
+    text = unwrapped(as_latex(answer))
+    name, equals, rest = text.partition("=")
+    if equals and len(name.strip()) <= 1 and not name.strip().isdigit():
+        text = rest
+    return [unwrapped(side) for side in _EQUALS.split(text)]
 
 
 def _solution(terms: list[_Term], target: int, ways: Callable[[_Term, _Term], list[_Term]]) -> str | None:

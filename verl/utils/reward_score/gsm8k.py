@@ -5,25 +5,24 @@ from __future__ import annotations
 import re
 from decimal import Decimal, InvalidOperation
 
+from verl.utils.reward_score.quantity import stated_number
 from verl.utils.reward_score.registry import register_score
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
-# What follows must not go on with the number: `72/3`, `72 + 1`, `1,2,3` and `3.1.4` are not answers.
-_STRICT = re.compile(rf"####\s*((?:-\s?\$?|\$\s?-?)?{_DIGITS})(?!\d|[,.]\d|\s*[-+*/^]\s*\d)")
-_ANY_NUMBER = re.compile(rf"-?{_DIGITS}")
+_MARK = "####"
+_ANY_NUMBER = re.compile(r"(?<![\d)])-?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)", re.ASCII)
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
     """The answer in a text, without separators and currency; None if there is none.
 
-    `strict`: the number after the last `####`, and none if no number follows it. `flexible`: the last number of all.
+    `strict`: the number that the line after the last `####` states, and none if it states none or several (see
+    `quantity`). `flexible`: the last number of all.
     """
     if method == "strict":
-        start = solution_str.rfind("####")
-        found = _STRICT.match(solution_str, start) if start >= 0 else None
-        return _plain(found.group(1)) if found else None
+        line = _line_behind_mark(solution_str)
+        return None if line is None else stated_number(line)
     if method == "flexible":
-        numbers = _ANY_NUMBER.findall(solution_str)
+        numbers = _ANY_NUMBER.findall(solution_str.replace("−", "-"))
         return _plain(numbers[-1]) if numbers else None
     raise ValueError(f"method: {method!r} is not known. Use strict or flexible.")
 
@@ -43,6 +42,15 @@ def compute_score(
     if found is None:
         return 0.0
     return score if Decimal(found) == truth else format_score
+
+
+def _line_behind_mark(text: str) -> str | None:
+    """The line after the last `####`, or the next that is not empty; a heading may be closed, as in `#### 72 ####`."""
+    text = text.rstrip()
+    if text.endswith(_MARK) and _MARK in text.rpartition("\n")[2].rstrip("#"):
+        text = text.rstrip("#")
+    _, mark, behind = text.rpartition(_MARK)
+    return behind.lstrip().partition("\n")[0] if mark else None
 
 
 def _number(ground_truth: object) -> Decimal:

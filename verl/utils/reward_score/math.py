@@ -5,10 +5,13 @@ Most answers are decided as text or as plain numbers, in microseconds; math-veri
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 from verl.utils.reward_score.boxed import last_boxed, last_boxed_only_string, remove_boxed
-from verl.utils.reward_score.latex_answer import as_number, in_base, normalised
+from verl.utils.reward_score.equation import sides, states
+from verl.utils.reward_score.latex_answer import as_number, cleaned, has_words, in_base, normalised
+from verl.utils.reward_score.quantity import stated_number
 from verl.utils.reward_score.registry import register_score
 from verl.utils.reward_score.symbolic import symbolically_equal
 
@@ -65,13 +68,21 @@ def is_equiv(answer: str, truth: str) -> bool:
         return False
     if in_base(ours) or in_base(theirs):
         return _same_digits(ours, theirs)
+    if sides(ours)[1] and not sides(theirs)[1]:
+        if states(ours, theirs, is_equiv):
+            return True
+        if "=" not in truth:  # no equation, nor a value with a name
+            return False
     left, right = as_number(ours), as_number(theirs)
+    if left is None and right is not None and "=" not in ours and (stated := stated_number(answer)) is not None:
+        left = Fraction(stated)
     if left is not None and right is not None:
         if left == right or ("%" in truth and 100 * left == right) or ("%" in answer and left == 100 * right):
             return True
         if abs(left - right) > _CLEARLY_APART * abs(right):
             return False
-    return symbolically_equal(truth, answer)
+    ours, theirs = cleaned(answer), cleaned(truth)
+    return not has_words(ours) and not has_words(theirs) and symbolically_equal(theirs, ours)
 
 
 def _same_digits(ours: str, theirs: str) -> bool:

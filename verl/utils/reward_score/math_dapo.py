@@ -8,10 +8,13 @@ custom_reward_function.reward_kwargs={format_score: -1, no_answer_score: -1}.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Any
 
 from verl.utils.reward_score.boxed import last_boxed, last_boxed_only_string, remove_boxed
+from verl.utils.reward_score.last_match import last_match
 from verl.utils.reward_score.latex_answer import as_number, normalised
+from verl.utils.reward_score.quantity import stated_number
 from verl.utils.reward_score.registry import register_score
 
 __all__ = ["compute_score", "extract_solution", "last_boxed_only_string", "remove_boxed"]
@@ -27,14 +30,12 @@ def extract_solution(solution_str: str) -> str | None:
 
     Models that were trained to box their results do so whatever the prompt asks for.
     """
-    start = None
-    for found in _ANSWER.finditer(solution_str):
-        start = found.end()
-    if start is None:
+    found = last_match(_ANSWER, solution_str)
+    if found is None:
         return last_boxed(solution_str)
-    lines = solution_str[start : start + _MOST_CHARACTERS].splitlines()
+    lines = solution_str[found.end() : found.end() + _MOST_CHARACTERS].splitlines()
     line = next((text for text in map(str.strip, lines) if text not in _OPENINGS), None)
-    return None if line is None else last_boxed(line) or line
+    return None if line is None else (last_boxed(line) if line.count("\\boxed") == 1 else None) or line
 
 
 def answer_of(ground_truth: object) -> str:
@@ -69,7 +70,8 @@ def compute_score(
 ) -> dict[str, Any]:
     """`score` (right: `score`; wrong: `format_score`; no answer: `no_answer_score`), `acc` 1.0 or 0.0, and `pred`.
 
-    Answers are equal in one spelling or as numbers (`025` is 25); nothing symbolic, since right answers are integers.
+    Answers are equal in one spelling or as numbers: `025` is 25, `m+n = 34` is 34 (see `quantity`). Nothing symbolic,
+    since right answers are integers.
     """
     truth = normalised(str(ground_truth))
     if not truth:
@@ -79,6 +81,8 @@ def compute_score(
         return {"score": no_answer_score, "acc": 0.0, "pred": None}
     found = normalised(answer)
     number = as_number(found)
+    if number is None and (stated := stated_number(answer)) is not None:
+        number = Fraction(stated)
     right = found == truth or (number is not None and number == as_number(truth))
     return {
         "score": score if right else format_score,

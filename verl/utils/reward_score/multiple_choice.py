@@ -10,28 +10,50 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.utils.reward_score.boxed import last_boxed
+from verl.utils.reward_score.last_match import last_match
 from verl.utils.reward_score.qa_em import normalize_answer
 from verl.utils.reward_score.registry import register_score
 from verl.utils.reward_score.tags import last_tagged
+from verl.utils.reward_score.unicode_latex import as_latex
+from verl.utils.reward_score.wrappers import unwrapped
 
 _LETTERS = "ABCDEFGHIJ"
 _MOST_CHARACTERS = 300
-_NAMED = re.compile(r"\b(?:answer|choice|option)(?:[*_ \t]{0,8}[:：]|[*_ \t]{1,8}is\b[:：]?)", re.IGNORECASE)
-_DECORATION = re.compile(r"[*_$`{}]|\\(?:text|math)(?:bf|rm)?(?![a-z])")
+# What announces an answer; it follows.
+_CUE = re.compile(
+    r"\b(?:answer|choice|option)[*_ \t]{0,8}"
+    r"(?:[:：=]|- | (?:is|(?:should|must|would|will) be)\b(?: therefore| thus)?[:：]?)"
+    r"|答案 ?[:：是]|\bI(?:'d|'ll| would| will)? (?:choose|pick|select|go with)\b",
+    re.IGNORECASE,
+)
+_LETTER_IN_LAYOUT = r"[(\[\"'*]{0,4}([A-J])[)\]\"'*]{0,4}"
+# The answer, and then what announces it.
+_VERDICT = re.compile(rf"(?<![\w'/&-]){_LETTER_IN_LAYOUT} is (?:the |therefore ){{0,2}}(?:correct|right|best|answer)\b")
+_CONCLUSION = re.compile(
+    r"(?:^|\b(?i:so|therefore|hence|thus|it(?:'s|\s+is|\s+(?:must|should)\s+be)|option|choice),?\s+)"
+    rf"{_LETTER_IN_LAYOUT}[.!]?$"
+)
+_ONLY_LETTER = re.compile(rf"{_LETTER_IN_LAYOUT}\.?", re.IGNORECASE)
+_DECORATION = re.compile(r"[*_$`{}\"]|\\(?:text|math)(?:bf|rm)?(?![a-z])|\\[()\[\] ]")
 # A letter, alone or with a mark behind it and then the option's text: no prose, where `a` is a word.
-_LETTER = re.compile(r"(?:(?:option|choice)\s+)?\(?([A-J])(?:\s*$|\s*[.):,]+\s*(.*)|\s+[-–—]\s+(.*))", re.IGNORECASE)
-_SEVERAL = re.compile(r"(?:(?:,|&|or\b|and\b)\s*)*\(?[A-J](?:\s*$|\s*[.,;:)/&+]|\s+(?:or|and)\b)")
-_ONLY_LETTER = re.compile(r"\(?([A-J])[.)]*", re.IGNORECASE)
-_IN_BRACKETS = re.compile(r"\(([A-J])\)")
+_LETTER = re.compile(
+    r"(?:not\s+[A-J],?\s+but\s+)?(?:(?:option|choice)\s+)?[(\[<']?([A-J])(?:[)\]>']?\s*$|[)\]>']?\s*[\])>.:,]+\s*(.*)|\s+-\s+(.*)"
+    r"|\s+\((.*)\)$|\s+(?:because|since|as)\s+(.*))",
+    re.IGNORECASE,
+)
+_SEVERAL = re.compile(r"(?:(?:,|/|&|or\b|and\b)\s*)*\(?[A-J](?:\s*$|\s*[.,;:)\]/&+]|\s+(?:or|and)\b)")
+_NEITHER = re.compile(r"\b(?:or|and|nor|not|either|but|whether|if)\b|n't\b", re.IGNORECASE)
+_OPTION_LINE = re.compile(r"^[*(\[]{0,3}([A-J])(?:[)\].:]|\s+-\s)", re.MULTILINE)
+_IN_BRACKETS = re.compile(r"[(\[]([A-J])[)\]]")
 
 
 def extract_solution(solution_str: str, choices: Any = None) -> str | None:
     """The letter that a text settles on; None if it names none, or several at once. `choices`: the options' texts."""
     options = _options(choices)
-    for statement in (last_tagged(solution_str, "answer"), last_boxed(solution_str), _named(solution_str)):
+    for statement in (last_tagged(solution_str, "answer"), last_boxed(solution_str)):
         if statement and (letter := _stated(statement[:_MOST_CHARACTERS], options)) is not None:
             return letter
-    return _on_last_line(solution_str, options)
+    return _announced(solution_str, options) or _on_last_line(solution_str, options)
 
 
 def answer_of(ground_truth: Any) -> str:
@@ -72,35 +94,55 @@ def compute_score(
     return score if found == truth else format_score
 
 
-def _named(text: str) -> str | None:
-    """What follows the last `answer:` or `answer is`, on its line or the next."""
-    last = None
-    for found in _NAMED.finditer(text):
-        last = found.end()
-    return None if last is None else text[last : last + _MOST_CHARACTERS].strip().partition("\n")[0]
+def _announced(text: str, options: Mapping[str, str]) -> str | None:
+    """The letter after the last `answer is`, or before the last `is the answer`, whichever comes later."""
+    cue = last_match(_CUE, text)
+    verdict = last_match(_VERDICT, text, cue.start() if cue else 0)
+    if verdict is not None:
+        before = _last_clause(text[max(0, verdict.start() - _MOST_CHARACTERS) : verdict.start()])
+        return None if _NEITHER.search(before) else verdict.group(1)
+    if cue is None:
+        return None
+    return _stated(text[cue.end() : cue.end() + _MOST_CHARACTERS].strip().partition("\n")[0], options)
 
 
 def _stated(statement: str, options: Mapping[str, str]) -> str | None:
     """The letter of a text that should be an answer and nothing else."""
-    plain = _DECORATION.sub("", statement).strip()
+    plain = _plain(statement)
     found = _LETTER.match(plain)
     if found is None:
-        return _option_with_text(plain, options)
-    behind = (found.group(2) or found.group(3) or "").strip()
-    return None if _SEVERAL.match(behind) else found.group(1).upper()
+        conclusion = _CONCLUSION.search(plain)
+        return conclusion.group(1) if conclusion and not _NEITHER.search(plain) else _option_with_text(plain, options)
+    letter, *rest = found.groups()
+    behind = next((text.strip() for text in rest if text), "")
+    named = _option_with_text(behind, options)
+    return None if _SEVERAL.match(behind) or named not in (None, letter.upper()) else letter.upper()
 
 
 def _on_last_line(text: str, options: Mapping[str, str]) -> str | None:
-    """A letter alone, or the only one in brackets; not `D. …`, which ends a list of the options."""
+    """A letter alone or after `so`, the only one in brackets, or one option; not `D. …`, which ends a list of them."""
     lines = text.rstrip()[-_MOST_CHARACTERS:].splitlines()
-    plain = _DECORATION.sub("", lines[-1]).strip() if lines else ""
-    alone = _ONLY_LETTER.fullmatch(plain)
-    if alone is not None:
+    plain = _plain(lines[-1]) if lines else ""
+    if _OPTION_LINE.match(plain) and len(plain) > 3:
+        listed = {found.group(1) for found in _OPTION_LINE.finditer(text)} | set(_IN_BRACKETS.findall(plain))
+        return _stated(plain, options) if len(listed) == 1 else None
+    if alone := _ONLY_LETTER.fullmatch(plain):
         return alone.group(1).upper()
+    clause = _last_clause(plain)
+    if conclusion := _CONCLUSION.search(clause):
+        return None if _NEITHER.search(clause) else conclusion.group(1)
     bracketed = set(_IN_BRACKETS.findall(plain))
     if len(bracketed) == 1 and not plain.startswith("("):
-        return bracketed.pop()
+        return None if _NEITHER.search(plain) else bracketed.pop()
     return _option_with_text(plain, options)
+
+
+def _plain(statement: str) -> str:
+    return _DECORATION.sub("", unwrapped(as_latex(statement))).strip()
+
+
+def _last_clause(text: str) -> str:
+    return re.split(r"[.;!?\n]\s+|,\s+(?=it\b|so\b)", text)[-1].strip()
 
 
 def _option_with_text(text: str, options: Mapping[str, str]) -> str | None:

@@ -1,13 +1,16 @@
 """Questions with short answers, between `<answer>` tags: exact match, contained match and F1, as for SQuAD.
 
-Text is compared without case, punctuation and articles (Rajpurkar et al., arXiv 1606.05250); any of the golden answers
-will do. What a retriever put between `<information>` tags is not the model's and is not searched.
+Text is compared without case, punctuation and articles (Rajpurkar et al., arXiv 1606.05250), but for the point and the
+sign of a number; any of the golden answers will do. What a retriever put between `<information>` tags is not of the
+model and is not searched.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,7 +18,11 @@ from typing import Any
 from verl.utils.reward_score.registry import register_score
 from verl.utils.reward_score.tags import last_tagged, without_tagged
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_PUNCTUATION = str.maketrans("", "", string.punctuation.replace(".", "").replace("-", ""))
+# A decimal point and the sign of a number mean something: 3.5 is not 35, nor -5.
+_POINT = re.compile(r"\.(?!\d)|(?<=[^\W\d])\.")
+_HYPHEN = re.compile(r"(?<=\w)-|-(?!\.?\d)")
+_LAYOUT = re.compile(r"\\(?:boxed|fbox|mbox|text[a-z]{0,2}|math[a-z]{2})(?=\s*\{)")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
@@ -100,8 +107,14 @@ def f1_score(prediction: str, golden: str | Iterable[str]) -> float:
 
 
 def normalize_answer(s: str) -> str:
-    """Lower case, without punctuation and articles, one space between words."""
-    return " ".join(_ARTICLES.sub(" ", s.lower().translate(_PUNCTUATION)).split())
+    """Lower case, without punctuation, articles and layout, one space between words; Unicode in its plainest form."""
+    text = s.lower()
+    if not text.isascii():
+        text = "".join(filter(_is_read, unicodedata.normalize("NFKC", text.replace("−", "-"))))
+    if "\\" in text:
+        text = _LAYOUT.sub("", text)
+    text = _HYPHEN.sub("", _POINT.sub("", text.translate(_PUNCTUATION)))
+    return " ".join(_ARTICLES.sub(" ", text).split())
 
 
 def golden_answers(ground_truth: Any) -> list[str]:
@@ -113,6 +126,12 @@ def golden_answers(ground_truth: Any) -> list[str]:
     if not answers:
         raise ValueError("ground_truth: no golden answer. Write a text, a list of texts, or {'target': [texts]}.")
     return answers
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_read(character: str) -> bool:
+    """Whether a character is more than punctuation or an invisible mark."""
+    return character.isascii() or unicodedata.category(character)[0] not in "PC"
 
 
 def _comparable(text: str) -> str:

@@ -55,7 +55,12 @@ def test_what_means_something_is_kept():
         ("1,2", None),
         ("x", None),
         ("", None),
-        ("1e5", None),
+        ("1e5", Fraction(100000)),
+        ("1.5e-1", Fraction(3, 20)),
+        ("3\\cdot10^{5}", Fraction(300000)),
+        ("1 1/2", Fraction(3, 2)),
+        ("3 4", None),
+        ("1e9999", None),
     ],
 )
 def test_plain_numbers_have_their_exact_value(text, value):
