@@ -6,9 +6,9 @@ A right one says the truth, once, in some notation; a wrong one says something e
 
 Of each kind the forms are divided in two by a rule that knows nothing of the scorers: those that a report named come
 first, then the others by the SHA-256 of their template; the first half is looked at while a scorer is being mended, the
-second is held out.
+second is held out. Forms marked `later` are a third part: they were written when the scorers were done, to attack them.
 
-    PYTHONPATH=.:tests python -m scorer_forms [--half looked-at] [--show] [gsm8k math …]
+    PYTHONPATH=.:tests python -m scorer_forms [--part looked-at] [--show] [gsm8k math …]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SOURCES = {
     "countdown": "countdown",
     "multiple_choice": "mmlu",
 }
-LOOKED_AT, HELD_OUT = HALVES = ("looked-at", "held-out")
+LOOKED_AT, HELD_OUT, LATER = PARTS = ("looked-at", "held-out", "later")
 _ESCAPED = re.compile(r"\\u([0-9a-f]{4})|\\n(?![a-z])")
 _PLACE = re.compile(r"<([a-z_]+)>")
 
@@ -43,7 +43,8 @@ class Form:
     template: str
     rows: list[dict[str, Any]]
     right: bool
-    named: bool  # a report gave it as an example
+    named: bool = False  # a report gave it as an example
+    later: bool = False  # written when the scorer was done
 
     def order(self) -> tuple[bool, str]:
         return not self.named, hashlib.sha256(self.template.encode()).hexdigest()
@@ -54,7 +55,7 @@ class Case:
     """One answer with its ground truth, and the verdict that it must get."""
 
     scorer: str
-    half: str
+    part: str
     right: bool
     text: str
     truth: Any
@@ -74,28 +75,30 @@ def cases(scorer: str) -> list[Case]:
     written = forms(scorer)
     made = []
     for right in (True, False):
-        kind = sorted((form for form in written if form.right is right), key=Form.order)
-        for place, form in enumerate(kind):
-            half = LOOKED_AT if 2 * place < len(kind) else HELD_OUT
+        first = sorted((form for form in written if form.right is right and not form.later), key=Form.order)
+        parts = [(LOOKED_AT if 2 * place < len(first) else HELD_OUT, form) for place, form in enumerate(first)]
+        parts += [(LATER, form) for form in written if form.right is right and form.later]
+        for part, form in parts:
             for row in form.rows:
                 text = _PLACE.sub(lambda found, row=row: row.get(found.group(1), found.group()), form.template)
                 truth = row.get("truth", row.get("t"))
-                made.append(Case(scorer, half, right, text, truth, row.get("extra"), form.template))
+                made.append(Case(scorer, part, right, text, truth, row.get("extra"), form.template))
     return made
 
 
 def forms(scorer: str) -> list[Form]:
     """The forms of a scorer as they are written down; in a line, `\\n` is a line break and `\\u200b` that character."""
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    found, kind, name, named = [], "", "", ""
+    found, kind, name, mark = [], "", "", ""
     for line in Path(__file__).with_name(f"{scorer}.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("rows "):
             _, name, row = line.split(" ", 2)
             rows[name].append(json.loads(row))
-        elif header := re.fullmatch(r"\[(right|wrong) (\w+)( named)?\]", line):
-            kind, name, named = header.groups()
+        elif header := re.fullmatch(r"\[(right|wrong) (\w+)(?: (named|later))?\]", line):
+            kind, name, mark = header.groups()
         elif line and not line.startswith("# "):
-            found.append(Form(_ESCAPED.sub(_character, line), rows[name], kind == "right", bool(named)))
+            template = _ESCAPED.sub(_character, line)
+            found.append(Form(template, rows[name], kind == "right", mark == "named", mark == "later"))
     return found
 
 
