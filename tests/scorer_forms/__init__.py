@@ -45,8 +45,9 @@ class Form:
     right: bool
     named: bool = False  # a report gave it as an example
     later: bool = False  # written when the scorer was done
+    limit: bool = False  # known to be judged wrongly; docs/rewards.md says so
 
-    def order(self) -> tuple[bool, str]:
+    def place(self) -> tuple[bool, str]:
         return not self.named, hashlib.sha256(self.template.encode()).hexdigest()
 
 
@@ -60,7 +61,7 @@ class Case:
     text: str
     truth: Any
     extra_info: Any
-    form: str
+    form: Form
 
     def score(self) -> float:
         told = default_compute_score(SOURCES[self.scorer], self.text, self.truth, self.extra_info)
@@ -71,34 +72,34 @@ class Case:
 
 
 def cases(scorer: str) -> list[Case]:
-    """All cases of a scorer, in a fixed order."""
+    """All cases of a scorer, those looked at first."""
     written = forms(scorer)
     made = []
     for right in (True, False):
-        first = sorted((form for form in written if form.right is right and not form.later), key=Form.order)
+        first = sorted((form for form in written if form.right is right and not form.later), key=Form.place)
         parts = [(LOOKED_AT if 2 * place < len(first) else HELD_OUT, form) for place, form in enumerate(first)]
         parts += [(LATER, form) for form in written if form.right is right and form.later]
         for part, form in parts:
             for row in form.rows:
                 text = _PLACE.sub(lambda found, row=row: row.get(found.group(1), found.group()), form.template)
                 truth = row.get("truth", row.get("t"))
-                made.append(Case(scorer, part, right, text, truth, row.get("extra"), form.template))
+                made.append(Case(scorer, part, right, text, truth, row.get("extra"), form))
     return made
 
 
 def forms(scorer: str) -> list[Form]:
     """The forms of a scorer as they are written down; in a line, `\\n` is a line break and `\\u200b` that character."""
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    found, kind, name, mark = [], "", "", ""
+    found, kind, name, marks = [], "", "", ""
     for line in Path(__file__).with_name(f"{scorer}.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("rows "):
             _, name, row = line.split(" ", 2)
             rows[name].append(json.loads(row))
-        elif header := re.fullmatch(r"\[(right|wrong) (\w+)(?: (named|later))?\]", line):
-            kind, name, mark = header.groups()
+        elif header := re.fullmatch(r"\[(right|wrong) (\w+)((?: named| later| limit)*)\]", line):
+            kind, name, marks = header.groups()
         elif line and not line.startswith("# "):
             template = _ESCAPED.sub(_character, line)
-            found.append(Form(template, rows[name], kind == "right", mark == "named", mark == "later"))
+            found.append(Form(template, rows[name], kind == "right", **dict.fromkeys(marks.split(), True)))
     return found
 
 

@@ -16,7 +16,7 @@ args = parser.parse_args()
 write = sys.stdout.write
 for scorer in args.scorers:
     made = cases(scorer)
-    write(f"{scorer}: {len(made)} cases of {len({case.form for case in made})} forms\n")
+    write(f"{scorer}: {len(made)} cases of {len({case.form.template for case in made})} forms\n")
     for part in PARTS if args.part is None else [args.part]:
         for right in (False, True):
             asked = [case for case in made if case.part == part and case.right is right]

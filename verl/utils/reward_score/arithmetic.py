@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 _TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+|[-+*/()\[\]{}])", re.ASCII)
-_FRACTION = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}|\{([^{}]*)\\over([^{}]*)\}")
 _LETTER_TIMES = re.compile(r"(?<=[\d)\]])\s*[xX]\s*(?=[\d(\[])")
+_COLON = re.compile(r"(?<=[\d)\]])\s*:\s*(?=[\d(\[])")
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
 _SPELLINGS = {"\\times": "*", "\\cdot": "*", "\\div": "/"}
 _LAYOUT = {
@@ -19,6 +20,7 @@ _LAYOUT = {
     "\\big",
     "\\Big",
     "\\displaystyle",
+    "\\quad",
     "\\,",
     "\\;",
     "\\:",
@@ -37,9 +39,9 @@ def tokens_of(text: str) -> list[str] | None:
     `\\frac{a}{b}`, `2(3+4)` and other kinds of brackets are written out.
     """
     if "\\" in text:
-        text = _FRACTION.sub(r"((\1)/(\2))", text)
+        text = _FRACTION.sub(r"((\1\3)/(\2\4))", text)
         text = _COMMAND.sub(lambda found: "" if found.group() in _LAYOUT else _SPELLINGS.get(found.group(), "?"), text)
-    text = _LETTER_TIMES.sub("*", text).strip()
+    text = _COLON.sub("/", _LETTER_TIMES.sub("*", text)).replace("&", "").strip()
     tokens: list[str] = []
     open_brackets: list[str] = []
     position = 0

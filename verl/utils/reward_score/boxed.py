@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])(?=.)", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])(?:\s*(?=\{)|(?=.))", re.DOTALL)
 _STRUCTURE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 

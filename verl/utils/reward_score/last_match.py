@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 
-def last_match(pattern: re.Pattern[str], text: str, first: int = 0) -> re.Match[str] | None:
-    """The last match, from `first` on, of a pattern that does not reach over the end of a line; None without one."""
-    end = len(text)
-    while end >= first:
-        start = max(text.rfind("\n", first, end) + 1, first)
-        found = list(pattern.finditer(text, start, end))
-        if found:
-            return found[-1]
-        end = start - 1
+def last_match(pattern: re.Pattern[str], text: str, words: Sequence[str], first: int = 0) -> re.Match[str] | None:
+    """The last match, from `first` on, of a pattern that begins with one of the words, in any case; None without one.
+
+    A search for a word is much faster than one for a pattern.
+    """
+    spellings = {spelling for word in words for spelling in (word, word.capitalize(), word.upper())}
+    places = {spelling: text.rfind(spelling, first) for spelling in spellings}
+    while (place := max(places.values())) >= 0:
+        if found := pattern.match(text, place):
+            return found
+        for spelling in [one for one, at in places.items() if at == place]:
+            places[spelling] = text.rfind(spelling, first, place + len(spelling) - 1)
     return None

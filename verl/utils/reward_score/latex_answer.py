@@ -16,6 +16,7 @@ from verl.utils.reward_score.wrappers import unwrapped
 # Longer answers are compared letter by letter only.
 MOST_CHARACTERS = 2000
 
+_LAYOUT = ((",\\! ", ","), (",\\!", ","), ("{,}", ","), ("~", " "), ("\\left.", ""), ("\\right.", ""))
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
 _SPELLINGS = {
     **dict.fromkeys(("\\!", "\\,", "\\left", "\\right", "\\displaystyle", "\\bigl", "\\bigr", "\\big", "\\Big"), ""),
@@ -41,12 +42,13 @@ _OTHER_NOTATIONS = [
     ("color", re.compile(r"\\(?:text)?color\s*\{\w*\}"), ""),
     ("over", re.compile(r"\{([^{}]*)\\over([^{}A-Za-z][^{}]*)\}"), r"\\frac{\1}{\2}"),
     ("sqrt", re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    ("sqrt", re.compile(r"\\sqrt\s*(\d+|[A-Za-z])"), r"\\sqrt{\1}"),
     ("**", re.compile(r"(?<=[\w)])\*\*(?=[\w({-])"), "^"),
     ("pi", re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])"), r"\\pi "),
     ("inf", re.compile(r"(?<![\\A-Za-z])inf(?:inity)?(?![A-Za-z])"), r"\\infty "),
-    ("text", re.compile(r"\\text\s*\{\s*([\d.,/]+)\s*\}"), r"\1"),
+    ("text", re.compile(r"\\text\s*\{\s*([\d.,/]+)\s*\}|\\text(?=\s*[^{\s])"), r"\1"),
+    ("m", re.compile(r"\b([ap])\.?\s?m\b\.?", re.IGNORECASE), r"\1m"),
 ]
-_TEXT = re.compile(r"\\text\s*\{\s*([\d.,/]+)\s*\}")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORDED_LIST = re.compile(r",?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z{])(?:and|or)(?![A-Za-z}]))\s*")
 # Behind a value, text is a unit: `12 \text{ cm}^2`, `12 triangles`.
@@ -63,7 +65,6 @@ NAME = (
 )
 _NAMED_VALUE = re.compile(rf"({NAME})?(?:=|\\approx|\\in(?![a-z]))(.+)")
 _SHORT_FRACTION = re.compile(r"\\frac(\d|\{[^{}]*\})(\d|[a-z]|\{[^{}]*\})")
-_SHORT_ROOT = re.compile(r"\\sqrt([\dA-Za-z])")
 _IN_BASE = re.compile(r"(-?[0-9A-Z.]+)_\{?(\d+)\}?")
 _NUMBER = r"\d+(?:\.\d*)?|\.\d+"
 _DIGITS_ONLY = re.compile(r"-?\d{1,100}(?:\.\d{1,100})?", re.ASCII)
@@ -71,8 +72,8 @@ _NUMBER_ALONE = re.compile(
     rf"([+-]?)(?:({_NUMBER})(?:[eE]([+-]?\d{{1,3}})|\\cdot10\^(?:(\d)|\{{([+-]?\d{{1,3}})\}}))?"
     r"|(?:(\d+)\s?)?\\frac\{(-?\d+)\}\{(-?\d+)\}|(?:(\d+)\s)?\(?(-?\d+)\)?/\(?(-?\d+)\)?)"
 )
-_WORDS = re.compile(r"\\text\s*\{[^{}]*[A-Za-z]{2}|(?<![A-Za-z])[A-Za-z]{4,}")
-_COMMAND_NAME = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z*]+\}|\\(?!text)[A-Za-z]+")
+_WORDS = re.compile(r"\\text\s*\{[^{}]*[A-Za-z]{2}|(?<![A-Za-z])[A-Za-z]{4,}|\\(?:[a-z]?mod|[lcv]?dots)\b")
+_COMMAND_NAME = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z*]+\}|\\(?!text|[a-z]?mod|[lcv]?dots)[A-Za-z]+")
 
 
 def cleaned(answer: str) -> str:
@@ -80,7 +81,8 @@ def cleaned(answer: str) -> str:
     text = " ".join(unwrapped(as_latex(answer)).split())
     if len(text) > MOST_CHARACTERS:
         return text
-    text = text.replace(",\\! ", ",").replace(",\\!", ",").replace("{,}", ",").replace("~", " ")
+    for layout, plain in _LAYOUT:
+        text = text.replace(layout, plain)
     if "\\" in text:
         text = _COMMAND.sub(lambda found: _SPELLINGS.get(found.group(), found.group()), text)
     text = _SIGNS.sub("", text).strip().rstrip(".,;")
@@ -102,7 +104,7 @@ def normalised(answer: str) -> str:
     text = _TEXT.sub(r" \1 ", text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text).rstrip(".,;")  # `3 4` is not `34`
     text = _without_names(text)
-    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", _SHORT_FRACTION.sub(_whole_fraction, text))
+    text = _SHORT_FRACTION.sub(_whole_fraction, text)
     text = re.sub(r"^\(?([A-Z])\)?$", r"\1", text)
     return text.lower() if text.isalpha() and len(text) > 1 else text
 
@@ -129,7 +131,7 @@ def in_base(normal: str) -> tuple[str, str] | None:
 
 
 def has_words(clean: str) -> bool:
-    """Whether a cleaned answer is not mathematics only."""
+    """Whether a cleaned answer is not mathematics only, or leaves something open (`\\ldots`, `\\mod 7`)."""
     return _WORDS.search(_COMMAND_NAME.sub(" ", clean)) is not None
 
 

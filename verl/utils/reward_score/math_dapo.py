@@ -30,7 +30,7 @@ def extract_solution(solution_str: str) -> str | None:
 
     Models that were trained to box their results do so whatever the prompt asks for.
     """
-    found = last_match(_ANSWER, solution_str)
+    found = last_match(_ANSWER, solution_str, ["answer"])
     if found is None:
         return last_boxed(solution_str)
     lines = solution_str[found.end() : found.end() + _MOST_CHARACTERS].splitlines()

@@ -21,29 +21,39 @@ _LETTERS = "ABCDEFGHIJ"
 _MOST_CHARACTERS = 300
 # What announces an answer; it follows.
 _CUE = re.compile(
-    r"\b(?:answer|choice|option)[*_ \t]{0,8}"
-    r"(?:[:：=]|- | (?:is|(?:should|must|would|will) be)\b(?: therefore| thus)?[:：]?)"
-    r"|答案 ?[:：是]|\bI(?:'d|'ll| would| will)? (?:choose|pick|select|go with)\b",
+    r"(?:\b(?:answer|choice|option)|(?:^|(?<=\bthe ))correct(?: one)?)[*_ \t]{0,8}"
+    r"(?:[:：=]|- | (?:is|(?:should|must|would|will) be)\b(?: \w+ly| indeed| therefore| thus)?[:：]?)|答案 ?[:：是]",
+    re.IGNORECASE | re.MULTILINE,
+)
+_CUE_WORDS = ("answer", "choice", "option", "correct", "答案")
+_DECISION = re.compile(
+    r"\b(?:I|we)(?:'d|'ll|'m| would| will| am)? (?:choose|pick|select|say|go(?:ing)? with)\b|\bthat leaves\b",
     re.IGNORECASE,
 )
-_LETTER_IN_LAYOUT = r"[(\[\"'*]{0,4}([A-J])[)\]\"'*]{0,4}"
+_DECISION_WORDS = ("I ", "I'", "we ", "we'", "that leaves")
 # The answer, and then what announces it.
-_VERDICT = re.compile(rf"(?<![\w'/&-]){_LETTER_IN_LAYOUT} is (?:the |therefore ){{0,2}}(?:correct|right|best|answer)\b")
+_VERDICT = re.compile(
+    r"(?<=[A-J)\]\"'*]) (?:is (?:the |our |my |therefore ){0,2}(?:correct|right|best|answer)|fits|matches)\b"
+)
+_VERDICT_WORDS = (" is ", " fits", " matches")
+_LETTER_IN_LAYOUT = r"[(\[\"'*]{0,4}([A-J])[)\]\"'*]{0,4}"
+_LETTER_AT_END = re.compile(rf"(?<![\w'/&-]){_LETTER_IN_LAYOUT}$")
 _CONCLUSION = re.compile(
-    r"(?:^|\b(?i:so|therefore|hence|thus|it(?:'s|\s+is|\s+(?:must|should)\s+be)|option|choice),?\s+)"
-    rf"{_LETTER_IN_LAYOUT}[.!]?$"
+    r"(?:^|\b(?i:so|therefore|hence|thus|it(?:'s|\s+is|\s+(?:must|should)\s+be)|option|choice|letter),?\s+)"
+    rf"{_LETTER_IN_LAYOUT}(?:[.!]?$|,?\s+(?:because|since)\b)"
 )
 _ONLY_LETTER = re.compile(rf"{_LETTER_IN_LAYOUT}\.?", re.IGNORECASE)
-_DECORATION = re.compile(r"[*_$`{}\"]|\\(?:text|math)(?:bf|rm)?(?![a-z])|\\[()\[\] ]")
+_DECORATION = re.compile(r"[*_$`{}\"]|\\(?:text|math)(?:bf|rm)?(?![a-z])|\\[()\[\] ]|^\s*[>#-]+\s+")
 # A letter, alone or with a mark behind it and then the option's text: no prose, where `a` is a word.
 _LETTER = re.compile(
-    r"(?:not\s+[A-J],?\s+but\s+)?(?:(?:option|choice)\s+)?[(\[<']?([A-J])(?:[)\]>']?\s*$|[)\]>']?\s*[\])>.:,]+\s*(.*)|\s+-\s+(.*)"
-    r"|\s+\((.*)\)$|\s+(?:because|since|as)\s+(.*))",
+    r"(?:not\s+[A-J],?\s+but\s+)?(?:(?:option|choice|letter)\s+)?[(\[<']?([A-J])"
+    r"(?:[)\]>']?\s*$|[)\]>']?\s*[\])>.:;,]+\s*(.*)|\s+-\s+(.*)|\s+\((.*)\)$|\s+(?:because|since|as|is)\s+(.*))",
     re.IGNORECASE,
 )
 _SEVERAL = re.compile(r"(?:(?:,|/|&|or\b|and\b)\s*)*\(?[A-J](?:\s*$|\s*[.,;:)\]/&+]|\s+(?:or|and)\b)")
-_NEITHER = re.compile(r"\b(?:or|and|nor|not|either|but|whether|if)\b|n't\b", re.IGNORECASE)
-_OPTION_LINE = re.compile(r"^[*(\[]{0,3}([A-J])(?:[)\].:]|\s+-\s)", re.MULTILINE)
+_DENIED = re.compile(r"\b(?:wrong|incorrect|false|not|no)\b|n't\b", re.IGNORECASE)
+_OPEN = re.compile(rf"{_DENIED.pattern}|\b(?:or|and|n?either|nor|but|whether|if|none|never)\b", re.IGNORECASE)
+_OPTION_LINE = re.compile(r"^[*(\[]{0,3}(?:[Oo]ption )?([A-J])(?:[)\].:]|\s+-\s)", re.MULTILINE)
 _IN_BRACKETS = re.compile(r"[(\[]([A-J])[)\]]")
 
 
@@ -95,15 +105,27 @@ def compute_score(
 
 
 def _announced(text: str, options: Mapping[str, str]) -> str | None:
-    """The letter after the last `answer is`, or before the last `is the answer`, whichever comes later."""
-    cue = last_match(_CUE, text)
-    verdict = last_match(_VERDICT, text, cue.start() if cue else 0)
-    if verdict is not None:
-        before = _last_clause(text[max(0, verdict.start() - _MOST_CHARACTERS) : verdict.start()])
-        return None if _NEITHER.search(before) else verdict.group(1)
-    if cue is None:
+    """The letter after the last `answer is`, unless `I choose` or `is the answer` names one behind it."""
+    cue = last_match(_CUE, text, _CUE_WORDS)
+    start = cue.start() if cue else 0
+    verdict = last_match(_VERDICT, text, _VERDICT_WORDS, start)
+    if verdict is not None and (letter := _judged(text, verdict)) is not None:
+        return letter
+    for found in (last_match(_DECISION, text, _DECISION_WORDS, start), cue):
+        statement = text[found.end() : found.end() + _MOST_CHARACTERS].strip().partition("\n")[0] if found else ""
+        if (letter := _stated(statement, options)) is not None:
+            return letter
+    return None
+
+
+def _judged(text: str, verdict: re.Match[str]) -> str | None:
+    """The letter before a verdict, unless it is one of several or the sentence denies it."""
+    before = text[max(0, verdict.start() - _MOST_CHARACTERS) : verdict.start()]
+    behind = re.split(r"[.,;!?\n]", text[verdict.end() : verdict.end() + _MOST_CHARACTERS])[0]
+    letter = _LETTER_AT_END.search(before)
+    if letter is None or _OPEN.search(_last_clause(before[: letter.start()])) or _DENIED.search(behind):
         return None
-    return _stated(text[cue.end() : cue.end() + _MOST_CHARACTERS].strip().partition("\n")[0], options)
+    return letter.group(1)
 
 
 def _stated(statement: str, options: Mapping[str, str]) -> str | None:
@@ -112,11 +134,12 @@ def _stated(statement: str, options: Mapping[str, str]) -> str | None:
     found = _LETTER.match(plain)
     if found is None:
         conclusion = _CONCLUSION.search(plain)
-        return conclusion.group(1) if conclusion and not _NEITHER.search(plain) else _option_with_text(plain, options)
+        return conclusion.group(1) if conclusion and not _OPEN.search(plain) else _option_with_text(plain, options)
     letter, *rest = found.groups()
     behind = next((text.strip() for text in rest if text), "")
     named = _option_with_text(behind, options)
-    return None if _SEVERAL.match(behind) or named not in (None, letter.upper()) else letter.upper()
+    denied = _DENIED.match(behind.removeprefix("is ")) if rest[-1] or behind.startswith("is ") else None
+    return None if denied or _SEVERAL.match(behind) or named not in (None, letter.upper()) else letter.upper()
 
 
 def _on_last_line(text: str, options: Mapping[str, str]) -> str | None:
@@ -130,10 +153,10 @@ def _on_last_line(text: str, options: Mapping[str, str]) -> str | None:
         return alone.group(1).upper()
     clause = _last_clause(plain)
     if conclusion := _CONCLUSION.search(clause):
-        return None if _NEITHER.search(clause) else conclusion.group(1)
+        return None if _OPEN.search(clause) else conclusion.group(1)
     bracketed = set(_IN_BRACKETS.findall(plain))
     if len(bracketed) == 1 and not plain.startswith("("):
-        return None if _NEITHER.search(plain) else bracketed.pop()
+        return None if _OPEN.search(plain) else bracketed.pop()
     return _option_with_text(plain, options)
 
 

@@ -22,7 +22,8 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation.replace(".", "").replace
 # A decimal point and the sign of a number mean something: 3.5 is not 35, nor -5.
 _POINT = re.compile(r"\.(?!\d)|(?<=[^\W\d])\.")
 _HYPHEN = re.compile(r"(?<=\w)-|-(?!\.?\d)")
-_LAYOUT = re.compile(r"\\(?:boxed|fbox|mbox|text[a-z]{0,2}|math[a-z]{2})(?=\s*\{)")
+_LAYOUT = re.compile(r"\\(?:boxed|fbox|mbox|text[a-z]{0,2}|math[a-z]{2})(?=\s*\{)|</?[a-z]{1,8}>")
+_MINUS = re.compile(r"(?<!\w)[−–](?=\.?\d)")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
@@ -110,8 +111,9 @@ def normalize_answer(s: str) -> str:
     """Lower case, without punctuation, articles and layout, one space between words; Unicode in its plainest form."""
     text = s.lower()
     if not text.isascii():
-        text = "".join(filter(_is_read, unicodedata.normalize("NFKC", text.replace("−", "-"))))
-    if "\\" in text:
+        text = unicodedata.normalize("NFKC", _MINUS.sub("-", text)).casefold()
+        text = "".join(filter(_is_read, text))
+    if "\\" in text or "<" in text:
         text = _LAYOUT.sub("", text)
     text = _HYPHEN.sub("", _POINT.sub("", text.translate(_PUNCTUATION)))
     return " ".join(_ARTICLES.sub(" ", text).split())

@@ -22,7 +22,9 @@ _NAMES = {
     **dict.fromkeys("。．", "."),
     # Between digits these divide thousands; elsewhere they are space as any other.
     **dict.fromkeys("\u00a0\u2007\u2009\u202f", "\\,"),
+    **dict.fromkeys("→⇒➜", "->"),
     "−": "-",
+    "—": ";",
     "÷": "\\div ",
     "±": "\\pm ",
     "∞": "\\infty ",
@@ -39,6 +41,8 @@ _NAMES = {
     "∠": "\\angle ",
     "、": ",",
 }
+# Spaces, dashes, invisible marks and pictures.
+_PLAIN_CATEGORIES = {"Zs": " ", "Pd": "-", "Cf": "", "So": ""}
 
 
 def as_latex(text: str) -> str:
@@ -58,8 +62,8 @@ def _character(character: str) -> str:
     category = unicodedata.category(character)
     if category == "Nd":
         return str(unicodedata.decimal(character))
-    if category in ("Zs", "Pd", "Cf"):
-        return {"Zs": " ", "Pd": "-", "Cf": ""}[category]
+    if category in _PLAIN_CATEGORIES:
+        return _PLAIN_CATEGORIES[category]
     name = unicodedata.name(character, "")
     if name.startswith(("GREEK SMALL LETTER ", "GREEK CAPITAL LETTER ")) and " WITH " not in name:
         letter = name.rpartition(" ")[2].lower()

@@ -39,7 +39,26 @@ PIECES = st.sampled_from(
         "%",
         "^",
     ]
-    + ["²", "٣", "\x00", "\ud800", "½", "：", "/0", "_", "!"]
+    + [
+        "²",
+        "٣",
+        "\x00",
+        "\ud800",
+        "½",
+        "：",
+        "/0",
+        "_",
+        "!",
+        "√",
+        "−",
+        "→",
+        "✅",
+        "e999",
+        r"\approx",
+        r"\over",
+        "million",
+    ]
+    + ["**", "`", "'", "<b>", "I choose ", "is the answer", " or ", " is ", "+", "x", "[", "]", r"\,", "~", ":"]
 )
 LENGTH = 100_000
 LONG = {
@@ -64,6 +83,11 @@ LONG = {
     "brackets": "<answer>" + "(" * (LENGTH // 2) + ")" * (LENGTH // 2) + "</answer>",
     "words": "<answer>" + "the " * (LENGTH // 4) + "</answer>",
     "letters": "Answer: " + "(A) " * (LENGTH // 4),
+    "a sum of names": "#### " + "a + " * (LENGTH // 4) + "!",
+    "an equation of many sides": r"\boxed{" + "x=" * 900 + "}",
+    "dollars around dollars": "Answer: " + "$" * LENGTH,
+    "opening signs": "<" * LENGTH,
+    "lines without an answer": "so it is not\n" * (LENGTH // 13),
     "a last line of brackets": "x\n" + "(A" * (LENGTH // 2),
 }
 
