@@ -182,7 +182,7 @@ class RayPPOTrainer:
         last = step >= self.total_training_steps
         with self.phases("step"):
             metrics = self._train_step(batch)
-        check_weights(metrics, step, trainer, self._log)
+        check_weights(metrics, step, trainer, self._log_metrics)
         saved = last or self.stop_requested.is_set() or (trainer.save_freq > 0 and step % trainer.save_freq == 0)
         if saved:
             self._attempt_save()

@@ -187,7 +187,9 @@ class FSDPEngine:
             return True
         ids = torch.arange(1, 9)[None] % self.hf_config.get_text_config().vocab_size
         tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 4:]}
-        with self._inference():
+        # Compiling a pass without gradients for these few tokens would take longer than all of them together.
+        eager = torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()
+        with self._inference(), eager:
             fields = self._forward(DataProto.from_dict(tokens), FIELDS_OF_KIND[self.kind][:1], temperature=1.0)
         finite = all(bool(value.isfinite().all()) for value in fields.values())
         return groups.largest(int(not finite), self.device) == 0
