@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from verl.trainer.run_start import RunStart
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, reading
-from verl.utils.checkpoint.disk import bytes_in, disk_full, is_full
+from verl.utils.checkpoint.disk import disk_full, is_full
 from verl.utils.checkpoint.steps import bytes_of_newest
 from verl.utils.plain_store import load_plain, save_plain
 
@@ -38,14 +38,15 @@ def save_run(
     config, step = run.config.trainer, run.global_steps
     manager = CheckpointManager(config.default_local_dir, max_to_keep, config.default_hdfs_dir)
     state = {"global_steps": step, "dataloader": run.train_dataloader.state_dict(), **(more_state or {})}
-    folder = manager.begin(step)
     try:
+        folder = manager.begin(step)
         write_parts(folder)
         save_plain(state, folder / STATE, what="trainer state")
         (folder / "config.json").write_text(json.dumps(run.config.to_dict(), indent=1, default=str))
         return manager.commit(step)
     except Exception as error:
-        needed = max(bytes_in(folder), bytes_of_newest(manager.root))
+        planned = 0 if run.run_start is None else run.run_start.step_bytes
+        needed = max(planned, bytes_of_newest(manager.root))
         manager.abandon()
         if is_full(error):
             raise disk_full(manager.root, step, needed) from error

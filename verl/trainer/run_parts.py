@@ -12,7 +12,7 @@ from verl.config.engine import CheckpointConfig, OptimConfig
 from verl.utils.fs import resolve_model_path
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunPart:
     """One trained model of a run."""
 
@@ -25,6 +25,10 @@ class RunPart:
     checkpoint: CheckpointConfig
     optim: OptimConfig
     strategy: str
+    precision: str
+    """In which matrices are multiplied, and the model for transformers is written."""
+    limit: int | None
+    """How many steps keep it."""
 
     @functools.cached_property
     def expected(self) -> Any:
@@ -39,25 +43,26 @@ def run_parts(config: PPOConfig | SFTConfig, worker_classes: Iterable[type] = ()
     if any(not cls.__module__.startswith("verl.") for cls in worker_classes):
         return []
     if isinstance(config, SFTConfig):
-        parts = [RunPart(".", "model", "causal_lm", config.model, config.checkpoint, config.optim, config.strategy)]
+        parts = [_part(".", "model", "causal_lm", config, config.model, config.trainer.max_ckpt_to_keep)]
     else:
-        policy, critic = config.actor_rollout_ref, config.critic
-        actor = policy.actor
-        parts = [
-            RunPart(
-                "actor",
-                "actor_rollout_ref.model",
-                "causal_lm",
-                policy.model,
-                actor.checkpoint,
-                actor.optim,
-                actor.strategy,
-            )
-        ]
-        if critic.enable:
-            parts.append(
-                RunPart(
-                    "critic", "critic.model", "value", critic.model, critic.checkpoint, critic.optim, critic.strategy
-                )
-            )
+        policy, trainer = config.actor_rollout_ref, config.trainer
+        limit = trainer.max_actor_ckpt_to_keep
+        parts = [_part("actor", "actor_rollout_ref.model", "causal_lm", policy.actor, policy.model, limit)]
+        if config.critic.enable:
+            limit = trainer.max_critic_ckpt_to_keep
+            parts.append(_part("critic", "critic.model", "value", config.critic, config.critic.model, limit))
     return [part for part in parts if part.strategy != "megatron"]
+
+
+def _part(folder: str, key: str, kind: str, block: Any, model: Any, limit: int | None) -> RunPart:
+    return RunPart(
+        folder,
+        key,
+        kind,
+        model,
+        block.checkpoint,
+        block.optim,
+        block.strategy,
+        block.fsdp_config.mixed_precision,
+        limit,
+    )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.config.problems import Problem, Report
+from verl.trainer.output_checks import check_space, check_writable, step_bytes
 from verl.trainer.run_parts import RunPart
 from verl.utils.checkpoint import remote
 from verl.utils.checkpoint.checkpoint_manager import reading, resolve_resume
@@ -25,20 +26,32 @@ _ANOTHER = "Give each run a folder of its own: set trainer.experiment_name (it i
 class RunStart:
     """Made once per run, as soon as its configuration is known: every problem at once, as a ConfigError.
 
-    `resume_from` is the step the run goes on from (None: it begins anew), `step` its number. The run's folder is its
-    own until `close`; a run that only reads (`saves=False`) owns none.
+    `resume_from` is the step the run goes on from (None: it begins anew), `step` its number, `step_bytes` what
+    one step will take. The run's folder is its own until `close`; a run that only reads (`saves=False`) owns none.
     """
 
-    def __init__(self, trainer_config: Any, parts: Sequence[RunPart], saves: bool = True) -> None:
+    def __init__(
+        self,
+        trainer_config: Any,
+        parts: Sequence[RunPart],
+        folders: Mapping[str, str | None] | None = None,
+        saves: bool = True,
+    ) -> None:
+        """`folders`: others that the run will write to, by key."""
         report = Report()
         self._config = trainer_config
         self._owned: Ownership | None = None
         self.resume_from: Path | None = None
         self.step = 0
+        self.step_bytes = 0
         try:
+            check_writable(trainer_config, folders or {}, report)
             if saves:
                 self._take_folder(report)
-            if not report.problems:
+            if self._owned is not None and parts:
+                self.step_bytes = sum(map(step_bytes, parts))
+                check_space(trainer_config, parts, trainer_config.save_freq, report)
+            if self._owned is not None or not saves:
                 self._find_step(parts, report)
             report.raise_if_any()
         except BaseException:

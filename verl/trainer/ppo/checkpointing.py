@@ -23,7 +23,9 @@ def start(trainer: RayPPOTrainer) -> None:
 
 def started(config: PPOConfig, workers: Mapping[Any, type]) -> RunStart:
     """The start of a run whose roles are done by these classes."""
-    return RunStart(config.trainer, run_parts(config, workers.values()), saves=not config.trainer.val_only)
+    trainer = config.trainer
+    folders = {f"trainer.{key}": trainer[key] for key in ("rollout_data_dir", "validation_data_dir")}
+    return RunStart(trainer, run_parts(config, workers.values()), folders, saves=not trainer.val_only)
 
 
 def end(trainer: RayPPOTrainer) -> None:

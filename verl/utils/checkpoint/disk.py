@@ -36,12 +36,6 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
-def bytes_in(folder: Path) -> int:
-    """Of all files below the folder."""
-    found = (Path(inside) / name for inside, _, names in os.walk(folder) for name in names)
-    return sum(file.stat().st_size for file in found if file.exists())
-
-
 def existing_parent(path: Path) -> Path:
     """The folder itself, or the nearest above it that exists."""
     return next(place for place in (path, *path.parents) if place.exists())

@@ -12,7 +12,7 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -70,17 +70,22 @@ class ChecksumRecorder:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder).absolute()
         self._taken: dict[Path, dict[str, int]] = {}
+        self.failure: OSError | None = None
+        """Why a file could not be written; libraries that write through a stream may raise something of their own."""
 
     def open(self, name: str | os.PathLike[str]) -> io.BufferedIOBase:
         """A stream to a new file in the folder (a relative name, or a path inside it); on disk once it is closed."""
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _ChecksumStream(path, self._taken)
+        return _ChecksumStream(path, self._taken, self._failed)
 
     def renamed(self, old: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
         """A file written through this recorder has another name now."""
         if self._folder / old in self._taken:
             self._taken[self._folder / new] = self._taken.pop(self._folder / old)
+
+    def _failed(self, error: OSError) -> None:
+        self.failure = self.failure or error
 
     def close(self) -> None:
         """Leave the records."""
@@ -188,8 +193,9 @@ def sync_folder(folder: Path) -> None:
 class _ChecksumStream(io.BufferedIOBase):
     """A file being written whose checksum grows with it."""
 
-    def __init__(self, path: Path, taken: dict[Path, dict[str, int]]) -> None:
+    def __init__(self, path: Path, taken: dict[Path, dict[str, int]], failed: Callable[[OSError], None]) -> None:
         self._file = path.open("wb")
+        self._failed = failed
         self._path, self._taken = path, taken
         self._crc, self._size, self._in_order = 0, 0, True
 
@@ -201,7 +207,11 @@ class _ChecksumStream(io.BufferedIOBase):
 
     def write(self, data: Any) -> int:
         self._in_order = self._in_order and self._file.tell() == self._size
-        written = self._file.write(data)
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self._failed(error)
+            raise
         self._crc = zlib.crc32(data, self._crc)
         self._size += written
         return written
@@ -226,6 +236,9 @@ class _ChecksumStream(io.BufferedIOBase):
             self._file.flush()
             os.fsync(self._file.fileno())
             stat = os.fstat(self._file.fileno())
+        except OSError as error:
+            self._failed(error)
+            raise
         finally:
             super().close()  # also where the disk is full: it is said once, not again when the stream is collected
             _close_quietly(self._file)

@@ -81,6 +81,11 @@ def bytes_of_newest(root: Path) -> int:
     return 0 if newest is None else newest.total_bytes
 
 
+def bytes_of_all(root: Path) -> int:
+    """The size of all steps of ours, by their manifests."""
+    return sum(manifest.total_bytes for folder in newest_first(root) if (manifest := manifest_of(folder)) is not None)
+
+
 def fetched(root: Path) -> list[Path]:
     """Copies of steps that came from a remote to be resumed from."""
     return [path.parent for path in (root / FETCHED).glob(f"*/*/{MANIFEST}")]

@@ -52,6 +52,8 @@ class BackendEntry:
     package: str | None = None
     pip: str | None = None
     check: Callable[[], None] = field(default=lambda: None)
+    folder: Callable[[Run], Path | None] = field(default=lambda run: None)
+    """Where on this machine it writes, if it does."""
 
 
 def _open_console(run: Run) -> Backend:
@@ -128,6 +130,11 @@ class _MLflow:
         self._mlflow.end_run()
 
 
+def _wandb_folder(run: Run) -> Path | None:
+    disabled = os.environ.get("WANDB_MODE", "").lower() == "disabled"
+    return None if disabled else Path(os.environ.get("WANDB_DIR", "."), "wandb")
+
+
 def _check_wandb_login() -> None:
     if os.environ.get("WANDB_MODE", "").lower() in ("offline", "dryrun", "disabled"):
         return
@@ -170,9 +177,14 @@ def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
 
 BACKENDS: dict[str, BackendEntry] = {
     "console": BackendEntry(_open_console),
-    "file": BackendEntry(_open_file),
-    "tensorboard": BackendEntry(_TensorBoard, package="tensorboard"),
-    "wandb": BackendEntry(lambda run: _Hosted("wandb", run, _wandb_table), package="wandb", check=_check_wandb_login),
+    "file": BackendEntry(_open_file, folder=lambda run: run.directory),
+    "tensorboard": BackendEntry(_TensorBoard, package="tensorboard", folder=lambda run: run.directory),
+    "wandb": BackendEntry(
+        lambda run: _Hosted("wandb", run, _wandb_table),
+        package="wandb",
+        check=_check_wandb_login,
+        folder=_wandb_folder,
+    ),
     "mlflow": BackendEntry(_MLflow, package="mlflow"),
     "swanlab": BackendEntry(lambda run: _Hosted("swanlab", run, _swanlab_table), package="swanlab"),
     "trackio": BackendEntry(lambda run: _Hosted("trackio", run, _trackio_table), package="trackio"),

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -116,6 +117,24 @@ def check_backends(default_backend: str | Sequence[str]) -> list[str]:
             )
         BACKENDS[name].check()
     return names
+
+
+def tracking_problems(default_backend: str | Sequence[str]) -> list[str]:
+    """What `check_backends` would raise, of every backend."""
+    found = []
+    for name in dict.fromkeys(_as_names(default_backend)):
+        try:
+            check_backends(name)
+        except ValueError as error:
+            found.append(str(error).removeprefix("trainer.logger: ").rstrip("."))
+    return found
+
+
+def tracking_folders(trainer_config: Any) -> list[Path]:
+    """Where the trackers of a run (`logger`, `project_name`, `experiment_name`) write on this machine."""
+    run = Run(trainer_config.project_name, trainer_config.experiment_name, {})
+    names = [name for name in dict.fromkeys(_as_names(trainer_config.logger)) if name in BACKENDS]
+    return [folder for name in names if (folder := BACKENDS[name].folder(run)) is not None]
 
 
 def _as_names(default_backend: str | Sequence[str]) -> list[str]:

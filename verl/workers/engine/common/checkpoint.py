@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -23,12 +25,26 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, recorder: Ch
     """Every rank writes its shards, their checksums taken by its `recorder`; a collective."""
     writer = dcp.FileSystemWriter(folder, sync_files=False)  # the recorder's streams do it when they close
     writer.fs = _RecordedFileSystem(recorder)
-    dcp.save(dict(tensors), storage_writer=writer)
+    with _plain_errors(recorder):
+        dcp.save(dict(tensors), storage_writer=writer)
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Read into the given tensors (sharded as they are now), in place; a collective. All of them must be there."""
-    dcp.load(dict(tensors), checkpoint_id=folder)
+    with _plain_errors():
+        dcp.load(dict(tensors), checkpoint_id=folder)
+
+
+@contextmanager
+def _plain_errors(recorder: ChecksumRecorder | None = None) -> Iterator[None]:
+    """What ranks raised, as one exception: torch's own is no Exception, and its text is all their tracebacks."""
+    try:
+        yield
+    except CheckpointException as error:
+        if recorder is not None and recorder.failure is not None:
+            raise recorder.failure from error
+        rank, (cause, _) = min(error.failures.items())
+        raise RuntimeError(f"rank {rank}: {cause}") from cause
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorSpec]:

@@ -68,10 +68,13 @@ def failing_together() -> Iterator[None]:
     if dist.get_world_size() > 1:
         told: list[tuple[int | None, str] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(told, None if error is None else (getattr(error, "errno", None), str(error)))
-        first = next((rank for rank, each in enumerate(told) if each is not None), None)
-        if error is None and first is not None and told[first] is not None:
-            number, text = told[first]  # type: ignore[misc]
-            error = OSError(number, f"rank {first}: {text}") if number else RuntimeError(f"rank {first}: {text}")
+        failures = [
+            (number, f"rank {rank}: {each[1]}") for rank, each in enumerate(told) if each for number in each[:1]
+        ]
+        # A rank whose disk is full knows the cause; others may only know that something failed.
+        number, text = next((each for each in failures if each[0]), failures[0] if failures else (None, ""))
+        if failures and (error is None or (number and not getattr(error, "errno", None))):
+            error = OSError(number, text) if number else RuntimeError(text)
     if error is not None:
         raise error
 

@@ -46,12 +46,15 @@ class ModelDescription:
     """What is stored of the model: what learns."""
     learning: Mapping[str, TensorSpec]
     """Parameters that have an optimizer's state."""
+    parameters: int
+    """Of the whole model."""
 
     @classmethod
     def of(cls, hf: torch.nn.Module, stored: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> ModelDescription:
         """Of a model, sharded or on the meta device; `stored` is what a checkpoint holds of it."""
         learning = {name: value for name, value in hf.named_parameters() if value.requires_grad}
-        return cls(json.loads(json.dumps(about, default=str)), _specs(stored), _specs(learning))
+        parameters = sum(value.numel() for value in hf.parameters())
+        return cls(json.loads(json.dumps(about, default=str)), _specs(stored), _specs(learning), parameters)
 
 
 def differences(folder: Path, contents: Collection[str], wanted: ModelDescription) -> list[str]:

@@ -1,0 +1,153 @@
+"""Disks: what cannot be written is said before models are loaded; one that fills up costs a save, not the run."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_harness import make_task, make_trainer, overrides, run_training
+
+from verl.config import ConfigError, load_config
+from verl.trainer.output_checks import step_bytes
+from verl.trainer.ppo.checkpointing import started
+from verl.trainer.run_parts import run_parts
+from verl.trainer.setbacks import UnsavedRunError
+from verl.utils.checkpoint import disk, manifest
+from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
+
+MB = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> dict[str, str]:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 3 MB: one and a half steps of the tiny model."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", mount], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"file systems cannot be mounted here: {made.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", mount], check=True)
+
+
+class FullFile(io.FileIO):
+    """A file on a disk without a free block."""
+
+    def write(self, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def command(task: dict[str, str], folder: Path, *more: str) -> list[str]:
+    return overrides(task, folder, "data.val_files=[]", "algorithm.adv_estimator=grpo", *more)
+
+
+def problems(arguments: list[str]) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        started(load_config(None, arguments), {})
+    return {problem.key: problem.why for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("contents", ["[model,optimizer,extra,hf_model]", "[model,extra]"])
+def test_the_planned_size_of_a_step_is_what_it_takes(task, tmp_path, contents):
+    arguments = command(task, tmp_path, "trainer.total_training_steps=1")
+    arguments.append(f"actor_rollout_ref.actor.checkpoint.save_contents={contents}")
+    run_training(arguments)
+    (part,) = run_parts(load_config(None, arguments))
+    actor = tmp_path / "checkpoints" / "global_step_1" / "actor"
+    heavy = sum(file.stat().st_size for file in actor.rglob("*") if file.suffix in (".distcp", ".safetensors"))
+    assert step_bytes(part) == pytest.approx(heavy, rel=0.15), "what files add to small tensors aside"
+
+
+def test_everything_that_cannot_be_written_is_said_at_once(task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocked = tmp_path / "blocked"
+    blocked.touch()
+    (tmp_path / "runs").touch()
+    found = problems(
+        command(
+            task,
+            tmp_path,
+            f"trainer.default_local_dir={blocked}/checkpoints",
+            f"trainer.rollout_data_dir={blocked}/answers",
+            "trainer.logger=[file]",
+        )
+    )
+    assert set(found) == {"trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.logger"}
+    assert all("cannot be written to" in why for why in found.values())
+
+
+def test_checkpoints_that_will_not_fit_are_refused_with_the_sizes(task, small_disk):
+    kept = ("trainer.save_freq=1", "trainer.total_training_steps=9")
+    found = problems(command(task, small_disk, *kept, "trainer.max_actor_ckpt_to_keep=1"))
+    assert f"its disk {small_disk} (tmpfs) has 3.1" in found["trainer.default_local_dir"]
+    started(load_config(None, command(task, small_disk, *kept)), {}).close()
+
+
+def test_a_disk_that_fills_up_costs_a_save_says_so_and_the_next_one_succeeds(task, small_disk, caplog):
+    filler = small_disk / "filler"
+    trainer = make_trainer(command(task, small_disk, "trainer.save_freq=1", "trainer.total_training_steps=2"))
+    trainer.init_workers()
+    filler.write_bytes(bytes(2 * MB))
+    steps: list[int] = []
+    save = trainer._save_checkpoint
+
+    def saving() -> None:
+        steps.append(trainer.global_steps)
+        if len(steps) == 2:
+            filler.unlink()
+        save()
+
+    trainer._save_checkpoint = saving
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        trainer.fit()
+    trainer.reward_fn.close()
+    trainer.resource_pool_manager.release()
+    root = small_disk / "checkpoints"
+    assert [path.name for path in root.iterdir() if not path.name.startswith(".")].count("global_step_2") == 1
+    assert CheckpointManager.verify(root / "global_step_2") == []
+    assert not (root / "global_step_1").exists()
+    assert trainer.history[-1]["training/failed_saves"] == 1.0
+    said = [record.getMessage() for record in caplog.records if "space" in record.getMessage()]
+    assert f"no space left on {small_disk} (tmpfs) for step 1" in said[-1]
+    assert "MB or more" in said[-1]
+    assert "are free" in said[-1]
+    assert not list(root.glob(".global_step_*")), "no half is left"
+
+
+def test_where_nothing_can_be_mounted_a_full_disk_is_one_that_refuses_to_write(task, tmp_path, monkeypatch):
+    """The same at the boundary where files are written, on every machine."""
+
+    class FullStream(manifest._ChecksumStream):
+        def __init__(self, path: Path, *rest: Any) -> None:
+            super().__init__(path, *rest)
+            self._file = FullFile(path, "wb")
+
+    monkeypatch.setattr(manifest, "_ChecksumStream", FullStream)
+    with pytest.raises(
+        UnsavedRunError, match=r"no space left on .* for step 1 .* needs 1\.\d+ MB or more, .* are free"
+    ):
+        run_training(command(task, tmp_path, "trainer.total_training_steps=1"))
+    assert not list((tmp_path / "checkpoints").glob("*global_step*"))
+
+
+def test_a_full_disk_is_recognised_by_number_by_cause_and_by_words():
+    direct = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    assert disk.is_full(direct)
+    told = RuntimeError("rank 3: [Errno 28] No space left on device: '/x/extra.pt'")
+    assert disk.is_full(told)
+    outer = ValueError("outer")
+    outer.__cause__ = direct
+    assert disk.is_full(outer)
+    assert not disk.is_full(OSError(errno.EACCES, os.strerror(errno.EACCES)))
+    assert (disk.show_bytes(999), disk.show_bytes(1_500_000)) == ("999 B", "1.5 MB")
