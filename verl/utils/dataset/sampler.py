@@ -21,7 +21,11 @@ class AbstractSampler(Sampler[int], ABC):
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that learns from what was trained: `update` gets every finished batch, with scores and advantages."""
+    """A sampler that learns from answers: `update` gets every trained batch, with scores and advantages.
+
+    With `algorithm.filter_groups` it gets every generated batch instead, as it was scored: what is dropped from
+    training, because all its answers are right or all wrong, teaches the sampler too. There are no advantages yet.
+    """
 
     @abstractmethod
     def update(self, batch: Any) -> None: ...
@@ -30,8 +34,9 @@ class AbstractCurriculumSampler(AbstractSampler):
 class EpochSampler(Sampler[int]):
     """Every row once per epoch, in an order that depends on (seed, epoch) only; or in file order.
 
-    Only whole batches of `batch_size` rows: those that do not fill one wait for the next epoch's order. Iterating once
-    is one epoch; after `load_state_dict` the interrupted epoch goes on with the row that was next.
+    An epoch has only whole batches of `batch_size` rows. In file order the rows at the end that do not fill one come
+    first in the next epoch, which goes on from there around the files; a shuffle takes whichever it draws. Iterating
+    once is one epoch; after `load_state_dict` the interrupted epoch goes on with the row that was next.
     """
 
     def __init__(self, data_source: Sized, seed: int, shuffle: bool = True, batch_size: int = 1) -> None:
@@ -41,6 +46,7 @@ class EpochSampler(Sampler[int]):
         self._length = self._rows // batch_size * batch_size
         self._epoch = 0
         self._done = 0
+        self._first = 0  # in file order: the row that the epoch began with
         self._resumed = True  # nothing has been drawn: the first epoch is this one
 
     def __len__(self) -> int:
@@ -49,13 +55,15 @@ class EpochSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if not self._resumed or self._done >= self._length:
             self._epoch, self._done = self._epoch + 1, 0
+            self._first = (self._first + self._length) % self._rows
         self._resumed = False
         for row in self._order()[self._done : self._length]:
             self._done += 1
             yield row
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self._epoch, "done": self._done, "seed": self._seed, "rows": self._rows}
+        place = {"epoch": self._epoch, "first": self._first, "done": self._done}
+        return {**place, "seed": self._seed, "rows": self._rows}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         if (state["seed"], state["rows"]) != (self._seed, self._rows):
@@ -64,9 +72,10 @@ class EpochSampler(Sampler[int]):
                 f"seed {self._seed} and {self._rows}. Set them back, or begin anew in another folder."
             )
         self._epoch, self._done, self._resumed = state["epoch"], state["done"], True
+        self._first = state.get("first", 0)
 
     def _order(self) -> list[int]:
         if not self._shuffle:
-            return list(range(self._rows))
+            return [*range(self._first, self._rows), *range(self._first)]
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         return torch.randperm(self._rows, generator=generator).tolist()

@@ -34,6 +34,17 @@ def test_a_resumed_order_is_the_uninterrupted_one(rows, seed, batch_size, shuffl
     assert seen + list(itertools.islice(endless(second), 3 * per_epoch - stop)) == whole
 
 
+@given(st.integers(1, 30), st.integers(1, 9))
+def test_in_file_order_every_row_is_seen_and_none_twice_before_all_are(rows, batch_size):
+    """The rows at the end of an epoch that fill no batch come first in the next."""
+    batch_size = min(batch_size, rows)
+    sampler = EpochSampler(range(rows), 0, shuffle=False, batch_size=batch_size)
+    epochs = [list(sampler) for _ in range(rows + 1)]
+    assert all(len(epoch) == rows // batch_size * batch_size for epoch in epochs), "as many steps as ever"
+    drawn = [row for epoch in epochs for row in epoch]
+    assert drawn == [place % rows for place in range(len(drawn))]
+
+
 def test_another_seed_or_size_cannot_resume():
     state = EpochSampler(range(5), seed=1).state_dict()
     with pytest.raises(ValueError, match=r"seed 1 and 5 rows, this run has seed 2 and 5"):
