@@ -50,7 +50,7 @@ class SometimesSolved(AbstractCurriculumSampler):
     """Prefers prompts whose answers differ: with a share p of right answers, the chance is p (1 - p).
 
     All right or all wrong teaches a group estimator nothing. Scores are taken to lie between 0 and 1. It learns from
-    every batch that was trained on, so nothing is drawn ahead: `data.dataloader_num_workers` counts as 0.
+    every batch that was answered, so nothing is drawn ahead: `data.dataloader_num_workers` counts as 0.
     """
 
     def __init__(self, data_source: Any, data_config: Any) -> None:

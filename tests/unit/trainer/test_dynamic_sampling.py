@@ -12,6 +12,7 @@ from verl.config import load_config
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.dynamic_sampling import differing_rows, fill_batch
 from verl.trainer.ppo.prompt_stream import PromptStream
+from verl.utils.dataset.sampler import AbstractCurriculumSampler
 
 ALL_RIGHT, ALL_WRONG, MIXED = [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]
 
@@ -82,6 +83,25 @@ def test_groups_that_do_not_differ_are_replaced_by_the_next_prompts():
         "reward/acc/mean": 0.5,
         "reward/errors": 3.0 + 3.0,
     }
+
+
+def test_a_curriculum_learns_from_every_group_that_was_answered():
+    """Those that are dropped say most about where a prompt stands."""
+
+    class Learner(AbstractCurriculumSampler):
+        def __init__(self, data_source, data_config):
+            self.learned = []
+
+        def update(self, batch):
+            self.learned.append(dict(zip(uids(batch), batch.batch["token_level_scores"].sum(-1).tolist(), strict=True)))
+
+    class Loader(list):
+        sampler = Learner(None, None)
+
+    trainer = Trainer({"a": ALL_RIGHT, "b": MIXED, "c": ALL_WRONG, "d": MIXED}, [["a", "b"], ["c", "d"]])
+    trainer.train_dataloader = Loader(trainer.train_dataloader)
+    trainer.fill()
+    assert trainer.train_dataloader.sampler.learned == [{"a": 1.0, "b": 0.0}, {"c": 0.0, "d": 0.0}]
 
 
 def test_groups_beyond_the_batch_wait_as_prompts_for_the_next_step():

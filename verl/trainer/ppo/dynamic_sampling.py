@@ -19,6 +19,7 @@ import numpy as np
 from verl.algos.groups import Groups
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.advantage import value_per_answer
+from verl.trainer.ppo.dataloading import learn_from
 
 if TYPE_CHECKING:
     from verl.config import PPOConfig
@@ -43,6 +44,7 @@ def fill_batch(trainer: RayPPOTrainer, prompts: DataProto, metrics: dict[str, fl
         answers_metrics: dict[str, float] = {}
         groups = _own_groups(prompts, times)
         batch = trainer._roll_out(groups, answers_metrics)
+        learn_from(trainer.train_dataloader, batch)
         surplus = found.add(batch, groups.non_tensor_batch["uid"], rule.metric, answers_metrics)
         if len(surplus):
             trainer.prompts.put_back(prompts.select_idxs(surplus))

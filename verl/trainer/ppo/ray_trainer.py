@@ -390,7 +390,8 @@ class RayPPOTrainer:
             names = [name for name in (*RolloutMismatch.READ, "ref_log_prob") if name in batch.batch.keys()]
             columns = _local(batch, names, [])
             metrics |= divergence_metrics(columns) | self._mismatch.correct(batch, columns)
-        learn_from(self.train_dataloader, batch)
+        if not self.config.algorithm.filter_groups.enable:  # else it has learned from all that was generated
+            learn_from(self.train_dataloader, batch)
         if step in trainer.dump_steps or self._guard.skipped(metrics):
             logger.info("batch of step %d written to %s", step, dump_batch(batch, trainer.default_local_dir, step))
         if trainer.rollout_data_dir is not None:
