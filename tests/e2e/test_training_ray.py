@@ -57,6 +57,22 @@ class Watched(RayPPOTrainer):
             watcher.join()
 
 
+class Sending(RayPPOTrainer):
+    """Notes which versions of the weights cross to other processes."""
+
+    sent: list[int]
+
+    def init_workers(self) -> None:
+        super().init_workers()
+        self.sent, send = [], self.actor_wg.send_weights
+
+        def noted(version: int):
+            self.sent.append(version)
+            return send(version)
+
+        self.actor_wg.send_weights = noted
+
+
 def test_two_ranks_give_the_results_of_one(task, tmp_path, ray_cluster):
     """Samples, losses and gradients do not depend on the number of ranks; colocated actor, critic and reference."""
     alone = run_training(ppo(task, tmp_path / "one"))
@@ -95,8 +111,10 @@ def test_rollout_actor_and_critic_in_pools_of_their_own(task, tmp_path, ray_clus
         "role_mapping={actor: train, ref: train, rollout: generate, critic: judge}",
     )
     alone = run_training(ppo(task, tmp_path / "one"))
-    split = run_training(ppo(task, tmp_path / "split", *pools), RayWorkerGroup)
+    validated = (f"data.val_files={task['val']}", "trainer.test_freq=1")
+    split = run_training(ppo(task, tmp_path / "split", *pools, *validated), RayWorkerGroup, Sending)
     assert_same_run(alone.history, split.history)
+    assert split.sent == [0, 1, 2], "validation has them already"
     assert all(row["rollout/log_prob_diff_max"] < 1e-4 for row in split.history), "the engine has the new weights"
 
 

@@ -103,6 +103,7 @@ class RayPPOTrainer:
         self.kl_ctrl_in_reward = get_kl_controller(self.config.algorithm.kl_ctrl)
         self.global_steps = 0
         self.policy_version = 0  # updates of the actor so far: what the rollout's weights are stamped with
+        self.rollout_version: int | None = None  # of the weights that engines in processes of their own have
         self.stop_requested = threading.Event()
         self._seconds: dict[str, float] = {}
         self.run_start: RunStart | None = None

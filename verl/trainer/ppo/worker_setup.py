@@ -84,7 +84,10 @@ def hand_over_weights(trainer: RayPPOTrainer) -> None:
     if trainer.rollout_wg is trainer.actor_wg:
         trainer.actor_wg.update_rollout_weights(version)
         return
+    if version == trainer.rollout_version:
+        return
     sent = trainer.actor_wg.send_weights(version)
     received = trainer.rollout_wg.receive_weights(version)
     sent.get()
     received.get()
+    trainer.rollout_version = version
