@@ -14,6 +14,7 @@ from commands import ROOT, composed, run_script
 from tiny import tiny_tokenizer
 
 from verl.config import SFTConfig, batch_plan, load_config
+from verl.config.command_line import hydra_arguments
 from verl.config.problems import Report
 from verl.config.unbuilt import check_built
 from verl.trainer.main_ppo import create_rl_dataset
