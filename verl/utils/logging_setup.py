@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from verl.utils.quiet_warnings import quiet_warnings
+
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _ALIASES = {"WARN": "WARNING", "FATAL": "CRITICAL"}
 
@@ -17,7 +19,7 @@ def setup_logging(level: str | int | None = None, stream: TextIO | None = None) 
     """Give the `verl` logger its one handler; calling again replaces it, so entry points and workers may all call.
 
     `level` defaults to the environment variable VERL_LOGGING_LEVEL, then INFO. Only the `verl` logger is touched: what
-    other libraries and the user's own code log stays theirs.
+    other libraries and the user's own code log stays theirs. Warnings that nobody can act on are hidden.
     """
     logger = logging.getLogger("verl")
     logger.setLevel(_level_from_environment() if level is None else _parse_level(level))
@@ -26,6 +28,7 @@ def setup_logging(level: str | int | None = None, stream: TextIO | None = None) 
     logger.addHandler(_make_handler(stream or sys.stderr))
     # hydra and ray install root handlers; without this every line would appear twice.
     logger.propagate = False
+    quiet_warnings()
     return logger
 
 

@@ -24,6 +24,7 @@ from verl.single_controller.base.worker_group import ClassWithInitArgs, WorkerGr
 from verl.single_controller.ray.batch_ref import BatchRef, StoredRows, store_rows
 from verl.single_controller.ray.resource_pool import RayResourcePool
 from verl.utils.import_utils import register_user_modules_by_value
+from verl.utils.quiet_warnings import quiet_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class RayRankHost(RankHost):
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def construct(self, info: RankInfo, cls_with_init: ClassWithInitArgs) -> Failure | None:
+        quiet_warnings()
         os.environ.update(info.environment())
         if info.device_name == "cpu":
             _share_cores(info.local_world_size)

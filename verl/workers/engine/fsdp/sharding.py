@@ -185,6 +185,10 @@ def whole_tensors(
     return found
 
 
+# torch 2.13 gave it a new name and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
 def _gathered(values: list[Any], mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Of tensors cut along their first dimension into chunks of one size, of which the last ranks may lack some."""
     ranks = mesh.size()
@@ -195,7 +199,7 @@ def _gathered(values: list[Any], mesh: DeviceMesh, dtype: torch.dtype, device: t
         shard = value.detach().to_local()
         place[: shard.numel()].copy_(shard.flatten())
     parts = torch.empty(ranks, len(mine), dtype=dtype, device=device)
-    dist.all_gather_into_tensor(parts.view(-1), mine, group=mesh.get_group())
+    _all_gather(parts.view(-1), mine, group=mesh.get_group())
     return [
         part.reshape(ranks * count, *value.shape[1:])[: value.shape[0]]
         for part, count, value in zip(parts.split(sizes, dim=1), rows, values, strict=True)
