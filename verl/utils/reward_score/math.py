@@ -66,6 +66,8 @@ def is_equiv(answer: str, truth: str) -> bool:
         return True
     if not ours:
         return False
+    if "=" in truth and all(as_number(normalised(value)) is not None for value in truth.split("=")):
+        return all(any(is_equiv(side, value) for value in truth.split("=")) for side in answer.split("="))
     if in_base(ours) or in_base(theirs):
         return _same_digits(ours, theirs)
     if sides(ours)[1] and not sides(theirs)[1]:

@@ -44,6 +44,9 @@ def test_right_wrong_and_unboxed_answers_score_as_asked():
         ("0.0001", "0", False),
         ("0.33", r"\frac13", False),
         ("", "4", False),
+        ("0.56", r"0.56 = 56\%", True),
+        (r"56\%", r"0.56 = 56\%", True),
+        (r"0.56 = 57\%", r"0.56 = 56\%", False),
     ],
 )
 def test_text_and_numbers_are_decided_without_math_verify(monkeypatch, answer, truth, equal):
@@ -56,6 +59,7 @@ def test_everything_else_is_compared_as_mathematics():
     assert compute_score(r"\boxed{(x-1)(x+1)}", "x^2-1") == 1.0
     assert compute_score(r"\boxed{(x-1)(x+2)}", "x^2-1") == 0.0
     assert compute_score(r"\boxed{0.3333333}", r"\frac13") == 1.0
+    assert compute_score(r"\boxed{0.56 = 56\% + 1}", r"0.56 = 56\%") == 0.0
     assert compute_score(r"\boxed{" + ", ".join(map(str, range(60))) + "}", "7") == 0.0
 
 
