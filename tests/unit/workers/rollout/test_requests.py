@@ -18,6 +18,12 @@ LONG = SamplingParams(max_new_tokens=240, key=42)
 PROMPT = [10, 20, 30, 40]
 
 
+# What happens to requests is written once for both engines: one of them proves it in the CI tier.
+@pytest.fixture(params=["native", pytest.param("hf", marks=pytest.mark.slow)])
+def engine_name(request):
+    return request.param
+
+
 def request(name: str = "a", params: SamplingParams = LONG, **fields) -> Request:
     return Request(name, fields.pop("prompt_ids", PROMPT), params, **fields)
 
