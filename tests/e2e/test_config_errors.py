@@ -1,9 +1,13 @@
 """`python -m verl.trainer.main_ppo` with mistakes: all of them, numbered, with remedies; exit code 2, no trace left."""
 
+import http.server
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
+import time
 
 FIVE_MISTAKES = [
     "data.train_files=~/no/such/train.parquet",
@@ -81,3 +85,36 @@ def test_a_stale_cluster_is_recognised_at_once(tmp_path):
     last = done.stderr.splitlines()[-1]
     assert "nothing answers at 127.0.0.1:1" in last
     assert "run `ray stop`, then `ray start --head`" in last
+
+
+def test_a_stranger_at_the_port_of_ray_is_told_of_soon(tmp_path):
+    """An HTTP server, and one that accepts and says nothing, where RAY_ADDRESS or trainer.master_port points."""
+    valid = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b"]
+    as_head = ["trainer.node_rank=0", "trainer.nnodes=2", "trainer.master_addr=127.0.0.1"]
+    with (
+        http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as web,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        quiet_port = silent.getsockname()[1]
+        said = []
+        for arguments, address in (
+            ([], f"127.0.0.1:{web.server_port}"),
+            ([], f"127.0.0.1:{quiet_port}"),
+            ([*as_head, f"trainer.master_port={web.server_port}"], "local"),
+        ):
+            start = time.monotonic()
+            done = run(*valid, *arguments, cwd=tmp_path, RAY_ADDRESS=address)
+            assert time.monotonic() - start < 15 + 10, (
+                "the verdict takes at most 15 s; the rest is this machine's start"
+            )
+            assert done.returncode == 1, done.stderr
+            said.append(done.stderr.splitlines()[-1])
+        web.shutdown()
+    assert f"at port {web.server_port} of 127.0.0.1 answers an HTTP server" in said[0]
+    assert f"at port {quiet_port} of 127.0.0.1 answers something that accepts connections and says nothing" in said[1]
+    assert "not Ray). Correct RAY_ADDRESS" in said[1]
+    assert f"trainer.master_port = {web.server_port}: at 127.0.0.1 answers an HTTP server" in said[2]
+    assert "Set another trainer.master_port" in said[2]
+    if sys.platform == "linux":
+        assert all(f"(pid {os.getpid()})" in line for line in said)

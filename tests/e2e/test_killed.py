@@ -101,7 +101,8 @@ def test_killed_many_times_a_run_continues_from_a_whole_step(task, tmp_path):
     survive(task, tmp_path, kills=20, seed=1)
 
 
-def test_sigterm_finishes_the_step_saves_and_exits_0(task, tmp_path):
+def test_sigterm_to_the_whole_process_group_finishes_the_step_saves_and_exits_0(task, tmp_path):
+    """As `timeout` and schedulers send it: to Ray's processes too, were they of the group."""
     process = start(
         task, tmp_path, "trainer.total_training_steps=1000", "trainer.save_freq=-1", "trainer.dump_steps=[1]"
     )
@@ -110,6 +111,6 @@ def test_sigterm_finishes_the_step_saves_and_exits_0(task, tmp_path):
         assert process.poll() is None, (tmp_path / "log.txt").read_text()[-3000:]
         assert time.monotonic() < deadline, (tmp_path / "log.txt").read_text()[-3000:]
         time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(timeout=120) == 0, (tmp_path / "log.txt").read_text()[-3000:]
     assert latest_step(tmp_path) >= 1

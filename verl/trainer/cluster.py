@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,65 +15,79 @@ from pathlib import Path
 
 from verl.config import PPOConfig
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+from verl.trainer.own_ray import OwnRay, started_apart
+from verl.trainer.ports import is_taken, stranger_at
+from verl.trainer.signals import stop_on_signals
 from verl.utils.exceptions import Travels
+from verl.utils.process_tree import end_with_parent, kill_family
 
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 600.0
+_STOP_TIMEOUT_S = 20.0
 # Ray protects a cluster with a token in the head's home folder. Nodes that do not share it need a copy of it, or
 # RAY_AUTH_MODE=disabled everywhere; the user's own setting stands.
 _AUTH_MODE = "token"
+_STALE = "A stale cluster is the usual cause: run `ray stop`, then `ray start --head`, and try again."
 
 
 class RayUnavailableError(Travels, RuntimeError):
     """Ray could not be started or joined; the message says what to run."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"Ray cannot start or join its cluster ({reason}). "
-            "A stale cluster is the usual cause: run `ray stop`, then `ray start --head`, and try again."
-        )
+    def __init__(self, reason: str, remedy: str = _STALE) -> None:
+        super().__init__(f"Ray cannot start or join its cluster ({reason}). {remedy}")
 
 
-def start_ray(num_cpus: int | None = None) -> None:
-    """Join the cluster that runs here, or start one."""
+def start_ray(num_cpus: int | None = None) -> OwnRay:
+    """Join the cluster that runs here, or start one; what was started is returned."""
     import ray
 
     logger.info("Initializing Ray...")
     _check_cluster_answers(_known_cluster())
     runtime_env = get_ppo_ray_runtime_env()
     try:
-        try:
-            started = ray.init(num_cpus=num_cpus, runtime_env=runtime_env)
-        except ValueError:
-            if num_cpus is None:
-                raise
-            # Ray refuses a number of CPUs for a cluster that is already running.
-            started = ray.init(runtime_env=runtime_env)
-            logger.warning("ray_init.num_cpus has no effect: a running Ray cluster was joined.")
+        with started_apart() as pids:
+            try:
+                started = ray.init(num_cpus=num_cpus, runtime_env=runtime_env)
+            except ValueError:
+                if num_cpus is None:
+                    raise
+                # Ray refuses a number of CPUs for a cluster that is already running.
+                started = ray.init(runtime_env=runtime_env)
+                logger.warning("ray_init.num_cpus has no effect: a running Ray cluster was joined.")
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
         raise RayUnavailableError((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
     if started.dashboard_url:  # with the extra `dashboard`
         logger.info("Ray dashboard: http://%s", started.dashboard_url.removeprefix("http://"))
+    return OwnRay(pids)
 
 
 def _known_cluster() -> str | None:
     """Address of the cluster that `ray.init` would join: the environment's, or the one noted by `ray start`."""
     if os.environ.get("RAY_ADDRESS"):
         return os.environ["RAY_ADDRESS"]
-    note = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
-    return note.read_text().strip() if note.is_file() else None
+    return _note().read_text().strip() if _note().is_file() else None
+
+
+def _note() -> Path:
+    return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
 
 
 def _check_cluster_answers(address: str | None) -> None:
-    """Ray itself would wait for minutes for a cluster that is gone."""
+    """Ray itself would wait for minutes for a cluster that is gone, or for a stranger's answer."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return
     try:
-        socket.create_connection((host, int(port)), timeout=5).close()
+        stranger = stranger_at(host, int(port))
     except OSError as error:
         raise RayUnavailableError(f"nothing answers at {address}: {error}") from error
+    if stranger is not None:
+        source = "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else f"the note {_note()}"
+        raise RayUnavailableError(
+            f"at port {port} of {host} answers {stranger}: not Ray",
+            f"Correct {source}, or unset it and let the command start a Ray of its own (RAY_ADDRESS=local).",
+        )
 
 
 def joins_a_head(config: PPOConfig) -> bool:
@@ -89,7 +102,10 @@ def serve_as_node(config: PPOConfig) -> None:
     _wait_for(config.trainer.master_addr or "", config.trainer.master_port)
     os.environ.setdefault("RAY_AUTH_MODE", _AUTH_MODE)
     # --block: the command lives as long as the node, and the node as long as the head.
-    subprocess.run(_ray("start", f"--address={address}", "--block", *_cpus(config)), check=False)
+    node = _started_apart("start", f"--address={address}", "--block", *_cpus(config))
+    # A scheduler stops all nodes at once: this one serves on while the head finishes its step.
+    with stop_on_signals(lambda: None, lambda: kill_family(node.pid), "this node stays until the head has saved"):
+        node.wait()
     logger.info("The head is gone: this node is done.")
 
 
@@ -100,19 +116,30 @@ def start_head(config: PPOConfig) -> subprocess.Popen | None:
         return None
     os.environ.setdefault("RAY_AUTH_MODE", _AUTH_MODE)
     host = trainer.master_addr or "127.0.0.1"
+    if is_taken(trainer.master_port):
+        raise RayUnavailableError(*_taken(host, trainer.master_port))
     options = [f"--node-ip-address={host}", f"--port={trainer.master_port}"]
     # --block: the head is this command, so ending it ends this head and no other Ray of the machine.
-    head = subprocess.Popen(_ray("start", "--head", "--block", *options, *_cpus(config)), stdout=subprocess.DEVNULL)
-    _wait_for(host, trainer.master_port, alive=head)
+    head = _started_apart("start", "--head", "--block", *options, *_cpus(config), stdout=subprocess.DEVNULL)
+    try:
+        _wait_for(host, trainer.master_port, alive=head)
+    except BaseException:
+        stop_head(head)
+        raise
     os.environ["RAY_ADDRESS"] = f"{host}:{trainer.master_port}"
     return head
 
 
 def stop_head(head: subprocess.Popen | None) -> None:
     """End the head that this process started, and with it the nodes that joined."""
-    if head is not None:
-        head.terminate()
-        head.wait(timeout=60)
+    if head is None:
+        return
+    head.terminate()
+    try:
+        head.wait(timeout=_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        kill_family(head.pid)
+        head.wait()
 
 
 def wait_for_nodes(config: PPOConfig) -> None:
@@ -129,15 +156,34 @@ def wait_for_nodes(config: PPOConfig) -> None:
 
 
 def _wait_for(host: str, port: int, alive: subprocess.Popen | None = None) -> None:
+    """Until a head answers there; a stranger at its port is told of at once."""
     deadline = time.monotonic() + _JOIN_TIMEOUT_S
     while True:
         try:
-            socket.create_connection((host, port), timeout=5).close()
+            if stranger_at(host, port) is not None:
+                raise RayUnavailableError(*_taken(host, port))
             return
         except OSError as error:
             if time.monotonic() > deadline or (alive is not None and alive.poll() is not None):
                 raise RayUnavailableError(f"no head answers at {host}:{port}: {error}") from error
             time.sleep(1)
+
+
+def _taken(host: str, port: int) -> tuple[str, str]:
+    """Cause and remedy where `trainer.master_port` is not free for our head."""
+    try:
+        stranger = stranger_at(host, port)
+    except OSError:
+        stranger = "something else, on another address of this machine"
+    if stranger is None:
+        return f"trainer.master_port = {port}: a Ray head runs at {host}:{port} already", _STALE
+    remedy = "Set another trainer.master_port on all nodes, or end what is there."
+    return f"trainer.master_port = {port}: at {host} answers {stranger}, not a Ray head", remedy
+
+
+def _started_apart(*arguments: str, stdout: int | None = None) -> subprocess.Popen:
+    """A `ray` command that signals to our process group do not reach, and that does not outlive us."""
+    return subprocess.Popen(_ray(*arguments), stdout=stdout, start_new_session=True, preexec_fn=end_with_parent)
 
 
 def _ray(*arguments: str) -> list[str]:

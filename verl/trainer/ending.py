@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import ConfigError
-from verl.trainer.remote_run import RemoteTraceback
+from verl.trainer.remote_run import RayLostError, RemoteTraceback
 from verl.version import __version__
 
 logger = logging.getLogger("verl.trainer.ending")
@@ -46,14 +46,15 @@ def ends_in_words(
     try:
         yield
     except KeyboardInterrupt as error:
-        _end([" ".join(filter(None, (interrupted, _sentence(getattr(error, "restart", None)))))], _INTERRUPTED)
+        said = [" ".join(filter(None, (interrupted, _sentence(getattr(error, "restart", None)))))]
+        _end(said, _INTERRUPTED, at_once=True)
     except Exception as error:
         text = _wrong_input(error, wrong_input)
         if text is not None:
             logger.debug("in full:", exc_info=True)
             _end(reword(text).splitlines(), 2)
         said = [f"Full traceback in {_write_log(error)}.", *map(reword, _what(error)), *_where(error)]
-        _end(said, 1)
+        _end(said, 1, at_once=isinstance(error, RayLostError))
     finally:
         if before is None:
             os.environ.pop(_FULL_ERRORS, None)
@@ -61,14 +62,16 @@ def ends_in_words(
             os.environ[_FULL_ERRORS] = before
 
 
-def _end(lines: list[str], code: int) -> None:
-    # Ray first: what dying workers print arrives at any time until then.
+def _end(lines: list[str], code: int, at_once: bool = False) -> None:
+    """Say it and exit. `at_once`: without waiting for Ray, which may be gone, and for threads."""
     ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        ray.shutdown()
+    if not at_once and ray is not None and ray.is_initialized():
+        ray.shutdown()  # what dying workers print arrives at any time until then
     sys.stdout.flush()
     sys.stderr.write("\n".join([*lines, ""]))
     sys.stderr.flush()
+    if at_once:
+        os._exit(code)
     sys.exit(code)
 
 
@@ -131,7 +134,7 @@ def _where(error: BaseException) -> list[str]:
     elif method is not None:
         where.append(f"while starting ({method})")
     # Before the first step the same command would only end the same way; a process that died is another matter.
-    died = isinstance(error, _loaded("verl.single_controller.base.errors", "WorkerDiedError"))
+    died = isinstance(error, (RayLostError, *_loaded("verl.single_controller.base.errors", "WorkerDiedError")))
     restart = getattr(error, "restart", None) if phase is not None or died else None
     line = " ".join(filter(None, (_sentence(", ".join(where)), _sentence(restart))))
     return [line] if line else []

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import hydra
@@ -29,10 +26,13 @@ from verl.trainer.cluster import (
     wait_for_nodes,
 )
 from verl.trainer.ending import ends_in_words
+from verl.trainer.own_ray import OwnRay
 from verl.trainer.progress import progress_bar
 from verl.trainer.remote_run import result_of
 from verl.trainer.restart import tells_of_restart
+from verl.trainer.signals import Asked, stop_on_signals
 from verl.utils.logging_setup import shown_messages
+from verl.utils.process_tree import family
 
 logger = logging.getLogger(__name__)
 
@@ -63,50 +63,35 @@ def run_ppo(config: Config, task_runner_class: Any = None) -> None:
     with tells_of_restart(config.trainer):
         head = start_head(config)  # before Ray is imported: it reads its settings then
         try:
-            _run_on_ray(config, TaskRunner if task_runner_class is None else task_runner_class)
+            _run_on_ray(config, TaskRunner if task_runner_class is None else task_runner_class, head)
         finally:
             stop_head(head)
 
 
-def _run_on_ray(config: PPOConfig, runner_class: Any) -> None:
+def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> None:
     import ray
 
+    own = OwnRay()
     if not ray.is_initialized():
-        start_ray(config.ray_init.num_cpus if config.trainer.node_rank is None else None)
+        own = start_ray(config.ray_init.num_cpus if config.trainer.node_rank is None else None)
         wait_for_nodes(config)
+    if head is not None:
+        own = OwnRay(family(head.pid))
     if not hasattr(runner_class, "remote"):
         # Three threads: one runs, the others take the request to stop and say where the run stands.
         runner_class = ray.remote(num_cpus=1, max_concurrency=3)(runner_class)
     runner = runner_class.remote()
-    with _stop_on_signals(runner), progress_bar(lambda: _standing_of(runner)):
-        result_of(runner.run.remote(config))
+    stopping: AbstractContextManager[Asked] = nullcontext(Asked())
+    if hasattr(runner, "request_stop"):
+        stopping = stop_on_signals(lambda: runner.request_stop.remote(), own.kill)
+    with stopping as asked, progress_bar(lambda: _standing_of(runner)):
+        result_of(runner.run.remote(config), own, asked)
 
 
 def _standing_of(runner: Any) -> Any:
     import ray
 
     return ray.get(runner.standing.remote()) if hasattr(runner, "standing") else None
-
-
-@contextmanager
-def _stop_on_signals(runner: Any) -> Iterator[None]:
-    """SIGTERM and Ctrl-C ask the run to finish its step and save; a second one ends it at once."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(runner, "request_stop"):
-        yield
-        return
-
-    def ask(number: int, frame: Any) -> None:
-        logger.warning("stopping: this step is finished and saved first (again to stop at once)")
-        for known, handler in before.items():
-            signal.signal(known, handler)
-        runner.request_stop.remote()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class TaskRunner:

@@ -6,10 +6,7 @@ Neither torch nor ray is imported until the configuration is known to be right.
 from __future__ import annotations
 
 import logging
-import signal
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import hydra
@@ -20,7 +17,9 @@ from verl.config.command_line import prepared_arguments
 from verl.config.sft_rules import describe
 from verl.trainer.cluster import start_ray
 from verl.trainer.ending import ends_in_words
+from verl.trainer.own_ray import OwnRay
 from verl.trainer.restart import tells_of_restart
+from verl.trainer.signals import stop_on_signals
 from verl.utils.logging_setup import shown_messages
 
 logger = logging.getLogger("verl.trainer.main_sft")  # not "__main__", which is outside the one logging setup
@@ -57,35 +56,15 @@ def run_sft(config: SFTConfig | DictConfig | Mapping[str, Any]) -> None:
     check_sft_memory(config)
 
     with tells_of_restart(config.trainer), SFTTrainer(config) as trainer:
+        own = OwnRay()
         if config.ranks > 1:
             import ray
 
             if not ray.is_initialized():
-                start_ray(config.ray_init.num_cpus)
+                own = start_ray(config.ray_init.num_cpus)
         trainer.start()
-        with _stop_on_signals(trainer.stop_requested):
+        with stop_on_signals(trainer.stop_requested.set, own.kill):
             trainer.fit()
-
-
-@contextmanager
-def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM and Ctrl-C ask the run to finish its step and save; a second one ends it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ask(number: int, frame: Any) -> None:
-        logger.warning("stopping: this step is finished and saved first (again to stop at once)")
-        for known, handler in before.items():
-            signal.signal(known, handler)
-        stop.set()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl.trainer.own_ray import OwnRay
+from verl.trainer.signals import Asked
+
+_LOOK_S = 1.0
+
 
 class RemoteTraceback(Exception):
     """The traceback of another process, as text; the cause of the exception that came from there."""
@@ -12,10 +17,20 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def result_of(call: Any) -> Any:
-    """The result of a TaskRunner's method; its own exception, or WorkerDiedError where its process is gone."""
+class RayLostError(RuntimeError):
+    """Ray's own processes are gone, and with them the run."""
+
+
+def result_of(call: Any, own: OwnRay, asked: Asked) -> Any:
+    """The result of a TaskRunner's method; its own exception, or WorkerDiedError where its process is gone.
+
+    Ray itself would wait a minute for its own processes, if they are gone, and then end this one without a word.
+    """
     import ray
 
+    while not ray.wait([call], timeout=_LOOK_S, fetch_local=False)[0]:
+        if (lost := own.lost(signalled=asked.by is not None)) is not None:
+            raise _lost(f"Ray's own processes ended ({lost})", own, asked)
     try:
         return ray.get(call)
     except ray.exceptions.RayTaskError as error:
@@ -23,10 +38,17 @@ def result_of(call: Any) -> Any:
     except ray.exceptions.RayActorError as error:
         from verl.single_controller.base.errors import WorkerDiedError
 
-        raised = WorkerDiedError(
-            "the controller's process died", "TaskRunner", 0, "of the controller", "run", str(error)
-        )
+        died = "the controller's process died"
+        if asked.by is not None:  # Ray was sent the signal too, and takes its time to go
+            raise _lost(died, own, asked) from error
+        raised = WorkerDiedError(died, "TaskRunner", 0, "of the controller", "run", str(error))
     raise raised
+
+
+def _lost(what: str, own: OwnRay, asked: Asked) -> RayLostError:
+    own.kill()
+    after = f" after {asked.by} to all processes of the run" if asked.by else ""
+    return RayLostError(f"{what}{after}: the step under way is lost.")
 
 
 def _own_exception(error: Any) -> Exception:
