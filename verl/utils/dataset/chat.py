@@ -31,10 +31,22 @@ class PromptRefused(Travels, ValueError):
 
 
 def as_messages(value: str | Sequence[Mapping[str, Any]]) -> Messages:
-    """A prompt as messages: text is what the user says; fields that a columnar file filled with null are dropped."""
+    """A prompt as messages: text is what the user says; fields that a columnar file filled with null are dropped.
+
+    Content in parts that are all text is that text: templates of models without images would write the list itself.
+    """
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    return [{name: item for name, item in message.items() if item is not None} for message in value]
+    return [
+        {name: _content(item) if name == "content" else item for name, item in message.items() if item is not None}
+        for message in value
+    ]
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, list) and value and all(isinstance(p, Mapping) and p.get("type") == "text" for p in value):
+        return "".join(str(part["text"]) for part in value)
+    return value
 
 
 def prompt_digest(messages: Messages) -> bytes:

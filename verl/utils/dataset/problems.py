@@ -161,8 +161,28 @@ def chat_problem(key: str, value: Any) -> str | None:
             return (
                 f"{at} has no 'role' (found: {', '.join(message) or 'nothing'}). Set it to user, system or assistant."
             )
-        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
-            return f"the 'content' of {at} is {_kind(message.get('content'))}. Write it as text."
+        problem = _content_problem(message.get("content"))
+        if problem is not None and not (message.get("content") is None and message.get("tool_calls")):
+            return f"the 'content' of {at} is {problem}"
+    return None
+
+
+def _content_problem(content: Any) -> str | None:
+    """Text, or parts as chat templates know them: {type: text, text: …}, {type: image, …}. What else is written as
+    Python shows it, which no model was trained on."""
+    if isinstance(content, str):
+        return None
+    if not isinstance(content, list):
+        return f"{_kind(content)}. Write it as text."
+    if not content:
+        return "an empty list. Fill it, or remove the row."
+    for number, part in enumerate(content):
+        if not isinstance(part, dict):
+            return f"a list whose part {number} is {_kind(part)}. Write text, or parts {{type: text, text: …}}."
+        if not isinstance(part.get("type"), str):
+            return f"a list whose part {number} has no 'type'. Write text, or parts {{type: text, text: …}}."
+        if part["type"] == "text" and not isinstance(part.get("text"), str):
+            return f"a list whose part {number} has {_kind(part.get('text'))} as its 'text'. Write it as text."
     return None
 
 

@@ -242,6 +242,15 @@ def test_a_dataset_survives_pickling_for_spawned_loader_workers(tmp_path):
         ([row(0, prompt="")], r"line 1: 'prompt' is empty"),
         ([row(0, prompt=[{"content": "hi"}])], r"line 1: message 0 of 'prompt' has no 'role' \(found: content\)"),
         ([row(0, prompt=[{"role": "user", "content": 3}])], r"line 1: the 'content' of message 0 of 'prompt' is a int"),
+        (
+            [row(0, prompt=[{"role": "user", "content": [["a", {"b": 1}]]}])],
+            r"line 1: the 'content' of message 0 of 'prompt' is a list whose part 0 is a list",
+        ),
+        (
+            [row(0, prompt=[{"role": "user", "content": [{"b": [1, 2]}]}])],
+            r"line 1: the 'content' of message 0 of 'prompt' is a list whose part 0 has no 'type'",
+        ),
+        ([row(0, prompt=[{"role": "user", "content": []}])], r"line 1: .* is an empty list"),
     ],
 )
 def test_bad_prompts_are_refused_with_file_line_and_remedy(tmp_path, rows, expected):
