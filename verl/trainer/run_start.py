@@ -58,6 +58,11 @@ class RunStart:
             self.close()
             raise
 
+    @property
+    def first_step(self) -> int:
+        """The first step it logs: 0 is what is known before training."""
+        return 0 if self.resume_from is None else self.step + 1
+
     def close(self) -> None:
         """Give the folder back; safe to call twice."""
         if self._owned is not None:

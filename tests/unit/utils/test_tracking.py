@@ -225,3 +225,71 @@ def test_wandb_login_is_found_in_the_environment_or_the_netrc_file(wandb_package
     netrc_file.unlink()
     monkeypatch.setenv("WANDB_API_KEY", "k")
     assert check_backends("wandb") == ["wandb"]
+
+
+def steps_in(file) -> list[tuple[int, dict]]:
+    return [(row["step"], row["data"]) for row in map(json.loads, file.read_text().splitlines())]
+
+
+def test_a_resumed_run_supersedes_the_steps_it_does_again_and_loses_nothing(tmp_path, monkeypatch):
+    """Killed after step 5, saved at 3: one line per step, what was there moves aside; a fresh run begins a file."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "p" / "e"
+
+    def log(first: int, values: dict[int, dict]) -> None:
+        with Tracking("p", "e", "file", first_step=first) as tracking:
+            for step, data in values.items():
+                tracking.log(data, step)
+                tracking.log_generations([("question", "answer", float(step))], step)
+
+    log(0, {step: {"loss": float(step)} for step in range(6)})
+    with (folder / "metrics.jsonl").open("ab") as torn:
+        torn.write(b'{"step": 6, "da')
+    log(4, {3: {"val": 1.0}, 4: {"loss": 40.0}, 5: {"loss": 50.0}})
+    assert steps_in(folder / "metrics.jsonl") == [
+        (0, {"loss": 0.0}),
+        (1, {"loss": 1.0}),
+        (2, {"loss": 2.0}),
+        (3, {"loss": 3.0, "val": 1.0}),
+        (4, {"loss": 40.0}),
+        (5, {"loss": 50.0}),
+    ]
+    superseded = (folder / "metrics.superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["data"]["loss"] for line in superseded[:2]] == [4.0, 5.0]
+    samples = [json.loads(line)["step"] for line in (folder / "generations.jsonl").read_text().splitlines()]
+    assert samples == [0, 1, 2, 3, 3, 4, 5]
+    log(0, {0: {"val": 0.5}})
+    assert steps_in(folder / "metrics.jsonl") == [(0, {"val": 0.5})]
+    assert len((folder / "metrics.superseded.jsonl").read_text().splitlines()) == 3 + 6
+
+
+def test_tensorboard_hides_the_steps_that_are_done_again(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    for first, steps in ((0, range(6)), (4, (4, 5))):
+        with Tracking("p", "e", "tensorboard", first_step=first) as tracking:
+            for step in steps:
+                tracking.log({"loss": float(step + 10 * first)}, step)
+    events = EventAccumulator(str(tmp_path / "runs" / "p" / "e"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert found == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 44.0), (5, 45.0)]
+
+
+def test_wandb_goes_on_with_the_same_run_and_a_fresh_one_is_another(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text(
+        "runs = []\ndef init(**about):\n    runs.append(about)\ndef finish():\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for first in (0, 4, 0):
+        Tracking("p", "e", "wandb", first_step=first).close()
+    import wandb
+
+    ids = [about["id"] for about in wandb.runs]
+    assert ids[0] == ids[1] != ids[2]
+    assert {about["resume"] for about in wandb.runs} == {"allow"}
+    sys.modules.pop("wandb")

@@ -28,6 +28,12 @@ def started(config: PPOConfig, workers: Mapping[Any, type]) -> RunStart:
     return RunStart(trainer, run_parts(config, workers.values()), folders, saves=not trainer.val_only)
 
 
+def first_step(trainer: RayPPOTrainer) -> int | None:
+    """The first step that a run will log; None where it only validates and adds to what is there."""
+    start(trainer)
+    return None if trainer.run_start is None or trainer.config.trainer.val_only else trainer.run_start.first_step
+
+
 def end(trainer: RayPPOTrainer) -> None:
     """The run is over: its folder may be another's."""
     if trainer.run_start is not None:

@@ -152,7 +152,10 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Train until the steps are done, or until asked to stop: then finish the step, save and return."""
         trainer = self.config.trainer
-        self.tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict())
+        first = checkpointing.first_step(self)
+        self.tracking = Tracking(
+            trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict(), first
+        )
         try:
             self._load_checkpoint()
             self.console = Console(self.total_training_steps, self.global_steps)

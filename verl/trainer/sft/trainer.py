@@ -83,7 +83,8 @@ class SFTTrainer:
     def fit(self) -> None:
         """Train until the steps are done, or until asked to stop: then finish the step, save and return."""
         trainer = self.config.trainer
-        tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict())
+        first = None if self.run_start is None else self.run_start.first_step
+        tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict(), first)
         with tracking as self.tracking:
             self._load_checkpoint()
             self.console = Console(self.total_training_steps, self.global_steps)

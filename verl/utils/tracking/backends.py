@@ -6,6 +6,7 @@ import importlib
 import json
 import netrc
 import os
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ class Run(NamedTuple):
     project: str
     experiment: str
     config: Mapping[str, Any]
+    first_step: int | None = None
+    """The first step it will log: records from there on are of steps done again, or of another run. None: unknown."""
 
     @property
     def directory(self) -> Path:
@@ -65,14 +68,14 @@ def _open_console(run: Run) -> Backend:
 def _open_file(run: Run) -> Backend:
     from verl.utils.tracking.file import FileBackend
 
-    return FileBackend(run.directory, run.config)
+    return FileBackend(run.directory, run.config, run.first_step)
 
 
 class _TensorBoard:
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=str(run.directory))
+        self._writer = SummaryWriter(log_dir=str(run.directory), purge_step=run.first_step)
         self._writer.add_text("config", f"```\n{json.dumps(run.config, indent=2, default=str)}\n```")
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
@@ -96,7 +99,8 @@ class _Hosted:
     def __init__(self, package: str, run: Run, table: Callable[[Any, Sequence[Sample]], Any]) -> None:
         self._module = importlib.import_module(package)
         self._table = table
-        self._module.init(project=run.project, name=run.experiment, config=dict(run.config))
+        more = _wandb_resume(run) if package == "wandb" else {}
+        self._module.init(project=run.project, name=run.experiment, config=dict(run.config), **more)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         self._module.log(_numbers(data), step=step)
@@ -128,6 +132,20 @@ class _MLflow:
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _wandb_resume(run: Run) -> dict[str, Any]:
+    """The id of the run to go on with, kept beside its other records; a run that begins anew gets a new one.
+
+    wandb takes no second value for a step it has: steps that are done again keep their first.
+    """
+    if run.first_step is None:
+        return {}
+    file = run.directory / "wandb_id"
+    if run.first_step == 0 or not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(uuid.uuid4().hex[:12])
+    return {"id": file.read_text().strip(), "resume": "allow"}
 
 
 def _wandb_folder(run: Run) -> Path | None:

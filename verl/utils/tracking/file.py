@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,18 +16,27 @@ from verl.utils.tracking.backends import Sample
 class FileBackend:
     """`metrics.jsonl` (one object per step), `generations.jsonl` (one per sample) and `config.json`.
 
-    Records are appended, whole, and handed to the system at once, so a killed run keeps every step and a resumed one
-    goes on below. NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf": `float(value)` reads all.
+    Records are appended, whole, and handed to the system at once, so a killed run keeps every step. A run that says
+    its `first_step` goes on below the steps before it: records of steps that it does again (or of another run of that
+    name) move to `<name>.superseded.jsonl`, and what is logged for the last step before it joins that step's.
+    NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf": `float(value)` reads all.
     """
 
-    def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, config: Mapping[str, Any], first_step: int | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(_json(config, indent=2) + "\n", encoding="utf-8")
         self._metrics = _JsonLines(directory / "metrics.jsonl")
         self._generations = _JsonLines(directory / "generations.jsonl")
+        if first_step is not None:
+            self._metrics.supersede(first_step)
+            self._generations.supersede(first_step)
+        self._before = None if first_step is None else first_step - 1
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        self._metrics.append([{"step": step, "time": round(time.time(), 3), "data": dict(data)}])
+        record = {"step": step, "time": round(time.time(), 3), "data": dict(data)}
+        if step == self._before and self._metrics.join_last(record):
+            return
+        self._metrics.append([record])
 
     def log_generations(self, samples: Sequence[Sample], step: int) -> None:
         self._generations.append([{"step": step, **sample._asdict()} for sample in samples])
@@ -56,11 +66,48 @@ class _JsonLines:
             self._file.close()
             self._file = None
 
+    def supersede(self, first_step: int) -> None:
+        """Move the records of this step and later ones, and what is no record, out of the way."""
+        if not self._path.is_file():
+            return
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (step := _step_of(line)) is not None and step < first_step]
+        if len(kept) < len(lines):
+            old = self._path.with_name(f"{self._path.stem}.superseded{self._path.suffix}")
+            with old.open("ab") as file:
+                file.writelines(line.rstrip(b"\n") + b"\n" for line in lines if line not in kept)
+            self._rewrite(kept)
+
+    def join_last(self, record: Mapping[str, Any]) -> bool:
+        """Add to the last record where it is of the same step; says whether it is."""
+        lines = self._path.read_bytes().splitlines(keepends=True) if self._path.is_file() else []
+        if not lines or _step_of(lines[-1]) != record["step"]:
+            return False
+        last = json.loads(lines[-1])
+        last["data"] |= record["data"]
+        self.close()
+        self._rewrite([*lines[:-1], (_json(last) + "\n").encode()])
+        return True
+
+    def _rewrite(self, lines: Sequence[bytes]) -> None:
+        """Readers see the old file or the new one."""
+        partial = self._path.with_name(f".{self._path.name}.partial")
+        partial.write_bytes(b"".join(lines))
+        os.replace(partial, self._path)
+
     def _end_torn_line(self) -> None:
         """A run that died inside a write left a line without its end; keep it from swallowing the next record."""
         with self._path.open("rb") as file:
             if file.seek(0, 2) and file.seek(-1, 2) is not None and file.read(1) != b"\n":
                 self._file.write(b"\n")
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a record; None of a line that was torn."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _json(value: Any, indent: int | None = None) -> str:

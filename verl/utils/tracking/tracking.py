@@ -32,9 +32,12 @@ class Tracking:
         experiment_name: str,
         default_backend: str | Sequence[str] = "console",
         config: Any = None,
+        first_step: int | None = None,
     ) -> None:
+        """`first_step`: the first step that will be logged, where the run knows it: 0 of a new one, N + 1 of a run
+        resumed from step N. Records from there on, of steps that are done again, are superseded where a backend can."""
         names = check_backends(default_backend)
-        run = Run(project_name, experiment_name, _plain_config(config))
+        run = Run(project_name, experiment_name, _plain_config(config), first_step)
         self.failures: Counter[str] = Counter()
         self._backends: dict[str, Backend] = {}
         for name in names:
