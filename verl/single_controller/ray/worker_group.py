@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl.config.devices import host_memory_available
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import MethodSpec
 from verl.single_controller.base.dispatch import Shard
@@ -288,7 +289,7 @@ class RayWorkerGroup(WorkerGroup):
         died = next((rank for rank, failure in failures.items() if isinstance(failure, Exception)), None)
         if died is not None:
             error = WorkerDiedError(
-                "worker process died", self.role, died, self._hosts[died], method, str(failures[died])
+                _death(failures[died]), self.role, died, self._hosts[died], method, str(failures[died])
             )
             self._broken.append(error)
             raise error
@@ -335,6 +336,17 @@ def _outcomes(refs: list[Any]) -> list[Any]:
     except ray.exceptions.RayError as error:
         undelivered = Failure(f"{type(error).__name__} before the method ran", str(error), None)
     return [undelivered] if len(refs) == 1 else [_outcomes([ref])[0] for ref in refs]
+
+
+def _death(error: Exception | Failure) -> str:
+    """What a death looks like from outside. A process that vanishes was killed, and mostly for its memory."""
+    if "connection error" not in str(error):
+        return "worker process died"
+    free = f"{host_memory_available() / 2**30:.1f} GB of host memory are free here now that it is gone"
+    return (
+        "worker process died: killed (signal 9) or crashed, most likely out of host memory"
+        f" ({free}). Lower the micro-batch sizes of its phase, turn offloading off, or use fewer ranks per machine."
+    )
 
 
 def _on(actor: Any, method: str, lane: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from verl.config.devices import host_memory_available
 from verl.config.memory_remedies import helpful
 from verl.config.schema import pick
 from verl.utils.device_memory import memory_in_use
@@ -17,6 +18,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 _MOST_REMEDIES = 8
+_HOST = "DefaultCPUAllocator"  # what torch's message has when the machine's own memory is full
 
 
 def phase_memory(phase: str, at: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
@@ -30,6 +32,11 @@ def phase_memory(phase: str, at: str = "") -> Callable[[Callable[_P, _R]], Calla
             except torch.OutOfMemoryError as error:
                 worker: Any = args[0]
                 raise torch.OutOfMemoryError(explain(phase, error, worker.config, at, worker.device)) from error
+            except (MemoryError, RuntimeError) as error:
+                if not isinstance(error, MemoryError) and _HOST not in str(error):
+                    raise
+                worker = args[0]
+                raise MemoryError(explain_host(phase, error, worker.config, at)) from error
 
         return run
 
@@ -48,6 +55,17 @@ def explain(phase: str, error: torch.OutOfMemoryError, config: Any, at: str, dev
     lines += [f"  {number}. {remedy.describe(now)}" for number, (remedy, now) in enumerate(found, start=1)]
     if not found:
         lines.append("  more devices, or a smaller model")
+    return "\n".join(lines)
+
+
+def explain_host(phase: str, error: Exception, config: Any, at: str) -> str:
+    """The same for the machine's own memory; what moves from a device to it would not help."""
+    said = str(error).splitlines()[0] if str(error) else "no size was given"
+    lines = [f"{phase}: out of host memory, {host_memory_available() / 2**30:.1f} GB are free now. {said}"]
+    lines.append("What helps, cheapest first:")
+    found = [pair for pair in helpful(phase, lambda key: _value(config, key, at)) if "offload" not in pair[0].key]
+    lines += [f"  {i}. {remedy.describe(now)}" for i, (remedy, now) in enumerate(found[:_MOST_REMEDIES], start=1)]
+    lines.append(f"  {min(len(found), _MOST_REMEDIES) + 1}. fewer ranks on this machine, or more memory")
     return "\n".join(lines)
 
 

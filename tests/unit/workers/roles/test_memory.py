@@ -95,3 +95,20 @@ def test_remedies_are_those_of_the_values_that_are_set():
     assert keys[0] == "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
     assert "actor_rollout_ref.model.enable_gradient_checkpointing" not in keys, "it is on by default"
     assert list(next(r for r in remedies("gen") if r.way == "lower").values(0.2)) == [0.15, 0.1]
+
+
+def test_out_of_host_memory_names_the_phase_and_keys_that_do_not_move_more_there():
+    """The allocator's real refusal: no machine has that much."""
+
+    class Update:
+        config = as_config(CriticConfig, {"ppo_micro_batch_size_per_gpu": 8, "use_dynamic_bsz": False})
+        device = torch.device("cpu")
+
+        @phase_memory("update_critic", at="critic")
+        def run(self) -> torch.Tensor:
+            return torch.empty(1 << 60, dtype=torch.uint8)
+
+    with pytest.raises(MemoryError, match=r"update_critic: out of host memory, [\d.]+ GB are free now") as caught:
+        Update().run()
+    assert "1. critic.ppo_micro_batch_size_per_gpu (now 8): lower it" in str(caught.value)
+    assert "offload" not in str(caught.value)
