@@ -21,6 +21,7 @@ STEERED = (*KL, "algorithm.kl_ctrl.type=adaptive")
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
 GDPO = ("algorithm.adv_estimator=gdpo", "actor_rollout_ref.rollout.n=2", "algorithm.gdpo.reward_keys=[score,length]")
 MASKED = ("algorithm.rollout_correction.rollout_rs=token",)
+CUT_OFF = ("actor_rollout_ref.rollout.top_k=5", "algorithm.rollout_correction.rollout_is=token")
 # key → (what it needs to matter, two values that must differ)
 ALGORITHM = {
     "adv_estimator": ((), "gae", "reinforce_plus_plus"),
@@ -40,6 +41,7 @@ ALGORITHM = {
     "rollout_correction.rollout_rs": (("algorithm.rollout_correction.rollout_rs_threshold=1.1",), "null", "token"),
     "rollout_correction.rollout_rs_threshold": (MASKED, "1.1", "4.0"),
     "rollout_correction.rollout_rs_threshold_lower": (MASKED, "0.1", "0.99"),
+    "rollout_correction.denominator": (CUT_OFF, "full", "drawn"),
     "rollout_correction.warn_log_prob_diff": ((), "0.01", "10.0"),
 }
 # Keys that act on a whole run: the file in which a run shows it.
@@ -103,6 +105,7 @@ def answered() -> DataProto:
     torch.manual_seed(0)
     draw = lambda: 0.3 * torch.randn(4, 5)  # noqa: E731
     old = -1.0 - draw().abs()
+    rollout = old + draw()
     mask = (torch.arange(5) < torch.tensor([5, 3, 4, 2])[:, None]).long()
     batch = DataProto.from_dict(
         {
@@ -111,7 +114,8 @@ def answered() -> DataProto:
             "response_mask": mask,
             "token_level_scores": torch.randn(4, 5),
             "old_log_probs": old,
-            "rollout_log_probs": old + draw(),
+            "rollout_log_probs": rollout,
+            "rollout_drawn_log_probs": rollout + 0.1,
             "ref_log_prob": old + draw(),
             "values": draw(),
         }
