@@ -47,6 +47,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.processes)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked `gpu` skip where there is none, also when they are run by path."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture
 def logging_as_before() -> Iterator[None]:
     """For tests of commands: they set up logging on the stderr of their test, closed when the next one logs."""

@@ -10,7 +10,7 @@ from engine_cases import engine_gradients, make_batch, make_engine, token_loss
 from lora_cases import adapter_values, lora_engine, nudged, steps
 from tiny import tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16}
 DATA = make_batch()

@@ -10,10 +10,8 @@ from tiny import tiny_model
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.offload import CopyStream, HostBuffer, OffloadedTensors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
+
 MB = 2**20
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
 

@@ -58,23 +58,11 @@ def saved_and_loaded(state, folder):
     return load_plain(folder / "state.pt")
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    rows=st.integers(1, 40),
-    batch_size=st.integers(1, 7),
-    workers=st.tuples(*[st.sampled_from([0, 0, 1, 2])] * 3),
-    data=st.data(),
-)
-def test_every_row_comes_once_per_epoch_wherever_a_run_stops_and_however_many_workers_load(
-    tmp_path_factory, rows, batch_size, workers, data
-):
-    batch_size = min(batch_size, rows)
+def check_every_row_comes_once_per_epoch(folder, rows, batch_size, stops, workers):
+    """A run that stops after each of `stops` batches, loading with another number of processes every time."""
     per_epoch = rows // batch_size
-    stops = sorted(data.draw(st.tuples(*[st.integers(0, 2 * per_epoch + 1)] * 2), label="stops"))
-    reference = EpochSampler(range(rows), seed=3, batch_size=batch_size)
-    order = epochs(reference)
+    order = epochs(EpochSampler(range(rows), seed=3, batch_size=batch_size))
     expected = [list(itertools.islice(order, batch_size)) for _ in range(2 * per_epoch + 2)]
-    folder = tmp_path_factory.mktemp("state")
     seen, state = [], None
     for number, stop in zip(workers, [*stops, len(expected)], strict=True):
         loader = loader_of(rows, batch_size, number)
@@ -86,6 +74,22 @@ def test_every_row_comes_once_per_epoch_wherever_a_run_stops_and_however_many_wo
     for epoch in range(2):
         drawn = [row for batch in seen[epoch * per_epoch : (epoch + 1) * per_epoch] for row in batch]
         assert len(set(drawn)) == len(drawn) == per_epoch * batch_size
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.integers(1, 40), batch_size=st.integers(1, 7), data=st.data())
+def test_every_row_comes_once_per_epoch_wherever_a_run_stops(tmp_path_factory, rows, batch_size, data):
+    batch_size = min(batch_size, rows)
+    stops = sorted(data.draw(st.tuples(*[st.integers(0, 2 * (rows // batch_size) + 1)] * 2), label="stops"))
+    check_every_row_comes_once_per_epoch(tmp_path_factory.mktemp("state"), rows, batch_size, stops, (0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("stops", "workers"), [((2, 7), (2, 1, 0)), ((5, 6), (1, 0, 2)), ((0, 10), (1, 2, 1))], ids=["within", "at", "ends"]
+)
+def test_every_row_comes_once_per_epoch_however_many_processes_load(tmp_path, stops, workers):
+    """Five batches an epoch: stops within epochs, at their ends, before the first batch; workers are ahead of each."""
+    check_every_row_comes_once_per_epoch(tmp_path, 23, 4, stops, workers)
 
 
 def test_prompts_of_real_files_are_resumed_with_their_uids(tmp_path):

@@ -490,7 +490,6 @@ def test_offloading_and_coming_back_changes_no_result(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="host memory is all there is")
 def test_offloading_frees_the_memory_of_the_device():
     data, engine = make_batch(), make_engine(tiny_model(hidden_size=512, intermediate_size=2048))
     train(engine, data)
