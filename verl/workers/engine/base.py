@@ -12,8 +12,8 @@ import torch
 
 from verl.protocol import DataProto
 
-Metrics: TypeAlias = dict[str, tuple[float, float]]
-"""(sum, count) per name: parts of any size add up."""
+Metrics: TypeAlias = dict[str, tuple[float, float | None]]
+"""(sum, count) per name: parts of any size add up. A count of None: a part of one number of the whole step."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TensorSpec:
 
 LossFn: TypeAlias = Callable[
     [dict[str, torch.Tensor], DataProto, Counts],
-    tuple[torch.Tensor, Mapping[str, tuple["float | torch.Tensor", "float | torch.Tensor"]]],
+    tuple[torch.Tensor, Mapping[str, tuple["float | torch.Tensor", "float | torch.Tensor | None"]]],
 ]
 """(outputs, each [b, R]; the micro-batch on the engine's device; counts) -> (loss divided by counts, metrics)."""
 

@@ -41,7 +41,7 @@ class ValueLoss:
         )
         loss = loss * global_share(mask, config.loss_agg_mode, counts.tokens, counts.sequences)
         tokens = mask.sum()
-        part = (loss.detach(), 0.0)
+        part = (loss.detach(), None)  # of the whole step's: `run_epochs` gives it its count
         metrics = {
             "loss": part,
             "value_loss": part,

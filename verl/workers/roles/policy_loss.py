@@ -89,6 +89,6 @@ class PolicyLoss:
         return log_probs
 
 
-def _part(value: torch.Tensor) -> tuple[torch.Tensor, float]:
+def _part(value: torch.Tensor) -> tuple[torch.Tensor, None]:
     """A term of a sum over micro-batches and ranks; `run_epochs` gives it its count."""
-    return value.detach(), 0.0
+    return value.detach(), None

@@ -65,9 +65,8 @@ def _record(
     if step[EMPTY]:
         return  # there was nothing to measure
     for name, (total, count) in found.items():
-        # A part of the step's loss (count 0) counts once per step, shared by the ranks that hold the parts.
-        pair = (total, count) if count else (total, 1.0 / dp_size)
-        totals.setdefault(f"{prefix}/{name}", []).append(pair)
+        # A part of the step's loss counts once per step, shared by the ranks that hold the parts.
+        totals.setdefault(f"{prefix}/{name}", []).append((total, 1.0 / dp_size if count is None else count))
     for name, value in (("grad_norm", step["grad_norm"]), ("lr", step["lr"])):
         totals.setdefault(f"{prefix}/{name}", []).append((value, 1.0))
 

@@ -97,15 +97,17 @@ class MetricSums:
     """(sum, count) pairs added up where they are; they leave the device once, at the end."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, tuple[float | torch.Tensor, float | torch.Tensor]] = {}
+        self._totals: dict[str, float | torch.Tensor] = {}
+        self._counts: dict[str, float | torch.Tensor] = {}  # of those that are counted
 
-    def add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor) -> None:
-        total, count = (part.detach() if isinstance(part, torch.Tensor) else part for part in (total, count))
-        before = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (before[0] + total, before[1] + count)
+    def add(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor | None) -> None:
+        for sums, part in ((self._totals, total), (self._counts, count)):
+            if part is not None:
+                sums[name] = sums.get(name, 0.0) + (part.detach() if isinstance(part, torch.Tensor) else part)
 
     def result(self) -> Metrics:
-        return {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
+        counts = {name: float(count) for name, count in self._counts.items()}
+        return {name: (float(total), counts.get(name)) for name, total in self._totals.items()}
 
 
 def _within_budget(lengths: Sequence[int], budget: int, cost: SequenceCost, at_least: int) -> list[list[int]]:

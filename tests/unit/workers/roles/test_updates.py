@@ -1,0 +1,71 @@
+"""Metrics of an update: what ranks measured on their own tokens becomes what one rank with all of them measures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from verl.config import ActorConfig, CriticConfig, as_config
+from verl.protocol import DataProto
+from verl.utils.metric import reduce_metrics
+from verl.workers.engine.base import ALL_ROWS, Counts, Metrics
+from verl.workers.engine.common.micro_batches import MetricSums, local_counts
+from verl.workers.engine.common.step_checks import step_metrics
+from verl.workers.roles.critic import ValueLoss
+from verl.workers.roles.policy_loss import PolicyLoss
+from verl.workers.roles.updates import run_epochs
+
+
+class Rank:
+    """One rank of an engine whose model gives what the rows say; a micro-batch for every row."""
+
+    def __init__(self, dp_size: int, counts: Counts) -> None:
+        self.dp_size, self._counts = dp_size, counts
+
+    def forward_backward(self, data: DataProto, loss_fn: Any, outputs: Any, **_: Any) -> Metrics:
+        sums = MetricSums()
+        for row in data.split(1):
+            _, metrics = loss_fn({name: row.batch[f"new_{name}"] for name in outputs}, row, self._counts)
+            for name, (total, count) in metrics.items():
+                sums.add(name, total, count)
+        return sums.result()
+
+    def optimizer_step(self) -> dict[str, float]:
+        return step_metrics(grad_norm=1.0, lr=1e-3, reason=None)
+
+    def sound(self, thorough: bool) -> bool:
+        return True
+
+
+def measured(parts: list[DataProto], whole: DataProto, loss: Any, outputs: list[str]) -> dict[str, float]:
+    """The metrics of one optimizer step on `whole`, each of the parts on a rank of its own."""
+    totals: dict[str, list] = {}
+    for part in parts:
+        rank: Any = Rank(len(parts), local_counts(whole))
+        result = run_epochs(rank, part, loss, outputs, 1.0, ALL_ROWS, mini_batches=1, epochs=1, prefix="role")
+        for name, pairs in result.meta_info["metrics"].items():
+            totals.setdefault(name, []).extend(pairs)
+    return reduce_metrics(totals)
+
+
+@pytest.mark.parametrize("lengths", [[4, 3, 1, 2], [4, 3, 0, 0], [0, 4, 0, 1]], ids=["both", "one", "rows"])
+@pytest.mark.parametrize(
+    ("loss", "outputs"),
+    [
+        (PolicyLoss(as_config(ActorConfig, {"entropy_coeff": 0.01, "use_kl_loss": True})), ["log_probs", "entropy"]),
+        (ValueLoss(as_config(CriticConfig, {})), ["values"]),
+    ],
+    ids=["actor", "critic"],
+)
+def test_two_ranks_report_what_one_does_also_where_one_has_no_tokens(loss, outputs, lengths):
+    torch.manual_seed(0)
+    names = ["old_log_probs", "new_log_probs", "ref_log_prob", "new_entropy", "advantages", "values", "new_values"]
+    columns = {name: torch.randn(4, 4) for name in [*names, "returns"]}
+    mask = (torch.arange(4) < torch.tensor(lengths)[:, None]).long()
+    whole = DataProto.from_dict(columns | {"response_mask": mask})
+    one, two = (measured(parts, whole, loss, outputs) for parts in ([whole], whole.split(2)))
+    assert set(one) == set(two)
+    assert two == pytest.approx(one)
+    assert any(value for name, value in one.items() if "clipfrac" in name)
