@@ -12,6 +12,7 @@ from verl.config.generation import GenerationConfig
 from verl.config.plan import ROLLOUT
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
+from verl.config.sft import SFTConfig
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
 # Scalings whose factor extends what the config names; llama3 and longrope name the extended length itself.
@@ -79,11 +80,23 @@ def generation_context_rules(config: GenerationConfig, report: Report, folder: s
     report.problem("rollout.max_model_len", rollout.max_model_len, why, fix, uses)
 
 
-def refuse_long_sequences(config: PPOConfig | GenerationConfig, folders: Mapping[str, str]) -> None:
+def sft_context_rules(config: SFTConfig, report: Report, folder: str | None = None) -> None:
+    """The same of rows to learn, which may be as long as `data.max_length`."""
+    path = config.model.path
+    limit = None if not path else limit_of_folder(folder or path, config.model.override_config)
+    if limit is not None and config.data.max_length > limit:
+        why = f"is more than the {limit} positions of model.path = {path}"
+        fix = f"Set it to {limit} or less, or {_LONGER}"
+        report.problem("data.max_length", config.data.max_length, why, fix, ("model.path",))
+
+
+def refuse_long_sequences(config: PPOConfig | GenerationConfig | SFTConfig, folders: Mapping[str, str]) -> None:
     """The same when hub names and URLs are on this machine, and before any model is loaded. Raises ConfigError."""
     report = Report()
     if isinstance(config, PPOConfig):
         context_rules(config, report, folders)
+    elif isinstance(config, SFTConfig):
+        sft_context_rules(config, report, folders.get(config.model.path))
     else:
         generation_context_rules(config, report, folders.get(config.model.path))
     report.raise_if_any()

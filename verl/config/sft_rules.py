@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from verl.config import files
+from verl.config.context_length import sft_context_rules
 from verl.config.lora_rules import lora_rules
 from verl.config.plan import FSDP_IS_FSDP2, count
 from verl.config.problems import Report
@@ -82,6 +83,7 @@ def check_environment(config: SFTConfig, report: Report) -> None:
     files.check_data_files(config.data, report)
     if config.model.path:
         files.check_model("model.path", config.model.path, report)
+        sft_context_rules(config, report)
     files.check_user_code("data.custom_cls.path", config.data.custom_cls.path, report)
     files.check_resume(config.trainer, report)
     files.check_loggers(config.trainer.logger, report)

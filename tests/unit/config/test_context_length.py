@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import ConfigError, GenerationConfig, load_config
+from verl.config import ConfigError, GenerationConfig, SFTConfig, load_config
 from verl.config.context_length import context_limit, refuse_long_sequences
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -143,6 +143,19 @@ def test_a_hub_name_is_checked_where_it_was_fetched_to(model):
     config = load("some/model", answer=601)
     with pytest.raises(ConfigError, match=r"data\.max_response_length = 601"):
         refuse_long_sequences(config, {"some/model": model()})
+
+
+def test_rows_to_learn_that_a_model_cannot_read_are_refused(model):
+    def sft(path: str, length: int) -> SFTConfig:
+        given = ["data.train_files=openai/gsm8k", f"model.path={path}", f"data.max_length={length}"]
+        return load_config(None, given, root=SFTConfig)
+
+    path = model()
+    sft(path, 1000)
+    with pytest.raises(ConfigError, match=r"data\.max_length = 1001: is more than the 1000 positions of model\.path"):
+        sft(path, 1001)
+    with pytest.raises(ConfigError, match=r"data\.max_length = 1001"):
+        refuse_long_sequences(sft("some/model", 1001), {"some/model": path})
 
 
 def test_what_is_told_of_a_machine_is_not_asked_without_its_files(model):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from verl.config import SFTConfig
+from verl.config.context_length import refuse_long_sequences
 from verl.protocol import DataProto
 from verl.trainer.checkpointing import load_run, save_run
 from verl.trainer.ppo.console import Console
@@ -39,8 +40,10 @@ class SFTTrainer:
     def __init__(self, config: SFTConfig) -> None:
         self.config = config = copy.deepcopy(config)
         trainer, data, model = config.trainer, config.data, config.model
+        folder = resolve_model_path(model.path)
+        refuse_long_sequences(config, {model.path: folder})
         self.run_start: RunStart | None = RunStart(trainer, run_parts(config))
-        self.tokenizer = hf_tokenizer(resolve_model_path(model.path), trust_remote_code=model.trust_remote_code)
+        self.tokenizer = hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         padding = self.tokenizer.pad_token_id
         self.train_dataloader = train_loader(create_sft_dataset(data, self.tokenizer, is_train=True), data, padding)
         self.val_dataloader = None
