@@ -57,6 +57,11 @@ def assert_same(batch: DataProto, expected: DataProto) -> None:
     assert found.meta_info == expected.meta_info
 
 
+def test_ranks_that_got_fillers_only_change_nothing(rollers):
+    """The last validation batch: fewer rows than ranks."""
+    assert_same(generate(rollers, [3]), trimmed([3]))
+
+
 def test_what_workers_made_is_what_is_fetched_without_padding(rollers):
     seeds = [3, 1, 4, 2, 7, 5]
     batch = generate(rollers, seeds)

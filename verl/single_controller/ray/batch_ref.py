@@ -213,7 +213,9 @@ class BatchRef(DataProto):
     def _concat(cls, parts: Sequence[DataProto]) -> BatchRef:
         batches = [cls.from_dataproto(part) for part in parts]
         meta = concat_meta([batch.meta_info for batch in batches])
-        return cls(concat_columns([batch._stored() for batch in batches]), sum(map(len, batches)), meta)
+        # Ranks that were given fillers only return no rows: nothing in them tells a token column from another.
+        filled = [batch for batch in batches if len(batch)] or batches[:1]
+        return cls(concat_columns([batch._stored() for batch in filled]), sum(map(len, filled)), meta)
 
     def _item(self, row: int) -> DataProtoItem:
         if not -len(self) <= row < len(self):
