@@ -1,4 +1,4 @@
-"""A save or a validation that fails costs itself, not the run: it is said and counted, and training goes on."""
+"""A save, a validation or a dump that fails costs itself, not the run: it is said and counted; training goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from verl.workers.reward_manager.naive import RewardError
 
 logger = logging.getLogger(__name__)
 
-SAVE, VALIDATION = "save", "validation"
+SAVE, VALIDATION, DUMP = "save", "validation", "dump"
+FOLDER = "trainer.default_local_dir"
 
 # What going on cannot help: processes that are gone, a configuration that is wrong, weights that are lost, and a reward
 # that is to end the run (`reward_model.on_error=fail`).
@@ -35,11 +36,12 @@ class UnsavedRunError(RuntimeError):
 
 
 class Setbacks:
-    """Counts what failed, in `training/failed_saves` and `training/failed_validations`."""
+    """Counts what failed, in `training/failed_saves`, `training/failed_validations` and `training/failed_dumps`."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._unsaved: str | None = None
+        self._said: set[str] = set()
 
     def attempt(self, what: str, step: int, act: Callable[[], Result], essential: bool = False) -> Result | None:
         """The result of `act`; None where it failed in a way that the run survives. `essential`: it survives none."""
@@ -59,6 +61,24 @@ class Setbacks:
         if what == SAVE:
             self._unsaved = None
         return result
+
+    def dump(self, key: str, folder: str, step: int, act: Callable[[], Result]) -> Result | None:
+        """The same of a file for people to look at, below `folder`, the value of `key`: said once per key, counted."""
+        try:
+            return act()
+        except Exception as error:
+            if ends_the_run(error):
+                raise
+            self._counts[DUMP] += 1
+            if key not in self._said:
+                self._said.add(key)
+                logger.warning("%s: a file of step %d could not be written:", key, step, exc_info=_unexpected(error))
+                logger.error(
+                    "%s = %s: a file of step %d could not be written: %s. Training goes on without it; others that fail"
+                    " are only counted (training/failed_dumps).",
+                    *(key, folder, step, summary(error)),
+                )
+            return None
 
     def metrics(self) -> dict[str, float]:
         """How many failed so far, of what has failed at all."""

@@ -16,6 +16,7 @@ from training_harness import make_task, make_trainer, overrides, run_training
 from verl.config import ConfigError, load_config
 from verl.trainer.output_checks import step_bytes
 from verl.trainer.ppo.checkpointing import started
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.run_parts import run_parts
 from verl.trainer.setbacks import UnsavedRunError
 from verl.utils.checkpoint import disk, manifest
@@ -151,3 +152,44 @@ def test_a_full_disk_is_recognised_by_number_by_cause_and_by_words():
     assert disk.is_full(outer)
     assert not disk.is_full(OSError(errno.EACCES, os.strerror(errno.EACCES)))
     assert (disk.show_bytes(999), disk.show_bytes(1_500_000)) == ("999 B", "1.5 MB")
+
+
+def test_a_full_disk_costs_dumps_and_answers_not_the_run(task, small_disk, tmp_path, caplog):
+    """It fills up after the checks at the start; said once for each key, counted, nothing half-written left."""
+    answers, folder = small_disk / "answers", small_disk / "run"
+    arguments = [
+        *overrides(task, tmp_path, "algorithm.adv_estimator=grpo", "data.val_max_samples=2", "trainer.test_freq=1"),
+        *(f"trainer.default_local_dir={folder}", "trainer.dump_steps=[1,2]", "trainer.total_training_steps=2"),
+        *(f"trainer.rollout_data_dir={answers}/train", f"trainer.validation_data_dir={answers}/val"),
+    ]
+
+    class Fills(RayPPOTrainer):
+        def _train_step(self, batch: Any) -> dict[str, float]:
+            fill(small_disk / "fill")
+            return super()._train_step(batch)
+
+        def _save_checkpoint(self) -> None:
+            """Another test's."""
+
+    with caplog.at_level(logging.ERROR, logger="verl"):
+        trainer = run_training(arguments, trainer_cls=Fills)
+    first, last = trainer.history
+    assert first["training/failed_dumps"] == 3
+    assert last["training/failed_dumps"] == 6
+    assert any(name.startswith("val-core/") for name in last)
+    assert "training/failed_validations" not in last
+    keys = [record.getMessage().partition(" = ")[0] for record in caplog.records if record.levelno == logging.ERROR]
+    assert keys == ["trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir"]
+    assert "space" in caplog.text
+    assert [path.name for path in small_disk.rglob("*") if path.suffix == ".pt" or ".jsonl" in path.name] == []
+
+
+def fill(path: Path) -> None:
+    """Until no byte is left."""
+    with path.open("ab", buffering=0) as stream:
+        for size in (65536, 4096, 1):
+            try:
+                while True:
+                    stream.write(b"0" * size)
+            except OSError:
+                continue

@@ -42,7 +42,7 @@ from verl.trainer.ppo.reward_overlap import RewardOverlap
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validation import validate
 from verl.trainer.run_start import RunStart
-from verl.trainer.setbacks import SAVE, VALIDATION, Setbacks
+from verl.trainer.setbacks import FOLDER, SAVE, VALIDATION, Setbacks
 from verl.utils.torch_functional import masked_mean
 from verl.utils.tracking import Tracking
 
@@ -397,9 +397,13 @@ class RayPPOTrainer:
         if not self.config.algorithm.filter_groups.enable:  # else it has learned from all that was generated
             learn_from(self.train_dataloader, batch)
         if step in trainer.dump_steps or self._guard.skipped(metrics):
-            logger.info("batch of step %d written to %s", step, dump_batch(batch, trainer.default_local_dir, step))
-        if trainer.rollout_data_dir is not None:
-            dump_rows(batch, self.tokenizer, trainer.rollout_data_dir, step)
+            folder = trainer.default_local_dir
+            dumped = self.setbacks.dump(FOLDER, folder, step, lambda: dump_batch(batch, folder, step))
+            if dumped is not None:
+                logger.info("batch of step %d written to %s", step, dumped)
+        if (answers := trainer.rollout_data_dir) is not None:
+            key = "trainer.rollout_data_dir"
+            self.setbacks.dump(key, answers, step, lambda: dump_rows(batch, self.tokenizer, answers, step))
 
     def _memory_gb(self, groups: tuple[Any, ...]) -> tuple[float, float]:
         """(peak since last asked, now) of the fullest rank that works."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,5 +101,9 @@ def _show(trainer: RayPPOTrainer, samples: dict[str, list[Any]]) -> None:
         order = np.random.default_rng(trainer.config.data.seed).permutation(len(rows))[: config.log_val_generations]
         chosen = [(rows[i]["input"], rows[i]["output"], rows[i]["score"]) for i in order]
         trainer.tracking.log_generations(chosen, step, on_console=config.console_val_generations)
-    if config.validation_data_dir is not None:
-        write_jsonl(({"step": step, **row} for row in rows), Path(config.validation_data_dir) / f"{step}.jsonl")
+    if (folder := config.validation_data_dir) is not None:
+        write = functools.partial(write_jsonl, [{"step": step, **row} for row in rows], Path(folder) / f"{step}.jsonl")
+        if config.val_only:  # they are what the run is for
+            write()
+        else:
+            trainer.setbacks.dump("trainer.validation_data_dir", folder, step, write)

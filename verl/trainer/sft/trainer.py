@@ -22,7 +22,7 @@ from verl.trainer.ppo.phases import Phases
 from verl.trainer.progress import progress_bar
 from verl.trainer.run_parts import run_parts
 from verl.trainer.run_start import RunStart
-from verl.trainer.setbacks import SAVE, VALIDATION, Setbacks
+from verl.trainer.setbacks import FOLDER, SAVE, VALIDATION, Setbacks
 from verl.trainer.sft.data import create_sft_dataset, train_loader, val_loader
 from verl.trainer.sft.ranks import Ranks
 from verl.utils import hf_tokenizer
@@ -189,9 +189,11 @@ class SFTTrainer:
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1
-        dumped = dump_batch(batch, trainer.default_local_dir, self.global_steps)
+        folder, step = trainer.default_local_dir, self.global_steps
+        dumped = self.setbacks.dump(FOLDER, folder, step, lambda: dump_batch(batch, folder, step))
         logger.warning(
-            "gradient not finite, or optim.lr far too large: update skipped, weights untouched, batch in %s", dumped
+            "gradient not finite, or optim.lr far too large: update skipped, weights untouched, batch in %s",
+            dumped or "no file",
         )
         if self._skipped_in_a_row >= trainer.max_nonfinite_steps:
             raise NonFiniteError(
