@@ -128,7 +128,7 @@ class TaskRunner:
         self.add_ref_policy_worker(config)
         resource_pool_manager = self.init_resource_pool_mgr(config)
         model = config.actor_rollout_ref.model
-        local_path = resolve_model_path(model.path)
+        local_path = resolve_model_path(model.path, "actor_rollout_ref.model.path")
         refuse_long_sequences(config, {model.path: local_path})
         check_memory(config, {model.path: local_path})
         start = started(config, self.role_worker_mapping)

@@ -35,7 +35,7 @@ class RunPart:
         """What a checkpoint of it must fit; reads the config of the model, not its weights."""
         from verl.workers.engine.fsdp.expected import expected_model
 
-        return expected_model(resolve_model_path(self.model.path), self.kind, self.model)
+        return expected_model(resolve_model_path(self.model.path, f"{self.key}.path"), self.kind, self.model)
 
 
 def run_parts(config: PPOConfig | SFTConfig, worker_classes: Iterable[type] = ()) -> list[RunPart]:

@@ -205,7 +205,7 @@ def _download_from_hub(
     except (OSError, EntryNotFoundError) as error:
         raise ValueError(
             f"{key}: {repo!r} is not a local path, and the hub cannot be reached to fetch it ({error}). "
-            f"On a machine with access run: {command}"
+            f"Give a local folder; or have it in {hub_cache}, where this fetches it on a machine with access: {command}"
         ) from error
     return os.path.abspath(folder)
 

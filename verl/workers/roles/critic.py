@@ -64,7 +64,7 @@ class CriticWorker(Worker):
         self.init_process_group()
         self.engine = make_engine(
             config.strategy,
-            resolve_model_path(config.model.path),
+            resolve_model_path(config.model.path, "critic.model.path"),
             "value",
             config.model,
             config,

@@ -56,7 +56,7 @@ class ActorRolloutRefWorker(Worker):
     def init_model(self) -> None:
         """Load what this worker's parts need; the engines of all ranks form one model."""
         self.init_process_group()
-        self.model_path = resolve_model_path(self.config.model.path)
+        self.model_path = resolve_model_path(self.config.model.path, "actor_rollout_ref.model.path")
         if "actor" in self.parts:
             self._init_actor()
         if "ref" in self.parts and not self._actor_is_reference:

@@ -31,12 +31,12 @@ class RewardModelWorker(Worker):
         if config.path is None:
             raise ValueError("reward_model.path: not set. Give the folder or hub name of a sequence classifier.")
         self.init_process_group()
-        path = resolve_model_path(config.path)
+        path = resolve_model_path(config.path, "reward_model.path")
         self.engine = make_engine(config.strategy, path, "sequence_classification", config.model, config, self.device)
         self._texts: RewardTexts | None = None
         if config.model.input_tokenizer is not None:
             own = hf_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-            other = hf_tokenizer(resolve_model_path(config.model.input_tokenizer))
+            other = hf_tokenizer(resolve_model_path(config.model.input_tokenizer, "reward_model.model.input_tokenizer"))
             if not _same_tokenizer(other, own):
                 self._texts = RewardTexts(own, other, config.max_length)
         self.register_mesh_place("reward_model", self.engine.dp_rank, collect=self.engine.answers)
