@@ -88,10 +88,12 @@ def second_gradients(data, tied):
 def failed_saves(engine, folder):
     """What each rank raises when rank 0 alone cannot write its file; the ranks go on together afterwards."""
     raised = []
-    (folder / "blocked" / "extra.pt").mkdir(parents=True, exist_ok=True)
+    for name in ("extra.pt", "model.json"):
+        (folder / "blocked" / name).mkdir(parents=True, exist_ok=True)
     (folder / "a file").touch()
     for act in (
         lambda: engine.save(folder / "blocked", ["extra"]),
+        lambda: engine.save(folder / "blocked", ["model", "optimizer"]),
         lambda: engine.export_hf(folder / "a file"),
     ):
         try:

@@ -256,20 +256,12 @@ class FSDPEngine:
             if "model" in contents:
                 checkpoint.save_tensors(self._weights.stored(), folder / "model", recorder)
                 self._weights.write_adapter(folder / ADAPTER_FOLDER, self._source)
-                if dist.get_rank() == 0:
-                    with recorder.open(ABOUT) as stream:
-                        stream.write(json.dumps(self._description().about, indent=1).encode())
             if "optimizer" in contents and self._optimizer is not None:
                 checkpoint.save_tensors(self._optimizer.tensors(), folder / "optimizer", recorder)
-            if "extra" in contents:
-                extra = {
-                    "schedule_step": self._schedule.last_epoch if self._schedule is not None else 0,
-                    "loss_scale": self._loss_scale.state_dict(),
-                    "random": checkpoint.random_states(self.device),
-                }
-                if dist.get_rank() == 0:
-                    with recorder.open("extra.pt") as stream:
-                        torch.save(extra, stream)
+            random = checkpoint.random_states(self.device) if "extra" in contents else []
+            # What rank 0 writes alone comes after the last collective: where it fails, the others are not inside one.
+            if dist.get_rank() == 0:
+                self._write_alone(contents, random, recorder)
 
     def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
         """Read back what `save` wrote, with this or another number of ranks."""
@@ -306,6 +298,17 @@ class FSDPEngine:
                 write_hf_model(skeleton, state, Path(path), self._source)
 
     # ---------------------------------------------------------------- parts
+
+    def _write_alone(self, contents: Collection[str], random: list[dict[str, Any]], recorder: ChecksumRecorder) -> None:
+        """The files of a checkpoint that are one rank's: what the model is, the schedule and the random states."""
+        if "model" in contents:
+            with recorder.open(ABOUT) as stream:
+                stream.write(json.dumps(self._description().about, indent=1).encode())
+        if "extra" in contents:
+            step = self._schedule.last_epoch if self._schedule is not None else 0
+            extra = {"schedule_step": step, "loss_scale": self._loss_scale.state_dict(), "random": random}
+            with recorder.open("extra.pt") as stream:
+                torch.save(extra, stream)
 
     def _description(self) -> ModelDescription:
         """What a checkpoint must fit."""
