@@ -48,6 +48,8 @@ def test_the_update_that_lost_the_weights_is_named(task, tmp_path, monkeypatch):
 def test_weights_that_overflow_are_noticed_without_another_pass(task, tmp_path, monkeypatch):
     said, _ = ruined(task, tmp_path, monkeypatch, f"{ACTOR}.optim.lr=1e25", ONE_UPDATE)
     assert "the weights of the actor were lost by update 1 of step 1" in said
+    assert "The batch of step 1 is dumped" in said
+    assert (tmp_path / "checkpoints" / "debug_step_1.pt").exists()
 
 
 def test_a_step_that_lost_them_is_not_saved_and_the_one_before_is_where_to_go_on(task, tmp_path, monkeypatch):

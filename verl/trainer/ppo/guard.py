@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from verl.workers.roles.updates import LOST_AT
+
 logger = logging.getLogger(__name__)
 
 ROLES = ("actor", "critic")
@@ -39,9 +41,10 @@ class StepGuard:
         self._non_finite_in_a_row = 0
         self._empty_in_a_row = 0
 
-    def skipped(self, metrics: Mapping[str, float]) -> bool:
-        """Whether an update of this step was kept from the weights because it would have harmed them."""
-        return bool(_who(metrics, "skipped_steps") or _who(metrics, "refused_steps"))
+    def harmful(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an update of this step was kept from the weights because it would have harmed them, or has done."""
+        kept_away = _who(metrics, "skipped_steps") or _who(metrics, "refused_steps")
+        return bool(kept_away) or any(f"{role}/{LOST_AT}" in metrics for role in ROLES)
 
     def took_update(self, metrics: Mapping[str, float], role: str) -> bool:
         """Whether any of the step's updates reached the role's weights."""

@@ -396,7 +396,7 @@ class RayPPOTrainer:
             metrics |= divergence_metrics(columns) | self._mismatch.correct(batch, columns)
         if not self.config.algorithm.filter_groups.enable:  # else it has learned from all that was generated
             learn_from(self.train_dataloader, batch)
-        if step in trainer.dump_steps or self._guard.skipped(metrics):
+        if step in trainer.dump_steps or self._guard.harmful(metrics):
             folder = trainer.default_local_dir
             dumped = self.setbacks.dump(FOLDER, folder, step, lambda: dump_batch(batch, folder, step))
             if dumped is not None:
