@@ -47,8 +47,6 @@ def _gdpo(config: PPOConfig, report: Report) -> None:
     algorithm = config.algorithm
     keys, weights = algorithm.gdpo.reward_keys, algorithm.gdpo.reward_weights
     if algorithm.adv_estimator != "gdpo":
-        if keys or weights:
-            report.notice(f"algorithm.gdpo has no effect with algorithm.adv_estimator = {algorithm.adv_estimator}.")
         return
     if not keys:
         report.notice(

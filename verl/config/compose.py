@@ -23,6 +23,15 @@ def groups(root: str = ROOT) -> dict[str, tuple[str, ...]]:
     return {path.name: tuple(sorted(file.stem for file in path.glob("*.yaml"))) for path in folders}
 
 
+@functools.cache
+def alternatives(group: str, root: str = ROOT) -> tuple[dict[str, Any], ...]:
+    """What each option of a group that is not the usual one states by itself, as nested plain values."""
+    items = _read(CONFIG_DIR / f"{root}.yaml").get("defaults", [])
+    usual = next((item[group] for item in items if not isinstance(item, str) and group in item), None)
+    others = [option for option in groups(root).get(group, ()) if option != usual]
+    return tuple(_plain(_read(CONFIG_DIR / group / f"{option}.yaml"), resolve=False) for option in others)
+
+
 def default_tree(chosen: Mapping[str, str] | None = None, root: str = ROOT) -> dict[str, Any]:
     """The defaults with these options (`{"algorithm": "grpo"}`), `${…}` as text. Not to be changed by the caller."""
     return _tree(root, tuple(sorted((chosen or {}).items())))

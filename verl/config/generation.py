@@ -56,8 +56,9 @@ class GenerationConfig(Block):
     model: GenerationModelConfig = key("The model that answers.")
     rollout: GeneratorConfig = key("How answers are generated.")
     trainer: GenerationTrainerConfig = key("The run.")
-    # Not a key: what loading found worth telling (the caller logs it).
+    # Not keys: what loading found worth telling (the caller logs it), and what the user has set away from its default.
     notices: list[str] = field(default_factory=list, compare=False)
+    changed: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,5 +86,6 @@ class EvalConfig(Block):
     data: EvalDataConfig = key("Answers.")
     reward_model: EvalRewardConfig = key("How they are scored.")
     custom_reward_function: CustomRewardFunctionConfig = key("A reward function of your own.")
-    # Not a key: what loading found worth telling (the caller logs it).
+    # Not keys: what loading found worth telling (the caller logs it), and what the user has set away from its default.
     notices: list[str] = field(default_factory=list, compare=False)
+    changed: dict[str, Any] = field(default_factory=dict, compare=False)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.config.changes import changed_keys
 from verl.config.compose import default_tree, default_values, groups
 from verl.config.convert import Converter
 from verl.config.ppo import PPOConfig
@@ -84,7 +85,8 @@ def _build(kind: Root, values: dict[str, Any], defaults: Mapping[str, Any], repo
     """Plain merged values -> resolved blocks; problems go to the report."""
     _move_aliases(values, alias_table(kind.cls), defaults, report)
     values = _interpolated(values, defaults, report)
-    config = Converter(kind.cls, defaults, report, extended=bool(values.get("external_libs"))).convert(values)
+    config: Any = Converter(kind.cls, defaults, report, extended=bool(values.get("external_libs"))).convert(values)
+    config.changed = changed_keys(config, defaults, kind.yaml)
     kind.resolve(config, report)
     return config
 

@@ -50,5 +50,6 @@ class PPOConfig(Block):
     max_turns: int = key("Turns of the search agent.", min=1)
     retriever: RetrieverConfig = key("The search service.")
     custom: dict[str, Any] = key("Free-form, for your own code.")
-    # Not a key: what loading found worth telling (the caller logs it).
+    # Not keys: what loading found worth telling (the caller logs it), and what the user has set away from its default.
     notices: list[str] = field(default_factory=list, compare=False)
+    changed: dict[str, Any] = field(default_factory=dict, compare=False)

@@ -76,8 +76,9 @@ class SFTConfig(Block):
     checkpoint: CheckpointConfig = key("What a checkpoint holds.")
     trainer: SFTTrainerConfig = key("The run.")
     ray_init: RayInitConfig = key("Starting Ray, which several ranks need.")
-    # Not a key: what loading found worth telling (the caller logs it).
+    # Not keys: what loading found worth telling (the caller logs it), and what the user has set away from its default.
     notices: list[str] = field(default_factory=list, compare=False)
+    changed: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def ranks(self) -> int:

@@ -10,11 +10,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from verl.config import names
-from verl.config.compose import default_values
+from verl.config.changes import name_idle
 from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles
 from verl.config.ppo import PPOConfig
-from verl.config.problems import Report, show
-from verl.config.schema import pick, walk
+from verl.config.problems import Report
+from verl.config.schema import pick
 
 NOT_BUILT = "is not built yet in this version"
 # Values that stand for something to come: key -> (values, what to set instead).
@@ -43,7 +43,7 @@ _LOAD_FORMATS = ("auto", "dummy")
 def check_built(config: PPOConfig, report: Report) -> None:
     """Report every key that asks for something that is not built, and name those that have no effect for now."""
     _refuse(config, report)
-    _name_idle_keys(config, report)
+    name_idle(config, lambda path: None if path in REFUSED else why_no_effect(path), report)
     _engine_keys(config, report)
 
 
@@ -64,25 +64,6 @@ def _refuse(config: PPOConfig, report: Report) -> None:
     if size > 1 and config.actor_rollout_ref.rollout.name == "hf":
         why, fix = f"{NOT_BUILT} for {ROLLOUT}.name = hf", f"Set it to 1, or {ROLLOUT}.name=native"
         report.broken(f"{ROLLOUT}.tensor_model_parallel_size", size, why, fix)
-
-
-def _name_idle_keys(config: PPOConfig, report: Report) -> None:
-    """One notice per reason, with every key that was set for nothing."""
-    idle: dict[str, list[str]] = {}
-    for path, entry in walk(PPOConfig):
-        reason = None if entry.block is not None or path in REFUSED else why_no_effect(path)
-        if reason is not None and pick(config, path) != _default(config, path):
-            idle.setdefault(reason, []).append(f"{path} = {show(pick(config, path))}")
-    for reason, keys in idle.items():
-        report.notice(f"{', '.join(keys)}: no effect, {reason}.")
-
-
-def _default(config: PPOConfig, path: str) -> Any:
-    """What the key holds when nobody sets it; null in `ref` is as for the actor."""
-    default = pick(default_values(), path)
-    if default is None and path.startswith("actor_rollout_ref.ref."):
-        return pick(config, path.replace(".ref.", ".actor.", 1))
-    return default
 
 
 def _engine_keys(config: PPOConfig, report: Report) -> None:

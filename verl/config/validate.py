@@ -6,6 +6,7 @@ from verl.config import names
 from verl.config.algorithm_rules import algorithm_rules
 from verl.config.data import CustomClassConfig, SamplerConfig
 from verl.config.engine import OptimConfig
+from verl.config.idle import idle_keys
 from verl.config.lora_rules import lora_rules
 from verl.config.old_log_probs import old_log_prob_rules
 from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, batch_plan
@@ -38,6 +39,7 @@ def validate(config: PPOConfig, report: Report) -> None:
         _pools,
         _run,
         _user_code,
+        idle_keys,
     ):
         rule(config, report)
     for problem in batch_plan(config).problems:
@@ -82,12 +84,6 @@ def _estimator(config: PPOConfig, report: Report) -> None:
 
 def _kl(config: PPOConfig, report: Report) -> None:
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    control = algorithm.kl_ctrl
-    if control.type == "fixed" and control.target_kl != 0.1:
-        report.notice(
-            f"algorithm.kl_ctrl.target_kl = {control.target_kl:g} has no effect with algorithm.kl_ctrl.type = fixed. "
-            "Set algorithm.kl_ctrl.type=adaptive to steer to it."
-        )
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         report.notice("algorithm.use_kl_in_reward and actor.use_kl_loss are both on: the KL counts twice.")
     if actor.use_kl_loss and actor.kl_loss_type == "k1":
@@ -214,8 +210,6 @@ def _rewards(config: PPOConfig, report: Report) -> None:
     reward = config.reward_model
     if reward.enable and reward.path is None:
         report.problem("reward_model.path", None, "reward_model.enable = True needs a model", "Set reward_model.path=…")
-    if not reward.enable and reward.enable_resource_pool:
-        report.notice("reward_model.enable_resource_pool has no effect without reward_model.enable=True.")
     buffer = reward.overlong_buffer
     if buffer.enable and buffer.len > config.data.max_response_length:
         why = f"is more than data.max_response_length = {config.data.max_response_length}"

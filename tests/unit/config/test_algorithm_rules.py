@@ -67,7 +67,6 @@ def test_what_could_never_work_is_one_problem_with_a_remedy(overrides, key, why)
     [
         (["data.gen_batch_size=64"], "data.gen_batch_size = 64 has no effect without algorithm.filter_groups"),
         ([GDPO], "algorithm.gdpo.reward_keys is not set: the score is the only reward"),
-        (["algorithm.gdpo.reward_keys=[a]"], "algorithm.gdpo has no effect with algorithm.adv_estimator = gae"),
     ],
 )
 def test_what_has_no_effect_is_a_notice(overrides, words):

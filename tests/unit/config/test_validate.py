@@ -97,7 +97,6 @@ def test_what_cannot_work_together_is_one_problem_with_a_remedy(overrides, key):
     [
         ([], "data.val_files is not set: no validation"),
         (["data.max_response_length=4096"], "algorithm.gamma = 0.99 over data.max_response_length = 4096"),
-        (["algorithm.kl_ctrl.target_kl=0.2"], "target_kl = 0.2 has no effect"),
         (
             [f"{ACTOR}.clip_ratio_low=0.8", f"{ACTOR}.clip_ratio_high=1.28"],
             "clip_ratio_high = 1.28 is read as a bound of the ratio",

@@ -1,0 +1,216 @@
+"""Keys that work only beside another one: set while that is off, they are named instead of ignored in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from verl.config import names
+from verl.config.changes import name_idle
+from verl.config.plan import ACTOR, ROLLOUT, actor_is_reference, needs_reference
+from verl.config.ppo import PPOConfig
+from verl.config.problems import Report
+from verl.config.schema import pick
+from verl.config.unbuilt import why_no_effect
+
+_REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"
+_NORM = "seq-mean-token-sum-norm"
+_POOL = ("enable_resource_pool", "n_gpus_per_node", "nnodes")
+_OF_A_REWARD_MODEL = (
+    *("path", "model.*", "strategy", "micro_batch_size*", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
+    *("max_length", "ulysses_sequence_parallel_size", "use_torch_compile", "fsdp_config.*", *_POOL),
+)
+
+
+class Rule(NamedTuple):
+    """Keys (patterns), when something reads them, and what is told where nothing does. Of several the first holds."""
+
+    keys: tuple[str, ...]
+    works: Callable[[PPOConfig], bool]
+    otherwise: str
+
+
+def idle_keys(config: PPOConfig, report: Report) -> None:
+    """Name the keys that were set for nothing; those that are not built have their own notice (unbuilt.py)."""
+    rules = [rule for rule in RULES if not rule.works(config)]
+
+    def why(path: str) -> str | None:
+        if path.endswith(".enable") or why_no_effect(path) is not None:  # a switch that is off is no idle key
+            return None
+        return next((rule.otherwise for rule in rules if any(fnmatchcase(path, key) for key in rule.keys)), None)
+
+    name_idle(config, why, report)
+
+
+def _below(block: str, *keys: str) -> tuple[str, ...]:
+    return tuple(f"{block}.{key}" for key in keys)
+
+
+def _with_estimator(*known: str) -> Callable[[PPOConfig], bool]:
+    """One of these, or one of the user's own, which may read anything."""
+    return lambda config: (
+        config.algorithm.adv_estimator in (*known,) or (config.algorithm.adv_estimator not in names.ADV_ESTIMATORS)
+    )
+
+
+def _with_loss(known: str) -> Callable[[PPOConfig], bool]:
+    others = {name for name in names.POLICY_LOSSES if name != known}
+    return lambda config: config.actor_rollout_ref.actor.policy_loss.loss_mode not in others
+
+
+def _is_set(path: str) -> Callable[[PPOConfig], bool]:
+    """The key is on, names something, or is a number above 0 (-1 stands for none)."""
+    return lambda config: pick(config, path) not in (None, False, 0, -1)
+
+
+def _is_off(path: str) -> Callable[[PPOConfig], bool]:
+    return lambda config: not _is_set(path)(config)
+
+
+def _is(path: str, value: str) -> Callable[[PPOConfig], bool]:
+    return lambda config: pick(config, path) == value
+
+
+def _budgets(config: PPOConfig) -> list[bool]:
+    """Of every role that runs: whether micro-batches are filled up to a budget of tokens. The actor's comes first."""
+    policy = config.actor_rollout_ref
+    found = [policy.actor.use_dynamic_bsz, policy.rollout.log_prob_use_dynamic_bsz]
+    found += [policy.ref.log_prob_use_dynamic_bsz] if needs_reference(config) else []
+    found += [config.critic.use_dynamic_bsz] if config.critic.enable else []
+    found += [config.reward_model.use_dynamic_bsz] if config.reward_model.enable else []
+    return found
+
+
+def _micro_batch_rules() -> Iterator[Rule]:
+    """Micro-batches have a number of samples or a budget of tokens. What the actor has, others may follow."""
+    blocks = {
+        ACTOR: ("use_dynamic_bsz", ("ppo",)),
+        "critic": ("use_dynamic_bsz", ("ppo", "forward")),
+        ROLLOUT: ("log_prob_use_dynamic_bsz", ("log_prob",)),
+        _REF: ("log_prob_use_dynamic_bsz", ("log_prob",)),
+    }
+    for block, (switch, kinds) in blocks.items():
+        budget, samples = _is_set(f"{block}.{switch}"), _is_off(f"{block}.{switch}")
+        if block == ACTOR:
+            budget, samples = (lambda config: any(_budgets(config))), (lambda config: not all(_budgets(config)))
+        tokens = _below(block, *(f"{kind}_max_token_len_per_gpu" for kind in kinds))
+        yield Rule(tokens, budget, f"{block}.{switch} = False counts samples, not tokens")
+        sizes = _below(block, *(f"{kind}_micro_batch_size*" for kind in kinds))
+        yield Rule(sizes, samples, f"{block}.{switch} = True fills micro-batches up to a budget of tokens")
+
+
+def _model_rules() -> Iterator[Rule]:
+    for model, optim in ((_MODEL, f"{ACTOR}.optim"), ("critic.model", "critic.optim")):
+        adapters = _below(model, "lora_alpha", "target_modules", "exclude_modules")
+        yield Rule(adapters, _is_set(f"{model}.lora_rank"), f"there are no adapters; {model}.lora_rank=16 adds them")
+        warmup = f"{optim}.lr_warmup_steps"
+        yield Rule((f"{warmup}_ratio",), _is_off(warmup), f"{warmup} is set and goes first")
+        yield Rule(
+            (f"{optim}.min_lr_ratio",),
+            _is(f"{optim}.lr_scheduler", "cosine"),
+            f"the learning rate stays; {optim}.lr_scheduler=cosine lets it fall",
+        )
+
+
+def _loss_rules() -> Iterator[Rule]:
+    for mode, keys in {
+        "vanilla": _below(ACTOR, "clip_ratio_c"),
+        "clip_cov": _below(ACTOR, "policy_loss.clip_cov_*"),
+        "kl_cov": _below(ACTOR, "policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
+        "sapo": _below(ACTOR, "policy_loss.tau_*"),
+    }.items():
+        yield Rule(keys, _with_loss(mode), f"only {ACTOR}.policy_loss.loss_mode={mode} reads it")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        ("critic.*", "trainer.max_critic_ckpt_to_keep"),
+        _is_set("critic.enable"),
+        "no critic runs; algorithm.adv_estimator=gae needs one, critic.enable=True trains one",
+    ),
+    Rule(
+        (f"{_REF}.*",),
+        needs_reference,
+        f"no reference runs; {ACTOR}.use_kl_loss=True or algorithm.use_kl_in_reward=True starts one",
+    ),
+    Rule(
+        _below(_REF, "fsdp_config.*", "ulysses_sequence_parallel_size", "use_torch_compile"),
+        lambda config: not actor_is_reference(config),
+        f"with {_MODEL}.lora_rank above 0 the actor without its adapters is the reference",
+    ),
+    Rule(
+        _below("reward_model", *_OF_A_REWARD_MODEL),
+        _is_set("reward_model.enable"),
+        "no reward model runs; reward_model.enable=True starts one",
+    ),
+    Rule(
+        _below("reward_model", "n_gpus_per_node", "nnodes"),
+        lambda config: config.reward_model.enable_resource_pool or "reward_pool" in config.resource_pool_spec,
+        "the reward model has no pool of its own; reward_model.enable_resource_pool=True gives it one",
+    ),
+    Rule(
+        ("reward_model.overlong_buffer.*",),
+        _is_set("reward_model.overlong_buffer.enable"),
+        "reward_model.overlong_buffer.enable = False",
+    ),
+    Rule(
+        _below(ACTOR, "kl_loss_coef", "kl_loss_type"),
+        _is_set(f"{ACTOR}.use_kl_loss"),
+        f"{ACTOR}.use_kl_loss = False",
+    ),
+    Rule(
+        _below("algorithm", "kl_penalty", "kl_ctrl.*"),
+        _is_set("algorithm.use_kl_in_reward"),
+        "algorithm.use_kl_in_reward = False",
+    ),
+    Rule(
+        _below("algorithm.kl_ctrl", "target_kl", "horizon"),
+        _is("algorithm.kl_ctrl.type", "adaptive"),
+        "algorithm.kl_ctrl.type = fixed; adaptive steers to it",
+    ),
+    Rule(
+        ("algorithm.filter_groups.*",),
+        _is_set("algorithm.filter_groups.enable"),
+        "algorithm.filter_groups.enable = False",
+    ),
+    Rule(
+        ("algorithm.gamma",),
+        _with_estimator(*names.DISCOUNTING_ESTIMATORS),
+        "this algorithm.adv_estimator does not discount",
+    ),
+    Rule(("algorithm.lam",), _with_estimator("gae"), "only algorithm.adv_estimator=gae reads it"),
+    Rule(
+        ("algorithm.norm_adv_by_std_in_grpo",),
+        _with_estimator("grpo", "grpo_passk"),
+        "only algorithm.adv_estimator=grpo and grpo_passk read it",
+    ),
+    Rule(("algorithm.gdpo.*",), _with_estimator("gdpo"), "only algorithm.adv_estimator=gdpo reads it"),
+    Rule(
+        _below(_CORRECTION, "rollout_rs_threshold", "rollout_rs_threshold_lower"),
+        _is_set(f"{_CORRECTION}.rollout_rs"),
+        f"{_CORRECTION}.rollout_rs is not set",
+    ),
+    Rule(
+        (f"{_CORRECTION}.rollout_is_threshold",),
+        lambda config: bool(pick(config, _CORRECTION).rollout_is or pick(config, _CORRECTION).rollout_rs),
+        f"{_CORRECTION}.rollout_is is not set",
+    ),
+    Rule(
+        _below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k"),
+        _is_set(f"{ROLLOUT}.val_kwargs.do_sample"),
+        f"validation answers greedily; {ROLLOUT}.val_kwargs.do_sample=True (and a temperature) samples",
+    ),
+    Rule(_below(ROLLOUT, "top_p", "top_k", "min_p"), _is_set(f"{ROLLOUT}.do_sample"), f"{ROLLOUT}.do_sample = False"),
+    Rule(
+        _below(ACTOR, "loss_scale_factor"),
+        lambda config: _NORM in (config.actor_rollout_ref.actor.loss_agg_mode, config.critic.loss_agg_mode),
+        f"only {ACTOR}.loss_agg_mode={_NORM} reads it",
+    ),
+    Rule(
+        ("critic.loss_scale_factor",), _is("critic.loss_agg_mode", _NORM), f"only critic.loss_agg_mode={_NORM} reads it"
+    ),
+    *_loss_rules(),
+    *_model_rules(),
+    *_micro_batch_rules(),
+)
