@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -121,3 +123,36 @@ def test_asking_for_more_than_there_is_is_one_error_at_once(ray_cluster):
     with pytest.raises(ResourceError, match=r"asks for 2 node\(s\).*Join more nodes with `ray start --address"):
         RayResourcePool([1, 1], use_gpu=False).get_placement_groups()
     assert time.monotonic() - start_time < 5
+
+
+RUNS_FULL = """
+import sys, time
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.errors import WorkerDiedError
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+import ray
+
+class Sleeper(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_actor(self):
+        time.sleep(60)
+
+ray.init(num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False, object_store_memory=2**27)
+pool = RayResourcePool([1], use_gpu=False)
+try:
+    RayWorkerGroup(pool, RayClassWithInitArgs(Sleeper)).update_actor()
+except WorkerDiedError as error:
+    print(error.summary)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_rays_memory_monitor_kills_died_out_of_host_memory():
+    """The monitor itself, with a limit that is always passed."""
+    limits = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUNS_FULL], env={**os.environ, **limits}, capture_output=True, text=True, timeout=120
+    )
+    assert "Ray's memory monitor killed it, out of host memory" in done.stdout, done.stderr[-3000:]
+    assert "GB used / " in done.stdout

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from training_harness import make_task, overrides
 
+from verl.config.memory_remedies import PHASES
+
 pytestmark = pytest.mark.processes
 
 
@@ -86,13 +88,16 @@ def test_a_rank_that_dies_ends_with_role_rank_phase_and_the_step_it_goes_on_at(t
     finally:
         process.kill()
     assert process.returncode == 1
-    *_, file, _, last = errors.rstrip().splitlines()
+    *_, last = lines = errors.rstrip().splitlines()
+    (file,) = [line for line in lines[-16:] if line.startswith("Full traceback in ")]
     found = re.search(r"Role (\S+), rank 0, host \S+ pid \d+, phase (\w+) of step (\d+)\.", last)
     assert found, last
     assert "ActorRollout" in found[1] or "actor_rollout" in found[1]
     steps = [int(path.name.rpartition("_")[2]) for path in (tmp_path / "checkpoints").glob("global_step_*")]
     assert f"The same command goes on at step {max(steps)} " in last
     assert int(found[3]) == max(steps) + 1
+    told = "What helps, cheapest first:" if found[2] in PHASES else "Lower the micro-batch sizes of its phase"
+    assert told in "\n".join(lines[lines.index(file) :]), "by the controller, which knows the phase"
     assert "WorkerDiedError" in named_log(file).read_text()
     assert named_log(file).parent == tmp_path / "checkpoints"
     assert "Traceback" not in errors

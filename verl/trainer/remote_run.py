@@ -35,7 +35,7 @@ def result_of(call: Any, own: OwnRay, asked: Asked) -> Any:
         return ray.get(call)
     except ray.exceptions.RayTaskError as error:
         raised = _own_exception(error)
-    except ray.exceptions.RayActorError as error:
+    except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
         from verl.single_controller.base.errors import WorkerDiedError
 
         died = "the controller's process died"

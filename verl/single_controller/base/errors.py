@@ -53,6 +53,15 @@ class WorkerCallError(WorkerError):
 class WorkerDiedError(WorkerError):
     """The worker's process is gone; its group can no longer be used."""
 
+    advice: str = ""
+    """Part of what it says: what helps, where the machine's memory is the likely cause."""
+
+    def advise(self, advice: str) -> None:
+        """Say this in the place of the general advice."""
+        self.summary = self.summary.replace(self.advice, advice)
+        self.args = (self.args[0].replace(self.advice, advice),)
+        self.advice = advice
+
 
 @dataclass(frozen=True)
 class Failure:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 import uuid
@@ -35,6 +36,10 @@ _CONTROL_THREADS = 256
 _INLINE_BYTES = 64 * 1024
 _POLL_S = 0.5
 _BLAME_GRACE_S = 1.0
+# What Ray raises of a process that is gone. Its memory monitor has a class of its own, which is no RayActorError.
+_DIED = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError)
+_USED = re.compile(r"was ([\d.]+ ?\w+ used / [\d.]+ ?\w+) limit")
+_ADVICE = "Lower the micro-batch sizes of its phase, turn offloading off, or use fewer ranks per machine."
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -288,9 +293,9 @@ class RayWorkerGroup(WorkerGroup):
     def _raise(self, method: str, failures: dict[int, Exception | Failure]) -> None:
         died = next((rank for rank, failure in failures.items() if isinstance(failure, Exception)), None)
         if died is not None:
-            error = WorkerDiedError(
-                _death(failures[died]), self.role, died, self._hosts[died], method, str(failures[died])
-            )
+            what, advice = _death(failures[died])
+            error = WorkerDiedError(what, self.role, died, self._hosts[died], method, str(failures[died]))
+            error.advice = advice
             self._broken.append(error)
             raise error
         rank, failure = min(failures.items())
@@ -331,22 +336,24 @@ def _outcomes(refs: list[Any]) -> list[Any]:
     """The outputs; in place of one that Ray could not deliver, its exception (the process died) or a Failure."""
     try:
         return ray.get(refs)
-    except (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError) as error:
+    except _DIED as error:
         undelivered: Any = error
     except ray.exceptions.RayError as error:
         undelivered = Failure(f"{type(error).__name__} before the method ran", str(error), None)
     return [undelivered] if len(refs) == 1 else [_outcomes([ref])[0] for ref in refs]
 
 
-def _death(error: Exception | Failure) -> str:
-    """What a death looks like from outside. A process that vanishes was killed, and mostly for its memory."""
-    if "connection error" not in str(error):
-        return "worker process died"
-    free = f"{host_memory_available() / 2**30:.1f} GB of host memory are free here now that it is gone"
-    return (
-        "worker process died: killed (signal 9) or crashed, most likely out of host memory"
-        f" ({free}). Lower the micro-batch sizes of its phase, turn offloading off, or use fewer ranks per machine."
-    )
+def _death(error: Exception | Failure) -> tuple[str, str]:
+    """What a death looks like from outside, and the advice in it. Who vanishes was killed, mostly for its memory."""
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        used = _USED.search(str(error))
+        how = f"Ray's memory monitor killed it, out of host memory ({used[1] if used else 'no size was given'})"
+    elif "connection error" in str(error):
+        free = f"{host_memory_available() / 2**30:.1f} GB of host memory are free here now that it is gone"
+        how = f"killed (signal 9) or crashed, most likely out of host memory ({free})"
+    else:
+        return "worker process died", ""
+    return f"worker process died: {how}. {_ADVICE}", _ADVICE
 
 
 def _on(actor: Any, method: str, lane: str) -> Any:

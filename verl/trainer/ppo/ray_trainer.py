@@ -17,6 +17,7 @@ from verl.config.plan import actor_is_reference, batch_plan, layout_of, needs_re
 from verl.protocol import DataProto, object_array
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.answer_ends import ends_in_training
+from verl.trainer.killed_ranks import advises_on_memory
 from verl.trainer.ppo import checkpointing, worker_setup
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask, reward_column
 from verl.trainer.ppo.console import Console
@@ -157,15 +158,16 @@ class RayPPOTrainer:
             trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict(), first
         )
         try:
-            self._load_checkpoint()
-            self.console = Console(self.total_training_steps, self.global_steps)
-            if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
-                with self.console.phase("testing"):
-                    found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate, trainer.val_only)
-                    self._log_metrics(found or self.setbacks.metrics(), self.global_steps)
-            if not trainer.val_only:
-                self._train()
-                logger.info("Where the time went: %s.", verdict(self._seconds))
+            with advises_on_memory(self.config):
+                self._load_checkpoint()
+                self.console = Console(self.total_training_steps, self.global_steps)
+                if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
+                    with self.console.phase("testing"):
+                        found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate, trainer.val_only)
+                        self._log_metrics(found or self.setbacks.metrics(), self.global_steps)
+                if not trainer.val_only:
+                    self._train()
+                    logger.info("Where the time went: %s.", verdict(self._seconds))
         finally:
             self.tracking.close()
             checkpointing.end(self)

@@ -15,6 +15,7 @@ from verl.config import SFTConfig
 from verl.config.context_length import refuse_long_sequences
 from verl.protocol import DataProto
 from verl.trainer.checkpointing import load_run, save_run
+from verl.trainer.killed_ranks import advises_on_memory
 from verl.trainer.ppo.console import Console
 from verl.trainer.ppo.dumps import dump_batch
 from verl.trainer.ppo.guard import NonFiniteError
@@ -88,7 +89,7 @@ class SFTTrainer:
         trainer = self.config.trainer
         first = None if self.run_start is None else self.run_start.first_step
         tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict(), first)
-        with tracking as self.tracking:
+        with tracking as self.tracking, advises_on_memory(self.config):
             self._load_checkpoint()
             self.console = Console(self.total_training_steps, self.global_steps)
             with progress_bar(self.console.standing):

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from verl.config.devices import host_memory_available
-from verl.config.memory_remedies import helpful
+from verl.config.memory_remedies import helpful, remedies
 from verl.config.schema import pick
 from verl.utils.device_memory import memory_in_use
 
@@ -61,12 +61,20 @@ def explain(phase: str, error: torch.OutOfMemoryError, config: Any, at: str, dev
 def explain_host(phase: str, error: Exception, config: Any, at: str) -> str:
     """The same for the machine's own memory; what moves from a device to it would not help."""
     said = str(error).splitlines()[0] if str(error) else "no size was given"
-    lines = [f"{phase}: out of host memory, {host_memory_available() / 2**30:.1f} GB are free now. {said}"]
-    lines.append("What helps, cheapest first:")
-    found = [pair for pair in helpful(phase, lambda key: _value(config, key, at)) if "offload" not in pair[0].key]
-    lines += [f"  {i}. {remedy.describe(now)}" for i, (remedy, now) in enumerate(found[:_MOST_REMEDIES], start=1)]
-    lines.append(f"  {min(len(found), _MOST_REMEDIES) + 1}. fewer ranks on this machine, or more memory")
-    return "\n".join(lines)
+    free = f"{host_memory_available() / 2**30:.1f} GB are free now"
+    return f"{phase}: out of host memory, {free}. {said}\n{host_advice(phase, config, at)}"
+
+
+def host_advice(phase: str, config: Any, at: str = "") -> str:
+    """The keys to change when a phase needs more of the machine's own memory than there is, cheapest first."""
+    found = [
+        remedy.describe(now)
+        for remedy, now in helpful(phase, lambda key: _value(config, key, at))
+        if "offload" not in remedy.key
+    ]
+    moved = [key for each in remedies(phase) if "offload" in (key := each.key) and _value(config, key, at) is True]
+    steps = [*found[:_MOST_REMEDIES], *(f"{key}=False" for key in moved), "fewer ranks on this machine, or more memory"]
+    return "\n".join(["What helps, cheapest first:", *(f"  {i}. {step}" for i, step in enumerate(steps, start=1))])
 
 
 def _in_use(device: torch.device) -> str:

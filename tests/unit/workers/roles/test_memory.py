@@ -1,6 +1,9 @@
 """Out of memory in a worker's phase: the error that the controller sees says which phase, how much, and what helps."""
 
+import pickle
+
 import pytest
+import ray
 import torch
 
 from verl.config import CriticConfig, PPOConfig, SFTConfig, as_config, load_config
@@ -8,9 +11,12 @@ from verl.config.memory_remedies import PHASES, helpful, remedies
 from verl.config.schema import pick, walk
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.base.errors import WorkerCallError
+from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs
+from verl.single_controller.ray.worker_group import _death
+from verl.trainer.killed_ranks import advises_on_memory
+from verl.trainer.ppo.console import Console
 from verl.workers.roles.memory import phase_memory
 
 MESSAGE = (
@@ -112,3 +118,45 @@ def test_out_of_host_memory_names_the_phase_and_keys_that_do_not_move_more_there
         Update().run()
     assert "1. critic.ppo_micro_batch_size_per_gpu (now 8): lower it" in str(caught.value)
     assert "offload" not in str(caught.value)
+
+
+def killed(error: Exception) -> WorkerDiedError:
+    """What a group makes of what Ray raises."""
+    what, advice = _death(error)
+    died = WorkerDiedError(what, "actor", 1, "host", "update_actor", str(error))
+    died.advice = advice
+    return died
+
+
+def by_monitor() -> WorkerDiedError:
+    said = "1 worker(s) were killed. Memory on the node (IP: 10.0.0.1) was 22.31GB used / 23.50GB limit (0.949)\nmore"
+    return killed(ray.exceptions.OutOfMemoryError(said))
+
+
+def run_of(**actor) -> PPOConfig:
+    names = [f"actor_rollout_ref.actor.{name}={value}" for name, value in actor.items()]
+    paths = ["data.train_files=x.parquet", "actor_rollout_ref.model.path=org/model", "trainer.n_gpus_per_node=1"]
+    return load_config(None, [*paths, *names], check_files=False)
+
+
+def test_a_rank_that_was_killed_leaves_with_the_keys_of_its_phase():
+    config = run_of(ppo_micro_batch_size_per_gpu=8, **{"fsdp_config.grad_offload": True})
+    with pytest.raises(WorkerDiedError) as caught, advises_on_memory(config), Console(5).phase("update_actor"):
+        raise by_monitor()
+    died = pickle.loads(pickle.dumps(caught.value))
+    assert died.summary.startswith(
+        "worker process died: Ray's memory monitor killed it, out of host memory (22.31GB used / 23.50GB). What helps,"
+        " cheapest first:\n  1. actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (now 8): lower it"
+    )
+    assert "actor_rollout_ref.actor.fsdp_config.grad_offload=False" in died.summary
+    assert "offload=True" not in died.summary
+    assert died.summary in str(died)
+
+
+def test_where_the_phase_tells_nothing_the_general_advice_stays():
+    for error in (by_monitor(), killed(ray.exceptions.RayActorError())):
+        said = error.summary
+        with pytest.raises(WorkerDiedError), advises_on_memory(run_of()), Console(5).phase("save_checkpoint"):
+            raise error
+        assert error.summary == said
+    assert said == "worker process died", "no sign of memory"
