@@ -47,3 +47,15 @@ def test_a_reward_model_gives_degrees_and_nothing_is_said(caplog):
     say_right_of_step(scored(), {}, "data_source", judged=True, step=1)
     assert caplog.messages == []
     assert right_answers(["a", "b"], [3.0, 0.0], [None, True], judged=True) == {"b": [True]}
+
+
+def test_an_answer_that_could_not_be_scored_counts_only_where_it_is_not_masked(caplog):
+    caplog.set_level(logging.INFO, logger="verl")
+    batch = scored(scoring_failed=[0.0, 1.0, 0.0, 1.0])
+    batch.batch["response_mask"] = torch.ones(4, 3, dtype=torch.int64)
+    say_right_of_step(batch, {}, "data_source", judged=False, step=1)
+    assert "math Correct: 1/2" in caplog.text
+    caplog.clear()
+    batch.batch["response_mask"][[1, 3]] = 0
+    say_right_of_step(batch, {}, "data_source", judged=False, step=1)
+    assert caplog.messages == ["step 1: math Correct: 1/1, Accuracy: 1.00", "step 1: chat Correct: 0/1, Accuracy: 0.00"]
