@@ -125,6 +125,30 @@ def test_a_total_outage_moves_nothing_and_stops_the_run_with_its_cause(tmp_path)
         assert torch.equal(value, third[name]), name
 
 
+def test_a_total_outage_stops_dynamic_sampling_before_it_has_searched_an_epoch(tmp_path):
+    made, flag = make_task(tmp_path, rows=32), tmp_path / "down"
+    Path(made["reward"]).write_text(OUTAGE % flag)
+    flag.touch()
+    trainer = make_trainer(
+        overrides(
+            made,
+            tmp_path,
+            "algorithm.adv_estimator=grpo",
+            "algorithm.filter_groups.enable=True",
+            "reward_model.on_error=mask",
+            "reward_model.reward_kwargs={num_processes: 1}",
+            "trainer.max_nonfinite_steps=2",
+            "data.val_files=[]",
+        )
+    )
+    try:
+        trainer.init_workers()
+        with pytest.raises(NoSamplesError, match=r"2 generation batches in a row(.|\n)*the judge is down"):
+            trainer.fit()
+    finally:
+        close(trainer)
+
+
 def state(trainer) -> dict[str, torch.Tensor]:
     """Weights, schedules and versions of all that learns."""
     found = {"version": torch.tensor(trainer.policy_version), "kl": torch.tensor(trainer.kl_ctrl_in_reward.value)}

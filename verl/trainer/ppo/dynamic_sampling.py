@@ -20,6 +20,8 @@ from verl.algos.groups import Groups
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.advantage import value_per_answer
 from verl.trainer.ppo.dataloading import learn_from
+from verl.trainer.ppo.guard import no_samples
+from verl.workers.reward_manager.naive import FAILED
 
 if TYPE_CHECKING:
     from verl.config import PPOConfig
@@ -48,6 +50,7 @@ def fill_batch(trainer: RayPPOTrainer, prompts: DataProto, metrics: dict[str, fl
         surplus = found.add(batch, groups.non_tensor_batch["uid"], rule.metric, answers_metrics)
         if len(surplus):
             trainer.prompts.put_back(prompts.select_idxs(surplus))
+        _stop_in_an_outage(trainer, found)
         # Without a limit: a whole epoch that added no group will not do so a second time either.
         in_vain = found.prompts_in_vain >= len(trainer.train_dataloader) * data.gen_batch_size
         if found.missing == 0 or found.batches == rule.max_num_gen_batches or in_vain:
@@ -55,6 +58,18 @@ def fill_batch(trainer: RayPPOTrainer, prompts: DataProto, metrics: dict[str, fl
         prompts = trainer.prompts.take(data.gen_batch_size)
     metrics |= found.metrics()
     return found.result(trainer.config, trainer.global_steps)
+
+
+def _stop_in_an_outage(trainer: RayPPOTrainer, found: _Found) -> None:
+    """Answers that nobody can score never differ: without this, an outage would cost an epoch and be called dull data.
+
+    With on_error=zero or fail the user has said what becomes of them.
+    """
+    if found.unscored_in_a_row < trainer.config.trainer.max_nonfinite_steps:
+        return
+    reward_fn = trainer.reward_fn
+    if getattr(reward_fn, "on_error", None) == "mask":
+        raise no_samples(f"{found.unscored_in_a_row} generation batches", getattr(reward_fn, "last_failure", None))
 
 
 @dataclass
@@ -69,6 +84,8 @@ class _Found:
     taken: int = 0
     prompts_in_vain: int = 0
     """Since the last group that differed."""
+    unscored_in_a_row: int = 0
+    """Generation batches of which not one answer could be scored."""
     scores: list[np.ndarray] = field(default_factory=list)
     dropped_scores: list[np.ndarray] = field(default_factory=list)
     per_batch: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -89,6 +106,8 @@ class _Found:
         self.prompts += len(uids)
         self.differing += len(kept)
         self.taken += len(chosen)
+        failed = batch.non_tensor_batch.get(FAILED)
+        self.unscored_in_a_row = self.unscored_in_a_row + 1 if failed is not None and all(failed) else 0
         self.prompts_in_vain = 0 if len(kept) else self.prompts_in_vain + len(uids)
         scores = value_per_answer(batch, "score", "algorithm.filter_groups.metric").numpy()
         self.scores.append(scores)

@@ -92,18 +92,22 @@ class StepGuard:
         logger.warning("no sample of this step counts: %s learnt nothing, weights and schedule are unchanged", who)
         if self._empty_in_a_row < self._limit:
             return
-        cause = (
-            "Mend what the last reward error names, or set reward_model.on_error=zero to go on with a score of 0 for"
-            f" samples that cannot be scored. The last reward error:\n{reward_error}"
-            if reward_error
-            else "No reward failed: look at what else masks them, such as algorithm.rollout_correction.rollout_rs"
-            " (rollout_corr/masked_fraction), and at the answers (trainer.rollout_data_dir)."
-        )
-        raise NoSamplesError(
-            f"not one sample of {self._empty_in_a_row} training steps in a row could be learnt from"
-            f" (trainer.max_nonfinite_steps): every answer is masked. Weights, optimizer and schedule are as they were"
-            f" before the first of them. {cause}"
-        )
+        raise no_samples(f"{self._empty_in_a_row} training steps", reward_error)
+
+
+def no_samples(among: str, reward_error: str | None) -> NoSamplesError:
+    """The end of a run in which every answer `among` so many steps or batches in a row is masked."""
+    cause = (
+        "Mend what the last reward error names, or set reward_model.on_error=zero to go on with a score of 0 for"
+        f" samples that cannot be scored. The last reward error:\n{reward_error}"
+        if reward_error
+        else "No reward failed: look at what else masks them, such as algorithm.rollout_correction.rollout_rs"
+        " (rollout_corr/masked_fraction), and at the answers (trainer.rollout_data_dir)."
+    )
+    return NoSamplesError(
+        f"not one sample of {among} in a row could be learnt from (trainer.max_nonfinite_steps): every answer is"
+        f" masked. Weights, optimizer and schedule are as they were before the first of them. {cause}"
+    )
 
 
 def _who(metrics: Mapping[str, float], name: str, at_least: float = 0.0) -> str:
