@@ -10,11 +10,13 @@ import pytest
 from training_harness import close, make_task, make_trainer, overrides
 
 from verl.config import ConfigError
+from verl.protocol import DataProto
 from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError
 from verl.trainer.ppo.guard import NonFiniteError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.setbacks import SAVE, VALIDATION, Setbacks, UnsavedRunError, ends_the_run
 from verl.workers.reward_manager.naive import RewardError
+from verl.workers.rollout.request import Output
 
 ODD_REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -130,6 +132,28 @@ def test_asked_to_stop_while_it_validates_a_run_saves_first(task, tmp_path):
     trainer = fit(grpo(task, tmp_path, "trainer.save_freq=-1", "trainer.total_training_steps=9"), StopsWhileValidating)
     assert [row["step"] for row in trainer.history] == [1]
     assert (tmp_path / "checkpoints" / "global_step_1").is_dir()
+
+
+def test_a_failed_generation_leaves_no_memory_taken_and_no_answers_behind(task, tmp_path, monkeypatch):
+    """The run may go on: training needs the memory, and the next generation must not be told of these answers."""
+    trainer = make_trainer(grpo(task, tmp_path, "trainer.val_before_train=False"))
+    try:
+        trainer.init_workers()
+        trainer._hand_over_weights()
+        worker = trainer.actor_wg._host._workers[trainer.actor_wg.role]
+
+        def breaks(prompts, on_finished) -> None:
+            on_finished(0, Output([1, 2]))
+            raise ValueError("broken")
+
+        monkeypatch.setattr(worker.rollout, "generate_sequences", breaks)
+        rows = DataProto.from_single_dict(next(iter(trainer.val_dataloader)))
+        with pytest.raises(WorkerCallError, match="broken"):
+            trainer._generate_rows(rows, validate=True)
+        assert worker.rollout._released == {"kv_cache"}
+        assert worker.finished_samples() == []
+    finally:
+        close(trainer)
 
 
 def failed_call(method: str) -> WorkerCallError:

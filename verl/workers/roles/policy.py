@@ -149,12 +149,14 @@ class ActorRolloutRefWorker(Worker):
         if prompts.meta_info.get("tell_finished"):
             rows, finished = prompts.non_tensor_batch["row"], self._finished
             telling["on_finished"] = lambda place, output: finished.append((int(rows[place]), output.token_ids))
-        result = self.rollout.generate_sequences(prompts, **telling, **sampling)
-        # A new one: what an engine's thread still says of this generation is nobody's business any more.
-        self._finished = deque()
-        if self.config.rollout.free_cache_engine and "actor" in self.parts:
-            self.rollout.release(["kv_cache"])
-        return result
+        try:
+            return self.rollout.generate_sequences(prompts, **telling, **sampling)
+        finally:
+            # After a failure too: the run may go on, and ranks that share an engine release together.
+            # A new one: what an engine's thread still says of this generation is nobody's business any more.
+            self._finished = deque()
+            if self.config.rollout.free_cache_engine and "actor" in self.parts:
+                self.rollout.release(["kv_cache"])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def finished_samples(self) -> list[tuple[int, np.ndarray]]:
