@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,14 @@ class GroupCalls:
         if len(result):
             batch.union(_in_order(result, order))
         return metrics
+
+
+def local_columns(batch: DataProto, names: Iterable[str], objects: Iterable[str] | None = None) -> DataProto:
+    """Those of the named columns that there are (all objects, if none are named), on the controller."""
+    arrays = batch.non_tensor_batch
+    tensors = {name: batch.batch[name] for name in names if name in batch.batch.keys()}
+    kept = {name: arrays[name] for name in (arrays if objects is None else objects) if name in arrays}
+    return DataProto.from_dict(tensors, kept, batch.meta_info)
 
 
 def _in_order(result: DataProto, order: np.ndarray) -> DataProto:

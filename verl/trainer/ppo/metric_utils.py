@@ -6,8 +6,10 @@ only the named columns are fetched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +18,9 @@ from verl.trainer.ppo.validation_metrics import bootstrap_metric, calc_maj_val, 
 from verl.utils.metric import reduce_metrics
 from verl.utils.torch_functional import masked_mean, masked_sum, masked_var
 
+if TYPE_CHECKING:
+    from verl.trainer.ppo.phases import Phases
+
 __all__ = [
     "bootstrap_metric",
     "calc_maj_val",
@@ -23,8 +28,10 @@ __all__ = [
     "compute_throughout_metrics",
     "compute_timing_metrics",
     "divergence_metrics",
+    "phase_metrics",
     "process_validation_metrics",
     "reduce_metrics",
+    "without_nan",
 ]
 
 # Generation makes response tokens; every other phase works on whole sequences; these two work on other data.
@@ -96,6 +103,18 @@ def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float]
         "perf/time_per_step": seconds,
         "perf/throughput": tokens / (seconds * n_gpus) if seconds > 0 else 0.0,
     }
+
+
+def phase_metrics(batch: DataProto, phases: Phases, n_gpus: int) -> dict[str, float]:
+    """Time, memory and throughput of a step's phases, on the batch that it ended with."""
+    metrics = compute_timing_metrics(batch, phases.seconds)
+    metrics |= {f"memory_gb/{name}": value for name, value in phases.memory_gb.items()}
+    return metrics | compute_throughout_metrics(batch, phases.seconds, n_gpus)
+
+
+def without_nan(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics without those that are not a number."""
+    return {name: value for name, value in metrics.items() if not (isinstance(value, float) and math.isnan(value))}
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,12 @@ class Phases:
             self.memory_gb[name] = max(self.memory_gb.get(name, 0.0), *self._peaks[inner:])
 
 
+def memory_gb(groups: tuple[Any, ...]) -> tuple[float, float]:
+    """(peak since last asked, now) of the fullest rank that works."""
+    ranks = [memory for group in groups for memory in group.memory_gb()]
+    return max(peak for peak, _ in ranks), max(now for _, now in ranks)
+
+
 # What helps where a phase takes most of the time.
 _REMEDIES = {
     "gen": "shorter answers (data.max_response_length), a larger actor_rollout_ref.rollout.gpu_memory_utilization",

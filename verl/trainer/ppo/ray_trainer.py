@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,17 +25,12 @@ from verl.trainer.ppo.dataloading import learn_from, make_dataloader
 from verl.trainer.ppo.dumps import dump_batch, dump_rows
 from verl.trainer.ppo.dynamic_sampling import fill_batch
 from verl.trainer.ppo.greedy_baseline import SAMPLED, answer_rows, split_off_baselines
-from verl.trainer.ppo.group_calls import GroupCalls
+from verl.trainer.ppo.group_calls import GroupCalls, local_columns
 from verl.trainer.ppo.guard import StepGuard
 from verl.trainer.ppo.lost_weights import check_weights, explained
-from verl.trainer.ppo.metric_utils import (
-    compute_data_metrics,
-    compute_throughout_metrics,
-    compute_timing_metrics,
-    divergence_metrics,
-)
+from verl.trainer.ppo.metric_utils import compute_data_metrics, divergence_metrics, phase_metrics, without_nan
 from verl.trainer.ppo.mismatch import RolloutMismatch
-from verl.trainer.ppo.phases import Phases, verdict
+from verl.trainer.ppo.phases import Phases, memory_gb, verdict
 from verl.trainer.ppo.prompt_stream import PromptStream
 from verl.trainer.ppo.reward import compute_reward, reward_metrics
 from verl.trainer.ppo.reward_overlap import RewardOverlap
@@ -60,14 +54,12 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
-_ADVANTAGE_COLUMNS = [
-    "response_mask",
-    "token_level_scores",
-    "reward_baselines",
-    "old_log_probs",
-    "ref_log_prob",
-    "values",
-]
+_PROMPT_OBJECTS = ("uid", "sample_index", SAMPLED, "max_new_tokens")
+_REWARD_COLUMNS = ("prompts", "responses", "attention_mask", "response_mask", "rm_scores")
+_ADVANTAGE_COLUMNS = (
+    *("response_mask", "token_level_scores", "reward_baselines"),
+    *("old_log_probs", "ref_log_prob", "values"),
+)
 
 
 class RayPPOTrainer:
@@ -184,7 +176,7 @@ class RayPPOTrainer:
     def _step(self, batch: DataProto) -> bool:
         """One step with its checkpoint, validation and log; whether the run was asked to stop, and is saved."""
         trainer, step = self.config.trainer, self.global_steps
-        self.phases = Phases(self.console, self._memory_gb if self.device_name == "cuda" else None)
+        self.phases = Phases(self.console, memory_gb if self.device_name == "cuda" else None)
         last = step >= self.total_training_steps
         with self.phases("step"):
             metrics = self._train_step(batch)
@@ -201,11 +193,7 @@ class RayPPOTrainer:
             self._attempt_save()
         metrics |= self.setbacks.metrics()
         metrics |= {"training/global_step": step, "training/epoch": self.prompts.epoch}
-        metrics |= compute_timing_metrics(self._last_batch, self.phases.seconds)
-        metrics |= {f"memory_gb/{name}": value for name, value in self.phases.memory_gb.items()}
-        metrics |= compute_throughout_metrics(
-            self._last_batch, self.phases.seconds, self.resource_pool_manager.get_n_gpus()
-        )
+        metrics |= phase_metrics(self._last_batch, self.phases, self.resource_pool_manager.get_n_gpus())
         for name, value in self.phases.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
         self._log_metrics(metrics, step)
@@ -280,8 +268,8 @@ class RayPPOTrainer:
         return self._generate_rows(rows, validate=False)
 
     def _generate_rows(self, batch: DataProto, validate: bool) -> DataProto:
-        wanted = [name for name in ("uid", "sample_index", SAMPLED, "max_new_tokens") if name in batch.non_tensor_batch]
-        request = batch.select(_PROMPT_COLUMNS, wanted, [])
+        objects = [name for name in _PROMPT_OBJECTS if name in batch.non_tensor_batch]
+        request = batch.select(_PROMPT_COLUMNS, objects, [])
         request.meta_info = {
             "step": self.global_steps,
             "seed": self.config.actor_rollout_ref.rollout.seed,
@@ -301,12 +289,7 @@ class RayPPOTrainer:
         metrics = {} if metrics is None else metrics
         if self.use_rm:
             batch = batch.union(self._balanced(self.rm_wg.compute_rm_score, batch, "reward_model"))
-        names = [
-            name
-            for name in ("prompts", "responses", "attention_mask", "response_mask", "rm_scores")
-            if name in batch.batch.keys()
-        ]
-        local = _local(batch, names)
+        local = local_columns(batch, _REWARD_COLUMNS)
         mask = local.batch["response_mask"].clone()
         scores, extra = compute_reward(local, self.reward_fn)
         if self._overlap.share is not None:
@@ -335,8 +318,7 @@ class RayPPOTrainer:
         if not bypass:
             return batch.union(result)
         measured = measured.union(result)
-        columns = _local(measured, [name for name in RolloutMismatch.READ if name in measured.batch.keys()], [])
-        metrics |= self._mismatch.correct(measured, columns)
+        metrics |= self._mismatch.correct(measured, local_columns(measured, RolloutMismatch.READ, ()))
         batch.batch["old_log_probs"] = self._mismatch.denominator(batch)
         return batch
 
@@ -348,8 +330,7 @@ class RayPPOTrainer:
         if not algorithm.rollout_correction.bypass_mode:
             wanted += RolloutMismatch.READ[2:]  # else they are the old ones: there is nothing to compare
         rewards = [reward_column(batch.non_tensor_batch, name) for name in algorithm.gdpo.reward_keys]
-        objects = [name for name in ("uid", "finish_reason", *rewards) if name in batch.non_tensor_batch]
-        local = _local(batch, [name for name in wanted if name in batch.batch.keys()], objects)
+        local = local_columns(batch, wanted, ("uid", "finish_reason", *rewards))
         if algorithm.use_kl_in_reward:
             local, kl_metrics = apply_kl_penalty(local, self.kl_ctrl_in_reward, algorithm.kl_penalty)
             metrics |= kl_metrics
@@ -372,9 +353,8 @@ class RayPPOTrainer:
             "max_response_length": self.config.data.max_response_length,
             "max_prompt_length": self.config.data.max_prompt_length,
         }
-        metrics |= compute_data_metrics(
-            local.union(_local(batch, ["attention_mask", "responses"], [])), self.use_critic
-        )
+        local = local.union(local_columns(batch, ("attention_mask", "responses"), ()))
+        metrics |= compute_data_metrics(local, self.use_critic)
         return batch
 
     def _update(self, method: Callable[..., Any], batch: DataProto, role: str) -> dict[str, float]:
@@ -393,8 +373,7 @@ class RayPPOTrainer:
         trainer, step = self.config.trainer, self.global_steps
         self._last_batch = batch
         if self._update_gives_old_log_probs:
-            names = [name for name in (*RolloutMismatch.READ, "ref_log_prob") if name in batch.batch.keys()]
-            columns = _local(batch, names, [])
+            columns = local_columns(batch, (*RolloutMismatch.READ, "ref_log_prob"), ())
             metrics |= divergence_metrics(columns) | self._mismatch.correct(batch, columns)
         if not self.config.algorithm.filter_groups.enable:  # else it has learned from all that was generated
             learn_from(self.train_dataloader, batch)
@@ -407,11 +386,6 @@ class RayPPOTrainer:
             key = "trainer.rollout_data_dir"
             self.setbacks.dump(key, answers, step, lambda: dump_rows(batch, self.tokenizer, answers, step))
 
-    def _memory_gb(self, groups: tuple[Any, ...]) -> tuple[float, float]:
-        """(peak since last asked, now) of the fullest rank that works."""
-        ranks = [memory for group in groups for memory in group.memory_gb()]
-        return max(peak for peak, _ in ranks), max(now for _, now in ranks)
-
     # ---------------------------------------------------------------- checkpoints and logs
 
     def _save_checkpoint(self) -> None:
@@ -421,15 +395,4 @@ class RayPPOTrainer:
         checkpointing.load(self)
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.tracking.log({name: value for name, value in metrics.items() if not _is_nan(value)}, step)
-
-
-def _local(batch: DataProto, names: list[str], non_tensors: list[str] | None = None) -> DataProto:
-    """The named columns (of the objects all, if none are named) as a plain DataProto on the controller."""
-    objects = list(batch.non_tensor_batch) if non_tensors is None else non_tensors
-    columns = {name: batch.batch[name] for name in names}
-    return DataProto.from_dict(columns, {name: batch.non_tensor_batch[name] for name in objects}, batch.meta_info)
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+        self.tracking.log(without_nan(metrics), step)
