@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl.config.engine import FSDPConfig, OptimConfig
 from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
 from verl.models.forward import FIELDS_OF_KIND, ResponseModel, front_rows
+from verl.models.head_trial import check_head
 from verl.models.loading import ModelKind, empty_model, pretrained_model, read_config, switch_dropout_off
 from verl.models.lora import ADAPTER_FOLDER, Adapters
 from verl.models.packed_trial import runs_packed
@@ -95,16 +96,16 @@ class FSDPEngine:
         if self._sharing is not None:
             check_heads(self.hf_config, self._sharing.size)
         self._build_model(model, model_config, engine_config, frozen=optim is None)
-        self._check_head()
-        self._packs = model_config.use_remove_padding and self._runs_packed()
+        with self._inference():
+            check_head(self.model, self.device)
+            self._packs = model_config.use_remove_padding and runs_packed(self.model, self.device)
         if self._sharing is not None and not self._packs:
             raise ValueError(
                 "ulysses_sequence_parallel_size: ranks share packed tokens, and this model runs with padding. Set it "
                 "to 1, or model.use_remove_padding=True if that is off."
             )
-        self._checkpoint_activations(
-            getattr(model_config, "enable_gradient_checkpointing", False) and optim is not None
-        )
+        if optim is not None and getattr(model_config, "enable_gradient_checkpointing", False):
+            sharding.checkpoint_activations(self.model)
         self._compiled = compile_layers and self._packs and self.device.type == "cuda"
         if self._compiled:
             sharding.compile_layers(self.model)
@@ -335,34 +336,6 @@ class FSDPEngine:
         reshard, prefetch = engine_config.reshard_after_forward, bool(engine_config.forward_prefetch)
         self._one_group = sharding.shard(self.model, self.mesh, self.compute_dtype, reshard, prefetch)
         sharding.fill(self.model.hf, source, node, self.device, self._adapters)
-
-    def _check_head(self) -> None:
-        """A causal LM's head is ours to compute: refuse a model whose own logits are not what it gives."""
-        if self.kind != "causal_lm":
-            return
-        probe = torch.arange(1, 9)[None] % self.hf_config.get_text_config().vocab_size
-        with self._inference():
-            front = front_rows(probe, torch.ones_like(probe), response_length=1).to(self.device)
-            gap = float(self.model(front, ("head_gap",), (1, 1))["head_gap"])
-        if gap > 0.02:
-            raise ValueError(
-                f"model.path: {type(self.model.hf).__name__} changes its logits after the output layer in a way that "
-                f"is not known here (they differ by {gap:.1%}). Use another model, or add it to verl.models.heads."
-            )
-
-    def _runs_packed(self) -> bool:
-        with self._inference():
-            return runs_packed(self.model, self.device)
-
-    def _checkpoint_activations(self, wanted: bool) -> None:
-        if not wanted:
-            return
-        base = self.model.hf.base_model
-        if not base.supports_gradient_checkpointing:
-            raise ValueError(
-                f"model.enable_gradient_checkpointing: {type(base).__name__} does not support it. Set it to False."
-            )
-        base.gradient_checkpointing_enable({"use_reentrant": False})
 
     @contextmanager
     def _inference(self) -> Iterator[None]:

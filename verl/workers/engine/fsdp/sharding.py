@@ -97,6 +97,16 @@ def finish_with(model: Any, last: bool) -> None:
     model.set_reshard_after_backward(last)
 
 
+def checkpoint_activations(model: ResponseModel) -> None:
+    """Keep no activations within layers for the backward pass: they are computed again there."""
+    base = model.hf.base_model
+    if not base.supports_gradient_checkpointing:
+        raise ValueError(
+            f"model.enable_gradient_checkpointing: {type(base).__name__} does not support it. Set it to False."
+        )
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+
+
 def compile_layers(model: ResponseModel) -> None:
     """Compile each layer's pass for any number of tokens; layers of one kind share the code."""
     for layer in outermost_layers(model.hf):
