@@ -113,4 +113,7 @@ def test_sigterm_to_the_whole_process_group_finishes_the_step_saves_and_exits_0(
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(timeout=120) == 0, (tmp_path / "log.txt").read_text()[-3000:]
-    assert latest_step(tmp_path) >= 1
+    step = latest_step(tmp_path)
+    assert step >= 1
+    *_, last = (tmp_path / "log.txt").read_text().splitlines()
+    assert last.startswith(f"stopped by SIGTERM; the same command goes on at step {step} ")

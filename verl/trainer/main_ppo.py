@@ -29,7 +29,7 @@ from verl.trainer.ending import ends_in_words
 from verl.trainer.own_ray import OwnRay
 from verl.trainer.progress import progress_bar
 from verl.trainer.remote_run import result_of
-from verl.trainer.restart import tells_of_restart
+from verl.trainer.restart import tells_of_restart, what_the_same_command_does
 from verl.trainer.signals import Asked, stop_on_signals
 from verl.utils.logging_setup import shown_messages
 from verl.utils.process_tree import family
@@ -71,8 +71,8 @@ def run_ppo(config: Config, task_runner_class: Any = None) -> None:
 def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> None:
     import ray
 
-    own = OwnRay()
-    if not ray.is_initialized():
+    own, ours = OwnRay(), not ray.is_initialized()
+    if ours:
         own = start_ray(config.ray_init.num_cpus if config.trainer.node_rank is None else None)
         wait_for_nodes(config)
     if head is not None:
@@ -86,6 +86,10 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> None:
         stopping = stop_on_signals(lambda: runner.request_stop.remote(), own.kill)
     with stopping as asked, progress_bar(lambda: _standing_of(runner)):
         result_of(runner.run.remote(config), own, asked)
+    if asked.by is not None:
+        if ours:
+            ray.shutdown()  # what the run printed arrives at any time until then
+        logger.warning("stopped by %s; %s", asked.by, what_the_same_command_does(config.trainer))
 
 
 def _standing_of(runner: Any) -> Any:

@@ -18,7 +18,7 @@ from verl.config.sft_rules import describe
 from verl.trainer.cluster import start_ray
 from verl.trainer.ending import ends_in_words
 from verl.trainer.own_ray import OwnRay
-from verl.trainer.restart import tells_of_restart
+from verl.trainer.restart import tells_of_restart, what_the_same_command_does
 from verl.trainer.signals import stop_on_signals
 from verl.utils.logging_setup import shown_messages
 
@@ -63,8 +63,10 @@ def run_sft(config: SFTConfig | DictConfig | Mapping[str, Any]) -> None:
             if not ray.is_initialized():
                 own = start_ray(config.ray_init.num_cpus)
         trainer.start()
-        with stop_on_signals(trainer.stop_requested.set, own.kill):
+        with stop_on_signals(trainer.stop_requested.set, own.kill) as asked:
             trainer.fit()
+        if asked.by is not None:
+            logger.warning("stopped by %s; %s", asked.by, what_the_same_command_does(config.trainer))
 
 
 if __name__ == "__main__":
