@@ -37,7 +37,7 @@ class RestingEngine:
 def resting(monkeypatch):
     for module in (policy, reward_model):
         monkeypatch.setattr(module, "make_engine", RestingEngine)
-        monkeypatch.setattr(module, "resolve_model_path", lambda path: path)
+        monkeypatch.setattr(module, "resolve_model_path", lambda path, key: path)
     monkeypatch.setattr(reward_model, "hf_tokenizer", lambda *args, **kwargs: None)
     for worker in (ActorRolloutRefWorker, RewardModelWorker):
         monkeypatch.setattr(worker, "init_process_group", lambda self: None)
