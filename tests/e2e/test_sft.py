@@ -44,7 +44,8 @@ def test_the_example_trains_on_preprocessed_gsm8k_and_its_checkpoint_is_a_model(
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
     save_tiny_model(tmp_path / "tiny")
     script = ROOT / "examples" / "sft" / "run_gsm8k_sft.sh"
-    small = ["model.path=tiny", "data.train_batch_size=4", "trainer.total_epochs=2", "trainer.device=cpu"]
+    small = ["model.path=tiny", "data.max_length=512", "data.train_batch_size=4", "trainer.total_epochs=2"]
+    small.append("trainer.device=cpu")
     done = run(["env", "DATA_DIR=.", "bash", str(script), *small, "optim.lr=1e-3"], tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
