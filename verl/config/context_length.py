@@ -50,7 +50,7 @@ def limit_of_folder(folder: str, changes: Mapping[str, Any]) -> int | None:
 def context_rules(config: PPOConfig, report: Report, folders: Mapping[str, str] | None = None) -> None:
     """Report sequences longer than a model can read; `folders`: where models that are named otherwise are here."""
     policy, critic, found = config.actor_rollout_ref, config.critic, folders or {}
-    path = policy.model.path
+    path = policy.model.path or ""
     limit = None if not path else limit_of_folder(found.get(path, path), policy.model.override_config)
     if limit is not None:
         _policy(config, limit, report)
@@ -62,7 +62,9 @@ def context_rules(config: PPOConfig, report: Report, folders: Mapping[str, str] 
             fix = f"Shorten data.max_prompt_length or data.max_response_length, or {_LONGER}"
             report.problem("critic.model.path", other, why, fix, _LENGTHS)
     if config.reward_model.enable and config.reward_model.path:
-        _reward_model(config, config.reward_model.path, found.get(path or "", path or ""), report)
+        _reward_model(
+            config, found.get(config.reward_model.path, config.reward_model.path), found.get(path, path), report
+        )
 
 
 def generation_context_rules(config: GenerationConfig, report: Report, folder: str | None = None) -> None:
@@ -136,7 +138,8 @@ def _answer_key(config: PPOConfig) -> str:
 
 
 def _reward_model(config: PPOConfig, path: str, policy: str, report: Report) -> None:
-    """It reads the policy's tokens, or a text in its own tokens, whose beginning is cut at `max_length`."""
+    """It reads the policy's tokens, or a text in its own tokens, whose beginning is cut at `max_length`; `path` and
+    `policy` are the folders of the two."""
     reward = config.reward_model
     limit = limit_of_folder(path, reward.model.override_config)
     if limit is None:
@@ -145,7 +148,7 @@ def _reward_model(config: PPOConfig, path: str, policy: str, report: Report) -> 
         if _longest(config) > limit:
             why = f"has {limit} positions, and prompt and answer together may have {_longest(config)} tokens"
             fix = f"Shorten data.max_prompt_length or data.max_response_length, or {_LONGER}"
-            report.problem("reward_model.path", path, why, fix, _LENGTHS)
+            report.problem("reward_model.path", reward.path, why, fix, _LENGTHS)
         return
     reads = reward.max_length or _model_max_length(path)
     if reads is None or reads > limit:

@@ -132,9 +132,10 @@ class TaskRunner:
         self.add_ref_policy_worker(config)
         resource_pool_manager = self.init_resource_pool_mgr(config)
         model = config.actor_rollout_ref.model
-        local_path = resolve_model_path(model.path, "actor_rollout_ref.model.path")
-        refuse_long_sequences(config, {model.path: local_path})
-        check_memory(config, {model.path: local_path})
+        folders = {path: resolve_model_path(path, key) for key, path in self._model_paths(config).items()}
+        local_path = folders[model.path]
+        refuse_long_sequences(config, folders)
+        check_memory(config, folders)
         start = started(config, self.role_worker_mapping)
         tokenizer = hf_tokenizer(local_path, trust_remote_code=model.trust_remote_code)
         processor = hf_processor(local_path, trust_remote_code=model.trust_remote_code)
@@ -236,6 +237,15 @@ class TaskRunner:
         if config.trainer.cls_path is not None:
             return load_trainer_class(config.trainer.cls_path)
         return RayPPOTrainer if self.trainer_cls is None else self.trainer_cls
+
+    def _model_paths(self, config: PPOConfig) -> dict[str, str]:
+        """The models of the run by the keys that name them."""
+        paths: dict[str, str | None] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+        if config.critic.enable:
+            paths["critic.model.path"] = config.critic.model.path
+        if config.reward_model.enable:
+            paths["reward_model.path"] = config.reward_model.path
+        return {key: path for key, path in paths.items() if path is not None}
 
     def _add(self, config: PPOConfig, role: Any, cls: type, name: str) -> None:
         self.role_worker_mapping[role] = cls

@@ -140,9 +140,15 @@ def test_a_reward_model_in_the_policys_tokens_must_read_them_all_others_cut(mode
 
 
 def test_a_hub_name_is_checked_where_it_was_fetched_to(model):
-    config = load("some/model", answer=601)
+    config, path = load("some/model", answer=601), model()
     with pytest.raises(ConfigError, match=r"data\.max_response_length = 601"):
-        refuse_long_sequences(config, {"some/model": model()})
+        refuse_long_sequences(config, {"some/model": path})
+    given = ("critic.model.path=some/critic", "reward_model.enable=True", "reward_model.path=some/judge")
+    small = model("small", 800)
+    with pytest.raises(ConfigError) as error:
+        refuse_long_sequences(load(path, *given), {"some/critic": small, "some/judge": small})
+    assert "critic.model.path = some/critic: has 800 positions" in str(error.value)
+    assert "reward_model.path = some/judge: has 800 positions" in str(error.value)
 
 
 def test_rows_to_learn_that_a_model_cannot_read_are_refused(model):
