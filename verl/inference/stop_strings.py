@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ __all__ = ["StopStrings"]
 
 # What a decoder writes for bytes that are no whole character.
 _BROKEN = "\ufffd"
+# A token that stands for one byte: a run of them is decoded as a whole, or not at all where it is no text.
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class StopStrings:
@@ -24,6 +27,7 @@ class StopStrings:
         # A token is a byte at least. One token more in front: decoders treat the first one of a text differently.
         self._window = max(len(text.encode()) for text in stop) + 1
         self._may_complete: dict[int, bool] = {}
+        self._byte: dict[int, bool] = {}
 
     def completed_by_last(self, token_ids: list[int]) -> bool:
         """Whether the last of the generated `token_ids` completes one of the strings."""
@@ -33,7 +37,10 @@ class StopStrings:
             possible = self._may_complete[last] = self._holds_an_end(last)
         if not possible:
             return False
-        window = token_ids[-self._window :]
+        start = max(0, len(token_ids) - self._window)
+        while start and self._is_byte(token_ids[start]):
+            start -= 1
+        window = token_ids[start:]
         text = self._decode(window)
         if not any(stop in text for stop in self._stop):
             return False
@@ -47,6 +54,13 @@ class StopStrings:
             return True
         # A space at a token's edge may be missing when it is decoded alone.
         return any(stop[-1] in text or stop[-1].isspace() for stop in self._stop)
+
+    def _is_byte(self, token: int) -> bool:
+        found = self._byte.get(token)
+        if found is None:
+            name = self._tokenizer.convert_ids_to_tokens(token)
+            found = self._byte[token] = isinstance(name, str) and _BYTE.fullmatch(name) is not None
+        return found
 
     def _decode(self, token_ids: list[int]) -> str:
         # Special tokens count: their text may be the string that ends an answer.

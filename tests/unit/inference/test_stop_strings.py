@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
@@ -87,5 +87,7 @@ def test_bytes_one_by_one_are_stopped_where_the_whole_text_first_holds_a_string(
     tokens=st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, *(7 + byte for byte in "é e".encode())]), max_size=12),
     stops=st.lists(st.sampled_from([" end", "the end", "ending.", " ", "é", "d the", ". "]), min_size=1, max_size=2),
 )
+@example(tokens=[7 + byte for byte in "é ".encode()], stops=[" "])  # the last two bytes alone are no text
+@example(tokens=[7 + byte for byte in b"\xa9  "], stops=[" "])  # nor are all three: nobody ever reads these spaces
 def test_words_with_leading_spaces_are_stopped_where_the_whole_text_first_holds_a_string(tokens, stops):
     assert stopped_at(StopStrings(SPACES, stops), tokens) == first_with(SPACES, stops, tokens)
