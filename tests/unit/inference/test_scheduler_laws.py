@@ -26,6 +26,9 @@ class LetterTokenizer:
     def decode(self, token_ids: list[int], **_: object) -> str:
         return "".join(LETTERS[token] for token in token_ids)
 
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return LETTERS[token]
+
 
 @dataclass
 class House:
