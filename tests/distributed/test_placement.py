@@ -54,6 +54,7 @@ print("placement ok")
 """
 
 
+@pytest.mark.slow
 def test_ranks_follow_the_order_of_nodes_and_bundles():
     # This kind of cluster notes its address for others to join: not where the machine's own programs look. A short
     # path, since Ray's sockets lie below it and their names may have 107 characters.
