@@ -89,7 +89,7 @@ def test_two_ranks_on_ray_learn_what_one_learns(tmp_path, monkeypatch, ray_clust
     for ranks in (1, 2):
         common = {"train_files": "rows.jsonl", "val_files": "rows.jsonl", "train_batch_size": 4, "val_batch_size": 3}
         config = {
-            "data": common | {"micro_batch_size_per_gpu": 1},
+            "data": common | {"micro_batch_size_per_gpu": 1, "max_length": 512},
             "model": {"path": str(tmp_path / "tiny")},
             "optim": {"lr": 1e-3, "eps": STEADY_EPS},
             "trainer": {
