@@ -65,6 +65,7 @@ def test_supervised_ranks_that_share_rows_learn_what_one_learns(tmp_path, monkey
                 "train_batch_size": 4,
                 "val_batch_size": 3,
                 "micro_batch_size_per_gpu": 1,
+                "max_length": 512,
             },
             "model": {"path": str(tmp_path / "tiny")},
             "optim": {"lr": 1e-3, "eps": STEADY_EPS},
