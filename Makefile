@@ -18,7 +18,7 @@ TIER := not slow and not gpu
 
 .PHONY: check test test-slow train lint bench docs setup clean
 
-# The inner loop: under 4 minutes on 2 cores.
+# The inner loop: meant to stay under 4 minutes on 2 idle cores.
 check: setup lint
 	$(PYTEST) $(TWO_AT_A_TIME) -m "$(TIER) and not processes" tests/house tests/contract tests/unit
 
