@@ -20,9 +20,9 @@ from _report import report
 from _shapes import shape_config
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, as_config
-from verl.config.memory_costs import GB, TrainedModel
-from verl.config.memory_shapes import ModelShape
 from verl.models.heads import ValueModel
+from verl.planning.costs import GB, TrainedModel
+from verl.planning.shapes import ModelShape
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.fsdp import FSDPEngine

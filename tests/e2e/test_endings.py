@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from training_harness import make_task, overrides
 
-from verl.config.memory_remedies import PHASES
+from verl.planning.remedies import PHASES
 
 pytestmark = pytest.mark.processes
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS: list[list[str]] = [
     ["verl.trainer"],
     ["verl.workers.fsdp_workers", "verl.workers.megatron_workers", "verl.workers.roles", "verl.agent"],
-    ["verl.workers.sharding_manager", "verl.workers.reward_manager"],
+    ["verl.workers.sharding_manager", "verl.workers.reward_manager", "verl.planning"],
     ["verl.workers.engine", "verl.workers.rollout"],
     ["verl.inference"],
     ["verl.algos", "verl.models", "verl.single_controller"],

@@ -14,9 +14,7 @@ from verl.config.unbuilt import REFUSED, why_no_effect
 
 PACKAGE = Path(__file__).parents[2] / "verl"
 # Under verl/config only what turns keys into others, or into a plan, uses them; rules only look at them.
-WORKING = {
-    f"config/{name}.py" for name in ("resolve", "loss_defaults", "old_log_probs", "memory_plan", "memory_shapes")
-}
+WORKING = {f"config/{name}.py" for name in ("resolve", "loss_defaults", "old_log_probs")}
 # Free-form: read by users' own code.
 FOR_USERS = ("custom",)
 

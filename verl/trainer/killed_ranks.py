@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from verl.config import PPOConfig, SFTConfig
-from verl.config.memory_remedies import PHASES
+from verl.planning.remedies import PHASES
 from verl.single_controller.base.errors import WorkerDiedError
 from verl.trainer.setbacks import causes
 from verl.workers.roles.memory import host_advice

@@ -113,7 +113,7 @@ class TaskRunner:
     def run(self, config: PPOConfig) -> None:
         """Register the roles, load tokenizer, rewards and data, start the workers, train."""
         from verl.config.context_length import refuse_long_sequences
-        from verl.trainer.memory_check import check_memory
+        from verl.planning.check import check_memory
         from verl.trainer.ppo.checkpointing import started
         from verl.trainer.ppo.reward import check_rewards, load_reward_manager
         from verl.trainer.ppo.reward_check import check_at_start

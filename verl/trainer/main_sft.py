@@ -50,7 +50,7 @@ def run_sft(config: SFTConfig | DictConfig | Mapping[str, Any]) -> None:
         logger.warning(notice)
     logger.info(describe(config))
 
-    from verl.trainer.memory_check import check_sft_memory
+    from verl.planning.check import check_sft_memory
     from verl.trainer.sft.trainer import SFTTrainer
 
     check_sft_memory(config)

@@ -10,8 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from verl.config.devices import host_memory_available
-from verl.config.memory_remedies import helpful, remedies
 from verl.config.schema import pick
+from verl.planning.remedies import helpful, remedies
 from verl.utils.device_memory import memory_in_use
 
 _P = ParamSpec("_P")

@@ -7,8 +7,8 @@ import ray
 import torch
 
 from verl.config import CriticConfig, PPOConfig, SFTConfig, as_config, load_config
-from verl.config.memory_remedies import PHASES, helpful, remedies
 from verl.config.schema import pick, walk
+from verl.planning.remedies import PHASES, helpful, remedies
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError

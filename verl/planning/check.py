@@ -9,10 +9,10 @@ from typing import Any
 
 from verl.config import PPOConfig, SFTConfig
 from verl.config.devices import gpu_memory, host_memory_available
-from verl.config.memory_advice import refuse_what_cannot_fit
-from verl.config.memory_plan import DeviceMemory, MemoryPlan, memory_plan, sft_memory_plan
-from verl.config.memory_shapes import ModelShape
 from verl.config.plan import active_roles
+from verl.planning.advice import refuse_what_cannot_fit
+from verl.planning.plan import DeviceMemory, MemoryPlan, memory_plan, sft_memory_plan
+from verl.planning.shapes import ModelShape
 from verl.utils.fs import expand_path, resolve_model_path
 
 logger = logging.getLogger(__name__)

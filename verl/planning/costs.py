@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl.config.memory_shapes import ModelShape
+from verl.planning.shapes import ModelShape
 
 GB = 2**30
 

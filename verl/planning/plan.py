@@ -1,7 +1,7 @@
 """The memory plan: what every phase of a training step takes of a device, before anything is loaded.
 
-Formulas are those of `memory_costs`; sequences are taken to be as long as they may get, so it is an upper bound for
-shorter ones. Refusals and their remedies: `memory_advice`.
+Formulas are those of `planning.costs`; sequences are taken to be as long as they may get, so it is an upper bound for
+shorter ones. Refusals and their remedies: `planning.advice`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.config.memory_costs import COSTS, GB, TrainedModel
-from verl.config.memory_shapes import ModelShape
 from verl.config.plan import BLOCK_OF_ROLE, active_roles, actor_is_reference, layout_of, needs_reference
 from verl.config.schema import pick
+from verl.planning.costs import COSTS, GB, TrainedModel
+from verl.planning.shapes import ModelShape
 
 if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig

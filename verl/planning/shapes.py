@@ -80,9 +80,9 @@ class ModelShape:
         return shape if shape is None or changes else shape._counted(Path(folder).expanduser())
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> ModelShape | None:
+    def of_config(cls, told: Mapping[str, Any]) -> ModelShape | None:
         """From what a config.json holds; None where the usual names are missing."""
-        text = config.get("text_config") or config
+        text = told.get("text_config") or told
         found = {name: _first(text, name, *others) for name, others in _OTHER_NAMES.items()}
         vocab = text.get("vocab_size")
         hidden, layers, heads = (found[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
@@ -93,7 +93,7 @@ class ModelShape:
         inner = found["intermediate_size"] or 4 * hidden
         head_dim = text.get("head_dim") or hidden // heads
         kv_heads = text.get("num_key_value_heads") or heads
-        tied = bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
+        tied = bool(text.get("tie_word_embeddings", told.get("tie_word_embeddings", True)))
         experts = text.get("num_experts") or text.get("num_local_experts") or 0
         wide = text.get("moe_intermediate_size") or inner if experts else inner
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
@@ -134,5 +134,5 @@ def _tensor_sizes(file: Path) -> list[tuple[str, int]]:
     return [(name, math.prod(entry["shape"])) for name, entry in header.items() if name != "__metadata__"]
 
 
-def _first(config: Mapping[str, Any], *names: str) -> int | None:
-    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+def _first(told: Mapping[str, Any], *names: str) -> int | None:
+    return next((told[name] for name in names if isinstance(told.get(name), int)), None)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.memory_costs import GB
-from verl.config.memory_plan import MemoryPlan, PhaseMemory
-from verl.config.memory_remedies import Remedy, helpful, remedies
 from verl.config.problems import ConfigError, Problem
 from verl.config.schema import Block, pick, put
+from verl.planning.costs import GB
+from verl.planning.plan import MemoryPlan, PhaseMemory
+from verl.planning.remedies import Remedy, helpful, remedies
 
 # How far a plan may be off: what exceeds the device by less is warned of, not refused.
 UNCERTAINTY = 0.15

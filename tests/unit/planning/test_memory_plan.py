@@ -7,12 +7,12 @@ import torch
 from tiny import save_tiny_model, tiny_config, tiny_model
 
 from verl.config import ConfigError, SFTConfig, load_config
-from verl.config.memory_advice import cheapest_changes, refuse_what_cannot_fit
-from verl.config.memory_costs import COSTS, GB, TrainedModel
-from verl.config.memory_plan import DeviceMemory, memory_plan, micro_batch_tokens, sft_memory_plan
-from verl.config.memory_shapes import ModelShape
 from verl.models.fused_head import CHUNK_BYTES
-from verl.trainer.memory_check import check_memory, check_sft_memory
+from verl.planning.advice import cheapest_changes, refuse_what_cannot_fit
+from verl.planning.check import check_memory, check_sft_memory
+from verl.planning.costs import COSTS, GB, TrainedModel
+from verl.planning.plan import DeviceMemory, memory_plan, micro_batch_tokens, sft_memory_plan
+from verl.planning.shapes import ModelShape
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 QWEN_05B = {

@@ -1,0 +1,1 @@
+"""What a run needs of devices and hosts, planned before it starts, and what to change where that is too much."""
