@@ -24,9 +24,8 @@ from _shapes import SHAPES, save_random_model, shape_config
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.build import build_engine
 from verl.inference.sequence import Sequence
-from verl.utils.token_sampling import SamplingParams
+from verl.types.request import Request, SamplingParams
 from verl.workers.rollout.native_rollout import NativeRollout
-from verl.workers.rollout.request import Request
 
 
 class Bench:

@@ -12,9 +12,9 @@ import time
 from _report import report
 
 from verl.inference.block_manager import BlockManager
-from verl.inference.request import Request, SamplingParams
 from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
+from verl.types.request import Request, SamplingParams
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import pickle
 
-from verl.inference.request import Output, SamplingParams
 from verl.inference.scheduler import StepPlan
 from verl.inference.sequence import Sequence
+from verl.types.request import Output, SamplingParams
 
 VOCAB = 7
 

@@ -12,8 +12,8 @@ from tiny import save_tiny_model
 
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.build import BuiltEngine, build_engine
-from verl.inference.request import Output, Request, SamplingParams
 from verl.inference.sequence import Sequence
+from verl.types.request import Output, Request, SamplingParams
 
 pytestmark = pytest.mark.gpu
 

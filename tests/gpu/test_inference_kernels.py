@@ -188,7 +188,7 @@ def test_one_pass_sampling_draws_what_the_noise_says(vocab, dtype):
 def test_truncated_rows_draw_and_report_on_the_device_what_they_do_on_the_host(vocab, dtype):
     """Rows of all kinds in one step: cut off by each rule and by several, greedy, whole; and in a step of their own."""
     from verl.inference.sampler import Sampler
-    from verl.utils.token_sampling import SamplingParams
+    from verl.types.request import SamplingParams
 
     torch.manual_seed(0)
     kinds = [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.6, "min_p": 0.05}, {}]

@@ -15,7 +15,7 @@ FLOORS: list[list[str]] = [
     ["verl.workers.engine", "verl.workers.rollout"],
     ["verl.inference"],
     ["verl.algos", "verl.models", "verl.single_controller"],
-    ["verl.protocol"],
+    ["verl.protocol", "verl.types"],
     ["verl.config", "verl.utils", "verl.version", "verl"],
 ]
 # The roles' faces stand on the roles' own floor and are made of them; utils may read the configuration.

@@ -17,9 +17,9 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any, Protocol
 
-from verl.inference.request import Output, Request
 from verl.inference.sequence import Sequence
 from verl.inference.stop_strings import StopStrings
+from verl.types.request import Output, Request
 
 __all__ = ["AsyncEngine", "StepEngine"]
 

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from verl.inference.request import Request
 from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
 from verl.inference.step_plan import StepPlan
+from verl.types.request import Request
 
 __all__ = ["Engine", "Pending", "Runner"]
 

@@ -11,7 +11,7 @@ from verl.inference.models import InferenceModel
 from verl.inference.sampler import Sampler
 from verl.inference.scheduler import StepPlan
 from verl.inference.step_inputs import InputSender, StepInputs
-from verl.utils.token_sampling import SampledRows
+from verl.inference.token_sampling import SampledRows
 
 __all__ = ["ModelRunner", "Pending"]
 

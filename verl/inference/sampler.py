@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from verl.inference.token_sampling import SampledRows, SamplingBatch, sample_tokens
+from verl.types.request import SamplingParams
 from verl.utils.device_copy import copied_together
-from verl.utils.token_sampling import SampledRows, SamplingBatch, SamplingParams, sample_tokens
 
 __all__ = ["Sampler"]
 

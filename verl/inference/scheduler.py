@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verl.inference.block_manager import BlockManager
-from verl.inference.request import Request, check_request
 from verl.inference.sequence import Sequence, accept_tokens
 from verl.inference.step_plan import Prefill, StepPlan
+from verl.types.request import Request, check_request
 
 __all__ = ["Prefill", "Scheduler", "StepPlan"]
 

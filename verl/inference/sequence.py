@@ -6,7 +6,7 @@ import math
 from concurrent.futures import Future
 from typing import Protocol
 
-from verl.inference.request import Output, Request
+from verl.types.request import Output, Request
 
 __all__ = ["Sequence", "StopCheck", "accept_tokens"]
 

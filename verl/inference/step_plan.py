@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl.utils.sampling_params import SamplingParams
+from verl.types.request import SamplingParams
 
 __all__ = ["Prefill", "StepPlan"]
 

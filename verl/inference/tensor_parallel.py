@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from verl.inference.async_engine import AsyncEngine, StepEngine
-from verl.inference.request import Output, Request
 from verl.inference.step_plan import StepPlan
+from verl.types.request import Output, Request
 
 __all__ = ["SINGLE", "FollowingEngine", "LeadingEngine", "LeadingRunner", "TensorParallel"]
 

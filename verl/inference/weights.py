@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,25 +11,13 @@ from torch import nn
 
 from verl.inference.memory import Region
 from verl.inference.tensor_parallel import SINGLE, TensorParallel
+from verl.types.weights import Manifest, WeightMismatchError
 from verl.utils.weight_fingerprint import Place, fingerprints
 
-__all__ = ["EngineWeights", "Shard", "TensorSpec", "WeightMismatchError", "pack_module"]
+__all__ = ["EngineWeights", "Shard", "pack_module"]
 
 # Every tensor starts where vector loads like it.
 _ALIGNMENT = 256
-
-
-class TensorSpec(Protocol):
-    """What a manifest says about a tensor."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-class WeightMismatchError(RuntimeError):
-    """The engine's weights are not the trainer's. It generates nothing until an update succeeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +66,7 @@ class EngineWeights:
 
     # ---------------------------------------------------------------- updates
 
-    def check_manifest(self, manifest: Mapping[str, TensorSpec] | None) -> None:
+    def check_manifest(self, manifest: Manifest | None) -> None:
         """Refuse a trainer whose model is another one, before anything is overwritten."""
         if manifest is None:
             return

@@ -26,6 +26,7 @@ from verl.trainer.answer_ends import ends_in_generation
 from verl.trainer.answer_store import RESPONSES, AnswerStore
 from verl.trainer.ppo.console import Console
 from verl.trainer.progress import progress_bar
+from verl.types.request import Output, Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.files import find_files
@@ -39,7 +40,6 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.prompts import sampling_params
-from verl.workers.rollout.request import Output, Request, SamplingParams
 
 __all__ = ["generate_answers"]
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from verl.inference.block_manager import BlockManager
-from verl.inference.request import Request, SamplingParams
 from verl.inference.sequence import Sequence
+from verl.types.request import Request, SamplingParams
 
 
 def sequence_of(tokens: list[int]) -> Sequence:

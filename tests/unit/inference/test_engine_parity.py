@@ -17,9 +17,9 @@ from verl.inference.kv_memory import KVMemory
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models.fused import FusedModel
 from verl.inference.models.generic import GenericModel
-from verl.inference.request import Output, Request, SamplingParams
 from verl.inference.scheduler import Scheduler, StepPlan
 from verl.inference.sequence import Sequence
+from verl.types.request import Output, Request, SamplingParams
 
 MAX_LENGTH = 64
 NEW = 12

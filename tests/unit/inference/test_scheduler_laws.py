@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.request import Output, Request, SamplingParams
 from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
 from verl.inference.stop_strings import StopStrings
+from verl.types.request import Output, Request, SamplingParams
 
 MAX_MODEL_LEN = 40
 LETTERS = "abcdefg"

@@ -7,8 +7,8 @@ import torch
 
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.greedy_baseline import answer_rows, split_off_baselines
+from verl.types.request import SamplingParams
 from verl.workers.rollout.prompts import requests_from_prompts
-from verl.workers.rollout.request import SamplingParams
 
 PROMPTS = DataProto.from_dict(
     {"input_ids": torch.tensor([[5], [6]]), "attention_mask": torch.ones(2, 1, dtype=torch.long)},

@@ -15,8 +15,8 @@ from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerD
 from verl.trainer.ppo.guard import NonFiniteError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.setbacks import SAVE, VALIDATION, Setbacks, UnsavedRunError, ends_the_run
+from verl.types.request import Output
 from verl.workers.reward_manager.naive import RewardError
-from verl.workers.rollout.request import Output
 
 ODD_REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -13,11 +13,11 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.request import Output, Request
 from verl.inference.serving.http_server import EventStream, HttpRequest, Reply
 from verl.inference.serving.openai_replies import Replies, usage
 from verl.inference.serving.openai_requests import ApiError, Ask, ModelFacts, parse_chat, parse_completion, parse_json
 from verl.inference.serving.text_stream import TextStream
+from verl.types.request import Output, Request
 
 __all__ = ["OpenAIApp", "in_options"]
 

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from verl.inference.request import Output
+from verl.types.request import Output
 
 __all__ = ["Replies", "usage"]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from verl.inference.request import Request, SamplingParams
+from verl.types.request import Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.exceptions import Travels

@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from verl.protocol import DataProto
+from verl.types.weights import Manifest
 
 Metrics: TypeAlias = dict[str, tuple[float, float | None]]
 """(sum, count) per name: parts of any size add up. A count of None: a part of one number of the whole step."""
@@ -41,14 +42,6 @@ class Counts:
     """Positions with response_mask 1."""
     sequences: float
     """Rows that have at least one."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of one weight."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 LossFn: TypeAlias = Callable[
@@ -111,7 +104,7 @@ class TrainEngine(Protocol):
     def base_weights(self) -> AbstractContextManager[None]:
         """Within it a model with LoRA adapters computes without them: the reference, at no memory."""
 
-    def manifest(self) -> dict[str, TensorSpec]:
+    def manifest(self) -> Manifest:
         """Every weight of the whole model under its Hugging Face name, with adapters added in."""
 
     def buckets(self, dtype: torch.dtype | None, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -14,13 +14,13 @@ from verl.config import ActorRolloutRefConfig, as_config
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.device import resolve_dtype
 from verl.utils.fs import resolve_model_path
 from verl.workers.roles.engines import make_engine
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
 from verl.workers.roles.updates import micro_batching, run_epochs
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import resolve_dtype
 from verl.workers.sharding_manager import (
     BroadcastReceiver,
     BroadcastSender,

@@ -13,25 +13,15 @@ from typing import Any
 import torch
 
 from verl.config import RolloutConfig
-from verl.inference.weights import TensorSpec, WeightMismatchError
 from verl.protocol import DataProto
-from verl.utils.device import resolve_dtype
+from verl.types.request import Output, Request
+from verl.types.weights import Manifest
 from verl.utils.progress import counted
 from verl.utils.weight_fingerprint import tensor_fingerprint
 from verl.workers.rollout.output import assemble_outputs
 from verl.workers.rollout.prompts import requests_from_prompts, sampling_params
-from verl.workers.rollout.request import Output, Request, SamplingParams
 
-__all__ = [
-    "PAUSE_MODES",
-    "BaseRollout",
-    "Output",
-    "Request",
-    "SamplingParams",
-    "TensorSpec",
-    "WeightMismatchError",
-    "resolve_dtype",
-]
+__all__ = ["PAUSE_MODES", "RELEASE_TAGS", "BaseRollout"]
 
 PAUSE_MODES = ("finish", "keep", "abort")
 RELEASE_TAGS = ("weights", "kv_cache")
@@ -145,7 +135,7 @@ class BaseRollout(ABC):
     # ---------------------------------------------------------------- weights
 
     @abstractmethod
-    def begin_update(self, version: int, manifest: Mapping[str, TensorSpec] | None) -> None:
+    def begin_update(self, version: int, manifest: Manifest | None) -> None:
         """Sampling stands still from here to `finish_update`. A manifest that does not fit the model is refused."""
 
     @abstractmethod

@@ -13,15 +13,9 @@ from verl.config import RolloutConfig
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.tensor_parallel import FollowingEngine
 from verl.inference.weights import EngineWeights
-from verl.workers.rollout.base import (
-    PAUSE_MODES,
-    RELEASE_TAGS,
-    BaseRollout,
-    Output,
-    Request,
-    TensorSpec,
-    WeightMismatchError,
-)
+from verl.types.request import Output, Request
+from verl.types.weights import Manifest, WeightMismatchError
+from verl.workers.rollout.base import PAUSE_MODES, RELEASE_TAGS, BaseRollout
 
 __all__ = ["SLEEP_MODES", "EmbeddedRollout", "Releasable"]
 
@@ -106,7 +100,7 @@ class EmbeddedRollout(BaseRollout):
 
     # ---------------------------------------------------------------- weights
 
-    def begin_update(self, version: int, manifest: Mapping[str, TensorSpec] | None) -> None:
+    def begin_update(self, version: int, manifest: Manifest | None) -> None:
         self._weights.check_manifest(manifest)
         self._loop.halt("update")
         self.resume(["weights"])

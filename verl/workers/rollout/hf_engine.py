@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from verl.inference.request import Request, check_request
 from verl.inference.sequence import Sequence, accept_tokens
+from verl.types.request import Request, check_request
 from verl.workers.rollout.hf_runner import HFRunner
 
 __all__ = ["HFEngine"]

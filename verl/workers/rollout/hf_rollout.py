@@ -10,8 +10,8 @@ from verl.config import ModelConfig, RolloutConfig
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.models.loading import end_tokens, load_module, read_model_config
 from verl.inference.weights import EngineWeights, pack_module
+from verl.utils.device import resolve_dtype
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.rollout.base import resolve_dtype
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 from verl.workers.rollout.hf_engine import HFEngine
 from verl.workers.rollout.hf_runner import HFRunner

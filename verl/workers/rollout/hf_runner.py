@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from verl.inference.sequence import Sequence
-from verl.utils.token_sampling import SamplingBatch, banned_tokens, sample_tokens
+from verl.inference.token_sampling import SamplingBatch, banned_tokens, sample_tokens
 
 __all__ = ["HFRunner"]
 

@@ -11,8 +11,8 @@ from verl.config import ModelConfig, RolloutConfig
 from verl.inference.build import build_engine
 from verl.inference.tensor_parallel import FollowingEngine, LeadingEngine
 from verl.protocol import DataProto
+from verl.types.request import Output
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
-from verl.workers.rollout.request import Output
 
 __all__ = ["NativeRollout"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto, object_array
+from verl.types.request import Output
 from verl.utils.model import compute_position_id_with_mask
-from verl.workers.rollout.request import Output
 
 __all__ = ["NO_VERSION", "assemble_outputs"]
 

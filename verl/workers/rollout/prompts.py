@@ -14,8 +14,8 @@ import torch
 
 from verl.config import RolloutConfig
 from verl.protocol import DataProto
+from verl.types.request import Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
-from verl.workers.rollout.request import Request, SamplingParams
 
 __all__ = ["requests_from_prompts", "sampling_params"]
 

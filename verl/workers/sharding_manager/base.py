@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from verl.workers.rollout.base import TensorSpec
+from verl.types.weights import Manifest
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "SyncStats", "WeightSource"]
 
@@ -19,7 +19,7 @@ DEFAULT_BUCKET_BYTES = 512 * 1024**2
 class WeightSource(Protocol):
     """The part of a TrainEngine that a hand-over uses. Both are collectives of the training ranks."""
 
-    def manifest(self) -> Mapping[str, TensorSpec]: ...
+    def manifest(self) -> Manifest: ...
 
     def buckets(self, dtype: torch.dtype | None, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]: ...
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from verl.types.weights import Manifest, TensorSpec, WeightMismatchError
 from verl.utils.weight_fingerprint import fingerprints
-from verl.workers.rollout.base import BaseRollout, TensorSpec, WeightMismatchError
+from verl.workers.rollout.base import BaseRollout
 from verl.workers.sharding_manager.base import DEFAULT_BUCKET_BYTES, SyncStats, WeightSource
 from verl.workers.sharding_manager.transfer_group import TransferGroup
 
@@ -112,12 +113,6 @@ class _UntilError:
 
 
 @dataclass(frozen=True)
-class _Spec:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class _Piece:
     """A tensor's place in a bucket's bytes."""
 
@@ -142,7 +137,7 @@ def _begin(rollout: BaseRollout, header: dict[str, Any]) -> None:
             f"weights: the trainer sends {header['dtype']}, the rollout holds {_dtype_name(rollout.weight_dtype)}."
             " Both sides take actor_rollout_ref.rollout.dtype; set it (auto depends on the device)."
         )
-    manifest = {name: _Spec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in header["manifest"]}
+    manifest = {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in header["manifest"]}
     rollout.begin_update(header["version"], manifest)
 
 
@@ -164,7 +159,7 @@ def _end(pieces: Sequence[_Piece]) -> int:
     return pieces[-1].start + pieces[-1].size if pieces else 0
 
 
-def _plain(manifest: Mapping[str, TensorSpec]) -> list[tuple[str, list[int], str]]:
+def _plain(manifest: Manifest) -> list[tuple[str, list[int], str]]:
     return [(name, list(spec.shape), _dtype_name(spec.dtype)) for name, spec in manifest.items()]
 
 

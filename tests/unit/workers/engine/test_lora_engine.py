@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.models.heads import ValueModel
-from verl.workers.engine.base import MicroBatching, TensorSpec
+from verl.types.request import Request, SamplingParams
+from verl.types.weights import TensorSpec
+from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.checkpoint import stored_tensors
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import Request, SamplingParams
 from verl.workers.sharding_manager import WeightSync
 
 BOTH = ["log_probs", "entropy"]

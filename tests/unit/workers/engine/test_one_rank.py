@@ -28,7 +28,8 @@ from transformers import (
 from verl.models import forward
 from verl.models.heads import ValueModel
 from verl.protocol import DataProto
-from verl.workers.engine.base import Counts, MicroBatching, TensorSpec
+from verl.types.weights import TensorSpec
+from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.fsdp import sharding
 
 BOTH = ["log_probs", "entropy"]

@@ -16,8 +16,8 @@ from verl.inference.kv_memory import bytes_per_block
 from verl.inference.models.fused import FusedModel
 from verl.inference.models.generic import GenericModel
 from verl.protocol import DataProto
+from verl.types.request import Request, SamplingParams
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import Request, SamplingParams
 from verl.workers.rollout.native_rollout import NativeRollout
 
 TOKENS = SamplingParams(max_new_tokens=20, key=42)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.types.request import Output
 from verl.workers.rollout.output import assemble_outputs
-from verl.workers.rollout.request import Output
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=5), st.integers(0, 3))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from verl.workers.rollout.base import Output, Request, SamplingParams
+from verl.types.request import Output, Request, SamplingParams
 
 LONG = SamplingParams(max_new_tokens=240, key=42)
 PROMPT = [10, 20, 30, 40]

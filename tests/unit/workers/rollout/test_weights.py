@@ -7,8 +7,9 @@ import torch
 from tiny import save_tiny_model, tiny_model
 
 from verl.inference.weights import EngineWeights, pack_module
+from verl.types.request import Request, SamplingParams
+from verl.types.weights import WeightMismatchError
 from verl.utils.weight_fingerprint import fingerprints
-from verl.workers.rollout.base import Request, SamplingParams, WeightMismatchError
 
 ASK = Request("a", [5, 6, 7], SamplingParams(max_new_tokens=5))
 

@@ -7,8 +7,9 @@ import torch
 from tiny import save_tiny_model, tiny_model
 
 from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.types.request import Request, SamplingParams
+from verl.types.weights import WeightMismatchError
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import Request, SamplingParams, WeightMismatchError
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 from verl.workers.sharding_manager import WeightSync
 

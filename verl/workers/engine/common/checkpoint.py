@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from verl.types.weights import TensorSpec
 from verl.utils.checkpoint.manifest import ChecksumRecorder
-from verl.workers.engine.base import TensorSpec
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, recorder: ChecksumRecorder) -> None:

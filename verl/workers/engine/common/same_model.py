@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from verl.config.problems import show
-from verl.workers.engine.base import TensorSpec
+from verl.types.weights import TensorSpec
 from verl.workers.engine.common.checkpoint import stored_tensors
 from verl.workers.engine.common.half_moments import MOMENTS
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from verl.workers.engine.base import TensorSpec
+from verl.types.weights import TensorSpec
 
 
 def bucketed(

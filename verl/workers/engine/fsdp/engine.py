@@ -27,11 +27,12 @@ from verl.models.packing import packed_rows
 from verl.models.sharing import shared_rows
 from verl.models.ulysses import check_heads
 from verl.protocol import DataProto
+from verl.types.weights import TensorSpec
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.utils.device_copy import copied_together
 from verl.utils.flops import SequenceCost
 from verl.utils.progress import expect, tick
-from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching, TensorSpec
+from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching
 from verl.workers.engine.common import checkpoint, groups
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches, with_last
 from verl.workers.engine.common.offload import EngineMemory

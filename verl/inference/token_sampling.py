@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
+from verl.types.request import SamplingParams
 from verl.utils.counter_noise import gumbel_noise
 from verl.utils.device_copy import copied_together
-from verl.utils.sampling_params import SamplingParams
 
-__all__ = ["SampledRows", "SamplingBatch", "SamplingParams", "banned_tokens", "sample_tokens"]
+__all__ = ["SampledRows", "SamplingBatch", "banned_tokens", "sample_tokens"]
 
 # Elements of one float32 work block (128 MB): the extra memory of sampling, whatever batch × vocabulary is.
 _BLOCK_ELEMENTS = 2**25

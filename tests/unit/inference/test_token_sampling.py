@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from truncation import drawn_probs
 
-from verl.utils import token_sampling
+from verl.inference import token_sampling
+from verl.inference.token_sampling import SamplingBatch, banned_tokens, sample_tokens
+from verl.types.request import SamplingParams
 from verl.utils.counter_noise import sample_keys
-from verl.utils.token_sampling import SamplingBatch, SamplingParams, banned_tokens, sample_tokens
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0])

@@ -1,0 +1,1 @@
+"""What the parts say to each other, one file each: requests, trajectories, columns, weights."""

@@ -1,0 +1,77 @@
+"""Trajectory: what an answer is, whoever made it: an engine in one turn, or an agent in many. Plain data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from verl.types.request import Output
+
+__all__ = ["Row", "Trajectory", "Turn"]
+
+
+@dataclass(slots=True)
+class Turn:
+    """Tokens that stand together in a row and come from one source. Only a model's have log-probs and versions."""
+
+    source: Literal["model", "environment"]
+    token_ids: Sequence[int]
+    log_probs: Sequence[float] | None = None
+    """One per token, of the full distribution at the temperature. None: the engine did not say."""
+    versions: Sequence[int] | None = None
+    """Of the weights that sampled each token."""
+    finish_reason: str | None = None
+    """What ended a model's turn: stop, length (it was cut) or abort."""
+    reward: float | None = None
+    """What this turn earned by itself, besides the trajectory's score."""
+    routed_experts: Any = None
+    """[tokens, layers, experts per token]: which experts of a mixture-of-experts model each token went through."""
+    drawn_log_probs: Sequence[float] | None = None
+    """Under the distribution really drawn from; 0 where it was greedy."""
+
+    @classmethod
+    def sampled(cls, output: Output) -> Turn:
+        """The model's turn that is an engine's answer."""
+        return cls(
+            "model",
+            output.token_ids,
+            output.log_probs,
+            output.versions,
+            output.finish_reason,
+            drawn_log_probs=output.sampled_log_probs or None,
+        )
+
+
+@dataclass(slots=True)
+class Row:
+    """One context: a prompt and the turns that were appended to it, none of them changed later."""
+
+    prompt_ids: Sequence[int]
+    turns: list[Turn]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the last model turn."""
+        return next((turn.finish_reason for turn in reversed(self.turns) if turn.source == "model"), None)
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One answer to a prompt. It has several rows when its context was rewritten on the way."""
+
+    uid: str
+    """The prompt it answers."""
+    sample_index: int
+    """Which of that prompt's answers."""
+    rows: list[Row]
+    status: Literal["finished", "aborted", "failed"] = "finished"
+    """Aborted ones can be gone on with; a failed one counts for nothing."""
+    score: float | None = None
+    """None: not scored yet."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Unique within a batch: what the column `trajectory` holds."""
+        return f"{self.uid}/{self.sample_index}"
