@@ -6,7 +6,6 @@ Hydra alone stops at the first key it does not know, and at `+key` for one it do
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.config.compose import CONFIG_DIR, ROOT, groups
 from verl.config.load import GROUPS_KEY
+from verl.config.overrides import read_override
 
-_OVERRIDE = re.compile(r"(?P<prefix>\+{0,2})(?P<key>[A-Za-z_][\w-]*(\.[\w-]+)*)=(?P<value>.*)", re.DOTALL)
 _OWN_CONFIG = {
     "--config-path": "path",
     "-cp": "path",
@@ -32,8 +31,6 @@ _TAKE_A_WORD = (*_OWN_CONFIG, "--cfg", "-c", "--package", "-p", "--experimental-
 _INFO = ("--info", "-i")
 _INFORMATION = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _QUIET_HYDRA = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
-# Groups that can be turned off as a whole: `critic=null`.
-_SWITCHABLE = ("critic", "reward_model")
 _SEARCH_OURS = "hydra.searchpath=[pkg://verl.trainer.config]"
 
 
@@ -52,9 +49,7 @@ def hydra_arguments(argv: Sequence[str], root: str = ROOT) -> list[str]:
     """The arguments to give Hydra for what the user typed to the program whose defaults are in the file `root`."""
     options, overrides = _split(argv)
     own = _OwnConfig.of(options, root)
-    arguments: list[str] = []
-    for override in overrides:
-        arguments += _rewritten(override, own, groups(root))
+    arguments = [_rewritten(override, own, groups(root)) for override in overrides]
     typed = " ".join(overrides)
     if own.is_used and not own.configures_hydra and "hydra." not in typed and "hydra/" not in typed:
         arguments += [*_QUIET_HYDRA, _SEARCH_OURS]
@@ -107,31 +102,12 @@ def _split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     return options, overrides
 
 
-def _rewritten(override: str, own: _OwnConfig, known: Mapping[str, Sequence[str]]) -> list[str]:
-    switchable = [group for group in _SWITCHABLE if group in known]
-    if override.lstrip("~").partition("=")[0] in switchable and override.startswith("~"):
-        return [f"++{override[1:].partition('=')[0]}.enable=false"]
-    match = _OVERRIDE.fullmatch(override)
-    if match is None or match["key"].partition(".")[0] == "hydra":
-        return [override]
-    key, value = match["key"], match["value"]
-    if key not in known:
-        return [_quoted(f"++{key}", value)]
-    if value == "null" and key in switchable:
-        return [f"++{key}.enable=false"]
-    native = own.has_defaults or own.extends_groups or (not own.is_used and value in known[key])
+def _rewritten(override: str, own: _OwnConfig, known: Mapping[str, Sequence[str]]) -> str:
+    change = read_override(override, known)
+    if change is None:
+        return override
+    if not change.is_option:
+        return f"++{change.key}={change.text}"
+    native = own.has_defaults or own.extends_groups or (not own.is_used and change.text in known[change.key])
     # Not Hydra's to select: our loader takes it as the base under the user's blocks, or reports the wrong name.
-    return [override] if native else [_quoted(f"++{GROUPS_KEY}.{key}", value)]
-
-
-def _quoted(key: str, value: str) -> str:
-    """`key=value`, with the value quoted where Hydra's grammar would not take it (e.g. a path with `=` in it)."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        OverridesParser.create().parse_override(f"{key}={value}")
-    except HydraException:
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"{key}='{escaped}'"
-    return f"{key}={value}"
+    return override if native else f"++{GROUPS_KEY}.{change.key}={change.text}"

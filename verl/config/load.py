@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config.changes import changed_keys
 from verl.config.compose import default_tree, default_values, groups
 from verl.config.convert import Converter
+from verl.config.overrides import read_override
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
 from verl.config.roots import Root, root_of
@@ -49,7 +50,7 @@ def load_config(
     kind, report = root_of(root), Report()
     user = _plain(cfg, root)
     chosen, changes = _split_overrides(user.pop(GROUPS_KEY, None) or {}, overrides, groups(kind.yaml), report)
-    values = _merged(_merged(default_tree(chosen, kind.yaml), user), _plain(OmegaConf.from_dotlist(changes), root))
+    values = _merged(_merged(default_tree(chosen, kind.yaml), user), changes)
     config = _build(kind, values, default_values(chosen, kind.yaml), report)
     if check_files:
         kind.check_built(config, report)
@@ -113,17 +114,20 @@ def _merged(below: Any, above: Any) -> Any:
 
 def _split_overrides(
     chosen: Mapping[str, Any], overrides: Sequence[str], known: Mapping[str, Sequence[str]], report: Report
-) -> tuple[dict[str, str], list[str]]:
-    """Group choices and plain `key=value` changes; a `+` in front changes nothing, every key may be set."""
-    wanted, changes = {str(group): str(option) for group, option in chosen.items()}, []
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The options chosen of each group, and the other changes as nested values."""
+    wanted = {str(group): str(option) for group, option in chosen.items()}
+    changes: dict[str, Any] = {}
     for override in overrides:
-        key, equals, value = override.lstrip("+").partition("=")
-        if not equals:
+        change = read_override(override, known)
+        if change is None:
             report.problem(override, None, "is not an override", "Write it as key=value")
-        elif key in known and value != "null" and not value.startswith("{"):
-            wanted[key] = value
+        elif change.is_option:
+            wanted[change.key] = str(change.value)
         else:
-            changes.append(f"{key}={value}")
+            one: dict[str, Any] = {}
+            _set(one, change.key, change.value)
+            changes = _merged(changes, one)
     for group, option in list(wanted.items()):
         options = known.get(group, ())
         if option not in options:
