@@ -9,14 +9,14 @@ import torch
 
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerGroup
-from verl.trainer.ppo.console import Console, Standing
+from verl.trainer.common.status_line import Standing, StatusLine
 
 
 def batch(rows: int) -> DataProto:
     return DataProto.from_dict({"x": torch.arange(rows)}, auto_padding=True)
 
 
-def wait_for(console: Console, done: int, units: int) -> Standing:
+def wait_for(console: StatusLine, done: int, units: int) -> Standing:
     deadline = time.monotonic() + 30
     while (now := console.standing()).done != done or now.units != units:
         assert time.monotonic() < deadline, now
@@ -26,7 +26,7 @@ def wait_for(console: Console, done: int, units: int) -> Standing:
 
 def test_rows_done_are_told_while_the_call_runs(counters: WorkerGroup):
     """Two ranks (or one): 7 rows, so that the last rank's share is filled up with a row that does not count."""
-    ranks, console = counters.world_size, Console(total_steps=1)
+    ranks, console = counters.world_size, StatusLine(total_steps=1)
     assert counters.progress() == [(0, 0)] * ranks, "nothing runs"
     result: list[DataProto] = []
     call = threading.Thread(target=lambda: result.append(counters.square_gated(batch(7)).get()))

@@ -18,7 +18,7 @@ from training_harness import make_task, overrides
 PROGRAM = """
 import pathlib, sys, time
 from verl.config import load_config
-from verl.trainer.ending import ends_in_words
+from verl.trainer.common.ending import ends_in_words
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 
 class Waits(TaskRunner):

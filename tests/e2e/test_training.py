@@ -10,7 +10,7 @@ import torch
 from training_harness import make_task, make_trainer, overrides, run_training, weights
 
 from verl.algos.registry import POLICY_LOSSES
-from verl.trainer.ppo.guard import NonFiniteError
+from verl.trainer.common.guard import NonFiniteError
 
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
 

@@ -11,7 +11,7 @@ from tiny import tiny_tokenizer
 from training_harness import STEADY, make_task, overrides, run_training
 
 from verl.single_controller.ray import RayWorkerGroup
-from verl.trainer.ppo.console import Standing
+from verl.trainer.common.status_line import Standing
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 SAME = ("reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "kl/mean", "actor/entropy")
@@ -46,7 +46,7 @@ class Watched(RayPPOTrainer):
         def look() -> None:
             while not over.wait(0.01):
                 if hasattr(self, "console"):
-                    self.seen.append(self.console.standing())
+                    self.seen.append(self.status.standing())
 
         watcher = threading.Thread(target=look)
         watcher.start()

@@ -22,10 +22,9 @@ import pyarrow as pa
 
 from verl.config import GenerationConfig, ModelConfig, RolloutConfig, as_config
 from verl.config.context_length import refuse_long_sequences
-from verl.trainer.answer_ends import ends_in_generation
 from verl.trainer.answer_store import RESPONSES, AnswerStore
-from verl.trainer.ppo.console import Console
-from verl.trainer.progress import progress_bar
+from verl.trainer.common.answer_ends import ends_in_generation
+from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.types.request import Output, Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
 from verl.utils.dataset.chat import PromptEncoder
@@ -141,8 +140,8 @@ class _Prompts:
 def _answer(config: GenerationConfig, prompts: _Prompts, store: AnswerStore, missing: list[int]) -> None:
     """Generate and keep the missing batches, under a progress bar."""
     n = config.data.n_samples
-    console = Console(prompts.batches, prompts.batches - len(missing))
-    with _engine(config, prompts.model_path) as rollout, progress_bar(console.standing), console.phase("rollout"):
+    status = StatusLine(prompts.batches, prompts.batches - len(missing))
+    with _engine(config, prompts.model_path) as rollout, progress_bar(status.standing), status.phase("rollout"):
         temperature = config.rollout.temperature
         params = sampling_params(rollout.config, {}, prompts.ends, temperature=temperature)
         batches = ((number, list(prompts.requests(number, params))) for number in missing)
@@ -150,7 +149,7 @@ def _answer(config: GenerationConfig, prompts: _Prompts, store: AnswerStore, mis
         for number, outputs in _as_completed(rollout, batches, 2 * config.rollout.max_num_seqs):
             texts = prompts.tokenizer.batch_decode([output.token_ids for output in outputs], skip_special_tokens=True)
             store.keep(number, [texts[first : first + n] for first in range(0, len(texts), n)])
-            console.step_done()
+            status.step_done()
 
 
 def _as_completed(

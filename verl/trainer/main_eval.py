@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from verl.config import EvalConfig, load_config
 from verl.config.command_line import prepared_arguments
-from verl.trainer.ending import ends_in_words
+from verl.trainer.common.ending import ends_in_words
 
 logger = logging.getLogger("verl.trainer.main_eval")  # not "__main__", which is outside the one logging setup
 

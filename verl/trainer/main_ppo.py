@@ -17,7 +17,7 @@ from verl.config import PPOConfig, batch_plan, load_config
 from verl.config.command_line import prepared_arguments
 from verl.config.load import Config
 from verl.config.plan import active_roles
-from verl.trainer.cluster import (
+from verl.trainer.common.cluster import (
     joins_a_head,
     serve_as_node,
     start_head,
@@ -25,12 +25,10 @@ from verl.trainer.cluster import (
     stop_head,
     wait_for_nodes,
 )
-from verl.trainer.ending import ends_in_words
-from verl.trainer.own_ray import OwnRay
-from verl.trainer.progress import progress_bar
-from verl.trainer.remote_run import result_of
-from verl.trainer.restart import tells_of_restart, what_the_same_command_does
-from verl.trainer.signals import Asked, stop_on_signals
+from verl.trainer.common.ending import ends_in_words, tells_of_restart, what_the_same_command_does
+from verl.trainer.common.own_ray import OwnRay, result_of
+from verl.trainer.common.signals import Asked, stop_on_signals
+from verl.trainer.common.status_line import progress_bar
 from verl.utils.logging_setup import shown_messages
 from verl.utils.process_tree import family
 
@@ -187,8 +185,8 @@ class TaskRunner:
 
     def standing(self) -> Any:
         """Step and phase of the run, for whoever has a terminal; None before it trains."""
-        console = getattr(self._trainer, "console", None)
-        return None if console is None else console.standing()
+        status = getattr(self._trainer, "status", None)
+        return None if status is None else status.standing()
 
     def add_actor_rollout_worker(self, config: PPOConfig) -> None:
         """The policy: one hybrid role, or training and generation apart where their pools differ."""

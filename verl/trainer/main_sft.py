@@ -15,11 +15,10 @@ from omegaconf import DictConfig
 from verl.config import SFTConfig, load_config
 from verl.config.command_line import prepared_arguments
 from verl.config.sft_rules import describe
-from verl.trainer.cluster import start_ray
-from verl.trainer.ending import ends_in_words
-from verl.trainer.own_ray import OwnRay
-from verl.trainer.restart import tells_of_restart, what_the_same_command_does
-from verl.trainer.signals import stop_on_signals
+from verl.trainer.common.cluster import start_ray
+from verl.trainer.common.ending import ends_in_words, tells_of_restart, what_the_same_command_does
+from verl.trainer.common.own_ray import OwnRay
+from verl.trainer.common.signals import stop_on_signals
 from verl.utils.logging_setup import shown_messages
 
 logger = logging.getLogger("verl.trainer.main_sft")  # not "__main__", which is outside the one logging setup

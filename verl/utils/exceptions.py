@@ -23,3 +23,13 @@ def note(error: BaseException, **facts: Any) -> None:
         if getattr(error, name, None) is None:
             with suppress(AttributeError):  # a class with slots has no room
                 setattr(error, name, value)
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """The error and what it was raised from, the first cause last."""
+    found: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and all(current is not known for known in found):
+        found.append(current)
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return found

@@ -21,7 +21,7 @@ def trainer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def answered(trainer):
     """8 prompts, 2 answers each."""
-    from verl.trainer.ppo.phases import Phases
+    from verl.trainer.common.phases import Phases
 
     trainer.phases = Phases(None, None)
     trainer.actor_wg.update_rollout_weights(0)

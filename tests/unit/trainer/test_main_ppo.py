@@ -37,7 +37,7 @@ def test_a_wrong_configuration_raises_before_ray_is_imported():
 def test_run_ppo_prints_the_plan_of_a_script_without_logging_and_leaves_logging_that_is_there():
     code = f"""
         import logging, sys
-        from verl.trainer.cluster import RayUnavailableError
+        from verl.trainer.common.cluster import RayUnavailableError
         from verl.trainer.main_ppo import run_ppo
 
         def run():

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.config import SFTConfig, load_config
 from verl.protocol import DataProto
+from verl.trainer.common.guard import NonFiniteError
 from verl.trainer.main_sft import main, run_sft
-from verl.trainer.ppo.guard import NonFiniteError
 from verl.trainer.sft.data import create_sft_dataset, prompt_response_batch, train_loader
 from verl.trainer.sft.trainer import SFTTrainer
 from verl.utils.fs import resolve_model_path

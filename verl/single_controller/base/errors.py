@@ -18,7 +18,7 @@ class WorkerError(Travels, RuntimeError):
     """A call on a worker group failed. `summary` says what happened; `role`, `rank`, `host` and `method` say where."""
 
     phase: str | None = None
-    """Of the training step, where a trainer made the call (see `verl.trainer.ppo.console`)."""
+    """Of the training step, where a trainer made the call (see `verl.trainer.common.status_line`)."""
     step: int | None = None
 
     def __init__(self, summary: str, role: str, rank: int, host: str, method: str, detail: str = "") -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config import PPOConfig
-from verl.trainer.checkpointing import load_run, save_run
-from verl.trainer.run_parts import run_parts
-from verl.trainer.run_start import RunStart
+from verl.trainer.common.checkpoint import load_run, save_run
+from verl.trainer.common.run_start import RunStart, run_parts
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer

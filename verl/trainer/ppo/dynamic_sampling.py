@@ -18,9 +18,9 @@ import numpy as np
 
 from verl.algos.groups import Groups
 from verl.protocol import DataProto, object_array
+from verl.trainer.common.guard import no_samples
 from verl.trainer.ppo.advantage import value_per_answer
 from verl.trainer.ppo.dataloading import learn_from
-from verl.trainer.ppo.guard import no_samples
 from verl.workers.reward_manager.naive import FAILED
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from verl.utils.metric import reduce_metrics
 from verl.utils.torch_functional import masked_mean, masked_sum, masked_var
 
 if TYPE_CHECKING:
-    from verl.trainer.ppo.phases import Phases
+    from verl.trainer.common.phases import Phases
 
 __all__ = [
     "bootstrap_metric",

@@ -15,29 +15,28 @@ from verl.config.old_log_probs import from_update
 from verl.config.plan import actor_is_reference, batch_plan, layout_of, needs_reference
 from verl.protocol import DataProto, object_array
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
-from verl.trainer.answer_ends import ends_in_training
-from verl.trainer.killed_ranks import advises_on_memory
+from verl.trainer.common.answer_ends import ends_in_training
+from verl.trainer.common.dumps import dump_batch, dump_rows
+from verl.trainer.common.guard import StepGuard, check_weights, explained
+from verl.trainer.common.killed_ranks import advises_on_memory
+from verl.trainer.common.phases import Phases, memory_gb, verdict
+from verl.trainer.common.run_start import RunStart
+from verl.trainer.common.setbacks import FOLDER, SAVE, VALIDATION, Setbacks
+from verl.trainer.common.status_line import StatusLine
 from verl.trainer.ppo import checkpointing, worker_setup
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask, reward_column
-from verl.trainer.ppo.console import Console
 from verl.trainer.ppo.correctness import say_right_of_step
 from verl.trainer.ppo.dataloading import learn_from, make_dataloader
-from verl.trainer.ppo.dumps import dump_batch, dump_rows
 from verl.trainer.ppo.dynamic_sampling import fill_batch
 from verl.trainer.ppo.greedy_baseline import SAMPLED, answer_rows, split_off_baselines
 from verl.trainer.ppo.group_calls import GroupCalls, local_columns
-from verl.trainer.ppo.guard import StepGuard
-from verl.trainer.ppo.lost_weights import check_weights, explained
 from verl.trainer.ppo.metric_utils import compute_data_metrics, divergence_metrics, phase_metrics, without_nan
 from verl.trainer.ppo.mismatch import RolloutMismatch
-from verl.trainer.ppo.phases import Phases, memory_gb, verdict
 from verl.trainer.ppo.prompt_stream import PromptStream
 from verl.trainer.ppo.reward import compute_reward, reward_metrics
 from verl.trainer.ppo.reward_overlap import RewardOverlap
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validation import validate
-from verl.trainer.run_start import RunStart
-from verl.trainer.setbacks import FOLDER, SAVE, VALIDATION, Setbacks
 from verl.utils.torch_functional import masked_mean
 from verl.utils.tracking import Tracking
 
@@ -152,9 +151,9 @@ class RayPPOTrainer:
         try:
             with advises_on_memory(self.config):
                 self._load_checkpoint()
-                self.console = Console(self.total_training_steps, self.global_steps)
+                self.status = StatusLine(self.total_training_steps, self.global_steps)
                 if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
-                    with self.console.phase("testing"):
+                    with self.status.phase("testing"):
                         found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate, trainer.val_only)
                         self._log_metrics(found or self.setbacks.metrics(), self.global_steps)
                 if not trainer.val_only:
@@ -176,7 +175,7 @@ class RayPPOTrainer:
     def _step(self, batch: DataProto) -> bool:
         """One step with its checkpoint, validation and log; whether the run was asked to stop, and is saved."""
         trainer, step = self.config.trainer, self.global_steps
-        self.phases = Phases(self.console, memory_gb if self.device_name == "cuda" else None)
+        self.phases = Phases(self.status, memory_gb if self.device_name == "cuda" else None)
         last = step >= self.total_training_steps
         with self.phases("step"):
             metrics = self._train_step(batch)
@@ -197,7 +196,7 @@ class RayPPOTrainer:
         for name, value in self.phases.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
         self._log_metrics(metrics, step)
-        self.console.step_done()
+        self.status.step_done()
         self._guard.check(metrics, getattr(self.reward_fn, "last_failure", None))
         if last or stopping:
             self.setbacks.refuse_an_unsaved_end(step)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.protocol import DataProto, object_array
+from verl.trainer.common.dumps import decode, write_jsonl
 from verl.trainer.ppo.correctness import right_answers, say_right
-from verl.trainer.ppo.dumps import decode, write_jsonl
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.validation_metrics import process_validation_metrics
 from verl.workers.reward_manager.naive import FAILED
@@ -42,9 +42,9 @@ def _answered(trainer: RayPPOTrainer, batch: DataProto) -> dict[str, list[Any]]:
     n = trainer.config.actor_rollout_ref.rollout.val_kwargs.n
     batch = batch.repeat(n, interleave=True)
     batch.non_tensor_batch["sample_index"] = object_array([i % n for i in range(len(batch))])
-    with trainer.console.phase("validation rollout", trainer.rollout_wg):
+    with trainer.status.phase("validation rollout", trainer.rollout_wg):
         answered = trainer._generate_rows(batch, validate=True)
-    with trainer.console.phase("validation reward", trainer.rm_wg):
+    with trainer.status.phase("validation reward", trainer.rm_wg):
         if trainer.use_rm:
             answered = answered.union(trainer._balanced(trainer.rm_wg.compute_rm_score, answered, "reward_model"))
         local = answered.fetch() if hasattr(answered, "fetch") else answered

@@ -14,16 +14,14 @@ import torch
 from verl.config import SFTConfig
 from verl.config.context_length import refuse_long_sequences
 from verl.protocol import DataProto
-from verl.trainer.checkpointing import load_run, save_run
-from verl.trainer.killed_ranks import advises_on_memory
-from verl.trainer.ppo.console import Console
-from verl.trainer.ppo.dumps import dump_batch
-from verl.trainer.ppo.guard import NonFiniteError
-from verl.trainer.ppo.phases import Phases
-from verl.trainer.progress import progress_bar
-from verl.trainer.run_parts import run_parts
-from verl.trainer.run_start import RunStart
-from verl.trainer.setbacks import FOLDER, SAVE, VALIDATION, Setbacks
+from verl.trainer.common.checkpoint import load_run, save_run
+from verl.trainer.common.dumps import dump_batch
+from verl.trainer.common.guard import NonFiniteError
+from verl.trainer.common.killed_ranks import advises_on_memory
+from verl.trainer.common.phases import Phases
+from verl.trainer.common.run_start import RunStart, run_parts
+from verl.trainer.common.setbacks import FOLDER, SAVE, VALIDATION, Setbacks
+from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.trainer.sft.data import create_sft_dataset, train_loader, val_loader
 from verl.trainer.sft.ranks import Ranks
 from verl.utils import hf_tokenizer
@@ -91,8 +89,8 @@ class SFTTrainer:
         tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict(), first)
         with tracking as self.tracking, advises_on_memory(self.config):
             self._load_checkpoint()
-            self.console = Console(self.total_training_steps, self.global_steps)
-            with progress_bar(self.console.standing):
+            self.status = StatusLine(self.total_training_steps, self.global_steps)
+            with progress_bar(self.status.standing):
                 if trainer.val_before_train and self.val_dataloader is not None:
                     found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate)
                     self.tracking.log(found or self.setbacks.metrics(), self.global_steps)
@@ -111,7 +109,7 @@ class SFTTrainer:
     def _step(self, batch: DataProto) -> bool:
         """One step with its checkpoint, validation and log; whether the run was asked to stop, and is saved."""
         trainer, step = self.config.trainer, self.global_steps
-        phases = Phases(self.console)
+        phases = Phases(self.status)
         with phases("step", self.worker_group):
             metrics = self._train_step(batch)
         saved = self.stop_requested.is_set() or self._is_due(trainer.save_freq)
@@ -135,7 +133,7 @@ class SFTTrainer:
         }
         metrics |= {f"timing_s/{name}": value for name, value in phases.seconds.items()} | self.setbacks.metrics()
         self.tracking.log(metrics, step)
-        self.console.step_done()
+        self.status.step_done()
         self._check_finite(batch, metrics)
         if stopping or step >= self.total_training_steps:
             self.setbacks.refuse_an_unsaved_end(step)

@@ -15,8 +15,8 @@ from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs
 from verl.single_controller.ray.worker_group import _death
-from verl.trainer.killed_ranks import advises_on_memory
-from verl.trainer.ppo.console import Console
+from verl.trainer.common.killed_ranks import advises_on_memory
+from verl.trainer.common.status_line import StatusLine
 from verl.workers.roles.memory import phase_memory
 
 MESSAGE = (
@@ -141,7 +141,7 @@ def run_of(**actor) -> PPOConfig:
 
 def test_a_rank_that_was_killed_leaves_with_the_keys_of_its_phase():
     config = run_of(ppo_micro_batch_size_per_gpu=8, **{"fsdp_config.grad_offload": True})
-    with pytest.raises(WorkerDiedError) as caught, advises_on_memory(config), Console(5).phase("update_actor"):
+    with pytest.raises(WorkerDiedError) as caught, advises_on_memory(config), StatusLine(5).phase("update_actor"):
         raise by_monitor()
     died = pickle.loads(pickle.dumps(caught.value))
     assert died.summary.startswith(
@@ -156,7 +156,7 @@ def test_a_rank_that_was_killed_leaves_with_the_keys_of_its_phase():
 def test_where_the_phase_tells_nothing_the_general_advice_stays():
     for error in (by_monitor(), killed(ray.exceptions.RayActorError())):
         said = error.summary
-        with pytest.raises(WorkerDiedError), advises_on_memory(run_of()), Console(5).phase("save_checkpoint"):
+        with pytest.raises(WorkerDiedError), advises_on_memory(run_of()), StatusLine(5).phase("save_checkpoint"):
             raise error
         assert error.summary == said
     assert said == "worker process died", "no sign of memory"

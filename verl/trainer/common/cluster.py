@@ -6,18 +6,19 @@ which of several nodes this is: 0 starts the head and runs the job, the others j
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from verl.config import PPOConfig
+from verl.trainer.common.own_ray import OwnRay, started_apart
+from verl.trainer.common.signals import stop_on_signals
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-from verl.trainer.own_ray import OwnRay, started_apart
-from verl.trainer.ports import is_taken, stranger_at
-from verl.trainer.signals import stop_on_signals
 from verl.utils.exceptions import Travels
 from verl.utils.process_tree import end_with_parent, kill_family
 
@@ -28,6 +29,10 @@ _STOP_TIMEOUT_S = 20.0
 # Ray protects a cluster with a token in the head's home folder. Nodes that do not share it need a copy of it, or
 # RAY_AUTH_MODE=disabled everywhere; the user's own setting stands.
 _AUTH_MODE = "token"
+# How a client of HTTP/2 begins, which all of Ray's servers speak (gRPC): a preface, and settings without any entry.
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_SETTINGS_FRAME = 4
+_PATIENCE_S = 8.0
 _STALE = "A stale cluster is the usual cause: run `ray stop`, then `ray start --head`, and try again."
 
 
@@ -192,3 +197,62 @@ def _ray(*arguments: str) -> list[str]:
 
 def _cpus(config: PPOConfig) -> list[str]:
     return [] if config.ray_init.num_cpus is None else [f"--num-cpus={config.ray_init.num_cpus}"]
+
+
+def stranger_at(host: str, port: int) -> str | None:
+    """What answers at a port in Ray's place, in words; None if it may be Ray. OSError where nobody answers at all."""
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):  # encrypted: not to be told from outside
+        socket.create_connection((host, port), timeout=5).close()
+        return None
+    with socket.create_connection((host, port), timeout=5) as connection:
+        connection.settimeout(_PATIENCE_S)
+        try:
+            connection.sendall(_HELLO)
+            reply = connection.recv(512)
+        except TimeoutError:
+            return f"something that accepts connections and says nothing{_holder(host, port)}"
+        except OSError as error:
+            return f"something that closes connections ({error}){_holder(host, port)}"
+    if len(reply) >= 4 and reply[3] == _SETTINGS_FRAME:
+        return None
+    return _described(reply) + _holder(host, port)
+
+
+def is_taken(port: int) -> bool:
+    """Whether a process of this machine listens at the port already, on any of its addresses."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+def _described(reply: bytes) -> str:
+    if not reply:
+        return "something that closes connections"
+    lines = reply.decode("latin-1").splitlines()
+    if lines[0].startswith(("HTTP/", "<!DOCTYPE", "<html")):
+        server = next((line.partition(":")[2].strip() for line in lines if line.lower().startswith("server:")), "")
+        return f"an HTTP server{f' ({server})' if server else ''}"
+    return f"something that says {lines[0][:60]!r}"
+
+
+def _holder(host: str, port: int) -> str:
+    """The process behind a port of this machine, as far as we may see it."""
+    with contextlib.suppress(OSError):
+        if socket.gethostbyname(host) not in {"127.0.0.1", *socket.gethostbyname_ex(socket.gethostname())[2]}:
+            return ""
+    inodes = {
+        fields[9]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        if Path(table).exists()
+        for fields in map(str.split, Path(table).read_text().splitlines()[1:])
+        if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port  # 0A: it listens
+    }
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(os.readlink(link) == f"socket:[{inode}]" for link in (process / "fd").iterdir() for inode in inodes):
+                return f", process {(process / 'comm').read_text().strip()} (pid {process.name})"
+    return ""

@@ -12,9 +12,9 @@ from training_harness import close, make_task, make_trainer, overrides
 from verl.config import ConfigError
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError
-from verl.trainer.ppo.guard import NonFiniteError
+from verl.trainer.common.guard import NonFiniteError
+from verl.trainer.common.setbacks import SAVE, VALIDATION, Setbacks, UnsavedRunError, ends_the_run
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.setbacks import SAVE, VALIDATION, Setbacks, UnsavedRunError, ends_the_run
 from verl.types.request import Output
 from verl.workers.reward_manager.naive import RewardError
 

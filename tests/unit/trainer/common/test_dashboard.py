@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl.trainer.cluster import start_ray
+from verl.trainer.common.cluster import start_ray
 
 
 @pytest.mark.parametrize(("url", "said"), [("127.0.0.1:8265", True), ("", False), (None, False)])

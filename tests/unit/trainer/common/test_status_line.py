@@ -21,16 +21,15 @@ from verl.single_controller.base.dispatch import Shard
 from verl.single_controller.base.host import RankHost
 from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.local import LocalWorkerGroup
-from verl.trainer import progress
-from verl.trainer.ppo.console import Console, Standing
-from verl.trainer.ppo.phases import Phases
-from verl.trainer.progress import Lines, progress_bar
+from verl.trainer.common import status_line
+from verl.trainer.common.phases import Phases
+from verl.trainer.common.status_line import Lines, Standing, StatusLine, progress_bar
 from verl.utils.progress import expect, tick
 
 PROGRAM = """
 import time
-from verl.trainer.ppo.console import Standing
-from verl.trainer.progress import progress_bar
+from verl.trainer.common.status_line import Standing
+from verl.trainer.common.status_line import progress_bar
 with progress_bar(lambda: Standing(3, 40, "rollout", 2.0, 123, 512)):
     time.sleep(1.3)
 """
@@ -71,7 +70,7 @@ def local(cls: type) -> LocalWorkerGroup:
 
 
 def test_the_standing_names_step_and_phase_and_returns_to_the_outer_one():
-    console = Console(total_steps=10, done_steps=2)
+    console = StatusLine(total_steps=10, done_steps=2)
     with console.phase("step"):
         with console.phase("gen"):
             assert (console.standing().step, console.standing().phase) == (2, "rollout")
@@ -81,7 +80,7 @@ def test_the_standing_names_step_and_phase_and_returns_to_the_outer_one():
 
 
 def test_the_standing_counts_what_the_groups_of_the_phase_and_the_controller_do():
-    console, workers, idle = Console(10), local(Counting), local(Counting)
+    console, workers, idle = StatusLine(10), local(Counting), local(Counting)
     phases, seen = Phases(console), []
 
     def look() -> None:
@@ -117,7 +116,7 @@ def test_a_row_is_counted_once_whoever_else_has_it(shard, counts):
 
 
 def test_a_count_that_fails_is_said_once_and_costs_nothing_else(said):
-    console, workers = Console(10), local(Uncounted)
+    console, workers = StatusLine(10), local(Uncounted)
     standings = []
     for _ in range(2):
         with console.phase("gen", workers):
@@ -136,7 +135,7 @@ def test_a_call_that_fails_leaves_no_count():
 
 def test_a_phase_starts_no_thread():
     before = threading.enumerate()
-    console = Console(10)
+    console = StatusLine(10)
     with console.phase("gen", local(Counting)):
         console.standing()
         assert threading.enumerate() == before
@@ -163,7 +162,7 @@ def test_a_line_is_said_for_every_30_seconds_of_a_phase_and_none_for_short_ones(
 
 
 def test_without_a_terminal_lines_come_while_the_block_runs_and_the_thread_ends_with_it(said, monkeypatch):
-    monkeypatch.setattr(progress, "_LOOK_S", 0.01)
+    monkeypatch.setattr(status_line, "_LOOK_S", 0.01)
     with progress_bar(lambda: Standing(0, 2, "rollout", 40.0, 1, 8)):
         wait_until(lambda: "step 1/2: rollout 1/8, 40 s" in said.text)
         assert progress_threads()
@@ -172,7 +171,7 @@ def test_without_a_terminal_lines_come_while_the_block_runs_and_the_thread_ends_
 
 
 def test_a_standing_that_fails_ends_the_showing_and_not_the_run(said, monkeypatch):
-    monkeypatch.setattr(progress, "_LOOK_S", 0.01)
+    monkeypatch.setattr(status_line, "_LOOK_S", 0.01)
 
     def broken() -> Standing:
         raise ConnectionError("nobody there")

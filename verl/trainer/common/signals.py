@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-logger = logging.getLogger("verl.trainer.signals")
+logger = logging.getLogger(__name__)
 
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 _FINISHES = "stopping: this step is finished and saved first"

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from verl.config import ConfigError
 from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
-from verl.trainer.ppo.guard import TrainingStoppedError
+from verl.trainer.common.guard import TrainingStoppedError
+from verl.utils.exceptions import causes
 from verl.workers.reward_manager.naive import RewardError
 
 logger = logging.getLogger(__name__)
@@ -97,16 +98,6 @@ def ends_the_run(error: BaseException) -> bool:
         isinstance(each, _ENDS_THE_RUN) or (isinstance(each, WorkerCallError) and each.method not in _APART)
         for each in found
     )
-
-
-def causes(error: BaseException) -> list[BaseException]:
-    """The error and what it was raised from, the first cause last."""
-    found: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and all(current is not known for known in found):
-        found.append(current)
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-    return found
 
 
 def summary(error: BaseException) -> str:

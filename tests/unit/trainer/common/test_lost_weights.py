@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from training_harness import close, make_task, make_trainer, overrides
 
-from verl.trainer.ppo.guard import NonFiniteError
+from verl.trainer.common.guard import NonFiniteError
 from verl.workers.engine.common import step_checks
 
 ACTOR = "actor_rollout_ref.actor"

@@ -10,9 +10,8 @@ from training_harness import make_task, overrides
 
 from verl.config import load_config
 from verl.single_controller.ray import resource_pool
-from verl.trainer.ending import ends_in_words
+from verl.trainer.common.ending import ends_in_words, tells_of_restart
 from verl.trainer.main_ppo import TaskRunner
-from verl.trainer.restart import tells_of_restart
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from verl.config import PPOConfig, SFTConfig
 from verl.planning.remedies import PHASES
 from verl.single_controller.base.errors import WorkerDiedError
-from verl.trainer.setbacks import causes
+from verl.utils.exceptions import causes
 from verl.workers.roles.memory import host_advice
 
 # Phases that do the work of another.

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import ConfigError
-from verl.trainer.remote_run import RayLostError, RemoteTraceback
+from verl.trainer.common.own_ray import RayLostError, RemoteTraceback
+from verl.utils.exceptions import note
 from verl.version import __version__
 
-logger = logging.getLogger("verl.trainer.ending")
+logger = logging.getLogger("verl.trainer.common.ending")
 
 _MOST_LINES = 16
 _FULL_ERRORS = "HYDRA_FULL_ERROR"
@@ -60,6 +61,51 @@ def ends_in_words(
             os.environ.pop(_FULL_ERRORS, None)
         else:
             os.environ[_FULL_ERRORS] = before
+
+
+@contextmanager
+def tells_of_restart(trainer: Any) -> Iterator[None]:
+    """Errors that leave this block know the run's folder and what the same command would do."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        from verl.utils.fs import expand_path
+
+        note(error, run_folder=expand_path(trainer.default_local_dir), restart=what_the_same_command_does(trainer))
+        raise
+
+
+def what_the_same_command_does(trainer: Any) -> str:
+    """For the `trainer` block of a run, in one clause. Sizes are looked at, not checksums: loading does that."""
+    if trainer.resume_mode == "disable":
+        return "the same command starts from the beginning (trainer.resume_mode=disable)"
+    folder = _resumed_from(trainer)
+    if folder is None:
+        return "the same command starts from the beginning: no step was saved"
+    step = folder.name.rpartition("_")[2]
+    return f"the same command goes on at step {step} ({folder})"
+
+
+def _resumed_from(trainer: Any) -> Path | None:
+    from verl.utils.checkpoint.steps import newest_first
+    from verl.utils.fs import expand_path
+
+    if trainer.resume_mode == "resume_path":
+        return Path(str(trainer.resume_from_path))
+    found = newest_first(Path(expand_path(trainer.default_local_dir)).absolute())
+    return next((folder for folder in found if _is_whole(folder)), None)
+
+
+def _is_whole(folder: Path) -> bool:
+    from verl.utils.checkpoint.steps import manifest_of
+
+    manifest = manifest_of(folder)
+    try:
+        return manifest is not None and all(
+            (folder / name).stat().st_size == record.size for name, record in manifest.files.items()
+        )
+    except OSError:
+        return False
 
 
 def _end(lines: list[str], code: int, at_once: bool = False) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import signal, sys, threading
-from verl.trainer.signals import stop_on_signals
+from verl.trainer.common.signals import stop_on_signals
 say = lambda text: print(text, flush=True)
 if "nohup" in sys.argv:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Phases of a step: `with phases("update_actor"):` adds its seconds, notes its peak memory and tells the console."""
+"""Phases of a step: `with phases("update_actor"):` adds its seconds, notes its peak memory, tells the status line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from verl.trainer.ppo.console import Console
+from verl.trainer.common.status_line import StatusLine
 
 
 class Phases:
@@ -18,10 +18,10 @@ class Phases:
     """
 
     def __init__(
-        self, console: Console, memory: Callable[[tuple[Any, ...]], tuple[float, float]] | None = None
+        self, status: StatusLine, memory: Callable[[tuple[Any, ...]], tuple[float, float]] | None = None
     ) -> None:
         """`memory` gives (peak since it was last asked, now) in GB, of the fullest rank of some groups."""
-        self._console = console
+        self._status = status
         self._memory = memory
         self._peaks: list[float] = []
         self.seconds: dict[str, float] = {}
@@ -32,7 +32,7 @@ class Phases:
         """Time a phase, in which these worker groups work; nested phases each count their own whole time."""
         start, inner = time.perf_counter(), len(self._peaks)
         try:
-            with self._console.phase(name, *groups):
+            with self._status.phase(name, *groups):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

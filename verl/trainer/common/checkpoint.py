@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.trainer.run_start import RunStart
+from verl.trainer.common.run_start import RunStart
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, reading
 from verl.utils.checkpoint.disk import disk_full, is_full
 from verl.utils.checkpoint.steps import bytes_of_newest

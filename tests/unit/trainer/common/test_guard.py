@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.trainer.ppo.guard import NonFiniteError, NoSamplesError, StepGuard
+from verl.trainer.common.guard import NonFiniteError, NoSamplesError, StepGuard
 
 GOOD = {"actor/skipped_steps": 0.0, "critic/skipped_steps": 0.0}
 EMPTY = {"actor/skipped_steps": 0.0, "actor/empty_steps": 1.0}

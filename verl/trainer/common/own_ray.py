@@ -1,0 +1,135 @@
+"""The processes of a Ray that this process started (out of the way of its signals, watched, ended with it), and the
+run in one of its actors: what that raised is raised here, as itself and with its cause."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from verl.trainer.common.signals import Asked
+from verl.utils.process_tree import children, kill_family, states
+
+# Without one of these there is no Ray.
+_ESSENTIAL = ("gcs_server", "raylet")
+_LOOK_S = 1.0
+
+
+class OwnRay:
+    """Nothing of ours where a running cluster was joined: then there is nothing to watch or to end."""
+
+    def __init__(self, pids: Sequence[int] = ()) -> None:
+        self._names = {pid: _name(pid) for pid in pids}
+        self._seen = set(pids)
+
+    def lost(self, signalled: bool = False) -> str | None:
+        """The process without which there is no Ray, if it has ended.
+
+        `signalled`: we were asked to end, and any that ended since was too; the essential ones take longer to go.
+        """
+        ended = [pid for pid in self._names if states(pid)[:1] in ([], ["Z"])]
+        fatal = [pid for pid in ended if self._names[pid] in _ESSENTIAL or (signalled and pid in self._seen)]
+        if not signalled:
+            self._seen.difference_update(ended)
+        return f"{self._names[fatal[0]]}, pid {fatal[0]}" if fatal else None
+
+    def kill(self) -> None:
+        """End all of it now, workers included."""
+        for pid in self._names:
+            kill_family(pid)
+
+
+@contextmanager
+def started_apart() -> Iterator[list[int]]:
+    """Processes started in this block lead process groups of their own, so that a signal to our group (of a scheduler,
+    of `timeout`, of a terminal that closes) reaches us alone, and we can still finish with them; their pids are given.
+
+    Ray forks with a hook of its own, and only then Python runs these; Ray's workers lead groups of theirs anyway.
+    """
+    global _apart
+    known = set(children(os.getpid()))
+    started: list[int] = []
+    _apart = True
+    try:
+        yield started
+    finally:
+        _apart = False
+        started += [pid for pid in children(os.getpid()) if pid not in known]
+
+
+_apart = False
+
+
+def _leave_group() -> None:
+    if _apart:
+        os.setpgid(0, 0)
+
+
+os.register_at_fork(after_in_child=_leave_group)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of another process, as text; the cause of the exception that came from there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class RayLostError(RuntimeError):
+    """Ray's own processes are gone, and with them the run."""
+
+
+def result_of(call: Any, own: OwnRay, asked: Asked) -> Any:
+    """The result of a TaskRunner's method; its own exception, or WorkerDiedError where its process is gone.
+
+    Ray itself would wait a minute for its own processes, if they are gone, and then end this one without a word.
+    """
+    import ray
+
+    while not ray.wait([call], timeout=_LOOK_S, fetch_local=False)[0]:
+        if (lost := own.lost(signalled=asked.by is not None)) is not None:
+            raise _lost(f"Ray's own processes ended ({lost})", own, asked)
+    try:
+        return ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        raised = _own_exception(error)
+    except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+        from verl.single_controller.base.errors import WorkerDiedError
+
+        died = "the controller's process died"
+        if asked.by is not None:  # Ray was sent the signal too, and takes its time to go
+            raise _lost(died, own, asked) from error
+        raised = WorkerDiedError(died, "TaskRunner", 0, "of the controller", "run", str(error))
+    raise raised
+
+
+def _lost(what: str, own: OwnRay, asked: Asked) -> RayLostError:
+    own.kill()
+    after = f" after {asked.by} to all processes of the run" if asked.by else ""
+    return RayLostError(f"{what}{after}: the step under way is lost.")
+
+
+def _own_exception(error: Any) -> Exception:
+    """What the process raised, without Ray's wrapping; the text of the traceback there is at the end of its causes."""
+    import ray
+
+    text = str(error)
+    while isinstance(error, ray.exceptions.RayTaskError):
+        error = error.cause
+    if not isinstance(error, Exception) or isinstance(error, ray.exceptions.RayError):
+        # Its class does not unpickle here. The last line of a traceback says what it was.
+        error = RuntimeError(text.strip().splitlines()[-1])
+    first: BaseException = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    first.__cause__ = RemoteTraceback(text)
+    return error

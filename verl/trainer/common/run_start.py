@@ -1,0 +1,265 @@
+"""Before models are loaded: the run owns its folder, what it will write can be written and fits on its disk, and the
+step it goes on from is whole and fits its models."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.config import PPOConfig, SFTConfig
+from verl.config.engine import CheckpointConfig, OptimConfig
+from verl.config.problems import Problem, Report
+from verl.utils.checkpoint import remote
+from verl.utils.checkpoint.checkpoint_manager import reading, resolve_resume
+from verl.utils.checkpoint.disk import describe_disk, show_bytes
+from verl.utils.checkpoint.manifest import read_manifest
+from verl.utils.checkpoint.ownership import FolderTakenError, Ownership
+from verl.utils.checkpoint.steps import bytes_of_all, move_aside, newest_first, step_of
+from verl.utils.fs import expand_path, resolve_model_path
+from verl.utils.tracking import tracking_folders, tracking_problems
+
+logger = logging.getLogger(__name__)
+
+_DIR = "trainer.default_local_dir"
+_FLOAT32, _HALF = 4, 2
+_ANOTHER = "Give each run a folder of its own: set trainer.experiment_name (it is part of the default) or the folder"
+
+
+@dataclass(frozen=True, eq=False)
+class RunPart:
+    """One trained model of a run."""
+
+    folder: str
+    """In a step: `actor`, `critic`, or `.` for the step itself."""
+    key: str
+    """The block of its model, as users write it."""
+    kind: Any
+    model: Any
+    checkpoint: CheckpointConfig
+    optim: OptimConfig
+    strategy: str
+    precision: str
+    """In which matrices are multiplied, and the model for transformers is written."""
+    limit: int | None
+    """How many steps keep it."""
+
+    @functools.cached_property
+    def expected(self) -> Any:
+        """What a checkpoint of it must fit; reads the config of the model, not its weights."""
+        from verl.workers.engine.fsdp.expected import expected_model
+
+        return expected_model(resolve_model_path(self.model.path, f"{self.key}.path"), self.kind, self.model)
+
+
+class RunStart:
+    """Made once per run, as soon as its configuration is known: every problem at once, as a ConfigError.
+
+    `resume_from` is the step the run goes on from (None: it begins anew), `step` its number, `step_bytes` what
+    one step will take. The run's folder is its own until `close`; a run that only reads (`saves=False`) owns none.
+    """
+
+    def __init__(
+        self,
+        trainer_config: Any,
+        parts: Sequence[RunPart],
+        folders: Mapping[str, str | None] | None = None,
+        saves: bool = True,
+    ) -> None:
+        """`folders`: others that the run will write to, by key."""
+        report = Report()
+        self._config = trainer_config
+        self._owned: Ownership | None = None
+        self.resume_from: Path | None = None
+        self.step = 0
+        self.step_bytes = 0
+        try:
+            check_writable(trainer_config, folders or {}, report)
+            if saves:
+                self._take_folder(report)
+            if self._owned is not None and parts:
+                self.step_bytes = sum(map(step_bytes, parts))
+                check_space(trainer_config, parts, trainer_config.save_freq, report)
+            if self._owned is not None or not saves:
+                self._find_step(parts, report)
+            report.raise_if_any()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def first_step(self) -> int:
+        """The first step it logs: 0 is what is known before training."""
+        return 0 if self.resume_from is None else self.step + 1
+
+    def close(self) -> None:
+        """Give the folder back; safe to call twice."""
+        if self._owned is not None:
+            self._owned.close()
+            self._owned = None
+
+    def _take_folder(self, report: Report) -> None:
+        config = self._config
+        root = Path(expand_path(config.default_local_dir)).absolute()
+        try:
+            self._owned = Ownership(root)
+        except FolderTakenError as error:
+            owner = f": {error.owner}" if error.owner else ""
+            report.add(Problem(_DIR, config.default_local_dir, f"another run is writing there{owner}", _ANOTHER))
+            return
+        except OSError as error:
+            why = f"the folder cannot be written to ({error.strerror})"
+            report.add(Problem(_DIR, config.default_local_dir, why, "Choose another, or change its rights"))
+            return
+        if config.resume_mode == "disable":
+            self._refuse_used(root, report)
+
+    def _refuse_used(self, root: Path, report: Report) -> None:
+        """A run that begins anew is not mixed with another in its folder, nor in the copies of it."""
+        config, steps = self._config, newest_first(root)
+        if steps and config.used_dir == "move_aside":
+            logger.warning("%s: steps of another run moved to %s", _DIR, move_aside(root))
+        elif steps:
+            why = f"it has {len(steps)} steps of another run ({steps[0].name} is the newest) and resume_mode is disable"
+            fix = f"{_ANOTHER}; or set trainer.used_dir=move_aside; or go on from them with trainer.resume_mode=auto"
+            report.add(Problem(_DIR, config.default_local_dir, why, fix))
+        if config.default_hdfs_dir is not None:
+            copied = remote.newest_first(config.default_hdfs_dir, step_of)
+            if copied:
+                why = f"it has copies of another run's steps ({copied[0]} is the newest) and resume_mode is disable"
+                report.add(Problem(remote.KEY, config.default_hdfs_dir, why, "Choose another, or delete them"))
+
+    def _find_step(self, parts: Sequence[RunPart], report: Report) -> None:
+        config = self._config
+        self.resume_from = resolve_resume(
+            config.resume_mode, config.default_local_dir, config.resume_from_path, config.default_hdfs_dir
+        )
+        if self.resume_from is not None:
+            with reading(self.resume_from):
+                self.step = read_manifest(self.resume_from).step
+                for part in parts:
+                    _check_part(self.resume_from, part, config.resume_mode, report)
+
+
+def _check_part(step: Path, part: RunPart, mode: str, report: Report) -> None:
+    from verl.workers.engine.common.same_model import NOT_SAVED, differences
+
+    folder = step / part.folder
+    contents = [content for content in part.checkpoint.load_contents if content != "hf_model"]
+    found = differences(folder, contents, part.expected)
+    if found:
+        fix = (
+            "Set the model and its keys back to what the checkpoint was saved from; or begin anew, in another folder "
+            "(trainer.experiment_name or trainer.default_local_dir)"
+        )
+        if found[0].startswith(NOT_SAVED):
+            fix = "Leave them out of checkpoint.load_contents, or choose another step"
+        why = f"the checkpoint {folder} (trainer.resume_mode={mode}) does not fit it: {'; '.join(found)}"
+        report.add(Problem(f"{part.key}.path", part.model.path, why, fix))
+
+
+def run_parts(config: PPOConfig | SFTConfig, worker_classes: Iterable[type] = ()) -> list[RunPart]:
+    """The parts whose layout is known here: [] where a worker class is the user's own and may save as it likes."""
+    if any(not cls.__module__.startswith("verl.") for cls in worker_classes):
+        return []
+    if isinstance(config, SFTConfig):
+        parts = [_part(".", "model", "causal_lm", config, config.model, config.trainer.max_ckpt_to_keep)]
+    else:
+        policy, trainer = config.actor_rollout_ref, config.trainer
+        limit = trainer.max_actor_ckpt_to_keep
+        parts = [_part("actor", "actor_rollout_ref.model", "causal_lm", policy.actor, policy.model, limit)]
+        if config.critic.enable:
+            limit = trainer.max_critic_ckpt_to_keep
+            parts.append(_part("critic", "critic.model", "value", config.critic, config.critic.model, limit))
+    return [part for part in parts if part.strategy != "megatron"]
+
+
+def _part(folder: str, key: str, kind: str, block: Any, model: Any, limit: int | None) -> RunPart:
+    return RunPart(
+        folder,
+        key,
+        kind,
+        model,
+        block.checkpoint,
+        block.optim,
+        block.strategy,
+        block.fsdp_config.mixed_precision,
+        limit,
+    )
+
+
+def step_bytes(part: RunPart) -> int:
+    """What one step of a part takes: float32 shards, two moments of what learns, the model for transformers."""
+    expected, contents = part.expected, part.checkpoint.save_contents
+    stored = sum(math.prod(spec.shape) for spec in expected.tensors.values())
+    learning = sum(math.prod(spec.shape) for spec in expected.learning.values())
+    copies = 2 if expected.about["lora"] else 1  # adapters are written once more, as peft loads them
+    total = 0
+    if "model" in contents:
+        total += stored * _FLOAT32 * copies
+    if "optimizer" in contents:
+        total += 2 * learning * (_HALF if part.optim.state_dtype == "bf16" else _FLOAT32)
+    if "hf_model" in contents:
+        total += expected.parameters * (_FLOAT32 if part.precision == "fp32" else _HALF)
+    return total
+
+
+def check_space(config: Any, parts: Sequence[RunPart], save_freq: int | None, report: Report) -> None:
+    """A problem where the steps that are kept, and the one being written, do not fit; a warning where all would not."""
+    root = Path(expand_path(config.default_local_dir)).absolute()
+    sizes = {part: step_bytes(part) for part in parts}
+    free = shutil.disk_usage(root).free
+    if any(part.limit is not None for part in parts):
+        free += bytes_of_all(root)  # what is there goes as new steps come
+    needed = sum(size * _kept(part.limit, config.total_training_steps, save_freq) for part, size in sizes.items())
+    one = sum(sizes.values())
+    if needed > free:
+        why = (
+            f"its disk {describe_disk(root)} has {show_bytes(free)} for checkpoints, which need {show_bytes(needed)}: "
+            f"a step is {show_bytes(one)}, and those kept and the one being written must fit"
+        )
+        fix = (
+            "Free some or choose another; or keep fewer (trainer.max_actor_ckpt_to_keep, in SFT max_ckpt_to_keep) or "
+            "less of each (checkpoint.save_contents)"
+        )
+        report.add(Problem("trainer.default_local_dir", config.default_local_dir, why, fix))
+    elif one:
+        logger.info("A step is about %s; %s has room for %d.", show_bytes(one), describe_disk(root), free // one)
+
+
+def check_writable(config: Any, folders: Mapping[str, str | None], report: Report) -> None:
+    """Problems of the trackers, of their folders and of those that keys name."""
+    for text in tracking_problems(config.logger):
+        report.add(Problem("trainer.logger", config.logger, text, "Correct it, or leave it out"))
+    places = {("trainer.logger", str(folder)) for folder in tracking_folders(config)}
+    for key, folder in [*sorted(places), *((key, folder) for key, folder in folders.items() if folder is not None)]:
+        problem = unwritable(Path(expand_path(folder)))
+        if problem is not None:
+            report.add(Problem(key, folder, problem, "Choose another folder, or change its rights"))
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why nothing can be written into a folder, which is made if need be; None where it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as file:
+            file.write(b"1")
+            file.flush()
+    except OSError as error:
+        return f"{folder} cannot be written to ({error.strerror or error})"
+    return None
+
+
+def _kept(limit: int | None, total_steps: int | None, save_freq: int | None) -> int:
+    """How many steps must have room at once; without a limit one, since the user may move them elsewhere."""
+    if limit is None or (save_freq is not None and save_freq <= 0):
+        return 1
+    if total_steps is None or save_freq is None:
+        return limit + 1
+    return min(limit + 1, math.ceil(total_steps / save_freq))
