@@ -1,7 +1,7 @@
 """Reinforcement learning as pure tensor functions: advantages, losses, KL, aggregation, correction."""
 
 from verl.algos.advantage import AdvantageEstimator, estimate_advantages, takes_argument
-from verl.algos.aggregate import agg_loss, global_share
+from verl.algos.aggregate import agg_loss, global_share, rows_of_trajectories
 from verl.algos.entropy_loss import compute_entropy_loss
 from verl.algos.kl import compute_kl_loss, kl_penalty
 from verl.algos.kl_controller import AdaptiveKLController, FixedKLController, get_kl_controller
@@ -30,5 +30,6 @@ __all__ = [
     "mismatch_metrics",
     "register_adv_est",
     "register_policy_loss",
+    "rows_of_trajectories",
     "takes_argument",
 ]

@@ -1,7 +1,13 @@
-"""From one loss per token to one number, the same however the batch is cut."""
+"""From one loss per token to one number, the same however the batch is cut.
+
+A sequence is a trajectory. Where one has several rows (see `rows_of_trajectories`), each row is its part of it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeAlias
 
 import torch
@@ -9,6 +15,22 @@ import torch
 from verl.algos.returns import keep
 
 Count: TypeAlias = float | torch.Tensor
+
+_TRAJECTORY_TOKENS: ContextVar[torch.Tensor | None] = ContextVar("trajectory_tokens", default=None)
+
+
+@contextmanager
+def rows_of_trajectories(trajectory_tokens: torch.Tensor | None) -> Iterator[None]:
+    """Within it the rows given to `agg_loss` and `global_share` are parts of trajectories with so many model tokens in
+    all, [batch]; None: each row is a trajectory.
+
+    Losses keep their signature: what a row is part of concerns only those who divide by sequences.
+    """
+    before = _TRAJECTORY_TOKENS.set(trajectory_tokens)
+    try:
+        yield
+    finally:
+        _TRAJECTORY_TOKENS.reset(before)
 
 
 def agg_loss(
@@ -29,9 +51,9 @@ def agg_loss(
     seq-mean-token-sum-norm  mean over sequences of the sum over their tokens / `loss_scale_factor`
                              (a constant such as the longest response allowed: Dr. GRPO, arXiv 2503.20783)
 
-    `batch_num_tokens` and `global_batch_size` are the tokens (in the mask) and sequences (rows with any mask) of
-    the whole optimizer step over all ranks; the results of its parts then add up to the loss of the whole. Without
-    them this part is the whole. `dp_size` multiplies the result, for engines that average over that many ranks.
+    `batch_num_tokens` and `global_batch_size` are the tokens (in the mask) and sequences (trajectories with any) of the
+    whole optimizer step over all ranks; the results of its parts then add up to the loss of the whole. Without them
+    this part is the whole. `dp_size` multiplies the result, for engines that average over that many ranks.
     """
     loss_mask = loss_mask.bool()
     tokens, sequences = _counts(loss_mask, batch_num_tokens, global_batch_size)
@@ -43,8 +65,9 @@ def agg_loss(
     elif loss_agg_mode == "seq-mean-token-sum":
         loss = row_sums.sum() / _nonzero(sequences)
     elif loss_agg_mode == "seq-mean-token-mean":
-        row_tokens = loss_mask.sum(dim=-1)
-        loss = (row_sums / _nonzero(row_tokens)).sum() / _nonzero(sequences)
+        whole = _trajectory_tokens(loss_mask)
+        sequence_tokens = loss_mask.sum(dim=-1) if whole is None else whole
+        loss = (row_sums / _nonzero(sequence_tokens)).sum() / _nonzero(sequences)
     elif loss_agg_mode == "seq-mean-token-sum-norm":
         if not loss_scale_factor:
             raise ValueError(
@@ -95,8 +118,26 @@ LOSS_AGG_MODES = tuple(_NORMALISED_BY)
 def _counts(mask: torch.Tensor, tokens: Count | None, sequences: Count | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and sequences to divide by: as given, else those of the mask. float64: exact for any count."""
     tokens = mask.sum() if tokens is None else tokens
-    sequences = mask.any(dim=-1).sum() if sequences is None else sequences
+    if sequences is None:
+        sequences = count_sequences(mask, _trajectory_tokens(mask))
     return _on(mask.device, tokens), _on(mask.device, sequences)
+
+
+def count_sequences(mask: torch.Tensor, trajectory_tokens: torch.Tensor | None) -> torch.Tensor:
+    """How many trajectories rows with this mask [batch, response] are: each its share of its trajectory's tokens."""
+    if trajectory_tokens is None:
+        return mask.any(dim=-1).sum()
+    return (mask.sum(dim=-1).double() / _nonzero(trajectory_tokens)).sum()
+
+
+def _trajectory_tokens(mask: torch.Tensor) -> torch.Tensor | None:
+    tokens = _TRAJECTORY_TOKENS.get()
+    if tokens is not None and tokens.shape != mask.shape[:1]:
+        raise ValueError(
+            f"agg_loss: a mask of {mask.shape[0]} rows, in a loss on {len(tokens)} rows of trajectories. Aggregate all"
+            " rows at once; what is to be left out has mask 0."
+        )
+    return tokens
 
 
 def _on(device: torch.device, count: Count) -> torch.Tensor:

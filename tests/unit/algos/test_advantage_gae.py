@@ -41,3 +41,16 @@ def test_lambda_zero_makes_the_returns_one_step_predictions():
     _, returns = compute_gae_advantage_return(rewards, values, torch.ones(1, 3), gamma=0.5, lam=0.0)
     # r_t + 0.5 · V_next
     assert returns.tolist() == [pytest.approx([1 - 3.5, 2 + 0.05, 4.0])]
+
+
+def test_an_answer_that_was_cut_goes_on_with_the_critics_value():
+    """δ = r + γ V_next - V by hand, with γ = 0.5, λ = 1: the last token's next value is the one after the answer.
+
+    The second row's last model token stands before padding; the third has none, and the fourth was not cut.
+    """
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 1, 0]])
+    values, rewards = torch.full((4, 3), 2.0), torch.zeros(4, 3)
+    _, returns = compute_gae_advantage_return(
+        rewards, values, mask, gamma=0.5, lam=1.0, last_value=torch.tensor([8.0, 4.0, 9.0, 0.0])
+    )
+    assert returns.tolist() == [[1.0, 2.0, 4.0], [1.0, 2.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
