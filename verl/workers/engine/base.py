@@ -41,7 +41,7 @@ class Counts:
     tokens: float
     """Positions with response_mask 1."""
     sequences: float
-    """Rows that have at least one."""
+    """Trajectories that have at least one; a row is its share of its trajectory's."""
 
 
 LossFn: TypeAlias = Callable[

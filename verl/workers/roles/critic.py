@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from verl.algos import compute_value_loss, global_share
+from verl.algos import compute_value_loss, global_share, rows_of_trajectories
 from verl.config import CriticConfig, as_config
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
@@ -14,6 +14,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.fs import resolve_model_path
 from verl.utils.torch_functional import masked_mean
 from verl.workers.engine.base import Counts
+from verl.workers.engine.common.micro_batches import trajectory_tokens
 from verl.workers.roles.engines import make_engine
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.updates import micro_batching, run_epochs
@@ -30,16 +31,17 @@ class ValueLoss:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """All tensors [batch, response]."""
         config, mask = self.config, data.batch["response_mask"]
-        loss, clipfrac = compute_value_loss(
-            output["values"],
-            data.batch["returns"],
-            data.batch["values"],
-            mask,
-            config.cliprange_value,
-            config.loss_agg_mode,
-            config.loss_scale_factor,
-        )
-        loss = loss * global_share(mask, config.loss_agg_mode, counts.tokens, counts.sequences)
+        with rows_of_trajectories(trajectory_tokens(data)):
+            loss, clipfrac = compute_value_loss(
+                output["values"],
+                data.batch["returns"],
+                data.batch["values"],
+                mask,
+                config.cliprange_value,
+                config.loss_agg_mode,
+                config.loss_scale_factor,
+            )
+            loss = loss * global_share(mask, config.loss_agg_mode, counts.tokens, counts.sequences)
         tokens = mask.sum()
         part = (loss.detach(), None)  # of the whole step's: `run_epochs` gives it its count
         metrics = {

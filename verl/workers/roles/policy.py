@@ -19,7 +19,7 @@ from verl.utils.fs import resolve_model_path
 from verl.workers.roles.engines import make_engine
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
-from verl.workers.roles.updates import micro_batching, run_epochs
+from verl.workers.roles.updates import micro_batching, mini_batches_of_prompts, rows_of_mini_batches, run_epochs
 from verl.workers.rollout import get_rollout_class
 from verl.workers.sharding_manager import (
     BroadcastReceiver,
@@ -96,7 +96,7 @@ class ActorRolloutRefWorker(Worker):
         mini_batches = self._mini_batches(data, ppo_mini_batch_size)
         loss = PolicyLoss(actor, own_old_log_probs="old_log_probs" not in data.batch.keys())
         if loss.own_old_log_probs:
-            if epochs * mini_batches > 1:
+            if epochs * len(mini_batches) > 1:
                 raise ValueError(
                     "update_actor: several optimizer steps need old_log_probs. Call compute_log_prob first."
                 )
@@ -285,12 +285,12 @@ class ActorRolloutRefWorker(Worker):
         """With LoRA the actor's base weights never change: they are the reference."""
         return "actor" in self.parts and self.config.model.lora_rank > 0
 
-    def _mini_batches(self, data: DataProto, prompts: int | None) -> int:
-        """Optimizer steps per pass: as the controller cut this rank's rows, or into mini-batches of `prompts`."""
+    def _mini_batches(self, data: DataProto, prompts: int | None) -> list[int]:
+        """This rank's rows of each optimizer step: as the controller cut them, or mini-batches of `prompts`."""
         if prompts is None and "mini_batches" in data.meta_info:
-            return data.meta_info["mini_batches"]
-        samples = (self.config.actor.ppo_mini_batch_size if prompts is None else prompts) * self.config.rollout.n
-        return max(1, len(data) * self.engine.dp_size // samples)
+            return rows_of_mini_batches(len(data), data.meta_info["mini_batches"])
+        prompts = self.config.actor.ppo_mini_batch_size if prompts is None else prompts
+        return mini_batches_of_prompts(data, prompts, self.config.rollout.n, self.engine)
 
     def _temperature(self, data: DataProto) -> float:
         return (

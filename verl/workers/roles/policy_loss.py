@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from verl.algos import agg_loss, compute_kl_loss, get_policy_loss_fn, global_share
+from verl.algos import agg_loss, compute_kl_loss, get_policy_loss_fn, global_share, rows_of_trajectories
 from verl.config import ActorConfig
 from verl.protocol import DataProto
 from verl.workers.engine.base import Counts
+from verl.workers.engine.common.micro_batches import trajectory_tokens
 
 # Where a row of the micro-batch stands in the rank's batch: [batch].
 ROW = "row_in_batch"
@@ -33,7 +34,13 @@ class PolicyLoss:
     def __call__(
         self, output: dict[str, torch.Tensor], data: DataProto, counts: Counts
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """All tensors [batch, response]."""
+        """All tensors [batch, response], but for `trajectory_tokens` [batch]."""
+        with rows_of_trajectories(trajectory_tokens(data)):
+            return self._loss(output, data, counts)
+
+    def _loss(
+        self, output: dict[str, torch.Tensor], data: DataProto, counts: Counts
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         config, mask = self.config, data.batch["response_mask"]
         old_log_prob = self._old_log_probs(output, data)
         share = global_share(mask, config.loss_agg_mode, counts.tokens, counts.sequences)

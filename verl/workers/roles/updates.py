@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from verl.protocol import DataProto
 from verl.utils.progress import expect
 from verl.workers.engine.base import LossFn, Metrics, MicroBatching, TrainEngine
+from verl.workers.engine.common.groups import largest
 from verl.workers.engine.common.step_checks import EMPTY, REASONS, REFUSED, SEARCHING, SKIPPED
 
 # The same quantity under the name that users' dashboards know.
@@ -27,18 +31,20 @@ def run_epochs(
     outputs: Sequence[str],
     temperature: float,
     micro: MicroBatching,
-    mini_batches: int,
+    mini_batches: int | Sequence[int],
     epochs: int,
     prefix: str,
 ) -> DataProto:
-    """`epochs` passes over this rank's rows, which stand mini-batch by mini-batch; a result with metrics only."""
-    size, rest = divmod(len(data), mini_batches)
-    if rest or size == 0:
-        raise ValueError(f"{len(data)} rows on this rank do not divide into {mini_batches} mini-batches.")
+    """`epochs` passes over this rank's rows, which stand mini-batch by mini-batch; a result with metrics only.
+
+    `mini_batches` are the rows of each, or the number of equal ones; as many on every rank.
+    """
+    sizes = rows_of_mini_batches(len(data), mini_batches)
+    parts = [data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     expect(len(data) * epochs)
     totals: dict[str, list[tuple[float, float]]] = {}
     reached, step = 0, {}  # the last update that reached the weights; the last of all
-    for place, mini_batch in enumerate(data.split(size) * epochs, start=1):
+    for place, mini_batch in enumerate(parts * epochs, start=1):
         found = engine.forward_backward(mini_batch, loss_fn, outputs, temperature=temperature, micro=micro)
         step = engine.optimizer_step()
         _record(totals, prefix, found, step, engine.dp_size)
@@ -54,6 +60,27 @@ def run_epochs(
         if name in totals:
             totals[alias] = totals[name]
     return DataProto(meta_info={"metrics": totals})
+
+
+def rows_of_mini_batches(rows: int, mini_batches: int | Sequence[int]) -> list[int]:
+    """The rows of each mini-batch: as given, or so many equal ones."""
+    sizes = [rows // mini_batches] * mini_batches if isinstance(mini_batches, int) else list(mini_batches)
+    if sum(sizes) != rows or not sizes or min(sizes) < 1:
+        raise ValueError(f"{rows} rows on this rank do not divide into mini-batches: {mini_batches}.")
+    return sizes
+
+
+def mini_batches_of_prompts(data: DataProto, prompts: int, n: int, engine: TrainEngine) -> list[int]:
+    """The rows of each mini-batch of `prompts` prompts over all ranks, where the controller did not cut the batch.
+
+    Runs of whole prompts by `uid`; without that column a prompt has `n` rows. A collective.
+    """
+    uids = np.asarray(data.non_tensor_batch["uid"] if "uid" in data.non_tensor_batch else np.arange(len(data)) // n)
+    starts = [row for row in range(len(uids)) if row == 0 or uids[row] != uids[row - 1]]
+    most, fewest = (largest(count, engine.device) for count in (len(starts), -len(starts)))
+    parts = max(1, min(-fewest, most * engine.dp_size // prompts))
+    bounds = [*(starts[len(starts) * part // parts] for part in range(parts)), len(data)]
+    return np.diff(bounds).tolist()
 
 
 def _record(

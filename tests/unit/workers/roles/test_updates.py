@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from verl.config import ActorConfig, CriticConfig, as_config
-from verl.protocol import DataProto
+from verl.protocol import DataProto, object_array
 from verl.utils.metric import reduce_metrics
 from verl.workers.engine.base import ALL_ROWS, Counts, Metrics
+from verl.workers.engine.common.groups import ensure_process_group
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts
 from verl.workers.engine.common.step_checks import step_metrics
 from verl.workers.roles.critic import ValueLoss
 from verl.workers.roles.policy_loss import PolicyLoss
-from verl.workers.roles.updates import run_epochs
+from verl.workers.roles.updates import mini_batches_of_prompts, run_epochs
 
 
 class Rank:
@@ -69,3 +70,33 @@ def test_two_ranks_report_what_one_does_also_where_one_has_no_tokens(loss, outpu
     assert set(one) == set(two)
     assert two == pytest.approx(one)
     assert any(value for name, value in one.items() if "clipfrac" in name)
+
+
+def test_mini_batches_may_have_different_numbers_of_rows():
+    sizes: list[int] = []
+
+    class Counting(Rank):
+        def forward_backward(self, data: DataProto, loss_fn: Any, outputs: Any, **_: Any) -> Metrics:
+            sizes.append(len(data))
+            return {}
+
+    rank: Any = Counting(1, Counts(1.0, 1.0))
+    data = DataProto.from_dict({"response_mask": torch.ones(6, 2)})
+    run_epochs(rank, data, None, [], 1.0, ALL_ROWS, mini_batches=[1, 3, 2], epochs=2, prefix="role")  # type: ignore[arg-type]
+    assert sizes == [1, 3, 2, 1, 3, 2]
+    for wrong in ([1, 3], [6, 0], 4, []):
+        with pytest.raises(ValueError, match="6 rows on this rank do not divide into mini-batches"):
+            run_epochs(rank, data, None, [], 1.0, ALL_ROWS, mini_batches=wrong, epochs=1, prefix="role")  # type: ignore[arg-type]
+
+
+def test_a_batch_that_nobody_cut_is_cut_between_prompts():
+    """Seven rows of four prompts, two prompts to a mini-batch; without their names, `n` rows are a prompt."""
+    rank: Any = Rank(1, Counts(1.0, 1.0))
+    rank.device = torch.device("cpu")
+    ensure_process_group(rank.device)
+    data = DataProto.from_dict({"response_mask": torch.ones(7, 2)})
+    data.non_tensor_batch["uid"] = object_array(["a", "b", "b", "b", "c", "d", "d"])
+    assert mini_batches_of_prompts(data, 2, 2, rank) == [4, 3]
+    assert mini_batches_of_prompts(data, 8, 2, rank) == [7]
+    data.pop(non_tensor_batch_keys=["uid"])
+    assert mini_batches_of_prompts(data, 2, 2, rank) == [4, 3]

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from verl.algos.aggregate import count_sequences
 from verl.protocol import DataProto
 from verl.utils.balancing import ceildiv, get_seqlen_balanced_partitions
 from verl.utils.flops import TOKENS, SequenceCost
@@ -88,9 +89,14 @@ def filler_batch(data: DataProto) -> DataProto:
 
 
 def local_counts(data: DataProto) -> Counts:
-    """This rank's valid tokens and sequences."""
+    """This rank's valid tokens, and its part of the trajectories that have any."""
     mask = data.batch["response_mask"] != 0
-    return Counts(tokens=float(mask.sum()), sequences=float(mask.any(dim=1).sum()))
+    return Counts(tokens=float(mask.sum()), sequences=float(count_sequences(mask, trajectory_tokens(data))))
+
+
+def trajectory_tokens(data: DataProto) -> torch.Tensor | None:
+    """[rows]: valid tokens of the whole trajectory that each row is part of; None: each row is a whole one."""
+    return data.batch["trajectory_tokens"] if "trajectory_tokens" in data.batch.keys() else None
 
 
 class MetricSums:
