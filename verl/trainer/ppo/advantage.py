@@ -12,6 +12,7 @@ import torch
 
 from verl.algos import estimate_advantages, takes_argument
 from verl.algos import kl_penalty as kl_estimate
+from verl.algos.trajectories import Trajectories
 from verl.config import AlgorithmConfig, as_config
 from verl.protocol import DataProto
 from verl.utils.torch_functional import masked_mean, masked_sum
@@ -23,6 +24,12 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
     return data.batch["attention_mask"][:, -width:]
 
 
+def trajectories_of(data: DataProto) -> Trajectories:
+    """Which rows are parts of one trajectory: those of one name in the column `trajectory`; without it, each is one."""
+    ids = data.non_tensor_batch["trajectory"] if "trajectory" in data.non_tensor_batch else None
+    return Trajectories(ids, data.batch["response_mask"])
+
+
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, dict[str, float]]:
     """`token_level_rewards` = `token_level_scores` - coefficient × KL(policy ‖ reference); moves the controller."""
     mask = data.batch["response_mask"]
@@ -30,8 +37,9 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> t
     kl = torch.where(mask.bool(), estimate, 0.0)
     coefficient = kl_ctrl.value
     data.batch["token_level_rewards"] = data.batch["token_level_scores"] - coefficient * kl
-    answers = mask.any(-1)  # fillers are none
-    per_sequence = float(masked_mean(masked_mean(kl, mask, axis=-1), answers))
+    whole = trajectories_of(data)
+    answers = whole.mask.any(-1)  # fillers are none
+    per_sequence = float(masked_mean(masked_mean(whole.join(kl), whole.mask, axis=-1), answers))
     kl_ctrl.update(current_kl=per_sequence, n_steps=int(answers.sum()))
     return data, {"actor/reward_kl_penalty": per_sequence, "actor/reward_kl_penalty_coeff": coefficient}
 
@@ -45,8 +53,10 @@ def compute_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> DataProto:
-    """Add `advantages` and `returns`: [batch, response]. `num_repeat` is accepted for older callers; groups are told by
-    `uid`."""
+    """Add `advantages` and `returns`: [batch, response]; the estimator sees whole trajectories, one per row.
+
+    `num_repeat` is accepted for older callers; groups are told by `uid`.
+    """
     if "response_mask" not in data.batch.keys():
         data.batch["response_mask"] = compute_response_mask(data)
     algorithm = as_config(AlgorithmConfig, config)
@@ -55,31 +65,38 @@ def compute_advantage(
     if algorithm.gdpo.reward_keys and takes_argument(adv_estimator, "reward_dimensions"):
         names, key = algorithm.gdpo.reward_keys, "algorithm.gdpo.reward_keys"
         dimensions = torch.stack([value_per_answer(data, name, key) for name in names], dim=-1)
+    whole = trajectories_of(data)
+
+    def at_end(name: str) -> torch.Tensor | None:
+        return whole.at_end(tensors[name]) if name in tensors.keys() else None
+
     advantages, returns = estimate_advantages(
         adv_estimator,
-        token_level_rewards=tensors["token_level_rewards"],
-        response_mask=tensors["response_mask"],
-        values=tensors["values"] if "values" in tensors.keys() else None,
-        reward_baselines=tensors["reward_baselines"] if "reward_baselines" in tensors.keys() else None,
+        token_level_rewards=whole.join(tensors["token_level_rewards"]),
+        response_mask=whole.mask,
+        values=whole.join(tensors["values"]) if "values" in tensors.keys() else None,
+        last_value=at_end("last_value"),
+        reward_baselines=at_end("reward_baselines"),
         reward_dimensions=dimensions,
         reward_weights=algorithm.gdpo.reward_weights or None,
-        index=arrays["uid"] if "uid" in arrays else None,
+        index=arrays["uid"][whole.last_rows] if "uid" in arrays else None,
         gamma=gamma,
         lam=lam,
         norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
         config=algorithm,
     )
-    data.batch["advantages"], data.batch["returns"] = advantages, returns
+    data.batch["advantages"], data.batch["returns"] = whole.split(advantages), whole.split(returns)
     return data
 
 
 def value_per_answer(data: DataProto, name: str, key: str) -> torch.Tensor:
-    """What the reward said about each answer under `name`: [batch]. `score` is the score itself, on any token.
+    """What the reward said about each answer under `name`: [trajectories]. `score` is the score itself, on any token.
 
     `key` is the configuration key that asks for it. A sample that could not be scored counts 0.
     """
+    whole = trajectories_of(data)
     if name == "score":
-        return masked_sum(data.batch["token_level_scores"], data.batch["response_mask"], axis=-1).double()
+        return masked_sum(whole.join(data.batch["token_level_scores"]), whole.mask, axis=-1).double()
     columns = data.non_tensor_batch
     name = reward_column(columns, name)
     if name not in columns or not all(value is None or isinstance(value, _NUMBER) for value in columns[name]):
@@ -88,7 +105,7 @@ def value_per_answer(data: DataProto, name: str, key: str) -> torch.Tensor:
             f"{key}: the reward returned no number under {name!r} (there is: score, {', '.join(sorted(known))}). Name"
             " one of these, or let the reward function return a dict with it."
         )
-    values = [0.0 if value is None or math.isnan(value) else float(value) for value in columns[name]]
+    values = [0.0 if value is None or math.isnan(value) else float(value) for value in columns[name][whole.last_rows]]
     return torch.tensor(values, dtype=torch.float64)
 
 
