@@ -42,6 +42,7 @@ bench: setup
 
 docs: setup
 	$(BIN)/python -m verl.config.docs > docs/config.md
+	$(BIN)/python -m verl.types.schema > docs/columns.md
 
 setup: $(STAMP)
 

@@ -267,6 +267,7 @@ def rollout_batch(seeds: list[int], prompt: int, response: int, pad: int) -> Dat
             "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
             "response_mask": response_mask,
             "rollout_log_probs": torch.where(response_mask.bool(), -responses.float(), 0.0).to(torch.bfloat16),
+            "rollout_versions": torch.where(response_mask.bool(), responses, -1),
             "score": torch.tensor([float(seed) for seed in seeds]),
         },
         {"uid": np.array([f"u{seed}" for seed in seeds], dtype=object)},

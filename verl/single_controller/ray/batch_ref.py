@@ -22,6 +22,7 @@ from verl.single_controller.ray import columns
 from verl.single_controller.ray.column_views import ObjectColumns, TensorColumns
 from verl.single_controller.ray.columns import ColumnType, Lengths
 from verl.single_controller.ray.row_map import Column, RowMap, concat_columns, prune_parts, take_rows
+from verl.types.schema import OBJECT, ROW
 from verl.utils.columns import concat_meta, same, union_meta
 
 __all__ = ["BatchRef", "StoredRows", "Traffic", "store_rows", "traffic"]
@@ -61,12 +62,12 @@ def store_rows(data: DataProto, known: Lengths | None = None) -> StoredRows:
     refs, types = {}, {}
     for name, value in tensors.items():
         packed = None
-        if found is not None and (kind := columns.token_kind(name, value, found[1])) != columns.DENSE:
-            packed = columns.pack(name, value, kind, found[0], prompt_width=found[1][0])
+        if found is not None and (axis := columns.axis_of(name, value, found[1])) != ROW:
+            packed = columns.pack(name, value, axis, found[0], prompt_width=found[1][0])
         types[name], content = packed or columns.dense(value)
         refs[name] = _put(content)
     for name, array in data.non_tensor_batch.items():
-        types[name], refs[name] = ColumnType(columns.OBJECT), _put(array)
+        types[name], refs[name] = ColumnType(OBJECT), _put(array)
     return StoredRows(len(data), refs, types, found[0] if found else None, data.meta_info)
 
 
@@ -246,7 +247,7 @@ class BatchRef(DataProto):
     def _is_object(self, name: str) -> bool:
         if name in self._held:
             return isinstance(self._held[name].value, np.ndarray)
-        return self._columns[name].type.kind == columns.OBJECT
+        return self._columns[name].type.axis == OBJECT
 
     def _has_columns(self) -> bool:
         return bool(self._columns or self._held)

@@ -15,27 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-DENSE, OBJECT, PROMPT, RESPONSE, SEQUENCE = "dense", "object", "prompt", "response", "sequence"
-
-# What section 4 of the schema calls them: in these, what lies in the padding is never of interest.
-_SEQUENCE_NAMES = {"input_ids", "attention_mask", "position_ids"}
-_RESPONSE_NAMES = {
-    "responses",
-    "response_mask",
-    "rollout_log_probs",
-    "rollout_drawn_log_probs",
-    "rollout_versions",
-    "old_log_probs",
-    "ref_log_prob",
-    "values",
-    "token_level_scores",
-    "token_level_rewards",
-    "advantages",
-    "returns",
-    "entropys",
-}
-_KNOWN_NAMES = _SEQUENCE_NAMES | _RESPONSE_NAMES | {"prompts"}
-_TOKEN_ID_NAMES = {"prompts", "responses", "input_ids"}
+from verl.types.schema import COLUMNS, OBJECT, PROMPT, RESPONSE, ROW, SEQUENCE, Axis, filler
 
 
 @dataclass(frozen=True)
@@ -61,11 +41,11 @@ class Lengths:
         """The rows of all parts."""
         return Lengths(np.concatenate([p.prompt for p in parts]), np.concatenate([p.response for p in parts]))
 
-    def windows(self, kind: str, prompt_width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Start and end of the real part of every row of a column of this kind, padded to `prompt_width`."""
-        if kind == RESPONSE:
+    def windows(self, axis: Axis, prompt_width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Start and end of the real part of every row of a column of this axis, padded to `prompt_width`."""
+        if axis == RESPONSE:
             return np.zeros_like(self.response), self.response
-        end = prompt_width + (self.response if kind == SEQUENCE else np.zeros_like(self.response))
+        end = prompt_width + (self.response if axis == SEQUENCE else np.zeros_like(self.response))
         return prompt_width - self.prompt, end
 
 
@@ -73,10 +53,10 @@ class Lengths:
 class ColumnType:
     """What kind of column it is; all its stored parts agree on this (the pad value aside)."""
 
-    kind: str
+    axis: Axis
     dtype: str = ""
     inner: tuple[int, ...] = ()
-    """Shape of one row (dense) or of one token (token columns)."""
+    """Shape of one token, or of one row where there is no token axis."""
     pad: float | None = None
 
     @staticmethod
@@ -92,7 +72,7 @@ class ColumnType:
         return next((column_type for column_type in types if column_type.pad is not None), types[0])
 
     def describe(self) -> str:
-        return f"{self.kind} {self.dtype} {list(self.inner)}"
+        return f"{self.axis} {self.dtype} {list(self.inner)}"
 
 
 def lengths_of(tensors: dict[str, torch.Tensor]) -> tuple[Lengths, tuple[int, int]] | None:
@@ -113,55 +93,51 @@ def lengths_of(tensors: dict[str, torch.Tensor]) -> tuple[Lengths, tuple[int, in
     return Lengths(prompt.sum(1).numpy(), response.sum(1).numpy()), (prompt_width, response_width)
 
 
-def token_kind(name: str, value: torch.Tensor, widths: tuple[int, int]) -> str:
-    """Which padding a tensor of the batch has, told by its name or its width; DENSE where it has none."""
+def axis_of(name: str, value: torch.Tensor, widths: tuple[int, int]) -> Axis:
+    """Which padding a tensor has: for the schema's columns their axis says, for others their width. ROW: none."""
     if value.ndim < 2:
-        return DENSE
-    width, (prompt_width, response_width) = value.shape[1], widths
-    if name == "prompts" and width == prompt_width:
-        return PROMPT
-    if response_width == 0:
-        return PROMPT if width == prompt_width and prompt_width > 0 else DENSE
-    if width == prompt_width + response_width and name not in _RESPONSE_NAMES and prompt_width > 0:
-        return SEQUENCE
-    return RESPONSE if width == response_width else DENSE
+        return ROW
+    width = {PROMPT: widths[0], RESPONSE: widths[1], SEQUENCE: sum(widths)}
+    axes: tuple[Axis, ...] = (COLUMNS[name].axis,) if name in COLUMNS else (SEQUENCE, RESPONSE)
+    return next((axis for axis in axes if width.get(axis) == value.shape[1]), ROW)
 
 
 def pack(
-    name: str, value: torch.Tensor, kind: str, lengths: Lengths, prompt_width: int
+    name: str, value: torch.Tensor, axis: Axis, lengths: Lengths, prompt_width: int
 ) -> tuple[ColumnType, tuple[np.ndarray, np.ndarray]] | None:
     """A token column's real tokens end to end, and their offsets: (values, offsets).
 
     None for a column that is not in the schema and not blank in the padding: it may be no token column at all.
     """
-    starts, ends = lengths.windows(kind, prompt_width)
-    # Token ids are padded with the tokenizer's pad token, which is seen in the padding; all else of the schema with 0.
-    pad = _first_padding(value, starts, ends) if name in _TOKEN_ID_NAMES or name not in _KNOWN_NAMES else 0
-    if name not in _KNOWN_NAMES and not _is_blank_outside(value, starts, ends, pad):
+    starts, ends = lengths.windows(axis, prompt_width)
+    pad = filler(name)
+    if pad is None:
+        pad = _first_padding(value, starts, ends)
+    if name not in COLUMNS and not _is_blank_outside(value, starts, ends, pad):
         return None
     array = as_numpy(value)
     offsets = np.concatenate([[0], np.cumsum(ends - starts)])
     packed = np.empty((int(offsets[-1]), *array.shape[2:]), dtype=array.dtype)
     for row, (start, end, at) in enumerate(zip(starts.tolist(), ends.tolist(), offsets.tolist(), strict=False)):
         packed[at : at + end - start] = array[row, start:end]
-    return ColumnType(kind, _dtype_name(value), tuple(value.shape[2:]), pad), (packed, offsets)
+    return ColumnType(axis, _dtype_name(value), tuple(value.shape[2:]), pad), (packed, offsets)
 
 
 def dense(value: torch.Tensor) -> tuple[ColumnType, Any]:
     """A column stored as it is."""
-    return ColumnType(DENSE, _dtype_name(value), tuple(value.shape[1:])), np.ascontiguousarray(as_numpy(value))
+    return ColumnType(ROW, _dtype_name(value), tuple(value.shape[1:])), np.ascontiguousarray(as_numpy(value))
 
 
 def read(
     column: ColumnType, parts: list[Any], picks: list[tuple[np.ndarray, np.ndarray]], rows: int, lengths: Lengths | None
 ) -> torch.Tensor | np.ndarray:
     """Rows of a column, in memory of our own. `picks` gives for each part (places in the result, rows of the part)."""
-    if column.kind == OBJECT:
+    if column.axis == OBJECT:
         inner = parts[0].shape[1:] if parts else ()
         result = np.empty((rows, *inner), dtype=np.result_type(*parts) if parts else object)
         _copy_rows(result, parts, picks)
         return result
-    if column.kind == DENSE:
+    if column.axis == ROW:
         tensor = torch.empty((rows, *column.inner), dtype=getattr(torch, column.dtype))
         _copy_rows(as_numpy(tensor), parts, picks)
         return tensor
@@ -182,11 +158,11 @@ def _read_tokens(
 ) -> torch.Tensor:
     """Padded to the longest prompt and response among the rows."""
     prompt_width, response_width = lengths.widths
-    width = {PROMPT: prompt_width, RESPONSE: response_width, SEQUENCE: prompt_width + response_width}[column.kind]
+    width = {PROMPT: prompt_width, RESPONSE: response_width, SEQUENCE: prompt_width + response_width}[column.axis]
     shape = (len(lengths), width, *column.inner)
     result = torch.full(shape, column.pad or 0, dtype=getattr(torch, column.dtype))
     target = as_numpy(result)
-    starts, ends = lengths.windows(column.kind, prompt_width)
+    starts, ends = lengths.windows(column.axis, prompt_width)
     for (values, offsets), (places, chosen) in zip(parts, picks, strict=True):
         rows = zip(
             places.tolist(), starts[places].tolist(), ends[places].tolist(), offsets[chosen].tolist(), strict=True

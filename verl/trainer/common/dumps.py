@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
+from verl.types.schema import selected_for
 from verl.utils.plain_store import save_tensors
 
 # JSON leaves these as they are, but readers that split text into lines do not.
@@ -32,8 +33,7 @@ def dump_rows(batch: DataProto, tokenizer: Any, folder: str, step: int) -> Path:
     ours = ("step", "input", "output", "score")
     extras = {
         f"data_{key}" if key in ours else key: batch.non_tensor_batch[key]
-        for key in batch.non_tensor_batch
-        if key not in ("raw_prompt", "row")
+        for key in selected_for("dump", batch.non_tensor_batch)
     }
     rows = (
         {"step": step, "input": prompt, "output": answer, "score": score, **{k: v[i] for k, v in extras.items()}}

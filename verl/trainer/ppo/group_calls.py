@@ -10,22 +10,10 @@ import numpy as np
 from verl.config import PPOConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.arrange import balanced_order, evenness, rank_major_order, row_costs
+from verl.types.schema import Call, columns_read_by, selected_for
 from verl.utils.flops import SequenceCost
 from verl.utils.fs import resolve_model_path
 from verl.utils.metric import reduce_metrics
-
-_SEQUENCE_COLUMNS = ["responses", "input_ids", "attention_mask", "position_ids", "response_mask", "prompts"]
-# Objects that a pass reads: a reward model may have another tokenizer, and writes the messages in its own.
-_OBJECTS_READ_BY = {"reward_model": ("raw_prompt",)}
-# What an update does not read, besides objects (ground truths may be large). Tensors of the user's own go to all ranks.
-_UNREAD = {
-    *("prompts", "rollout_versions", "rollout_log_probs", "rollout_drawn_log_probs"),
-    *("token_level_scores", "token_level_rewards"),
-}
-_UNREAD_BY = {
-    "actor": _UNREAD | {"values", "returns"},
-    "critic": _UNREAD | {"old_log_probs", "ref_log_prob", "advantages", "rollout_is_weights"},
-}
 
 
 class GroupCalls:
@@ -39,9 +27,7 @@ class GroupCalls:
     def infer(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
         """A pass without an update: its columns for every row."""
         order = balanced_order(row_costs(batch, self._cost), self._dp_sizes[role], self._config.trainer.balance_batch)
-        names = [name for name in _SEQUENCE_COLUMNS if name in batch.batch.keys()]
-        objects = [name for name in _OBJECTS_READ_BY.get(role, ()) if name in batch.non_tensor_batch]
-        sent = batch.select(names, objects, []).select_idxs(order)
+        sent = select_read_by(batch, "reward_model" if role == "reward_model" else "infer").select_idxs(order)
         sent.meta_info = {"temperature": self._config.actor_rollout_ref.rollout.temperature}
         return _in_order(method(sent), order)
 
@@ -54,7 +40,8 @@ class GroupCalls:
         minis = max(1, len(batch) // (block.ppo_mini_batch_size * self._config.actor_rollout_ref.rollout.n))
         costs, ranks = row_costs(batch, self._cost), self._dp_sizes[role]
         order = rank_major_order(costs, ranks, minis, self._config.trainer.balance_batch)
-        read = [name for name in batch.batch.keys() if name not in _UNREAD_BY[role]]
+        # Objects stay here: ground truths may be large. Tensors of the user's own go along.
+        read = selected_for("update_critic" if role == "critic" else "update_actor", batch.batch.keys())
         arranged = batch.select(read, []).select_idxs(order)
         arranged.meta_info = {
             "temperature": self._config.actor_rollout_ref.rollout.temperature,
@@ -68,6 +55,13 @@ class GroupCalls:
         if len(result):
             batch.union(_in_order(result, order))
         return metrics
+
+
+def select_read_by(batch: DataProto, call: Call) -> DataProto:
+    """The columns that a call reads, without metadata."""
+    names = columns_read_by(call)
+    tensors, objects = batch.batch.keys(), batch.non_tensor_batch
+    return batch.select([n for n in names if n in tensors], [n for n in names if n in objects], [])
 
 
 def local_columns(batch: DataProto, names: Iterable[str], objects: Iterable[str] | None = None) -> DataProto:

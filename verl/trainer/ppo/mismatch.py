@@ -19,9 +19,7 @@ _ONE_IN = 16
 
 
 class RolloutMismatch:
-    """Applies `algorithm.rollout_correction` to batches that have the columns `READ`, those of them that there are."""
-
-    READ = ("response_mask", "old_log_probs", "rollout_log_probs", "rollout_drawn_log_probs")
+    """Applies `algorithm.rollout_correction` to batches that have the columns it reads (`types.schema`)."""
 
     def __init__(self, config: RolloutCorrectionConfig) -> None:
         self._config = config

@@ -28,8 +28,8 @@ from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, comp
 from verl.trainer.ppo.correctness import say_right_of_step
 from verl.trainer.ppo.dataloading import learn_from, make_dataloader
 from verl.trainer.ppo.dynamic_sampling import fill_batch
-from verl.trainer.ppo.greedy_baseline import SAMPLED, answer_rows, split_off_baselines
-from verl.trainer.ppo.group_calls import GroupCalls, local_columns
+from verl.trainer.ppo.greedy_baseline import answer_rows, split_off_baselines
+from verl.trainer.ppo.group_calls import GroupCalls, local_columns, select_read_by
 from verl.trainer.ppo.metric_utils import compute_data_metrics, divergence_metrics, phase_metrics, without_nan
 from verl.trainer.ppo.mismatch import RolloutMismatch
 from verl.trainer.ppo.prompt_stream import PromptStream
@@ -37,6 +37,7 @@ from verl.trainer.ppo.reward import compute_reward, reward_metrics
 from verl.trainer.ppo.reward_overlap import RewardOverlap
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validation import validate
+from verl.types.schema import columns_read_by
 from verl.utils.torch_functional import masked_mean
 from verl.utils.tracking import Tracking
 
@@ -51,14 +52,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-_PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
-_PROMPT_OBJECTS = ("uid", "sample_index", SAMPLED, "max_new_tokens")
-_REWARD_COLUMNS = ("prompts", "responses", "attention_mask", "response_mask", "rm_scores")
-_ADVANTAGE_COLUMNS = (
-    *("response_mask", "token_level_scores", "reward_baselines"),
-    *("old_log_probs", "ref_log_prob", "values"),
-)
 
 
 class RayPPOTrainer:
@@ -267,8 +260,7 @@ class RayPPOTrainer:
         return self._generate_rows(rows, validate=False)
 
     def _generate_rows(self, batch: DataProto, validate: bool) -> DataProto:
-        objects = [name for name in _PROMPT_OBJECTS if name in batch.non_tensor_batch]
-        request = batch.select(_PROMPT_COLUMNS, objects, [])
+        request = select_read_by(batch, "generate")
         request.meta_info = {
             "step": self.global_steps,
             "seed": self.config.actor_rollout_ref.rollout.seed,
@@ -288,7 +280,7 @@ class RayPPOTrainer:
         metrics = {} if metrics is None else metrics
         if self.use_rm:
             batch = batch.union(self._balanced(self.rm_wg.compute_rm_score, batch, "reward_model"))
-        local = local_columns(batch, _REWARD_COLUMNS)
+        local = local_columns(batch, columns_read_by("reward"))
         mask = local.batch["response_mask"].clone()
         scores, extra = compute_reward(local, self.reward_fn)
         if self._overlap.share is not None:
@@ -317,7 +309,7 @@ class RayPPOTrainer:
         if not bypass:
             return batch.union(result)
         measured = measured.union(result)
-        metrics |= self._mismatch.correct(measured, local_columns(measured, RolloutMismatch.READ, ()))
+        metrics |= self._mismatch.correct(measured, local_columns(measured, columns_read_by("correction"), ()))
         batch.batch["old_log_probs"] = self._mismatch.denominator(batch)
         return batch
 
@@ -325,11 +317,11 @@ class RayPPOTrainer:
         """KL in the reward if asked for, then `advantages` and `returns`; here, from the columns it names."""
         metrics = {} if metrics is None else metrics
         algorithm = self.config.algorithm
-        wanted = [*_ADVANTAGE_COLUMNS]
+        wanted = columns_read_by("advantage")
         if not algorithm.rollout_correction.bypass_mode:
-            wanted += RolloutMismatch.READ[2:]  # else they are the old ones: there is nothing to compare
+            wanted = columns_read_by("advantage", "correction")  # else they are the old ones: nothing to compare
         rewards = [reward_column(batch.non_tensor_batch, name) for name in algorithm.gdpo.reward_keys]
-        local = local_columns(batch, wanted, ("uid", "finish_reason", *rewards))
+        local = local_columns(batch, wanted, (*wanted, *rewards))
         if algorithm.use_kl_in_reward:
             local, kl_metrics = apply_kl_penalty(local, self.kl_ctrl_in_reward, algorithm.kl_penalty)
             metrics |= kl_metrics
@@ -372,7 +364,7 @@ class RayPPOTrainer:
         trainer, step = self.config.trainer, self.global_steps
         self._last_batch = batch
         if self._update_gives_old_log_probs:
-            columns = local_columns(batch, (*RolloutMismatch.READ, "ref_log_prob"), ())
+            columns = local_columns(batch, (*columns_read_by("correction"), "ref_log_prob"), ())
             metrics |= divergence_metrics(columns) | self._mismatch.correct(batch, columns)
         if not self.config.algorithm.filter_groups.enable:  # else it has learned from all that was generated
             learn_from(self.train_dataloader, batch)

@@ -1,0 +1,162 @@
+"""The columns of a batch, one table: what each holds, what its padding holds, who makes it and which calls read it.
+
+Trimming, padding, the selection for a call, the names that data may not have and `docs/columns.md` are made from it.
+Columns that are not in it are the user's own: they travel as they are, and to whom is said where a call is made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = ["COLUMNS", "RESERVED", "Axis", "Call", "Column", "columns_read_by", "filler", "selected_for"]
+
+Axis: TypeAlias = Literal["prompt", "response", "sequence", "row", "object"]
+PROMPT: Axis = "prompt"  # [rows, P], padded on the left
+RESPONSE: Axis = "response"  # [rows, R], padded on the right
+SEQUENCE: Axis = "sequence"  # [rows, P + R]: a prompt and its response
+ROW: Axis = "row"  # [rows, …]: one value per row, of any shape
+OBJECT: Axis = "object"  # an object array [rows], in non_tensor_batch
+
+Call: TypeAlias = Literal[
+    "generate",
+    "infer",
+    "reward_model",
+    "reward",
+    "correction",
+    "advantage",
+    "metrics",
+    "update_actor",
+    "update_critic",
+    "dump",
+]
+_PASSES: tuple[Call, ...] = ("infer", "reward_model")
+_UPDATES: tuple[Call, ...] = ("update_actor", "update_critic")
+_DATA = "data"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column. `dtype` is torch's name of it, or the Python type of an object column's entries."""
+
+    name: str
+    axis: Axis
+    dtype: str
+    filler: float | None
+    """What its padding holds; None for token ids (the tokenizer's pad token) and for columns without padding."""
+    made_by: str
+    read_by: tuple[Call, ...]
+    meaning: str
+
+
+_TABLE = (
+    Column("prompts", PROMPT, "int64", None, "rollout", (*_PASSES, "reward", "dump"), "token ids"),
+    Column("responses", RESPONSE, "int64", None, "rollout", (*_PASSES, *_UPDATES, "reward", "metrics", "dump"),
+           "token ids: what the model sampled, and what its environment answered"),
+    Column("input_ids", SEQUENCE, "int64", None, "dataset, rollout", ("generate", *_PASSES, *_UPDATES),
+           "prompts and responses; before generation [B, P]"),
+    Column("attention_mask", SEQUENCE, "int64", 0, "dataset, rollout",
+           ("generate", *_PASSES, *_UPDATES, "reward", "metrics"), "1 on tokens, 0 on padding"),
+    Column("position_ids", SEQUENCE, "int64", 0, "dataset, rollout", ("generate", *_PASSES, *_UPDATES),
+           "places in the row, from 0 at its first token"),
+    Column("response_mask", RESPONSE, "int64", 0, "rollout",
+           (*_PASSES, *_UPDATES, "reward", "correction", "advantage", "metrics"),
+           "1 exactly on tokens that the model sampled and that count"),
+    Column("rollout_log_probs", RESPONSE, "float32", 0, "rollout", ("correction", "metrics"),
+           "of the sampled tokens, at the temperature, as the engine had them"),
+    Column("rollout_drawn_log_probs", RESPONSE, "float32", 0, "rollout", ("correction", "metrics"),
+           "the same under what top-p, top-k and min-p left to draw from"),
+    Column("rollout_versions", RESPONSE, "int64", -1, "rollout", (),
+           "version of the weights that sampled each token; -1 where none did"),
+    Column("rm_scores", RESPONSE, "float32", 0, "reward model", ("reward",), "its score, on the last sampled token"),
+    Column("token_level_scores", RESPONSE, "float32", 0, "reward", ("advantage", "metrics", "dump"),
+           "the score, on the last sampled token"),
+    Column("old_log_probs", RESPONSE, "float32", 0, "actor", ("correction", "advantage", "metrics", "update_actor"),
+           "under the policy before its update"),
+    Column("entropys", RESPONSE, "float32", 0, "actor", (), "of the distribution that each token was sampled from"),
+    Column("ref_log_prob", RESPONSE, "float32", 0, "reference", ("advantage", "metrics", "update_actor"),
+           "under the reference policy"),
+    Column("values", RESPONSE, "float32", 0, "critic", ("advantage", "metrics", "update_critic"),
+           "expected return before each token"),
+    Column("last_value", ROW, "float32", None, "critic", ("advantage",), "expected return after the row's last token"),
+    Column("token_level_rewards", RESPONSE, "float32", 0, "advantage", ("metrics",),
+           "scores less the KL penalty, where that is in the reward"),
+    Column("reward_baselines", ROW, "float32", None, "reward", ("advantage",), "score of the prompt's greedy answer"),
+    Column("advantages", RESPONSE, "float32", 0, "advantage", ("metrics", "update_actor"), "what the policy learns"),
+    Column("returns", RESPONSE, "float32", 0, "advantage", ("metrics", "update_critic"), "what the critic learns"),
+    Column("rollout_is_weights", RESPONSE, "float32", 0, "correction", ("update_actor",),
+           "factor of each token's loss, for the engine's policy was another"),
+    Column("trajectory_tokens", ROW, "int64", None, "trainer", _UPDATES,
+           "tokens with mask 1 in the row's whole trajectory"),
+    Column("uid", OBJECT, "str", None, "dataset", ("generate", "advantage", "metrics", "dump"),
+           "the prompt: rows with the same one are a group"),
+    Column("sample_index", OBJECT, "int", None, "trainer", ("generate", "dump"), "which of its prompt's answers it is"),
+    Column("do_sample", OBJECT, "bool", None, "trainer", ("generate", "dump"), "False: answered greedily"),
+    Column("max_new_tokens", OBJECT, "int, list", None, _DATA, ("generate", "dump"),
+           "a limit of this row's own, or one for each of its answers"),
+    Column("trajectory", OBJECT, "str", None, "rollout", ("advantage", "metrics", "dump"),
+           "the answer: rows with the same one are its parts, in order"),
+    Column("finish_reason", OBJECT, "str", None, "rollout", ("advantage", "metrics", "dump"),
+           "what ended the row: stop, length or abort"),
+    Column("index", OBJECT, "Any", None, "dataset", ("dump",), "`extra_info.index`, or the row's number in the data"),
+    Column("raw_prompt", OBJECT, "list", None, "dataset", ("reward_model",), "the prompt's messages"),
+    Column("row", OBJECT, "int", None, "trainer", ("generate",), "its place among those generated: scores come early"),
+    Column("scoring_failed", OBJECT, "float", None, "reward", ("dump",), "its reward function gave no score"),
+    Column("scoring_error", OBJECT, "str, None", None, "reward", ("dump",), "why"),
+    Column("data_source", OBJECT, "str", None, _DATA, ("reward", "dump"), "which reward function scores it"),
+    Column("reward_model", OBJECT, "dict", None, _DATA, ("reward", "dump"), "`style` and `ground_truth`"),
+    Column("extra_info", OBJECT, "dict", None, _DATA, ("reward", "dump"), "whatever the data says besides"),
+)  # fmt: skip
+
+COLUMNS: Mapping[str, Column] = {column.name: column for column in _TABLE}
+RESERVED = frozenset(column.name for column in _TABLE if column.made_by != _DATA)
+"""Names that a column of the data may not have in a batch."""
+
+
+def columns_read_by(*calls: Call) -> list[str]:
+    """Names of the columns that any of these calls reads, where a batch has them."""
+    return [column.name for column in _TABLE if set(calls) & set(column.read_by)]
+
+
+def selected_for(call: Call, present: Iterable[str]) -> list[str]:
+    """Of the columns of a batch those that the call reads, and the user's own."""
+    return [name for name in present if name not in COLUMNS or call in COLUMNS[name].read_by]
+
+
+def filler(name: str) -> float | None:
+    """What the column's padding holds; None where only the column itself can say."""
+    return COLUMNS[name].filler if name in COLUMNS else None
+
+
+_PAGE = """# Columns of a batch
+
+<!-- made by `python -m verl.types.schema > docs/columns.md`; edit the table in verl/types/schema.py instead -->
+
+A batch is a `DataProto`: tensors in `batch`, object arrays in `non_tensor_batch`, one entry per row. B rows have
+prompts of P tokens, padded on the left, and responses of R tokens, padded on the right; column t of a [B, R] tensor
+belongs to `responses[:, t]`. Padding is not stored: a column comes back from a worker as wide as its longest row, with
+the filler of this table around the rows. Other columns, of your data or code, keep their name and travel with their
+rows. A reward function gets all object columns, an update all tensors of your own. A column of your data that has a
+name from this table is called `data_<name>` in a batch, unless the table says that the data makes it.
+
+| column | shape | type | padding | made by | read by | what it is |
+|---|---|---|---|---|---|---|
+"""
+_SHAPES = {PROMPT: "[B, P]", RESPONSE: "[B, R]", SEQUENCE: "[B, P+R]", ROW: "[B]", OBJECT: "object"}
+
+
+def render() -> str:
+    """`docs/columns.md`."""
+    lines = []
+    for column in _TABLE:
+        padded = column.axis in (PROMPT, RESPONSE, SEQUENCE)
+        padding = ("pad token" if column.filler is None else f"{column.filler:g}") if padded else ""
+        cells = (_SHAPES[column.axis], column.dtype, padding, column.made_by, ", ".join(column.read_by), column.meaning)
+        lines.append(f"| `{column.name}` | {' | '.join(cells)} |\n")
+    return _PAGE + "".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())
