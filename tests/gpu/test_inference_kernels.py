@@ -198,7 +198,7 @@ def test_truncated_rows_draw_and_report_on_the_device_what_they_do_on_the_host(v
     slots, positions = list(range(len(kinds))), torch.arange(len(kinds)) + 11
     found = {}
     for device in (torch.device("cpu"), CUDA):
-        sampler = Sampler(len(kinds), device)
+        sampler = Sampler(len(kinds), 64, device)
         sampler.assign(params)
         index = torch.tensor(slots, device=device)
         found[device.type] = sampler.sample(logits.to(device), slots, index, positions.to(device), ())

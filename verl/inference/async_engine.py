@@ -395,6 +395,9 @@ def _since(output: Output, position: int, finish_reason: str = "") -> Output:
         finish_reason,
         output.raw_log_probs[here],
         output.sampled_log_probs[here],
+        output.top_log_probs[here],
+        output.prompt_log_probs,
+        output.prompt_top_log_probs,
     )
 
 

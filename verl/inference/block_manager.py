@@ -51,12 +51,12 @@ class BlockManager:
         missing = self.blocks_for(len(sequence.token_ids)) + spare - self.free_blocks
         if missing <= 0:
             return True
-        return missing <= sum(self._references[block] > 0 for block in self._known_prefix(sequence.token_ids))
+        return missing <= sum(self._references[block] > 0 for block in self._known_prefix(sequence))
 
     def allocate(self, sequence: Sequence) -> None:
         """Blocks for all tokens the sequence has; `computed` says how many of them are there already."""
         references = self._references
-        table = self._known_prefix(sequence.token_ids)
+        table = self._known_prefix(sequence)
         for block in table:
             if references[block] == 0:
                 del self._reusable[block]
@@ -136,12 +136,12 @@ class BlockManager:
         self._blank.extend(self._reusable)
         self._reusable.clear()
 
-    def _known_prefix(self, tokens: list[int]) -> list[int]:
-        """Blocks that hold the beginning of `tokens`; the last token is left, since it has to be computed."""
+    def _known_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks that hold the beginning of the tokens; the last token is left, since it has to be computed."""
         found: list[int] = []
-        if not self.prefix_caching:
+        if not self.prefix_caching or sequence.params.prompt_log_probs:
             return found
-        size, content = self.block_size, self._root
+        size, content, tokens = self.block_size, self._root, sequence.token_ids
         for start in range(0, len(tokens) - size, size):
             block = self._block_by_key.get((content, tuple(tokens[start : start + size])))
             if block is None:

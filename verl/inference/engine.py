@@ -8,7 +8,7 @@ from typing import Protocol
 
 from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
-from verl.inference.step_plan import StepPlan
+from verl.inference.step_plan import StepDetails, StepPlan
 from verl.types.request import Request
 
 __all__ = ["Engine", "Pending", "Runner"]
@@ -21,6 +21,9 @@ class Pending(Protocol):
 
     def wait(self) -> Results:
         """Tokens, log-probs, raw and sampled log-probs, in the order of the plan's `sample_slots`."""
+
+    def details(self) -> StepDetails:
+        """After `wait`, of a plan that is `detailed`."""
 
 
 class Runner(Protocol):
@@ -88,5 +91,7 @@ class Engine:
         finished: list[Sequence] = []
         while len(self._pending) > ahead:
             plan, pending, version = self._pending.popleft()
-            finished += self.scheduler.settle(plan, *pending.wait(), version)
+            results = pending.wait()
+            details = pending.details() if plan.detailed else None
+            finished += self.scheduler.settle(plan, *results, version, details)
         return finished

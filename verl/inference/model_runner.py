@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from verl.inference.attention.base import AttentionBackend, AttentionStep
@@ -9,8 +11,9 @@ from verl.inference.graphs import StepGraphs
 from verl.inference.kv_memory import KVMemory
 from verl.inference.models import InferenceModel
 from verl.inference.sampler import Sampler
-from verl.inference.scheduler import StepPlan
+from verl.inference.step_details import details_of
 from verl.inference.step_inputs import InputSender, StepInputs
+from verl.inference.step_plan import StepDetails, StepPlan
 from verl.inference.token_sampling import SampledRows
 
 __all__ = ["ModelRunner", "Pending"]
@@ -21,9 +24,10 @@ Results = tuple[list[int], list[float], list[float], list[float]]
 class Pending:
     """A launched step's results on their way to the host."""
 
-    def __init__(self, sampled: SampledRows) -> None:
+    def __init__(self, sampled: SampledRows, details: Callable[[], StepDetails] | None = None) -> None:
         log_probs = torch.stack(sampled[1:])
         self._tokens, self._log_probs, self._done = sampled.tokens, log_probs, None
+        self._details = details
         if log_probs.is_cuda:
             self._tokens = sampled.tokens.to("cpu", non_blocking=True)
             self._log_probs = log_probs.to("cpu", non_blocking=True)
@@ -36,6 +40,10 @@ class Pending:
             self._done.synchronize()
         full, raw, drawn = self._log_probs.tolist()
         return self._tokens.tolist(), full, raw, drawn
+
+    def details(self) -> StepDetails:
+        assert self._details is not None, "the plan was not detailed"
+        return self._details()
 
 
 class ModelRunner:
@@ -58,7 +66,7 @@ class ModelRunner:
         # One slot more than sequences: what padded rows of a graph belong to.
         self._tables = torch.full((max_num_seqs + 1, width), kv.spare_block, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        self._sampler = Sampler(max_num_seqs + 1, device)
+        self._sampler = Sampler(max_num_seqs + 1, max_model_len, device)
         self._sender = InputSender(device, width)
         self._graphs: StepGraphs | None = None
         if use_graphs and device.type == "cuda":
@@ -71,7 +79,7 @@ class ModelRunner:
             # A new thread starts on device 0.
             torch.cuda.set_device(self.model.device)
         inputs = self._sender.send(plan)
-        self._sampler.assign(plan.new_params)
+        self._sampler.assign(plan.new_params, plan.histories)
         if plan.block_updates:
             self._tables.view(-1).index_copy_(0, inputs.table_entries, inputs.table_blocks.int())
         hidden = self._hidden(inputs, bool(plan.prefills))
@@ -81,7 +89,7 @@ class ModelRunner:
             logits, plan.sample_slots, inputs.sample_rows, inputs.sample_positions, plan.banned
         )
         self._last_tokens.index_copy_(0, inputs.sample_rows, sampled.tokens)
-        return Pending(sampled)
+        return Pending(sampled, details_of(plan, self.model, hidden, logits) if plan.detailed else None)
 
     def _hidden(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor:
         """Hidden states of the step's tokens, [T or more, hidden]."""

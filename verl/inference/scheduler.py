@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verl.inference.block_manager import BlockManager
-from verl.inference.sequence import Sequence, accept_tokens
-from verl.inference.step_plan import Prefill, StepPlan
+from verl.inference.sequence import Sequence, accept_details, accept_tokens
+from verl.inference.step_plan import Prefill, StepDetails, StepPlan
 from verl.types.request import Request, check_request
 
 __all__ = ["Prefill", "Scheduler", "StepPlan"]
@@ -58,6 +58,9 @@ class Scheduler:
         # What only some sequences ask for; the others shall not pay for it.
         self._with_minimum = 0
         self._with_stop = 0
+        self._with_details = 0
+        # Of the step that is being planned: whose prompts get log-probs, in the order of the prefills with targets.
+        self._scored: list[Sequence] = []
         # Every token that ends an answer of anybody who ever came.
         self._ends: set[int] = set()
 
@@ -87,6 +90,7 @@ class Scheduler:
             sequence.max_length = min(sequence.max_length, self._max_model_len)
             self._with_minimum += sequence.params.min_new_tokens > 0
             self._with_stop += sequence.stop_check is not None
+            self._with_details += _is_detailed(sequence)
             self._ends |= sequence.ends
             self._waiting.append(sequence)
 
@@ -119,7 +123,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step; None if there is nothing to compute before earlier steps are settled."""
         plan = StepPlan()
-        self._ending = []
+        self._ending, self._scored = [], []
         if self._chunked_prefill:
             decoded, made_room = self._plan_decodes(plan)
             rows = self._plan_prefills(plan, self._max_batched_tokens - len(decoded), admit=not made_room)
@@ -134,7 +138,10 @@ class Scheduler:
         plan.sample_positions += [position + 1 for position in plan.positions]
         if self._with_minimum:
             plan.banned = _too_early(rows, plan.sample_positions)
-        self._launched.append(_Launched(plan, rows, self._ending))
+        if self._with_details:
+            plan.top_rows = [(row, s.params.top_log_probs) for row, s in enumerate(rows) if s.params.top_log_probs]
+            plan.detailed = bool(plan.top_rows or self._scored)
+        self._launched.append(_Launched(plan, rows, self._ending, self._scored))
         return plan
 
     def settle(
@@ -145,6 +152,7 @@ class Scheduler:
         raw: list[float],
         sampled: list[float],
         version: int,
+        details: StepDetails | None = None,
     ) -> list[Sequence]:
         """Take a step's results, in the order of `sample_slots`; steps come in the order they were scheduled.
 
@@ -152,6 +160,8 @@ class Scheduler:
         """
         launched = self._launched.popleft()
         assert launched.plan is plan, "steps are settled in the order they were scheduled"
+        if details is not None:
+            accept_details(plan, launched.rows, launched.scored, details)
         accept_tokens(launched.rows, tokens, log_probs, raw, sampled, version)
         finished = []
         for sequence in self._candidates(launched, tokens):
@@ -236,7 +246,7 @@ class Scheduler:
             # One that was sent back may have a token in flight: it goes on when that is known.
             if sequence is None or sequence.in_flight:
                 break
-            piece = shared.get(sequence.request.group)
+            piece = None if sequence.params.prompt_log_probs else shared.get(sequence.request.group)
             if piece is not None and piece.samplers[0].token_ids == sequence.token_ids:
                 if self.blocks.free_blocks <= self._running_count():
                     break
@@ -263,6 +273,8 @@ class Scheduler:
         slot = sequence.slot = self._free_slots.pop()
         self._look_later(sequence)
         plan.new_params.append((slot, sequence.params))
+        if sequence.params.penalised:
+            plan.histories.append((slot, len(sequence.prompt_ids), sequence.token_ids))
         plan.block_updates += [(slot, column, block) for column, block in enumerate(sequence.block_table)]
 
     def _plan_piece(self, sequence: Sequence, budget: int, pieces: list[_Piece], shared: dict[str, _Piece]) -> int:
@@ -274,6 +286,11 @@ class Scheduler:
         self.blocks.remember(sequence)
         piece = _Piece(Prefill(sequence.slot, start, token_ids, []), [])
         pieces.append(piece)
+        if sequence.params.prompt_log_probs:
+            piece.prefill.targets = sequence.prompt_ids[start + 1 : start + 1 + len(token_ids)]
+            piece.prefill.top = sequence.params.top_log_probs
+            if piece.prefill.targets:
+                self._scored.append(sequence)
         if sequence.computed < len(sequence.token_ids):
             self._prefilling = sequence
             return len(token_ids)
@@ -309,6 +326,7 @@ class Scheduler:
         sequence.done = True
         self._with_minimum -= sequence.params.min_new_tokens > 0
         self._with_stop -= sequence.stop_check is not None
+        self._with_details -= _is_detailed(sequence)
         if sequence.slot >= 0:
             if sequence is self._prefilling:
                 self._prefilling = None
@@ -330,6 +348,7 @@ class _Launched:
     plan: StepPlan
     rows: list[Sequence]
     ending: list[Sequence]
+    scored: list[Sequence]
 
 
 @dataclass(slots=True)
@@ -350,6 +369,10 @@ def _sampling_rows(plan: StepPlan, pieces: list[_Piece]) -> list[Sequence]:
         plan.sample_positions += [prefill.start + len(prefill.token_ids)] * len(prefill.samples)
         rows += piece.samplers
     return rows
+
+
+def _is_detailed(sequence: Sequence) -> bool:
+    return sequence.params.top_log_probs > 0 or sequence.params.prompt_log_probs
 
 
 def _too_early(rows: list[Sequence], positions: list[int]) -> list[tuple[int, int]]:

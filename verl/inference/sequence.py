@@ -6,9 +6,10 @@ import math
 from concurrent.futures import Future
 from typing import Protocol
 
+from verl.inference.step_plan import StepDetails, StepPlan
 from verl.types.request import Output, Request
 
-__all__ = ["Sequence", "StopCheck", "accept_tokens"]
+__all__ = ["Sequence", "StopCheck", "accept_details", "accept_tokens"]
 
 
 class StopCheck(Protocol):
@@ -60,6 +61,8 @@ class Sequence:
         self.output = Output(list(earlier.token_ids), list(earlier.log_probs), list(earlier.versions))
         self.output.raw_log_probs = _padded(earlier.raw_log_probs, count)
         self.output.sampled_log_probs = _padded(earlier.sampled_log_probs, count)
+        if self.params.top_log_probs:
+            self.output.top_log_probs = [*earlier.top_log_probs, *([[]] * (count - len(earlier.top_log_probs)))]
         self.token_ids = self.prompt_ids + self.output.token_ids
         """Prompt and generated tokens, as far as the host knows them."""
         self.in_flight = 0
@@ -125,6 +128,19 @@ def accept_tokens(
         output.raw_log_probs.append(raw)
         output.sampled_log_probs.append(sampled)
         output.versions.append(version)
+
+
+def accept_details(plan: StepPlan, rows: list[Sequence], scored: list[Sequence], details: StepDetails) -> None:
+    """Give those who asked the likeliest tokens, and the log-probs of their prompts. Goes before `accept_tokens`."""
+    for (row, count), top in zip(plan.top_rows, details.top, strict=True):
+        if not rows[row].done:
+            rows[row].output.top_log_probs.append(top[:count])
+    prefills = [prefill for prefill in plan.prefills if prefill.targets]
+    for sequence, prefill, (log_probs, tops) in zip(scored, prefills, details.prompts, strict=True):
+        # What is computed again, after its KV was dropped, is known.
+        known = max(0, len(sequence.output.prompt_log_probs) - prefill.start)
+        sequence.output.prompt_log_probs += log_probs[known:]
+        sequence.output.prompt_top_log_probs += tops[known:]
 
 
 def _require_finite(rows: list[Sequence], tokens: list[int], log_probs: list[float], version: int) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl.types.request import SamplingParams
+from verl.types.request import SamplingParams, TopLogProbs
 
-__all__ = ["Prefill", "StepPlan"]
+__all__ = ["Prefill", "StepDetails", "StepPlan"]
 
 
 @dataclass(slots=True)
@@ -20,6 +20,9 @@ class Prefill:
     samples: list[int]
     """Slots that sample from its last position: the sequence's own first, then those forked from it in this step.
     Empty if the piece does not reach the sequence's end."""
+    targets: list[int] = field(default_factory=list)
+    """The tokens after its first ones, to be told their log-probs and `top` likelier ones."""
+    top: int = 0
 
 
 @dataclass(slots=True)
@@ -37,9 +40,25 @@ class StepPlan:
     """Where each sampled token will stand in its sequence (padding not counted)."""
     new_params: list[tuple[int, SamplingParams]] = field(default_factory=list)
     """Slots that a sequence takes in this step."""
+    histories: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    """(slot, length of the prompt, tokens) of those among them whose tokens change their logits."""
     block_updates: list[tuple[int, int, int]] = field(default_factory=list)
     """(slot, column, block): changes of the block tables, everything of a new slot included."""
     copies_after: list[tuple[int, int]] = field(default_factory=list)
     """(from, to): blocks to be copied after this step's KV is written."""
     banned: list[tuple[int, int]] = field(default_factory=list)
     """(row in sample order, token): ends of answers that are still too short."""
+    top_rows: list[tuple[int, int]] = field(default_factory=list)
+    """(row in sample order, how many): who is told the likeliest tokens."""
+    detailed: bool = False
+    """There are `top_rows`, or prefills with `targets`."""
+
+
+@dataclass(slots=True)
+class StepDetails:
+    """What only some sequences ask for: a step's likeliest tokens."""
+
+    top: list[TopLogProbs]
+    """For each of the plan's `top_rows`."""
+    prompts: list[tuple[list[float], list[TopLogProbs]]]
+    """For each prefill with `targets`: their log-probs, and the likeliest tokens in their places."""

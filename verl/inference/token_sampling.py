@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,10 @@ from verl.types.request import SamplingParams
 from verl.utils.counter_noise import gumbel_noise
 from verl.utils.device_copy import copied_together
 
-__all__ = ["SampledRows", "SamplingBatch", "banned_tokens", "sample_tokens"]
+__all__ = ["SampledRows", "SamplingBatch", "Shape", "banned_tokens", "sample_tokens"]
+
+Shape = Callable[[torch.Tensor, slice], torch.Tensor]
+"""Changes logits [rows of the block, vocab] float32 before they are drawn from; the slice says which rows they are."""
 
 # Elements of one float32 work block (128 MB): the extra memory of sampling, whatever batch × vocabulary is.
 _BLOCK_ELEMENTS = 2**25
@@ -81,15 +84,20 @@ class SampledRows(NamedTuple):
 
     tokens: torch.Tensor
     log_probs: torch.Tensor
-    """Of the full distribution at the row's temperature, untouched by truncation and bans: what training computes."""
+    """Of the full distribution at the row's temperature, untouched by penalties, truncation and bans: what training
+    computes."""
     raw_log_probs: torch.Tensor
     """The same at temperature 1."""
     drawn_log_probs: torch.Tensor
-    """Of the distribution that was drawn from: after truncation and bans; 0 for a greedy row."""
+    """Of the distribution that was drawn from: after penalties, truncation and bans; 0 for a greedy row."""
 
 
 def sample_tokens(
-    logits: torch.Tensor, batch: SamplingBatch, positions: torch.Tensor, banned: Sequence[tuple[int, int]] = ()
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    positions: torch.Tensor,
+    banned: Sequence[tuple[int, int]] = (),
+    shape: Shape | None = None,
 ) -> SampledRows:
     """One token per row of `logits` [rows, vocab].
 
@@ -106,17 +114,20 @@ def sample_tokens(
         scores = raw / temperature if batch.any_tempered else raw
         log_norm = torch.logsumexp(scores, dim=-1)
         raw_norm = torch.logsumexp(raw, dim=-1) if batch.any_tempered else log_norm
-        allowed = scores
+        allowed = scores if shape is None else shape(raw, block) / temperature
         here = [(row - block.start, token) for row, token in banned if block.start <= row < block.stop]
         if here:
             (cells,) = copied_together([torch.tensor(here, dtype=torch.int64)], logits.device)
-            allowed = scores.index_put((cells[:, 0], cells[:, 1]), torch.full_like(scores[0, 0], -torch.inf))
+            allowed = allowed.index_put((cells[:, 0], cells[:, 1]), torch.full_like(scores[0, 0], -torch.inf))
         chosen, drawn_norm = _choose(allowed, batch, block, positions[block])
         tokens[block] = chosen
         score = scores.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
         found[0, block] = score - log_norm
         found[1, block] = score * temperature.squeeze(-1) - raw_norm
-        drawn = score - (log_norm if drawn_norm is None and allowed is scores else _norm_of(allowed, drawn_norm))
+        if drawn_norm is None and allowed is scores:
+            drawn = score - log_norm
+        else:
+            drawn = allowed.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - _norm_of(allowed, drawn_norm)
         found[2, block] = drawn.masked_fill(batch.greedy[block], 0.0)
     return SampledRows(tokens, found[0], found[1], found[2])
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Output", "Request", "SamplingParams", "check_request"]
+__all__ = ["Output", "Request", "SamplingParams", "TopLogProbs", "check_request"]
+
+TopLogProbs = list[tuple[int, float]]
+"""(token, log-prob) of the likeliest tokens of one position, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +31,24 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end an answer, at the token that completes one of them."""
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that the answer has already; `frequency_penalty` as often as it has it."""
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Logits of tokens in the prompt or the answer are divided by it if positive, multiplied if negative."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+    top_log_probs: int = 0
+    """How many of the likeliest tokens are told beside each token."""
+    prompt_log_probs: bool = False
+    """The prompt's tokens get log-probs too; it is then computed whole, not found in the prefix cache."""
 
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(self.top_k >= -1, "top_k", self.top_k, "-1 (all tokens), or how many to consider")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "more than 0; 1 is none")
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
         _require(
             0 <= self.min_new_tokens <= self.max_new_tokens,
@@ -58,9 +73,15 @@ class SamplingParams:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
+    def penalised(self) -> bool:
+        """Tokens that are there already change the logits."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
+    @property
     def reshaped(self) -> bool:
-        """What is drawn from is not the whole distribution at the temperature: cut off, greedy, or ends banned."""
-        return self.greedy or self.truncated or self.min_new_tokens > 0
+        """What is drawn from is not the whole distribution at the temperature: cut off, greedy, penalised …"""
+        changed = self.truncated or self.min_new_tokens > 0 or self.penalised or bool(self.logit_bias)
+        return self.greedy or changed
 
     @property
     def ends(self) -> frozenset[int]:
@@ -96,7 +117,13 @@ class Output:
     raw_log_probs: list[float] = field(default_factory=list)
     """At temperature 1, nothing cut off; empty from engines that do not know it."""
     sampled_log_probs: list[float] = field(default_factory=list)
-    """Under the distribution really sampled from: temperature, top-k, top-p, min-p, bans. Empty if not known."""
+    """Under the distribution really sampled from: temperature, penalties, top-k, top-p, min-p, bans. Empty if not
+    known."""
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    """Per token, where asked for: the likeliest ones, at temperature 1."""
+    prompt_log_probs: list[float] = field(default_factory=list)
+    """Where asked for: of the prompt's tokens from the second on, at temperature 1; likewise the likeliest ones."""
+    prompt_top_log_probs: list[TopLogProbs] = field(default_factory=list)
 
 
 def check_request(request: Request, max_model_len: int) -> None:

@@ -217,3 +217,89 @@ def test_every_block_size(block_size):
     engine = make_engine(case, num_blocks=200 // block_size + 5, block_size=block_size, prefix_caching=True)
     assert_equal_to_transformers(case, answered(engine, questions()))
     assert_equal_to_transformers(case, answered(engine, questions()))
+
+
+TIGHT = {"num_blocks": 14, "max_num_batched_tokens": 7}
+"""Prompts come in pieces, and sequences are sent back and computed again."""
+
+
+def shaped_answer(case: Case, prompt: list[int], params: SamplingParams) -> tuple[list[int], list[float]]:
+    """Greedy tokens under penalties and biases, by the formula; and their log-probs in the model's own distribution."""
+    tokens, log_probs = list(prompt), []
+    for _ in range(params.max_new_tokens):
+        with torch.no_grad():
+            logits = case.module(torch.tensor([tokens]), use_cache=False).logits[0, -1].double()
+        shaped = logits.clone()
+        for token in set(tokens):
+            shaped[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
+        for token in set(tokens[len(prompt) :]):
+            times = tokens[len(prompt) :].count(token)
+            shaped[token] -= params.frequency_penalty * times + params.presence_penalty
+        for token, bias in params.logit_bias:
+            shaped[token] += bias
+        tokens.append(int(shaped.argmax()))
+        log_probs.append(logits.log_softmax(-1)[tokens[-1]].item())
+    return tokens[len(prompt) :], log_probs
+
+
+@pytest.mark.parametrize("limits", [{}, TIGHT, {"prefix_caching": True}])
+def test_penalties_and_biases_follow_their_formula_and_touch_nobody_else(limits):
+    case = case_of("qwen2-fused")
+    kinds: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.8},
+        {},
+        {"presence_penalty": 0.4, "frequency_penalty": 0.2},
+        {"logit_bias": ((case.answers[3][0], -100.0), (77, 0.05))},
+        {"repetition_penalty": 0.6, "frequency_penalty": -0.1, "logit_bias": ((5, 0.1),)},
+    ]
+    requests = [
+        replace(request, params=replace(GREEDY, **kind)) for request, kind in zip(questions(), kinds, strict=True)
+    ]
+    for output, request in zip(answered(make_engine(case, **limits), requests), requests, strict=True):
+        expected, log_probs = shaped_answer(case, list(request.prompt_ids), request.params)
+        assert output.token_ids == expected
+        assert output.log_probs == pytest.approx(log_probs, abs=1e-5)
+    plain, *others = [answered(make_engine(case), questions())[i].token_ids for i in (1, 0, 2, 3, 4)]
+    assert plain == case.answers[1]
+    changed = [shaped_answer(case, list(r.prompt_ids), r.params)[0] for r in (requests[i] for i in (0, 2, 3, 4))]
+    assert all(one != other for one, other in zip(others, changed, strict=True)), "each kind changes its answer"
+
+
+def test_what_is_drawn_under_penalties_has_the_log_probs_of_the_penalised_distribution():
+    case = case_of("qwen2-fused")
+    params = SamplingParams(temperature=0.5, repetition_penalty=2.0, logit_bias=((9, 3.0),), key=4, max_new_tokens=NEW)
+    prompt = prompts()[0]
+    output = answered(make_engine(case), [Request("r", prompt, params)])[0]
+    assert (torch.tensor(output.log_probs) - case.log_probs(prompt, output.token_ids, 0.5)).abs().max() < 1e-5
+    tokens = list(prompt)
+    for token, drawn in zip(output.token_ids, output.sampled_log_probs, strict=True):
+        with torch.no_grad():
+            logits = case.module(torch.tensor([tokens]), use_cache=False).logits[0, -1].double()
+        known = torch.tensor(sorted(set(tokens)))
+        logits[known] = torch.where(logits[known] > 0, logits[known] / 2, logits[known] * 2)
+        logits[9] += 3
+        assert (logits / 0.5).log_softmax(-1)[token].item() == pytest.approx(drawn, abs=1e-5)
+        tokens.append(token)
+
+
+@pytest.mark.parametrize("limits", [{}, TIGHT, {"prefix_caching": True}])
+@pytest.mark.parametrize("name", ["qwen2-fused", "gemma2"])
+def test_likeliest_tokens_and_log_probs_of_prompts_are_those_of_transformers(name, limits):
+    case = case_of(name)
+    engine = make_engine(case, **limits)
+    asked = replace(GREEDY, top_log_probs=3, prompt_log_probs=True)
+    requests = [Request(f"{i}/{n}", p, asked, group=str(i)) for i, p in enumerate(prompts()) for n in range(2)]
+    plain = [replace(request, id=f"plain {request.id}", params=GREEDY) for request in requests]
+    for _ in range(2):  # the second time, the prefix cache knows them all
+        outputs = answered(engine, plain[:3] + requests)
+        assert not any(output.top_log_probs or output.prompt_log_probs for output in outputs[:3])
+        for request, output in zip(requests, outputs[3:], strict=True):
+            prompt = list(request.prompt_ids)
+            with torch.no_grad():
+                logits = case.module(torch.tensor([prompt + output.token_ids]), use_cache=False).logits[0, :-1]
+            best, ids = logits.double().log_softmax(-1).topk(3)
+            tops = output.prompt_top_log_probs + output.top_log_probs
+            assert [[token for token, _ in top] for top in tops] == ids.tolist()
+            assert (torch.tensor([[value for _, value in top] for top in tops]) - best).abs().max() < 1e-5
+            expected = case.log_probs(prompt[:1], prompt[1:])
+            assert output.prompt_log_probs == pytest.approx(expected.tolist(), abs=1e-5)

@@ -25,6 +25,12 @@ class HFEngine:
 
     def check(self, request: Request) -> None:
         check_request(request, self._max_length)
+        asked = request.params
+        if asked.penalised or asked.logit_bias or asked.top_log_probs or asked.prompt_log_probs:
+            raise ValueError(
+                f"request {request.id!r}: penalties, logit_bias, top_log_probs and prompt_log_probs are not for this"
+                " engine. Leave them out, or use rollout.name=native."
+            )
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
