@@ -45,7 +45,7 @@ class Trajectories:
 
     def tokens(self) -> torch.Tensor:
         """`trajectory_tokens` [rows]: model tokens of each row's whole trajectory."""
-        return self.spread(self.mask.bool().sum(dim=-1))
+        return self.spread(self.sum(self._row_mask.bool().sum(dim=-1)))
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
         """[rows, response] → [trajectories, width]: each row up to its last model token, 0 behind the last row's."""
@@ -66,6 +66,13 @@ class Trajectories:
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """[trajectories, …] → [rows, …]."""
         return values if self.one_row_each else values[torch.from_numpy(self.of_row).to(values.device)]
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """[rows] → [trajectories]."""
+        if self.one_row_each:
+            return values
+        number = torch.from_numpy(self.of_row).to(values.device)
+        return values.new_zeros(len(self)).index_add_(0, number, values)
 
     def at_end(self, values: torch.Tensor) -> torch.Tensor:
         """[rows, …] → [trajectories, …]: that of the last row."""

@@ -15,9 +15,8 @@ def scored(**columns: list) -> DataProto:
     scores = torch.zeros(4, 3)
     scores[:, 2] = torch.tensor([1.0, 0.0, 0.7, 1.0])
     objects = {"data_source": ["math", "math", "chat", "chat"]} | columns
-    return DataProto.from_dict(
-        {"token_level_scores": scores}, {name: object_array(values) for name, values in objects.items()}
-    )
+    tensors = {"token_level_scores": scores, "response_mask": torch.ones(4, 3, dtype=torch.int64)}
+    return DataProto.from_dict(tensors, {name: object_array(values) for name, values in objects.items()})
 
 
 def test_a_training_batch_is_said_line_by_line(caplog):
@@ -52,10 +51,18 @@ def test_a_reward_model_gives_degrees_and_nothing_is_said(caplog):
 def test_an_answer_that_could_not_be_scored_counts_only_where_it_is_not_masked(caplog):
     caplog.set_level(logging.INFO, logger="verl")
     batch = scored(scoring_failed=[0.0, 1.0, 0.0, 1.0])
-    batch.batch["response_mask"] = torch.ones(4, 3, dtype=torch.int64)
     say_right_of_step(batch, {}, "data_source", judged=False, step=1)
     assert "math Correct: 1/2" in caplog.text
     caplog.clear()
     batch.batch["response_mask"][[1, 3]] = 0
     say_right_of_step(batch, {}, "data_source", judged=False, step=1)
     assert caplog.messages == ["step 1: math Correct: 1/1, Accuracy: 1.00", "step 1: chat Correct: 0/1, Accuracy: 0.00"]
+
+
+def test_a_trajectory_of_several_rows_is_right_or_wrong_once(caplog):
+    """Its last row has the score: four rows, three answers."""
+    caplog.set_level(logging.INFO, logger="verl")
+    batch = scored(trajectory=["a", "b", "b", "c"], data_source=["math", "math", "math", "chat"])
+    batch.batch["token_level_scores"][2] = 0.0
+    say_right_of_step(batch, {}, "data_source", judged=False, step=1)
+    assert caplog.messages == ["step 1: math Correct: 1/2, Accuracy: 0.50", "step 1: chat Correct: 1/1, Accuracy: 1.00"]

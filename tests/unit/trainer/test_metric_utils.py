@@ -180,3 +180,25 @@ def test_a_batch_by_reference_gives_the_same_from_the_columns_it_needs(ray_clust
 
 def test_reduce_metrics_is_the_shared_one():
     assert reduce_metrics({"x/max": [1.0, 3.0], "y": [(2.0, 4)]}) == {"x/max": 3.0, "y": 0.5}
+
+
+def test_a_trajectory_of_several_rows_is_one_answer_to_the_first_rows_prompt():
+    """The second row goes on where the first one's context was rewritten; only its end says whether it was cut."""
+    batch = make_batch()
+    batch.non_tensor_batch |= {
+        "trajectory": object_array(["a", "a"]),
+        "finish_reason": object_array(["length", "stop"]),
+        "num_turns": object_array([3, 3]),
+    }
+    metrics = compute_data_metrics(batch)
+    expected = {
+        "critic/score/mean": 1.5,
+        "critic/rewards/min": 1.0,
+        "critic/advantages/mean": 0.0,
+        "prompt_length/mean": 1.0,
+        "response_length/max": 4.0,
+        "response_length/min": 4.0,
+        "response_length/clip_ratio": 0.0,
+        "num_turns/mean": 3.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)

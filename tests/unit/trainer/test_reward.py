@@ -13,6 +13,7 @@ from tiny import tiny_tokenizer
 
 from verl import DataProto
 from verl.config.names import REWARD_MANAGERS
+from verl.protocol import object_array
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
 from verl.trainer.ppo.reward import (
     check_rewards,
@@ -210,3 +211,22 @@ def test_rows_that_no_function_scores_are_refused_before_training_unless_the_use
         check_rewards(dataset, {})
     check_rewards(dataset, {"custom_reward_function": {"path": file}})
     check_rewards(dataset, {"reward_model": {"enable": True, "path": "a/model"}})
+
+
+def test_a_trajectory_is_scored_by_its_last_row_and_masked_whole():
+    """Three rows of two trajectories: the reward sees two answers; where the first cannot be scored, both rows go."""
+
+    class Manager:
+        on_error = "mask"
+
+        def __call__(self, data, return_dict):
+            assert data.batch["responses"].tolist() == [[3, 4], [5, 6]]
+            extra = {"acc": [0.5, 1.0], "scoring_failed": [1.0, 0.0]}
+            return {"reward_tensor": torch.tensor([[0.0, 0.0], [0.0, 1.0]]), "reward_extra_info": extra}
+
+    tensors = {"responses": torch.tensor([[1, 2], [3, 4], [5, 6]]), "response_mask": torch.ones(3, 2)}
+    data = DataProto.from_dict(tensors, {"trajectory": object_array(["a", "a", "b"])})
+    scores, extra = compute_reward(data, Manager())
+    assert scores.tolist() == [[0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
+    assert extra == {"acc": [0.5, 0.5, 1.0], "scoring_failed": [1.0, 1.0, 0.0]}
+    assert data.batch["response_mask"].tolist() == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]

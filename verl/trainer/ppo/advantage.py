@@ -27,7 +27,15 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
 def trajectories_of(data: DataProto) -> Trajectories:
     """Which rows are parts of one trajectory: those of one name in the column `trajectory`; without it, each is one."""
     ids = data.non_tensor_batch["trajectory"] if "trajectory" in data.non_tensor_batch else None
-    return Trajectories(ids, data.batch["response_mask"])
+    mask = data.batch["response_mask"] if "response_mask" in data.batch.keys() else compute_response_mask(data)
+    return Trajectories(ids, mask)
+
+
+def cut_answers(data: DataProto) -> np.ndarray:
+    """[batch], bool: rows of trajectories that a limit ended, by the `finish_reason` of their last row."""
+    whole = trajectories_of(data)
+    ends = np.array([reason == "length" for reason in data.non_tensor_batch["finish_reason"]], dtype=bool)
+    return ends[whole.last_rows][whole.of_row]
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, dict[str, float]]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.advantage import trajectories_of
 from verl.workers.reward_manager.naive import FAILED
 
 logger = logging.getLogger(__name__)
@@ -43,12 +44,13 @@ def say_right(right: Right, when: str = "") -> None:
 
 def say_right_of_step(batch: DataProto, extra: Mapping[str, Any], source_key: str, judged: bool, step: int) -> None:
     """The same for a scored training batch; `extra` names the columns that the reward added."""
-    columns = batch.non_tensor_batch
-    sources = columns[source_key].tolist() if source_key in columns else ["unknown"] * len(batch)
-    said = columns["acc"].tolist() if "acc" in extra else None
-    scores: list[float | None] = batch.batch["token_level_scores"].sum(-1).tolist()
+    columns, whole = batch.non_tensor_batch, trajectories_of(batch)
+    answers = whole.last_rows
+    sources = columns[source_key][answers].tolist() if source_key in columns else ["unknown"] * len(whole)
+    said = columns["acc"][answers].tolist() if "acc" in extra else None
+    scores: list[float | None] = whole.sum(batch.batch["token_level_scores"].sum(-1)).tolist()
     if any(columns.get(FAILED, ())):
         # Where those that could not be scored are masked, they are neither right nor wrong; else they count 0.
-        counted = batch.batch["response_mask"].any(-1).tolist()
+        counted = whole.mask.any(-1).tolist()
         scores = [score if counts else None for score, counts in zip(scores, counted, strict=True)]
     say_right(right_answers(sources, scores, said, judged), when=f"step {step}: ")

@@ -1,7 +1,7 @@
 """Numbers about a training step: rewards, lengths, divergences, timing, throughput. (Validation: validation_metrics.)
 
-Only sampled tokens count (`response_mask`), and only rows that have any: fillers weigh nothing. Of a batch by reference
-only the named columns are fetched.
+Only sampled tokens count (`response_mask`), and only rows that have any: fillers weigh nothing. What is said of answers
+is said of whole trajectories. Of a batch by reference only the named columns are fetched.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.advantage import cut_answers, trajectories_of
 from verl.trainer.ppo.validation_metrics import bootstrap_metric, calc_maj_val, process_validation_metrics
 from verl.utils.metric import reduce_metrics
 from verl.utils.torch_functional import masked_mean, masked_sum, masked_var
@@ -45,13 +46,15 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
     An answer is clipped where its `finish_reason` says so: wherever the limit was that cut it. Without that column, and
     for prompts, one is clipped at `meta_info`'s `max_response_length` (`max_prompt_length`), or at the columns' width.
+    The prompt of a trajectory is that of its first row, its answer the tokens of all its rows, ended as the last one.
     """
-    columns, rows = batch.batch, _Rows.of(batch)
-    scores = masked_sum(columns["token_level_scores"], rows.mask, axis=-1)
+    columns, rows, whole = batch.batch, _Rows.of(batch), trajectories_of(batch)
+    real = whole.mask.bool().any(-1)
+    scores = masked_sum(whole.join(columns["token_level_scores"]), whole.mask.bool(), axis=-1)
     rewards = scores
     if "token_level_rewards" in columns:
-        rewards = masked_sum(columns["token_level_rewards"], rows.mask, axis=-1)
-    metrics = _stats("critic/score", scores, rows.real) | _stats("critic/rewards", rewards, rows.real)
+        rewards = masked_sum(whole.join(columns["token_level_rewards"]), whole.mask.bool(), axis=-1)
+    metrics = _stats("critic/score", scores, real) | _stats("critic/rewards", rewards, real)
     metrics["reward/mean"] = metrics["critic/rewards/mean"]
     for name in ("advantages", "returns"):
         metrics |= _stats(f"critic/{name}", columns[name], rows.mask)
@@ -60,11 +63,15 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     metrics |= divergence_metrics(batch)
     prompt_limit = batch.meta_info.get("max_prompt_length", rows.prompt_width)
     response_limit = batch.meta_info.get("max_response_length", rows.mask.shape[1])
-    cut = rows.response >= response_limit
+    prompts, answers = rows.prompt[torch.from_numpy(whole.first_rows)], whole.sum(rows.response)
+    cut = answers >= response_limit
     if "finish_reason" in batch.non_tensor_batch:
-        cut = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
-    metrics |= _length_metrics("prompt_length", rows.prompt, rows.real, rows.prompt >= prompt_limit)
-    return metrics | _length_metrics("response_length", rows.response, rows.real, cut)
+        cut = torch.from_numpy(cut_answers(batch)[whole.last_rows])
+    if "num_turns" in batch.non_tensor_batch:
+        turns = torch.tensor([float(count) for count in batch.non_tensor_batch["num_turns"][whole.last_rows]])
+        metrics |= _stats("num_turns", turns, real)
+    metrics |= _length_metrics("prompt_length", prompts, real, prompts >= prompt_limit)
+    return metrics | _length_metrics("response_length", answers, real, cut)
 
 
 def divergence_metrics(batch: DataProto) -> dict[str, float]:

@@ -17,6 +17,7 @@ from verl.config.load import as_config
 from verl.config.ppo import PPOConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from verl.protocol import DataProto
+from verl.trainer.ppo.advantage import trajectories_of
 from verl.utils.import_utils import load_user_object
 from verl.utils.reward_score import default_compute_score, known_data_sources
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
@@ -85,15 +86,22 @@ def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[torc
 
     Where the manager masks samples that could not be scored, their rows of `response_mask` become 0 in `data`: they
     weigh nothing in losses, counts and metrics, and group estimators leave them out. A name that the batch has already
-    is `reward_<name>` here.
+    is `reward_<name>` here. Of a trajectory with several rows the last one is scored, and has the score; what is said
+    beside it is on all of them.
     """
-    result = reward_fn(data, return_dict=True)
+    whole = trajectories_of(data)
+    result = reward_fn(data if whole.one_row_each else data.select_idxs(whole.last_rows), return_dict=True)
+    scores = result["reward_tensor"]
     taken = {*data.batch.keys(), *data.non_tensor_batch}
     extra = {f"reward_{name}" if name in taken else name: v for name, v in result["reward_extra_info"].items()}
+    if not whole.one_row_each:
+        of_last_rows, scores = scores, scores.new_zeros((len(data), scores.shape[1]))
+        scores[torch.from_numpy(whole.last_rows)] = of_last_rows
+        extra = {name: [values[number] for number in whole.of_row] for name, values in extra.items()}
     if getattr(reward_fn, "on_error", None) == "mask" and any(extra.get(FAILED, ())):
         kept = 1 - torch.tensor(extra[FAILED], device=data.batch["response_mask"].device)
         data.batch["response_mask"] = data.batch["response_mask"] * kept[:, None].to(data.batch["response_mask"].dtype)
-    return result["reward_tensor"], extra
+    return scores, extra
 
 
 def reward_metrics(extra: Mapping[str, Iterable[Any]]) -> dict[str, float]:
