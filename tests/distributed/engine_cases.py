@@ -71,9 +71,11 @@ def make_batch(
 
 
 def token_loss(outputs: dict[str, torch.Tensor], batch: DataProto, counts: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-    """A weighted sum of every output over sampled tokens, divided by the global number of them."""
+    """A weighted sum of every output over sampled tokens (or over rows), divided by the global number of tokens."""
     mask = batch.batch["response_mask"].bool()
-    value = sum(torch.where(mask, out * batch.batch["weights"] + out**2, 0.0).sum() for out in outputs.values())
+    tokens, rows = ([out for out in outputs.values() if out.dim() == dim] for dim in (2, 1))
+    value = sum(torch.where(mask, out * batch.batch["weights"] + out**2, 0.0).sum() for out in tokens)
+    value = sum(((out**2).sum() for out in rows), start=value)
     return value / counts.tokens, {"loss": (value / counts.tokens, 1.0), "tokens": (mask.sum(), counts.tokens)}
 
 

@@ -62,7 +62,7 @@ def mine(rank, ranks, size):
 def trained(name, data, **changes):
     """What an engine finds before it learns, its gradients, and its weights after two steps."""
     kind, _, _ = MODELS[name]
-    outputs = {"causal_lm": ["log_probs", "entropy"], "value": ["values"]}.get(kind, ["scores"])
+    outputs = {"causal_lm": ["log_probs", "entropy"], "value": ["values", "last_value"]}.get(kind, ["scores"])
     changes |= CHANGES | ({"lora_rank": 4} if name == "adapters" else {})
     engine = make_engine(model_of(name), kind, train=kind != "sequence_classification", **changes)
     found = {"place": (engine.dp_rank, engine.dp_size, engine.answers)}

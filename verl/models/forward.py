@@ -22,9 +22,11 @@ from verl.utils.device_copy import copied_together
 
 FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
     "causal_lm": ("log_probs", "entropy"),
-    "value": ("values",),
+    "value": ("values", "last_value"),
     "sequence_classification": ("scores",),
 }
+# One number per row; all others have one per response token.
+FIELDS_OF_ROWS = ("scores", "last_value")
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class ResponseModel(nn.Module):
     def forward(
         self, rows: Rows, fields: Sequence[str], shape: tuple[int, int], temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        """The named `fields`, float32 `shape` [b, R] with 0 at padding; `scores` [b].
+        """The named `fields`, float32 `shape` [b, R] with 0 at padding; `scores` and `last_value` [b].
 
         Two more, for trials: `hidden` [tokens, H] and, of rows with padding, `head_gap` as one number.
         """
@@ -113,9 +115,10 @@ class ResponseModel(nn.Module):
             return {"hidden": self._hidden(rows)}
         if self.kind == "sequence_classification":
             return {"scores": self._scores(rows)}
-        hidden = self._hidden(rows).index_select(0, rows.before)
+        hidden = self._hidden(rows)
         if self.kind == "value":
-            return {"values": _scattered(self.hf.score(hidden).squeeze(-1).float(), rows, shape)}
+            return self._values(hidden, rows, fields, shape)
+        hidden = hidden.index_select(0, rows.before)
         weight, bias = head_weights(self.hf)
         adjust = logit_adjustment(self.hf.config)
         log_probs, entropy = label_statistics(
@@ -130,6 +133,23 @@ class ResponseModel(nn.Module):
         output = self.hf.base_model(input_ids=rows.input_ids, use_cache=False, **packed)
         return output.last_hidden_state.flatten(0, 1)
 
+    def _values(
+        self, hidden: torch.Tensor, rows: Rows, fields: Sequence[str], shape: tuple[int, int]
+    ) -> dict[str, torch.Tensor]:
+        """Of the states before the response tokens and, if asked for, after each row's last token; one pass of the head
+        for both: its weights are gathered once."""
+        if "last_value" not in fields:
+            return {"values": _scattered(self._scored(hidden, rows.before), rows, shape)}
+        before, last = self._scored(hidden, torch.cat([rows.before, rows.last])).split(
+            [len(rows.before), len(rows.last)]
+        )
+        found = {"values": _scattered(before, rows, shape), "last_value": _of_rows(last, rows)}
+        return {name: found[name] for name in fields}
+
+    def _scored(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """What the head gives for the states at `places` [n]."""
+        return self.hf.score(hidden.index_select(0, places)).squeeze(-1).float()
+
     def _head_gap(self, rows: Rows) -> torch.Tensor:
         """How far our logits are from those of the model's own forward pass, relative to the largest."""
         ours = logit_head(self.hf)(self._hidden(rows))
@@ -138,11 +158,15 @@ class ResponseModel(nn.Module):
 
     def _scores(self, rows: Rows) -> torch.Tensor:
         if hasattr(self.hf, "score"):  # a decoder: its last token has read everything
-            scores = self.hf.score(self._hidden(rows).index_select(0, rows.last)).squeeze(-1).float()
-            return rows.of_rows(scores) if isinstance(rows, SharedRows) else scores
+            return _of_rows(self._scored(self._hidden(rows), rows.last), rows)
         assert isinstance(rows, FrontRows), "an encoder runs with padding"
         logits = self.hf(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits
         return logits.squeeze(-1).float()
+
+
+def _of_rows(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """[b]: those that ranks which share the rows found, too. Never a view, which loses FSDP's hook if it is written."""
+    return rows.of_rows(values) if isinstance(rows, SharedRows) else values.clone()
 
 
 def _scattered(values: torch.Tensor, rows: Rows, shape: tuple[int, int]) -> torch.Tensor:

@@ -186,17 +186,21 @@ def test_a_batch_of_no_rows_is_answered_with_no_rows():
 # ---------------------------------------------------------------- other heads
 
 
-def test_values_are_those_of_the_state_before_each_token():
+def test_values_are_those_of_the_state_before_each_token_and_after_the_last():
     data, causal = make_batch(), tiny_model()
     model = random_head(causal)
-    found = make_engine(model, "value").infer(data, ["values"]).batch["values"]
+    engine = make_engine(model, "value")
+    found = engine.infer(data, ["values"]).batch["values"]
+    both = engine.infer(data, ["last_value", "values"], micro=MicroBatching(size=4)).batch
+    torch.testing.assert_close(both["values"], found)
     for row in range(len(data)):
         mask = data.batch["attention_mask"][row].bool()
         length = int(mask[-9:].sum())
         with torch.no_grad():
             hidden = causal.base_model(input_ids=data.batch["input_ids"][row][mask][None]).last_hidden_state[0]
-            wanted = model.score(hidden)[-length - 1 : -1, 0]
-        torch.testing.assert_close(found[row, :length], wanted, atol=1e-5, rtol=1e-4)
+            wanted = model.score(hidden)[:, 0]
+        torch.testing.assert_close(found[row, :length], wanted[-length - 1 : -1], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(both["last_value"][row], wanted[-1], atol=1e-5, rtol=1e-4)
         assert (found[row, length:] == 0).all()
 
 

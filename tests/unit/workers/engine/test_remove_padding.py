@@ -13,7 +13,11 @@ from transformers import AutoModelForSequenceClassification
 from verl.models.heads import ValueModel
 from verl.workers.engine.base import MicroBatching
 
-OUTPUTS = {"causal_lm": ["log_probs", "entropy"], "value": ["values"], "sequence_classification": ["scores"]}
+OUTPUTS = {
+    "causal_lm": ["log_probs", "entropy"],
+    "value": ["values", "last_value"],
+    "sequence_classification": ["scores"],
+}
 
 
 def model_of(kind):

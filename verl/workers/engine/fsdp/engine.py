@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from verl.config.engine import FSDPConfig, OptimConfig
 from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
-from verl.models.forward import FIELDS_OF_KIND, ResponseModel, front_rows
+from verl.models.forward import FIELDS_OF_KIND, FIELDS_OF_ROWS, ResponseModel, front_rows
 from verl.models.head_trial import check_head
 from verl.models.loading import ModelKind, empty_model, pretrained_model, read_config, switch_dropout_off
 from verl.models.lora import ADAPTER_FOLDER, Adapters
@@ -199,10 +199,9 @@ class FSDPEngine:
     def infer(
         self, data: DataProto, outputs: Sequence[str], temperature: float = 1.0, micro: MicroBatching = ALL_ROWS
     ) -> DataProto:
-        """The fields [B, R] (scores: [B]) without gradient, float32 on the CPU, in the order of the rows."""
+        """The fields [B, R] (`FIELDS_OF_ROWS`: [B]) without gradient, float32 on the CPU, in the order of the rows."""
         keys = ["input_ids", "attention_mask"] + (["responses"] if self.kind != "sequence_classification" else [])
         inputs = data.select(batch_keys=keys, non_tensor_batch_keys=[], meta_info_keys=[])
-        width = () if self.kind == "sequence_classification" else (inputs.batch["responses"].shape[1],)
         order: list[int] = []
         parts: dict[str, list[torch.Tensor]] = {name: [] for name in outputs}
         expect(len(data))
@@ -214,9 +213,12 @@ class FSDPEngine:
                     for name, value in fields.items():
                         parts[name].append(value)
                     tick(len(rows))
-        found = {name: torch.zeros((len(data), *width)) for name in outputs}
-        for name, values in parts.items() if order else ():
-            found[name][order] = torch.cat(values).cpu()  # the first time that the host waits for the device
+        found = {}
+        for name, values in parts.items():
+            per_row = name in FIELDS_OF_ROWS
+            found[name] = torch.zeros(len(data) if per_row else (len(data), inputs.batch["responses"].shape[1]))
+            if order:
+                found[name][order] = torch.cat(values).cpu()  # the first time that the host waits for the device
         return DataProto.from_dict(found)
 
     @contextmanager
