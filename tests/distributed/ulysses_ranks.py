@@ -65,7 +65,7 @@ def trained(name, data, **changes):
     outputs = {"causal_lm": ["log_probs", "entropy"], "value": ["values", "last_value"]}.get(kind, ["scores"])
     changes |= CHANGES | ({"lora_rank": 4} if name == "adapters" else {})
     engine = make_engine(model_of(name), kind, train=kind != "sequence_classification", **changes)
-    found = {"place": (engine.dp_rank, engine.dp_size, engine.answers)}
+    found = {"place": (engine.dp_rank, engine.dp_size, engine.collects)}
     for cut, micro in (("fixed", FIXED), ("dynamic", DYNAMIC)):
         found[cut] = dict(engine.infer(data, outputs, 0.7, micro).batch.items())
     if kind == "sequence_classification":

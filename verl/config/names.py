@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from verl.config import policy_losses
 
 ADV_ESTIMATORS = (
@@ -34,8 +36,21 @@ KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 # A trailing "+" takes the value of the estimate and the unbiased gradient (straight-through); so does "kl" itself.
 KL_LOSS_TYPES = KL_PENALTIES + tuple(f"{name}+" for name in KL_PENALTIES)
 
-BUILT_STRATEGIES, UNBUILT_STRATEGIES = ("fsdp", "fsdp2"), ("megatron",)
-STRATEGIES = BUILT_STRATEGIES + UNBUILT_STRATEGIES
+
+@dataclass(frozen=True)
+class TrainingEngine:
+    """A row of the table of training engines."""
+
+    target: str
+    """`module:Class` of its `TrainEngine`, imported when it is chosen; "" while it is not built."""
+    block: str
+    """The block of a role's configuration that holds its own keys."""
+
+
+_FSDP = TrainingEngine("verl.workers.engine.fsdp.engine:FSDPEngine", "fsdp_config")
+TRAINING_ENGINES = {"fsdp": _FSDP, "fsdp2": _FSDP, "megatron": TrainingEngine("", "megatron_config")}
+STRATEGIES = tuple(TRAINING_ENGINES)
+
 BUILT_ROLLOUTS, UNBUILT_ROLLOUTS = ("native", "hf"), ("vllm", "sglang", "trtllm")
 ROLLOUTS = BUILT_ROLLOUTS + UNBUILT_ROLLOUTS
 REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")

@@ -17,15 +17,16 @@ from verl.config.problems import Report
 from verl.config.schema import pick
 
 NOT_BUILT = "is not built yet in this version"
+_ENGINES = {name: row for name, row in names.TRAINING_ENGINES.items() if not row.target}
 # Values that stand for something to come: key -> (values, what to set instead).
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     f"{ROLLOUT}.name": (names.UNBUILT_ROLLOUTS, f"Set {ROLLOUT}.name=native, which needs no install"),
     f"{ROLLOUT}.multi_turn.enable": ((True,), "Leave it out: every answer is one turn"),
     "do_search": ((True,), "Leave it out: the model answers without searching"),
-    f"{ACTOR}.strategy": (names.UNBUILT_STRATEGIES, f"Set {ACTOR}.strategy=fsdp2"),
-    "critic.strategy": (names.UNBUILT_STRATEGIES, "Set critic.strategy=fsdp2"),
-    "actor_rollout_ref.ref.strategy": (names.UNBUILT_STRATEGIES, "Leave it out: it follows the actor's"),
-    "reward_model.strategy": (names.UNBUILT_STRATEGIES, "Leave it out: it follows the actor's"),
+    f"{ACTOR}.strategy": (tuple(_ENGINES), f"Set {ACTOR}.strategy=fsdp2"),
+    "critic.strategy": (tuple(_ENGINES), "Set critic.strategy=fsdp2"),
+    "actor_rollout_ref.ref.strategy": (tuple(_ENGINES), "Leave it out: it follows the actor's"),
+    "reward_model.strategy": (tuple(_ENGINES), "Leave it out: it follows the actor's"),
 }
 # Keys that only what is not built would read: pattern -> what that is. Away from its default such a key does nothing.
 NO_EFFECT: Mapping[str, str] = {
@@ -35,7 +36,7 @@ NO_EFFECT: Mapping[str, str] = {
     "max_turns": "the search agent is not built yet",
     "retriever.*": "the search agent is not built yet",
     "algorithm.state_masking.*": "the search agent is not built yet",
-    "*.megatron_config.*": "the megatron engine is not built yet",
+    **{f"*.{row.block}.*": f"the {name} engine is not built yet" for name, row in _ENGINES.items()},
 }
 _LOAD_FORMATS = ("auto", "dummy")
 

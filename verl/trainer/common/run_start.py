@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import PPOConfig, SFTConfig
-from verl.config.engine import CheckpointConfig, OptimConfig
+from verl.config.names import TRAINING_ENGINES
 from verl.config.problems import Problem, Report
 from verl.utils.checkpoint import remote
 from verl.utils.checkpoint.checkpoint_manager import reading, resolve_resume
@@ -41,14 +41,16 @@ class RunPart:
     key: str
     """The block of its model, as users write it."""
     kind: Any
+    block: Any
+    """How it is trained: its engine, optimizer and checkpoint."""
     model: Any
-    checkpoint: CheckpointConfig
-    optim: OptimConfig
-    strategy: str
-    precision: str
-    """In which matrices are multiplied, and the model for transformers is written."""
     limit: int | None
     """How many steps keep it."""
+
+    @property
+    def precision(self) -> str:
+        """In which matrices are multiplied, and the model for transformers is written."""
+        return self.block[TRAINING_ENGINES[self.block.strategy].block].mixed_precision
 
     @functools.cached_property
     def expected(self) -> Any:
@@ -151,7 +153,7 @@ def _check_part(step: Path, part: RunPart, mode: str, report: Report) -> None:
     from verl.workers.engine.common.same_model import NOT_SAVED, differences
 
     folder = step / part.folder
-    contents = [content for content in part.checkpoint.load_contents if content != "hf_model"]
+    contents = [content for content in part.block.checkpoint.load_contents if content != "hf_model"]
     found = differences(folder, contents, part.expected)
     if found:
         fix = (
@@ -169,34 +171,20 @@ def run_parts(config: PPOConfig | SFTConfig, worker_classes: Iterable[type] = ()
     if any(not cls.__module__.startswith("verl.") for cls in worker_classes):
         return []
     if isinstance(config, SFTConfig):
-        parts = [_part(".", "model", "causal_lm", config, config.model, config.trainer.max_ckpt_to_keep)]
+        parts = [RunPart(".", "model", "causal_lm", config, config.model, config.trainer.max_ckpt_to_keep)]
     else:
         policy, trainer = config.actor_rollout_ref, config.trainer
         limit = trainer.max_actor_ckpt_to_keep
-        parts = [_part("actor", "actor_rollout_ref.model", "causal_lm", policy.actor, policy.model, limit)]
+        parts = [RunPart("actor", "actor_rollout_ref.model", "causal_lm", policy.actor, policy.model, limit)]
         if config.critic.enable:
             limit = trainer.max_critic_ckpt_to_keep
-            parts.append(_part("critic", "critic.model", "value", config.critic, config.critic.model, limit))
-    return [part for part in parts if part.strategy != "megatron"]
-
-
-def _part(folder: str, key: str, kind: str, block: Any, model: Any, limit: int | None) -> RunPart:
-    return RunPart(
-        folder,
-        key,
-        kind,
-        model,
-        block.checkpoint,
-        block.optim,
-        block.strategy,
-        block.fsdp_config.mixed_precision,
-        limit,
-    )
+            parts.append(RunPart("critic", "critic.model", "value", config.critic, config.critic.model, limit))
+    return [part for part in parts if part.block.strategy != "megatron"]
 
 
 def step_bytes(part: RunPart) -> int:
     """What one step of a part takes: float32 shards, two moments of what learns, the model for transformers."""
-    expected, contents = part.expected, part.checkpoint.save_contents
+    expected, contents = part.expected, part.block.checkpoint.save_contents
     stored = sum(math.prod(spec.shape) for spec in expected.tensors.values())
     learning = sum(math.prod(spec.shape) for spec in expected.learning.values())
     copies = 2 if expected.about["lora"] else 1  # adapters are written once more, as peft loads them
@@ -204,7 +192,7 @@ def step_bytes(part: RunPart) -> int:
     if "model" in contents:
         total += stored * _FLOAT32 * copies
     if "optimizer" in contents:
-        total += 2 * learning * (_HALF if part.optim.state_dtype == "bf16" else _FLOAT32)
+        total += 2 * learning * (_HALF if part.block.optim.state_dtype == "bf16" else _FLOAT32)
     if "hf_model" in contents:
         total += expected.parameters * (_FLOAT32 if part.precision == "fp32" else _HALF)
     return total

@@ -26,6 +26,11 @@ class MicroBatching:
     max_tokens: int | None = None
     """Or as many rows as fit this many tokens (padding not counted)."""
 
+    @classmethod
+    def by(cls, tokens: bool, size: int | None, max_tokens: int | None) -> MicroBatching:
+        """As configurations say it: by `max_tokens` if they count tokens, else by `size`."""
+        return cls(max_tokens=max_tokens) if tokens else cls(size=size)
+
     def shared_by(self, ranks: int) -> MicroBatching:
         """Where several ranks share every row, their token budgets add up."""
         return self if self.max_tokens is None else replace(self, max_tokens=self.max_tokens * ranks)
@@ -58,7 +63,11 @@ class TrainEngine(Protocol):
     causal LM, at `temperature`), `values` (of a value model: of the state before that token). A sequence classifier
     gives `scores` [B]. All float32, and 0 where the response is padding.
 
-    Every method but `manifest` is a collective: all ranks call it, in the same order.
+    A value model also gives `last_value` [B]: of the state after the row's last token.
+
+    Every method but `manifest` is a collective: all ranks call it, in the same order. Ranks that share rows (of a
+    tensor-parallel group, the stages of a pipeline) get the same ones. Where a rank has no outputs, `loss_fn` is not
+    called, metrics are {} and `infer` gives no columns.
 
     Rows are counted per micro-batch (`verl.utils.progress`): `infer` expects its rows and ticks them;
     `forward_backward` only ticks, for its caller knows how many steps there are.
@@ -67,8 +76,8 @@ class TrainEngine(Protocol):
     dp_rank: int
     """Which of the `dp_size` parts of a batch this rank works on; ranks that share one have the same."""
     dp_size: int
-    answers: bool
-    """Whether this rank's results count for its part: exactly one of those that share it."""
+    collects: bool
+    """Whether results are taken from this rank: one of those that share a part, and one that has outputs."""
     device: torch.device
 
     def forward_backward(
@@ -114,10 +123,17 @@ class TrainEngine(Protocol):
         """
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Move to host memory ("cpu") between phases, and back to the engine's own ("device")."""
+        """Move to host memory ("cpu"), or back to the engine's own ("device")."""
+
+    def park(self) -> None:
+        """Between phases: what the engine's configuration offloads moves to host memory."""
+
+    def awake(self, optimizer: bool = True) -> AbstractContextManager[None]:
+        """For one phase: on its device, the optimizer's state too if it is used; parked afterwards, also on errors."""
 
     def save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
-        """Write `model`, `optimizer`, `extra` (schedule, random states of all ranks) in shards under `path`.
+        """Write `model`, `optimizer`, `extra` (schedule, random states of all ranks) in shards under `path`, and as
+        `hf_model` what `export_hf` writes under `path/huggingface`.
 
         Weights that are not sound raise FloatingPointError and are not written.
 
@@ -127,7 +143,7 @@ class TrainEngine(Protocol):
         """
 
     def load(self, path: str | os.PathLike, contents: Collection[str]) -> None:
-        """Read back what `save` wrote, also with another number of ranks."""
+        """Read back what `save` wrote, also with another number of ranks; `hf_model` is not read."""
 
     def export_hf(self, path: str | os.PathLike) -> None:
         """Write the whole model as transformers loads it."""

@@ -13,11 +13,11 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.fs import resolve_model_path
 from verl.utils.torch_functional import masked_mean
-from verl.workers.engine.base import Counts
+from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.micro_batches import trajectory_tokens
-from verl.workers.roles.engines import make_engine
+from verl.workers.roles.engines import inferred, start_engine
 from verl.workers.roles.memory import phase_memory
-from verl.workers.roles.updates import micro_batching, run_epochs
+from verl.workers.roles.updates import run_epochs
 
 
 class ValueLoss:
@@ -64,70 +64,50 @@ class CriticWorker(Worker):
         """Load the model and shard it over the ranks."""
         config = self.config
         self.init_process_group()
-        self.engine = make_engine(
-            config.strategy,
-            resolve_model_path(config.model.path, "critic.model.path"),
-            "value",
-            config.model,
-            config,
-            self.device,
-            optim=config.optim,
-            grad_clip=config.grad_clip,
-            total_steps=config.optim.total_training_steps,
-        )
-        self.register_mesh_place("critic", self.engine.dp_rank, collect=self.engine.answers)
-        self._rest()
+        path = resolve_model_path(config.model.path, "critic.model.path")
+        self.engine = start_engine(self, "critic", path, "value", config.model, config, config.optim, config.grad_clip)
+        self.engine.park()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
     @phase_memory("values", at="critic")
     def compute_values(self, data: DataProto) -> DataProto:
-        """`values`: [batch, response]."""
-        self.engine.to("device", model=True, optimizer=False)
-        micro = micro_batching(self.config, "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
-        result = self.engine.infer(data, ["values"], 1.0, micro)
-        self._rest()
-        return result
+        """`values`: [batch, response]; `last_value`: [batch], after each row's last token, if meta_info names it."""
+        config = self.config
+        micro = MicroBatching.by(
+            config.use_dynamic_bsz, config.forward_micro_batch_size_per_gpu, config.forward_max_token_len_per_gpu
+        )
+        fields = ("values", "last_value") if data.meta_info.get("last_value") else ("values",)
+        with self.engine.awake(optimizer=False):
+            return inferred(self.engine, data, {name: name for name in fields}, 1.0, micro)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
     @phase_memory("update_critic", at="critic")
     def update_critic(self, data: DataProto) -> DataProto:
         """`ppo_epochs` passes over the rows; metrics in `meta_info["metrics"]`."""
-        self.engine.to("device")
-        result = run_epochs(
-            self.engine,
-            data,
-            ValueLoss(self.config),
-            ["values"],
-            temperature=1.0,
-            micro=micro_batching(self.config, "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
-            mini_batches=data.meta_info["mini_batches"],
-            epochs=self.config.ppo_epochs,
-            prefix="critic",
-        )
-        self._rest()
-        return result
+        config = self.config
+        with self.engine.awake():
+            return run_epochs(
+                self.engine,
+                data,
+                ValueLoss(config),
+                ["values"],
+                temperature=1.0,
+                micro=MicroBatching.by(
+                    config.use_dynamic_bsz, config.ppo_micro_batch_size_per_gpu, config.ppo_max_token_len_per_gpu
+                ),
+                mini_batches=data.meta_info["mini_batches"],
+                epochs=config.ppo_epochs,
+                prefix="critic",
+            )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, path: str) -> None:
         """Sharded state under `path`; a token classifier with one label under `path/huggingface`."""
-        contents = self.config.checkpoint.save_contents
-        self.engine.to("device")
-        try:
-            self.engine.save(path, [part for part in contents if part != "hf_model"])
-            if "hf_model" in contents:
-                self.engine.export_hf(f"{path}/huggingface")
-        finally:
-            self._rest()  # training goes on after a failed save
+        with self.engine.awake():
+            self.engine.save(path, self.config.checkpoint.save_contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Read back what `save_checkpoint` wrote."""
-        self.engine.to("device")
-        self.engine.load(path, [part for part in self.config.checkpoint.load_contents if part != "hf_model"])
-        self._rest()
-
-    def _rest(self) -> None:
-        """Between phases, what the configuration says moves to host memory."""
-        fsdp = self.config.fsdp_config
-        if fsdp.param_offload or fsdp.optimizer_offload:
-            self.engine.to("cpu", model=fsdp.param_offload, optimizer=fsdp.optimizer_offload)
+        with self.engine.awake():
+            self.engine.load(path, self.config.checkpoint.load_contents)

@@ -1,39 +1,43 @@
-"""Which training engine a strategy names, and how a configuration block becomes one."""
+"""A role and its engine: the one its configuration names, in its place in the group, and a pass without gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any
 
-import torch
+from verl.config.names import TRAINING_ENGINES
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.workers.engine.base import MicroBatching, TrainEngine
 
-from verl.workers.engine.base import TrainEngine
 
-
-def make_engine(
-    strategy: str,
+def start_engine(
+    worker: Worker,
+    mesh: str,
     model_path: str,
     kind: str,
     model_config: Any,
     block: Any,
-    device: torch.device,
     optim: Any = None,
     grad_clip: float | None = None,
-    total_steps: int | None = None,
 ) -> TrainEngine:
-    """The engine of `strategy` for a model; without `optim` it is frozen."""
-    if strategy not in ("fsdp", "fsdp2"):
-        raise ValueError(f"strategy = {strategy}: this engine is not built yet. Set it to fsdp2.")
-    from verl.workers.engine.fsdp.engine import FSDPEngine
-
-    return FSDPEngine(
-        model_path,
-        kind,  # type: ignore[arg-type]
-        model_config=model_config,
-        engine_config=block.fsdp_config,
-        optim=optim,
-        grad_clip=grad_clip,
-        total_steps=total_steps,
-        device=device,
-        sequence_parallel_size=block.ulysses_sequence_parallel_size,
-        compile_layers=block.use_torch_compile,
+    """The engine of `block.strategy` for a model, frozen without `optim`. Calls dispatched over `mesh` reach it."""
+    target = TRAINING_ENGINES[block.strategy].target
+    if not target:
+        raise ValueError(f"strategy = {block.strategy}: this engine is not built yet. Set it to fsdp2.")
+    engine: TrainEngine = resolve_name(target).of_block(
+        model_path, kind, model_config, block, worker.device, optim=optim, grad_clip=grad_clip
     )
+    worker.register_mesh_place(mesh, engine.dp_rank, collect=engine.collects)
+    return engine
+
+
+def inferred(
+    engine: TrainEngine, data: DataProto, columns: Mapping[str, str], temperature: float, micro: MicroBatching
+) -> DataProto:
+    """The engine's fields as columns of the batch: {field: column}. None where results are not taken from this rank."""
+    found = engine.infer(data, list(columns), temperature, micro)
+    if not engine.collects:
+        return DataProto()
+    return DataProto.from_dict({column: found.batch[field] for field, column in columns.items()})

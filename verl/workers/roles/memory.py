@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from verl.config.devices import host_memory_available
+from verl.config.names import TRAINING_ENGINES
 from verl.config.schema import pick
-from verl.planning.remedies import helpful, remedies
+from verl.planning.remedies import Remedy, helpful, remedies
 from verl.utils.device_memory import memory_in_use
 
 _P = ParamSpec("_P")
@@ -51,7 +52,7 @@ def explain(phase: str, error: torch.OutOfMemoryError, config: Any, at: str, dev
     if asked is None:
         lines.append(f"  {str(error).splitlines()[0] if str(error) else 'no size was given'}")
     lines.append("What helps, cheapest first:")
-    found = list(helpful(phase, lambda key: _value(config, key, at)))[:_MOST_REMEDIES]
+    found = list(_helpful(phase, config, at))[:_MOST_REMEDIES]
     lines += [f"  {number}. {remedy.describe(now)}" for number, (remedy, now) in enumerate(found, start=1)]
     if not found:
         lines.append("  more devices, or a smaller model")
@@ -67,11 +68,7 @@ def explain_host(phase: str, error: Exception, config: Any, at: str) -> str:
 
 def host_advice(phase: str, config: Any, at: str = "") -> str:
     """The keys to change when a phase needs more of the machine's own memory than there is, cheapest first."""
-    found = [
-        remedy.describe(now)
-        for remedy, now in helpful(phase, lambda key: _value(config, key, at))
-        if "offload" not in remedy.key
-    ]
+    found = [remedy.describe(now) for remedy, now in _helpful(phase, config, at) if "offload" not in remedy.key]
     moved = [key for each in remedies(phase) if "offload" in (key := each.key) and _value(config, key, at) is True]
     steps = [*found[:_MOST_REMEDIES], *(f"{key}=False" for key in moved), "fewer ranks on this machine, or more memory"]
     return "\n".join(["What helps, cheapest first:", *(f"  {i}. {step}" for i, step in enumerate(steps, start=1))])
@@ -97,3 +94,13 @@ def _value(config: Any, key: str, at: str) -> Any:
         return pick(config, key.removeprefix(f"{at}.") if at else key)
     except (KeyError, AttributeError):
         return None
+
+
+def _helpful(phase: str, config: Any, at: str) -> Iterator[tuple[Remedy, Any]]:
+    """Remedies that can still move, with their values, but for keys of an engine that the role does not have."""
+    for remedy, now in helpful(phase, lambda key: _value(config, key, at)):
+        role, _, block = remedy.key.rpartition(".")[0].rpartition(".")
+        strategy = _value(config, f"{role}.strategy".removeprefix("."), at)
+        blocks = {name: row.block for name, row in TRAINING_ENGINES.items()}
+        if block not in blocks.values() or block == blocks.get(strategy, block):
+            yield remedy, now

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config import ActorRolloutRefConfig, as_config
+from verl.config import ActorRolloutRefConfig, RefConfig, RolloutConfig, as_config
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.device import resolve_dtype
 from verl.utils.fs import resolve_model_path
-from verl.workers.roles.engines import make_engine
+from verl.workers.engine.base import MicroBatching
+from verl.workers.roles.engines import inferred, start_engine
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
-from verl.workers.roles.updates import micro_batching, mini_batches_of_prompts, rows_of_mini_batches, run_epochs
+from verl.workers.roles.updates import mini_batches_of_prompts, rows_of_mini_batches, run_epochs
 from verl.workers.rollout import get_rollout_class
 from verl.workers.sharding_manager import (
     BroadcastReceiver,
@@ -70,17 +71,9 @@ class ActorRolloutRefWorker(Worker):
     @phase_memory("old_log_prob", at="actor_rollout_ref")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropys`: [batch, response], at the sampling temperature."""
-        self.engine.to("device", model=True, optimizer=False)
-        rollout = self.config.rollout
-        micro = micro_batching(
-            rollout,
-            "log_prob_micro_batch_size_per_gpu",
-            "log_prob_max_token_len_per_gpu",
-            "log_prob_use_dynamic_bsz",
-        )
-        result = self.engine.infer(data, ["log_probs", "entropy"], self._temperature(data), micro)
-        self._rest()
-        return result.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
+        columns = {"log_probs": "old_log_probs", "entropy": "entropys"}
+        with self.engine.awake(optimizer=False):
+            return inferred(self.engine, data, columns, self._temperature(data), _log_prob_passes(self.config.rollout))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     @phase_memory("update_actor", at="actor_rollout_ref")
@@ -101,39 +94,31 @@ class ActorRolloutRefWorker(Worker):
                     "update_actor: several optimizer steps need old_log_probs. Call compute_log_prob first."
                 )
             data.batch[ROW] = torch.arange(len(data))
-        self.engine.to("device")
-        result = run_epochs(
-            self.engine,
-            data,
-            loss,
-            loss.outputs,
-            temperature=self._temperature(data),
-            micro=micro_batching(actor, "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
-            mini_batches=mini_batches,
-            epochs=epochs,
-            prefix="actor",
-        )
-        if loss.own_old_log_probs:
-            result = DataProto.from_dict({"old_log_probs": loss.old_log_probs(len(data))}, meta_info=result.meta_info)
-        self._rest()
-        return result
+        with self.engine.awake():
+            result = run_epochs(
+                self.engine,
+                data,
+                loss,
+                loss.outputs,
+                temperature=self._temperature(data),
+                micro=MicroBatching.by(
+                    actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
+                ),
+                mini_batches=mini_batches,
+                epochs=epochs,
+                prefix="actor",
+            )
+            if not loss.own_old_log_probs or not self.engine.collects:
+                return result
+            return DataProto.from_dict({"old_log_probs": loss.old_log_probs(len(data))}, meta_info=result.meta_info)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
     @phase_memory("ref", at="actor_rollout_ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob`: [batch, response], under the frozen reference: with LoRA, the actor without its adapters."""
-        ref = self.config.ref
-        self.ref_engine.to("device", model=True, optimizer=False)
-        micro = micro_batching(
-            ref, "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz"
-        )
-        with self.ref_engine.base_weights():
-            result = self.ref_engine.infer(data, ["log_probs"], self._temperature(data), micro)
-        if self._actor_is_reference:
-            self._rest()
-        else:
-            self._rest_reference()
-        return result.rename("log_probs", "ref_log_prob")
+        engine, columns = self.ref_engine, {"log_probs": "ref_log_prob"}
+        with engine.awake(optimizer=False), engine.base_weights():
+            return inferred(engine, data, columns, self._temperature(data), _log_prob_passes(self.config.ref))
 
     # ---------------------------------------------------------------- generation
 
@@ -171,10 +156,9 @@ class ActorRolloutRefWorker(Worker):
         """Hand the trainer's weights to the engine of the same process, unless it has this version already."""
         if version == self._rollout_version:
             return
-        self.engine.to("device", model=True, optimizer=False)
-        WeightSync().sync(self.engine, self.rollout, version)
+        with self.engine.awake(optimizer=False):
+            WeightSync().sync(self.engine, self.rollout, version)
         self._rollout_version = version
-        self._rest()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def transfer_address(self) -> TransferAddress | None:
@@ -201,9 +185,8 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int) -> None:
         """The trainer's half of a hand-over between processes."""
-        self.engine.to("device", model=True, optimizer=False)
-        self._sender.send(self.engine, version)
-        self._rest()
+        with self.engine.awake(optimizer=False):
+            self._sender.send(self.engine, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, version: int) -> None:
@@ -219,49 +202,31 @@ class ActorRolloutRefWorker(Worker):
 
         With LoRA: what learns, `path/lora_adapter` as peft loads it, and the merged model under `path/huggingface`.
         """
-        contents = self.config.actor.checkpoint.save_contents
-        self.engine.to("device")
-        try:
-            self.engine.save(path, [part for part in contents if part != "hf_model"])
-            if "hf_model" in contents:
-                self.engine.export_hf(f"{path}/huggingface")
-        finally:
-            self._rest()  # training goes on after a failed save
+        with self.engine.awake():
+            self.engine.save(path, self.config.actor.checkpoint.save_contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Read back what `save_checkpoint` wrote."""
-        contents = self.config.actor.checkpoint.load_contents
-        self.engine.to("device")
-        self.engine.load(path, [part for part in contents if part != "hf_model"])
-        self._rest()
+        with self.engine.awake():
+            self.engine.load(path, self.config.actor.checkpoint.load_contents)
 
     # ---------------------------------------------------------------- parts
 
     def _init_actor(self) -> None:
-        actor = self.config.actor
-        self.engine = make_engine(
-            actor.strategy,
-            self.model_path,
-            "causal_lm",
-            self.config.model,
-            actor,
-            self.device,
-            optim=actor.optim,
-            grad_clip=actor.grad_clip,
-            total_steps=actor.optim.total_training_steps,
+        actor, model = self.config.actor, self.config.model
+        self.engine = start_engine(
+            self, "actor", self.model_path, "causal_lm", model, actor, actor.optim, actor.grad_clip
         )
-        self.register_mesh_place("actor", self.engine.dp_rank, collect=self.engine.answers)
         if self._actor_is_reference:
             self.ref_engine = self.engine
-            self.register_mesh_place("ref", self.engine.dp_rank, collect=self.engine.answers)
-        self._rest()
+            self.register_mesh_place("ref", self.engine.dp_rank, collect=self.engine.collects)
+        self.engine.park()
 
     def _init_reference(self) -> None:
-        ref = self.config.ref
-        self.ref_engine = make_engine(ref.strategy, self.model_path, "causal_lm", self.config.model, ref, self.device)
-        self.register_mesh_place("ref", self.ref_engine.dp_rank, collect=self.ref_engine.answers)
-        self._rest_reference()
+        config = self.config
+        self.ref_engine = start_engine(self, "ref", self.model_path, "causal_lm", config.model, config.ref)
+        self.ref_engine.park()
 
     def _init_rollout(self) -> None:
         rollout_class: Any = get_rollout_class(self.config.rollout.name)
@@ -269,16 +234,6 @@ class ActorRolloutRefWorker(Worker):
         # The ranks of a tensor-parallel engine get the same rows; the first of them answers.
         ranks = self.config.rollout.tensor_model_parallel_size
         self.register_mesh_place("rollout", self.rank // ranks, collect=self.rank % ranks == 0)
-
-    def _rest(self) -> None:
-        """Between phases, what the configuration says moves to host memory."""
-        fsdp = self.config.actor.fsdp_config
-        if fsdp.param_offload or fsdp.optimizer_offload:
-            self.engine.to("cpu", model=fsdp.param_offload, optimizer=fsdp.optimizer_offload)
-
-    def _rest_reference(self) -> None:
-        if self.config.ref.fsdp_config.param_offload:
-            self.ref_engine.to("cpu", model=True, optimizer=False)
 
     @property
     def _actor_is_reference(self) -> bool:
@@ -296,3 +251,10 @@ class ActorRolloutRefWorker(Worker):
         return (
             float(data.meta_info["temperature"]) if "temperature" in data.meta_info else self.config.rollout.temperature
         )
+
+
+def _log_prob_passes(block: RolloutConfig | RefConfig) -> MicroBatching:
+    """How the rows of a log-prob pass are cut, of the policy or of the reference."""
+    return MicroBatching.by(
+        block.log_prob_use_dynamic_bsz, block.log_prob_micro_batch_size_per_gpu, block.log_prob_max_token_len_per_gpu
+    )

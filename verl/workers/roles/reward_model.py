@@ -12,10 +12,10 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import hf_tokenizer
 from verl.utils.fs import resolve_model_path
-from verl.workers.roles.engines import make_engine
+from verl.workers.engine.base import MicroBatching
+from verl.workers.roles.engines import inferred, start_engine
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.reward_texts import RewardTexts
-from verl.workers.roles.updates import micro_batching
 
 
 class RewardModelWorker(Worker):
@@ -32,15 +32,14 @@ class RewardModelWorker(Worker):
             raise ValueError("reward_model.path: not set. Give the folder or hub name of a sequence classifier.")
         self.init_process_group()
         path = resolve_model_path(config.path, "reward_model.path")
-        self.engine = make_engine(config.strategy, path, "sequence_classification", config.model, config, self.device)
+        self.engine = start_engine(self, "reward_model", path, "sequence_classification", config.model, config)
         self._texts: RewardTexts | None = None
         if config.model.input_tokenizer is not None:
             own = hf_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
             other = hf_tokenizer(resolve_model_path(config.model.input_tokenizer, "reward_model.model.input_tokenizer"))
             if not _same_tokenizer(other, own):
                 self._texts = RewardTexts(own, other, config.max_length)
-        self.register_mesh_place("reward_model", self.engine.dp_rank, collect=self.engine.answers)
-        self._rest()
+        self.engine.park()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
     @phase_memory("reward", at="reward_model")
@@ -49,17 +48,16 @@ class RewardModelWorker(Worker):
 
         A model with another tokenizer or template reads the prompts' messages (`raw_prompt`) and the answers.
         """
-        self.engine.to("device", model=True, optimizer=False)
+        config = self.config
         texts = data if self._texts is None else self._texts.encode(data)
-        micro = micro_batching(self.config, "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
-        scores = self.engine.infer(texts, ["scores"], 1.0, micro).batch["scores"]
-        self._rest()
-        return DataProto.from_dict({"rm_scores": on_last_token(scores, data.batch["response_mask"])})
-
-    def _rest(self) -> None:
-        """Between phases, if the configuration says so, the weights wait in host memory."""
-        if self.config.fsdp_config.param_offload:
-            self.engine.to("cpu", model=True, optimizer=False)
+        micro = MicroBatching.by(
+            config.use_dynamic_bsz, config.micro_batch_size_per_gpu, config.forward_max_token_len_per_gpu
+        )
+        with self.engine.awake(optimizer=False):
+            found = inferred(self.engine, texts, {"scores": "rm_scores"}, 1.0, micro)
+        if self.engine.collects:
+            found.batch["rm_scores"] = on_last_token(found.batch["rm_scores"], data.batch["response_mask"])
+        return found
 
 
 def on_last_token(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

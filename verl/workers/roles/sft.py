@@ -14,7 +14,7 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.step_checks import REFUSED, SKIPPED
-from verl.workers.roles.engines import make_engine
+from verl.workers.roles.engines import inferred, start_engine
 from verl.workers.roles.memory import phase_memory
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -45,18 +45,9 @@ class SFTWorker(Worker):
         config = self.config
         self.init_process_group()
         torch.manual_seed(config.data.seed + self.rank)  # for dropout, where the model is told to have some
-        self.engine = make_engine(
-            config.strategy,
-            resolve_model_path(config.model.path),
-            "causal_lm",
-            config.model,
-            config,
-            self.device,
-            optim=config.optim,
-            grad_clip=config.optim.grad_clip,
-            total_steps=config.optim.total_training_steps,
-        )
-        self.register_mesh_place("sft", self.engine.dp_rank, collect=self.engine.answers)
+        path = resolve_model_path(config.model.path)
+        optim = config.optim
+        self.engine = start_engine(self, "sft", path, "causal_lm", config.model, config, optim, optim.grad_clip)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
     @phase_memory("sft")
@@ -66,7 +57,7 @@ class SFTWorker(Worker):
         found = self.engine.forward_backward(data, token_mean_loss, ["log_probs"], micro=self._micro())
         step = self.engine.optimizer_step()
         metrics: dict[str, Any] = {
-            "train/loss": found["loss"],
+            **{f"train/{name}": value for name, value in found.items()},
             "train/grad_norm": step["grad_norm"],
             "train/lr": step["lr"],
             "train/skipped_steps": step[SKIPPED] + step[REFUSED],
@@ -78,26 +69,22 @@ class SFTWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
     def evaluate(self, data: DataProto) -> DataProto:
         """The same loss without learning; rows that only fill up a rank's share are masked."""
-        log_probs = self.engine.infer(data, ["log_probs"], micro=self._micro()).batch["log_probs"]
-        total, tokens = negative_log_likelihood(log_probs, data.batch["response_mask"])
+        found = inferred(self.engine, data, {"log_probs": "log_probs"}, 1.0, self._micro())
+        if not self.engine.collects:
+            return found
+        total, tokens = negative_log_likelihood(found.batch["log_probs"], data.batch["response_mask"])
         return DataProto(meta_info={"metrics": {"val/loss": (float(total), float(tokens))}})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
         """Sharded state under `path`; a folder that transformers loads under `path/huggingface`."""
-        contents = self.config.checkpoint.save_contents
-        self.engine.save(path, [part for part in contents if part != "hf_model"])
-        if "hf_model" in contents:
-            self.engine.export_hf(f"{path}/huggingface")
+        self.engine.save(path, self.config.checkpoint.save_contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         """Read back what `save_checkpoint` wrote."""
-        contents = self.config.checkpoint.load_contents
-        self.engine.load(path, [part for part in contents if part != "hf_model"])
+        self.engine.load(path, self.config.checkpoint.load_contents)
 
     def _micro(self) -> MicroBatching:
         data = self.config.data
-        if data.use_dynamic_bsz:
-            return MicroBatching(max_tokens=data.max_token_len_per_gpu)
-        return MicroBatching(size=data.micro_batch_size_per_gpu)
+        return MicroBatching.by(data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu)

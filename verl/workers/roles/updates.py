@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -96,11 +95,3 @@ def _record(
         totals.setdefault(f"{prefix}/{name}", []).append((total, 1.0 / dp_size if count is None else count))
     for name, value in (("grad_norm", step["grad_norm"]), ("lr", step["lr"])):
         totals.setdefault(f"{prefix}/{name}", []).append((value, 1.0))
-
-
-def micro_batching(block: Any, size_key: str, tokens_key: str, dynamic_key: str = "use_dynamic_bsz") -> MicroBatching:
-    """How a configuration block cuts this rank's rows into passes."""
-    values: Mapping[str, Any] = block
-    if values[dynamic_key]:
-        return MicroBatching(max_tokens=values[tokens_key])
-    return MicroBatching(size=values[size_key])

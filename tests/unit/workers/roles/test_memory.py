@@ -76,6 +76,13 @@ def test_what_is_done_already_is_not_advised():
     assert "gradient_checkpointing" not in str(caught.value)
 
 
+def test_keys_of_another_engine_are_not_advised():
+    with pytest.raises(WorkerCallError) as caught:
+        start(strategy="megatron").update_critic()
+    assert "ppo_micro_batch_size_per_gpu" in str(caught.value)
+    assert "critic.fsdp_config" not in str(caught.value)
+
+
 def test_an_error_without_a_size_keeps_its_own_words():
     with pytest.raises(WorkerCallError, match="the region could not be mapped"):
         start("the region could not be mapped").update_critic()

@@ -81,7 +81,7 @@ class FSDPEngine:
         self._sharing = sharding.sequence_parallel(self.device, sequence_parallel_size)
         self.dp_rank = dist.get_rank() // sequence_parallel_size
         self.dp_size = dist.get_world_size() // sequence_parallel_size
-        self.answers = self._sharing is None or self._sharing.rank == 0
+        self.collects = self._sharing is None or self._sharing.rank == 0
         self.kind: ModelKind = kind
         self.compute_dtype = sharding.compute_dtype(engine_config, self.device)
         self.mesh = sharding.build_mesh(self.device, engine_config.fsdp_size)
@@ -113,6 +113,8 @@ class FSDPEngine:
         self._optimizer: ShardedAdamW | None = None
         moments = lambda: self._optimizer.state_tensors() if self._optimizer is not None else ()  # noqa: E731
         self._memory = EngineMemory(self.device, self.model, moments, bool(engine_config.grad_offload))
+        # (weights, moments) that are not on the device between phases.
+        self._offloads = bool(engine_config.param_offload), bool(engine_config.optimizer_offload) and optim is not None
         self._schedule: LambdaLR | None = None
         self._loss_scale = LossScale(self.compute_dtype)
         self._tokens = 0.0  # of all ranks since the last optimizer step
@@ -120,6 +122,31 @@ class FSDPEngine:
             learning = {name: value for name, value in self.model.hf.named_parameters() if value.requires_grad}
             self._optimizer = ShardedAdamW(learning, optim, self.mesh)
             self._schedule = build_schedule(self._optimizer.adamw, optim, total_steps)
+
+    @classmethod
+    def of_block(
+        cls,
+        model: str,
+        kind: ModelKind,
+        model_config: Any,
+        block: Any,
+        device: torch.device,
+        optim: OptimConfig | None = None,
+        grad_clip: float | None = None,
+    ) -> FSDPEngine:
+        """As a role's configuration block says."""
+        return cls(
+            model,
+            kind,
+            model_config=model_config,
+            engine_config=block.fsdp_config,
+            optim=optim,
+            grad_clip=grad_clip,
+            total_steps=optim.total_training_steps if optim is not None else None,
+            device=device,
+            sequence_parallel_size=block.ulysses_sequence_parallel_size,
+            compile_layers=block.use_torch_compile,
+        )
 
     # ---------------------------------------------------------------- training
 
@@ -136,7 +163,7 @@ class FSDPEngine:
         if self._optimizer is None:
             raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot train.")
         if counts is None:
-            mine = local_counts(data) if self.answers else Counts(0.0, 0.0)
+            mine = local_counts(data) if self.collects else Counts(0.0, 0.0)
             tokens, sequences = groups.summed([mine.tokens, mine.sequences], self.device)
             counts = Counts(tokens, sequences)
         self._tokens += counts.tokens
@@ -246,8 +273,22 @@ class FSDPEngine:
             self._reshard()
             self._memory.leave(model, optimizer)
 
+    def park(self) -> None:
+        """Between phases: what `param_offload` and `optimizer_offload` say moves to host memory."""
+        if any(self._offloads):
+            self.to("cpu", *self._offloads)
+
+    @contextmanager
+    def awake(self, optimizer: bool = True) -> Iterator[None]:
+        """For one phase: on the device, moments too if they are used; parked afterwards."""
+        self.to("device", optimizer=optimizer)
+        try:
+            yield
+        finally:
+            self.park()
+
     def save(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
-        """Write the named contents in shards under `path`; `hf_model` is `export_hf`'s and not written here.
+        """Write the named contents in shards under `path`; `hf_model` whole, under `path/huggingface`.
 
         `model` of a model with adapters is what learns, and beside it `lora_adapter` as peft loads it.
         """
@@ -266,6 +307,8 @@ class FSDPEngine:
             # What rank 0 writes alone comes after the last collective: where it fails, the others are not inside one.
             if dist.get_rank() == 0:
                 self._write_alone(contents, random, recorder)
+        if "hf_model" in contents:
+            self.export_hf(folder / "huggingface")
 
     def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
         """Read back what `save` wrote, with this or another number of ranks."""
