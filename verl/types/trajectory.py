@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 from verl.types.request import Output
 
-__all__ = ["Row", "Trajectory", "Turn"]
+__all__ = ["Row", "TokenIds", "Trajectory", "Turn"]
+
+TokenIds: TypeAlias = Sequence[int] | np.ndarray
 
 
 @dataclass(slots=True)
@@ -16,7 +20,7 @@ class Turn:
     """Tokens that stand together in a row and come from one source. Only a model's have log-probs and versions."""
 
     source: Literal["model", "environment"]
-    token_ids: Sequence[int]
+    token_ids: TokenIds
     log_probs: Sequence[float] | None = None
     """One per token, of the full distribution at the temperature. None: the engine did not say."""
     versions: Sequence[int] | None = None
@@ -29,6 +33,14 @@ class Turn:
     """[tokens, layers, experts per token]: which experts of a mixture-of-experts model each token went through."""
     drawn_log_probs: Sequence[float] | None = None
     """Under the distribution really drawn from; 0 where it was greedy."""
+
+    def __post_init__(self) -> None:
+        for name in ("log_probs", "versions", "drawn_log_probs"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.token_ids):
+                raise ValueError(
+                    f"turn: {len(self.token_ids)} tokens and {len(values)} {name}. Give one for each token."
+                )
 
     @classmethod
     def sampled(cls, output: Output) -> Turn:
@@ -47,8 +59,13 @@ class Turn:
 class Row:
     """One context: a prompt and the turns that were appended to it, none of them changed later."""
 
-    prompt_ids: Sequence[int]
+    prompt_ids: TokenIds
     turns: list[Turn]
+
+    @property
+    def response_length(self) -> int:
+        """Tokens of all turns."""
+        return sum(len(turn.token_ids) for turn in self.turns)
 
     @property
     def finish_reason(self) -> str | None:

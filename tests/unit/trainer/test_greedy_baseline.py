@@ -7,8 +7,8 @@ import torch
 
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.greedy_baseline import answer_rows, split_off_baselines
-from verl.types.request import SamplingParams
-from verl.workers.rollout.prompts import requests_from_prompts
+from verl.types.request import Request, SamplingParams
+from verl.workers.rollout.prompts import requests_of, trajectories_from_prompts
 
 PROMPTS = DataProto.from_dict(
     {"input_ids": torch.tensor([[5], [6]]), "attention_mask": torch.ones(2, 1, dtype=torch.long)},
@@ -16,18 +16,22 @@ PROMPTS = DataProto.from_dict(
 )
 
 
+def requests_from(rows: DataProto, **params) -> list[Request]:
+    return requests_of(trajectories_from_prompts(rows), rows, SamplingParams(**params), seed=1)
+
+
 def test_each_prompt_is_asked_n_times_and_once_greedily():
     rows = answer_rows(PROMPTS, n=2, greedy=True)
     assert rows.non_tensor_batch["uid"].tolist() == ["a", "a", "a", "b", "b", "b"]
     assert rows.non_tensor_batch["sample_index"].tolist() == [0, 1, 2, 0, 1, 2]
-    requests = requests_from_prompts(rows, SamplingParams(temperature=0.7), seed=1)
+    requests = requests_from(rows, temperature=0.7)
     assert [request.params.greedy for request in requests] == [False, False, True] * 2
     assert {request.params.temperature for request in requests} == {0.7}
 
 
 def test_without_a_baseline_nothing_is_greedy_and_the_sampled_answers_are_the_same():
-    plain = requests_from_prompts(answer_rows(PROMPTS, n=2, greedy=False), SamplingParams(), seed=1)
-    beside = requests_from_prompts(answer_rows(PROMPTS, n=2, greedy=True), SamplingParams(), seed=1)
+    plain = requests_from(answer_rows(PROMPTS, n=2, greedy=False))
+    beside = requests_from(answer_rows(PROMPTS, n=2, greedy=True))
     assert not any(request.params.greedy for request in plain)
     assert [r.params.key for r in plain] == [r.params.key for r in beside if not r.params.greedy]
 

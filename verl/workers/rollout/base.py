@@ -7,6 +7,7 @@ import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,12 @@ import torch
 from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.types.request import Output, Request
+from verl.types.trajectory import Trajectory, Turn
 from verl.types.weights import Manifest
 from verl.utils.progress import counted
 from verl.utils.weight_fingerprint import tensor_fingerprint
-from verl.workers.rollout.output import assemble_outputs
-from verl.workers.rollout.prompts import requests_from_prompts, sampling_params
+from verl.workers.rollout.output import rows_from_trajectories
+from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
 
 __all__ = ["PAUSE_MODES", "RELEASE_TAGS", "BaseRollout"]
 
@@ -81,56 +83,51 @@ class BaseRollout(ABC):
         Reads `input_ids`, `attention_mask` [batch, prompt]; `uid`, `sample_index`; and of meta_info `step`, `seed`,
         `validate`, `eos_token_id`, `pad_token_id`, `pad_to_max` and sampling parameters.
         """
-        requests, shape = self._requests(prompts, sampling_overrides)
-        futures = counted(self.submit(requests), len(requests))
+        batch = self._begin(prompts, sampling_overrides)
         if on_finished is not None:
-            for row, future in enumerate(futures):
+            for row, future in enumerate(batch.futures):
                 future.add_done_callback(partial(_tell, on_finished, row))
         try:
-            outputs = [future.result() for future in futures]
+            return batch.rows(range(len(prompts)))
         finally:
-            # One that failed fails the call; the others must not go on for nobody.
-            self.abort([request.id for request, future in zip(requests, futures, strict=True) if not future.done()])
-        return assemble_outputs(prompts.batch["input_ids"], prompts.batch["attention_mask"], outputs, **shape)
+            self._abort_rest(batch)  # one that failed fails the call; the others must not go on for nobody
 
     def stream(self, prompts: DataProto, **sampling_overrides: Any) -> Iterator[tuple[int, DataProto]]:
         """(row, its sample as a batch of one) as each is finished. Closing the iterator aborts what is left."""
-        requests, shape = self._requests(prompts, sampling_overrides)
-        futures = counted(self.submit(requests), len(requests))
-        return self._as_finished(prompts, requests, futures, shape)
+        return self._as_finished(self._begin(prompts, sampling_overrides))
 
-    def _as_finished(
-        self, prompts: DataProto, requests: list[Request], futures: list[Future[Output]], shape: dict[str, Any]
-    ) -> Iterator[tuple[int, DataProto]]:
+    def _as_finished(self, batch: _Batch) -> Iterator[tuple[int, DataProto]]:
         finished: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for row, future in enumerate(futures):
+        for row, future in enumerate(batch.futures):
             future.add_done_callback(partial(_put_row, finished, row))
         try:
-            for _ in futures:
+            for _ in batch.futures:
                 row = finished.get()
-                tensors, here = prompts.batch, slice(row, row + 1)
-                output = futures[row].result()
-                yield (
-                    row,
-                    assemble_outputs(tensors["input_ids"][here], tensors["attention_mask"][here], [output], **shape),
-                )
+                yield row, batch.rows([row])
         finally:
-            self.abort([request.id for request, future in zip(requests, futures, strict=True) if not future.done()])
+            self._abort_rest(batch)
 
-    def _requests(self, prompts: DataProto, overrides: dict[str, Any]) -> tuple[list[Request], dict[str, Any]]:
-        """The rows as requests, and how their outputs are to be padded."""
+    def _begin(self, prompts: DataProto, overrides: dict[str, Any]) -> _Batch:
+        """Submit the rows' requests."""
         meta = prompts.meta_info
         pad_to_max = overrides.pop("pad_to_max", meta.get("pad_to_max", False))
         params = sampling_params(self.config, meta, self.eos_token_ids, **overrides)
         seed = self.config.seed if meta.get("seed") is None else int(meta["seed"])
-        pad = self.pad_token_id if meta.get("pad_token_id") is None else int(meta["pad_token_id"])
         shape = {
-            "pad_token_id": pad,
+            "pad_token_id": self.pad_token_id if meta.get("pad_token_id") is None else int(meta["pad_token_id"]),
+            "prompt_length": prompts.batch["input_ids"].shape[1],
             "response_length": params.max_new_tokens if pad_to_max else None,
             # Nobody learns from validation's answers, and their parameters are others.
             "with_drawn": params.reshaped and not meta.get("validate"),
         }
-        return requests_from_prompts(prompts, params, seed), shape
+        trajectories = trajectories_from_prompts(prompts)
+        requests = requests_of(trajectories, prompts, params, seed)
+        named = {"uid", "sample_index"} <= prompts.non_tensor_batch.keys()
+        return _Batch(requests, counted(self.submit(requests), len(requests)), trajectories, shape, named)
+
+    def _abort_rest(self, batch: _Batch) -> None:
+        pairs = zip(batch.requests, batch.futures, strict=True)
+        self.abort([request.id for request, future in pairs if not future.done()])
 
     # ---------------------------------------------------------------- weights
 
@@ -177,6 +174,30 @@ class BaseRollout(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Prompts that are being answered, a single turn each."""
+
+    requests: list[Request]
+    futures: list[Future[Output]]
+    trajectories: list[Trajectory]
+    shape: dict[str, Any]
+    """How rows are padded, and what they hold."""
+    named: bool
+    """Whether the prompts said which answers these are: only then no other rank gives the same names."""
+
+    def rows(self, numbers: Sequence[int]) -> DataProto:
+        """These rows, which are finished. Their `uid` and `sample_index` are the caller's already."""
+        answered = [self.trajectories[number] for number in numbers]
+        for number, trajectory in zip(numbers, answered, strict=True):
+            output = self.futures[number].result()
+            trajectory.rows[0].turns.append(Turn.sampled(output))
+            trajectory.status = "aborted" if output.finish_reason == "abort" else "finished"
+        batch = rows_from_trajectories(answered, **self.shape)
+        batch.pop(non_tensor_batch_keys=["uid", "sample_index", *([] if self.named else ["trajectory"])])
+        return batch
 
 
 def _tell(on_finished: Callable[[int, Output], None], row: int, future: Future[Output]) -> None:

@@ -10,14 +10,14 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.types.request import Request, SamplingParams
+from verl.types.trajectory import Row, Trajectory
 from verl.utils.counter_noise import sample_keys
 
-__all__ = ["requests_from_prompts", "sampling_params"]
+__all__ = ["requests_of", "sampling_params", "trajectories_from_prompts"]
 
 _SERIAL = itertools.count()
 _FROM_CONFIG = (
@@ -71,32 +71,45 @@ def sampling_params(
     return SamplingParams(**values)
 
 
-def requests_from_prompts(prompts: DataProto, params: SamplingParams, seed: int) -> list[Request]:
-    """One request per row, in row order.
+def trajectories_from_prompts(prompts: DataProto) -> list[Trajectory]:
+    """What the rows begin: a trajectory each, with its prompt and no turn yet.
 
-    Noise belongs to (seed, step, uid, sample_index). Without `sample_index`, rows of one uid are numbered in order;
-    without `uid`, a prompt's tokens stand for it. A column `do_sample` says for each row whether it is sampled; a
-    column `max_new_tokens` (a number, or a list with one per sample of the prompt) shortens single answers.
+    Without `sample_index`, rows of one uid are numbered in order; without `uid`, a prompt's tokens stand for it.
+    """
+    masks = prompts.batch["attention_mask"].cpu().numpy() != 0
+    tokens = [ids[mask] for ids, mask in zip(prompts.batch["input_ids"].cpu().numpy(), masks, strict=True)]
+    columns = prompts.non_tensor_batch
+    uids = [str(uid) for uid in columns["uid"]] if "uid" in columns else [_uid_of(ids) for ids in tokens]
+    numbers = columns["sample_index"] if "sample_index" in columns else _occurrence(uids)
+    return [
+        Trajectory(uid, int(number), [Row(ids, [])]) for uid, number, ids in zip(uids, numbers, tokens, strict=True)
+    ]
+
+
+def requests_of(
+    trajectories: Sequence[Trajectory], prompts: DataProto, params: SamplingParams, seed: int
+) -> list[Request]:
+    """A request for each row's first turn, in row order; noise belongs to (seed, step, uid, sample_index).
+
+    A column `do_sample` says for each row whether it is sampled; a column `max_new_tokens` (a number, or a list with
+    one per sample of the prompt) shortens single answers.
     """
     step = int(prompts.meta_info.get("step", 0))
-    token_lists = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"])
-    uids = [str(uid) for uid in prompts.non_tensor_batch.get("uid", [_uid_of(ids) for ids in token_lists])]
-    indices = prompts.non_tensor_batch.get("sample_index", _occurrence(uids))
-    sampled = prompts.non_tensor_batch.get("do_sample", [params.do_sample] * len(uids))
-    limits = prompts.non_tensor_batch.get("max_new_tokens", [None] * len(uids))
+    sampled = prompts.non_tensor_batch.get("do_sample", [params.do_sample] * len(trajectories))
+    limits = prompts.non_tensor_batch.get("max_new_tokens", [None] * len(trajectories))
     return [
         Request(
-            id=f"{uid}/{int(index)}#{next(_SERIAL)}",
-            prompt_ids=ids,
+            id=f"{one.name}#{next(_SERIAL)}",
+            prompt_ids=np.asarray(one.rows[0].prompt_ids).tolist(),
             params=replace(
                 params,
-                key=sample_keys(seed, step, uid, int(index)),
+                key=sample_keys(seed, step, one.uid, one.sample_index),
                 do_sample=bool(one_sampled),
-                max_new_tokens=_limit(limit, int(index), params.max_new_tokens),
+                max_new_tokens=_limit(limit, one.sample_index, params.max_new_tokens),
             ),
-            group=uid,
+            group=one.uid,
         )
-        for ids, uid, index, one_sampled, limit in zip(token_lists, uids, indices, sampled, limits, strict=True)
+        for one, one_sampled, limit in zip(trajectories, sampled, limits, strict=True)
     ]
 
 
@@ -114,15 +127,8 @@ def _limit(given: Any, index: int, most: int) -> int:
     return min(most, int(given))
 
 
-def _unpadded(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[list[int]]:
-    """Token ids of each row without its padding."""
-    return [
-        ids[mask].tolist() for ids, mask in zip(input_ids.cpu().numpy(), attention_mask.cpu().numpy() != 0, strict=True)
-    ]
-
-
-def _uid_of(token_ids: list[int]) -> str:
-    return hashlib.blake2b(np.asarray(token_ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
+def _uid_of(token_ids: np.ndarray) -> str:
+    return hashlib.blake2b(token_ids.astype(np.int64).tobytes(), digest_size=16).hexdigest()
 
 
 def _occurrence(uids: list[str]) -> list[int]:

@@ -72,6 +72,20 @@ def test_columns_are_those_of_the_schema(start, make_prompts, ending_model):
     }
 
 
+def test_rows_name_their_trajectory_where_the_prompts_say_which_answer_they_are(start, make_prompts):
+    engine, prompts = start(max_new_tokens=2), make_prompts(rows=2)
+    # A number counted here could be another rank's too.
+    assert set(engine.generate_sequences(prompts).non_tensor_batch) == {"finish_reason"}
+    prompts.non_tensor_batch["sample_index"] = np.array([4, 0], dtype=object)
+    whole = engine.generate_sequences(prompts)
+    assert whole.non_tensor_batch["trajectory"].tolist() == ["prompt-0-0/4", "prompt-0-1/0"]
+    assert set(whole.non_tensor_batch) == {"finish_reason", "trajectory"}, "uid and sample_index are the caller's"
+    assert {row: one.non_tensor_batch["trajectory"].item() for row, one in engine.stream(prompts)} == {
+        0: "prompt-0-0/4",
+        1: "prompt-0-1/0",
+    }
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_are_those_of_a_full_forward_pass_at_the_same_temperature(
     start, make_prompts, model_path, temperature

@@ -1,4 +1,4 @@
-"""The assembler on outputs of any shape."""
+"""The assembler: trajectories of any shape, written out by hand, and the law that their rows obey."""
 
 from __future__ import annotations
 
@@ -7,33 +7,165 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.types.request import Output
-from verl.workers.rollout.output import assemble_outputs
+from verl.protocol import DataProto
+from verl.types.trajectory import Row, Trajectory, Turn
+from verl.workers.rollout.output import rows_from_trajectories
+
+PAD = 0
 
 
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=5), st.integers(0, 3))
-def test_every_token_log_prob_and_version_sits_in_its_column(rows, extra):
-    width = 5
-    prompt_mask = torch.stack([(torch.arange(width) >= width - prompt).long() for prompt, _ in rows])
-    prompt_ids = prompt_mask * 9
-    outputs = [
-        Output([10 + i for i in range(n)], [-0.5 * (i + 1) for i in range(n)], [3 + i for i in range(n)])
-        for _, n in rows
+def model(tokens: list[int], version: int = 3, reason: str = "stop", **fields) -> Turn:
+    return Turn("model", tokens, [-token / 100 for token in tokens], [version] * len(tokens), reason, **fields)
+
+
+def environment(tokens: list[int], **fields) -> Turn:
+    return Turn("environment", tokens, **fields)
+
+
+def column(rows: DataProto, name: str) -> list[list[float]]:
+    return [[round(value, 4) for value in row] for row in rows.batch[name].tolist()]
+
+
+def test_rows_of_a_plain_answer_a_tool_call_and_a_rewritten_context_as_written_by_hand():
+    plain = Trajectory("a", 0, [Row([1, 2], [model([11, 12], version=5)])])
+    tool = Trajectory("a", 1, [Row([1, 2], [model([21]), environment([91, 92]), model([22], reason="length")])])
+    rewritten = Trajectory(
+        "b",
+        0,
+        [
+            Row([3], [model([31, 32]), environment([93])]),
+            Row([3, 4, 5, 6], [model([33], version=4, reason="abort")]),
+            Row([7, 8], [environment([94]), model([34, 35], version=5)]),
+        ],
+    )
+    rows = rows_from_trajectories([plain, tool, rewritten], PAD)
+    assert {name: array.tolist() for name, array in rows.non_tensor_batch.items()} == {
+        "uid": ["a", "a", "b", "b", "b"],
+        "sample_index": [0, 1, 0, 0, 0],
+        "trajectory": ["a/0", "a/1", "b/0", "b/0", "b/0"],
+        "finish_reason": ["stop", "length", "stop", "abort", "stop"],
+    }
+    assert column(rows, "prompts") == [[0, 0, 1, 2], [0, 0, 1, 2], [0, 0, 0, 3], [3, 4, 5, 6], [0, 0, 7, 8]]
+    assert column(rows, "responses") == [
+        [11, 12, 0, 0],
+        [21, 91, 92, 22],
+        [31, 32, 93, 0],
+        [33, 0, 0, 0],
+        [94, 34, 35, 0],
     ]
-    longest = max(n for _, n in rows)
-    batch = assemble_outputs(prompt_ids, prompt_mask, outputs, pad_token_id=2, response_length=longest + extra).batch
-    for row, (prompt, n) in enumerate(rows):
-        padding = longest + extra - n
-        assert batch["responses"][row].tolist() == outputs[row].token_ids + [2] * padding
-        assert batch["rollout_log_probs"][row].tolist() == outputs[row].log_probs + [0.0] * padding
-        assert batch["rollout_versions"][row].tolist() == outputs[row].versions + [-1] * padding
-        assert batch["response_mask"][row].tolist() == [1] * n + [0] * padding
-        attended = batch["attention_mask"][row].bool()
-        assert int(attended.sum()) == prompt + n
-        assert batch["position_ids"][row][attended].tolist() == list(range(prompt + n))
-        assert batch["input_ids"][row].tolist() == prompt_ids[row].tolist() + batch["responses"][row].tolist()
+    assert column(rows, "response_mask") == [[1, 1, 0, 0], [1, 0, 0, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 1, 1, 0]]
+    assert column(rows, "attention_mask") == [
+        [0, 0, 1, 1, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 1, 1, 1],
+        [0, 0, 0, 1, 1, 1, 1, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0],
+        [0, 0, 1, 1, 1, 1, 1, 0],
+    ]
+    assert column(rows, "position_ids")[1] == [0, 0, 0, 1, 2, 3, 4, 5]
+    assert column(rows, "rollout_log_probs") == [
+        [-0.11, -0.12, 0, 0],
+        [-0.21, 0, 0, -0.22],
+        [-0.31, -0.32, 0, 0],
+        [-0.33, 0, 0, 0],
+        [0, -0.34, -0.35, 0],
+    ]
+    assert column(rows, "rollout_versions") == [
+        [5, 5, -1, -1],
+        [3, -1, -1, 3],
+        [3, 3, -1, -1],
+        [4, -1, -1, -1],
+        [-1, 5, 5, -1],
+    ]
+    assert torch.equal(rows.batch["input_ids"], torch.cat([rows.batch["prompts"], rows.batch["responses"]], dim=1))
+    assert {name: str(rows.batch[name].dtype).removeprefix("torch.") for name in rows.batch.keys()} == {
+        **dict.fromkeys(("prompts", "responses", "input_ids", "attention_mask", "position_ids"), "int64"),
+        **dict.fromkeys(("response_mask", "rollout_versions"), "int64"),
+        "rollout_log_probs": "float32",
+    }
 
 
-def test_a_width_that_cannot_hold_a_response_is_refused():
-    with pytest.raises(ValueError, match="2 columns cannot hold a response of 3 tokens"):
-        assemble_outputs(torch.ones(1, 1).long(), torch.ones(1, 1).long(), [Output([1] * 3, [0.0] * 3, [0] * 3)], 0, 2)
+def test_an_answer_aborted_before_its_first_token_is_a_row_without_one():
+    rows = rows_from_trajectories(
+        [Trajectory("a", 0, [Row([1], [model([], reason="abort")])]), Trajectory("a", 1, [Row([1], [model([5])])])], PAD
+    )
+    assert column(rows, "response_mask") == [[0], [1]]
+    assert column(rows, "rollout_versions") == [[-1], [3]]
+    assert rows.non_tensor_batch["finish_reason"].tolist() == ["abort", "stop"]
+
+
+def test_what_was_drawn_from_is_a_column_on_request_if_every_sampled_token_says_so():
+    greedy, said = model([5, 6], drawn_log_probs=[0.0, 0.0]), model([7], drawn_log_probs=[-0.5])
+    both = [Trajectory("a", 0, [Row([1], [greedy, environment([9]), said])])]
+    drawn = rows_from_trajectories(both, PAD, with_drawn=True)
+    assert column(drawn, "rollout_drawn_log_probs") == [[0, 0, 0, -0.5]]
+    assert "rollout_drawn_log_probs" not in rows_from_trajectories(both, PAD).batch.keys()
+    silent = [Trajectory("a", 1, [Row([1], [Turn("model", [5])])])]
+    for name in ("rollout_drawn_log_probs", "rollout_log_probs", "rollout_versions"):
+        assert name not in rows_from_trajectories(both + silent, PAD, with_drawn=True).batch.keys()
+
+
+def test_turn_rewards_sit_on_the_last_token_sampled_until_then():
+    turns = [model([5, 6], reward=1.0), environment([9, 9], reward=0.25), model([7]), environment([9], reward=0.5)]
+    rows = rows_from_trajectories([Trajectory("a", 0, [Row([1], turns), Row([1], [model([8])])])], PAD)
+    assert column(rows, "turn_rewards") == [[0, 1.25, 0, 0, 0.5, 0], [0] * 6]
+    assert "turn_rewards" not in rows_from_trajectories([Trajectory("a", 0, [Row([1], [model([8])])])], PAD).batch
+
+
+def test_scores_sit_on_the_last_sampled_token_of_the_last_row_if_all_are_scored():
+    two_rows = [Row([1], [model([5, 6])]), Row([1], [model([7]), environment([9])])]
+    scored = [Trajectory("a", 0, two_rows, score=0.5), Trajectory("a", 1, [Row([1], [model([8])])], score=-1.0)]
+    assert column(rows_from_trajectories(scored, PAD), "rm_scores") == [[0, 0], [0.5, 0], [-1, 0]]
+    scored[1].score = None
+    assert "rm_scores" not in rows_from_trajectories(scored, PAD).batch.keys()
+
+
+def test_extras_of_a_trajectory_are_on_each_of_its_rows():
+    one = Trajectory("a", 0, [Row([1], [model([5])]), Row([1], [model([6])])], extra={"num_turns": 4})
+    rows = rows_from_trajectories([one, Trajectory("a", 1, [Row([1], [model([7])])])], PAD)
+    assert rows.non_tensor_batch["num_turns"].tolist() == [4, 4, None]
+
+
+def test_widths_are_kept_and_what_does_not_fit_is_refused():
+    one = [Trajectory("a", 0, [Row([1, 2], [model([5, 6, 7])])])]
+    rows = rows_from_trajectories(one, PAD, prompt_length=3, response_length=4, max_model_len=5)
+    assert column(rows, "input_ids") == [[0, 1, 2, 5, 6, 7, 0]]
+    with pytest.raises(ValueError, match="response_length: 2 columns cannot hold 3 tokens"):
+        rows_from_trajectories(one, PAD, response_length=2)
+    with pytest.raises(ValueError, match="prompt_length: 1 columns cannot hold 2 tokens"):
+        rows_from_trajectories(one, PAD, prompt_length=1)
+    with pytest.raises(ValueError, match="trajectory 'a/0': a row of 5 tokens is longer than max_model_len=4"):
+        rows_from_trajectories(one, PAD, max_model_len=4)
+
+
+def test_no_trajectories_are_no_rows():
+    assert rows_from_trajectories([], PAD, prompt_length=4).batch["input_ids"].shape == (0, 4)
+
+
+TOKENS = st.lists(st.integers(1, 99), max_size=5)
+TURNS = st.builds(lambda by_model, tokens: model(tokens) if by_model else environment(tokens), st.booleans(), TOKENS)
+ROWS = st.builds(Row, TOKENS, st.lists(TURNS, max_size=4))
+
+
+@given(st.lists(st.lists(ROWS, max_size=3), max_size=5), st.integers(0, 3))
+def test_rows_hold_exactly_the_trajectories_tokens_in_order(rows_of_each, room):
+    trajectories = [Trajectory("u", index, rows) for index, rows in enumerate(rows_of_each)]
+    rows = [row for each in rows_of_each for row in each]
+    width = max((row.response_length for row in rows), default=0) + room
+    batch = rows_from_trajectories(trajectories, pad_token_id=100, response_length=width).batch
+    assert len(batch["responses"]) == len(rows)
+    for number, row in enumerate(rows):
+        there = {name: batch[name][number] for name in batch.keys()}
+        attended, sampled = there["attention_mask"].bool(), there["response_mask"].bool()
+        tokens = [token for turn in row.turns for token in turn.token_ids]
+        assert there["input_ids"][attended].tolist() == [*row.prompt_ids, *tokens]
+        assert (there["input_ids"][~attended] == 100).all()
+        assert there["position_ids"][attended].tolist() == list(range(len(row.prompt_ids) + len(tokens)))
+        model_turns = [turn for turn in row.turns if turn.source == "model"]
+        assert there["responses"][sampled].tolist() == [token for turn in model_turns for token in turn.token_ids]
+        assert there["rollout_versions"][sampled].tolist() == [v for turn in model_turns for v in turn.versions]
+        log_probs = torch.tensor([value for turn in model_turns for value in turn.log_probs])
+        assert torch.equal(there["rollout_log_probs"][sampled], log_probs)
+        assert (there["rollout_versions"][~sampled] == -1).all()
+        assert (there["rollout_log_probs"][~sampled] == 0).all()
+        columns = torch.arange(width)
+        assert torch.equal(attended[-width:] if width else attended[:0], columns < len(tokens))

@@ -13,6 +13,7 @@ import torch
 from tiny import tiny_model
 
 from verl.types.request import Output, Request, SamplingParams
+from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
 
 LONG = SamplingParams(max_new_tokens=240, key=42)
 PROMPT = [10, 20, 30, 40]
@@ -44,7 +45,8 @@ def test_a_request_gives_the_tokens_that_a_batch_gives(start, make_prompts):
     engine = start()
     prompts = make_prompts(rows=6)
     batch = engine.generate_sequences(prompts).batch
-    requests, _ = engine._requests(prompts, {})
+    params = sampling_params(engine.config, prompts.meta_info, engine.eos_token_ids)
+    requests = requests_of(trajectories_from_prompts(prompts), prompts, params, prompts.meta_info["seed"])
 
     async def all_of_them() -> list[Output]:
         return await asyncio.gather(*(engine.generate(replace(r, id=f"again-{r.id}")) for r in requests))
