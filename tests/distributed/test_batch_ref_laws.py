@@ -11,7 +11,7 @@ from workers import rollout_batch
 
 from verl.protocol import DataProto
 from verl.single_controller.ray import BatchRef
-from verl.utils.columns import same
+from verl.utils.nested import same
 
 PROMPT, RESPONSE, PAD = 6, 10, 99
 SEQUENCE = {"input_ids", "attention_mask", "position_ids"}

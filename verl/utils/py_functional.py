@@ -26,7 +26,7 @@ def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any]) -> N
 
 def union_two_dict(dict1: Mapping[str, Any], dict2: Mapping[str, Any]) -> dict[str, Any]:
     """A new dict of both; a key in both must hold equal values (tensors and arrays too)."""
-    from verl.utils.columns import same
+    from verl.utils.nested import same
 
     for key in dict1.keys() & dict2.keys():
         if not same(dict1[key], dict2[key]):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.utils.columns import object_array, same
+from verl.utils.nested import object_array, same
 from verl.utils.plain_store import load_plain, save_plain, save_tensors
 
 scalars = st.one_of(

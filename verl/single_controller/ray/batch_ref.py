@@ -18,12 +18,14 @@ import torch
 from tensordict import TensorDict
 
 from verl.protocol import DataProto, DataProtoItem
+from verl.protocol.checks import renaming
+from verl.protocol.joins import concat_meta, union_meta
 from verl.single_controller.ray import columns
 from verl.single_controller.ray.column_views import ObjectColumns, TensorColumns
 from verl.single_controller.ray.columns import ColumnType, Lengths
 from verl.single_controller.ray.row_map import Column, RowMap, concat_columns, prune_parts, take_rows
 from verl.types.schema import OBJECT, ROW
-from verl.utils.columns import concat_meta, same, union_meta
+from verl.utils.nested import same
 
 __all__ = ["BatchRef", "StoredRows", "Traffic", "store_rows", "traffic"]
 
@@ -55,7 +57,7 @@ def store_rows(data: DataProto, known: Lengths | None = None) -> StoredRows:
 
     `known` are the lengths of the rows this was computed from: they serve where the batch carries no mask of its own.
     """
-    tensors = {name: value.detach().cpu() for name, value in data._tensors()}
+    tensors = {name: value.detach().cpu() for name, value in data.tensors()}
     found = columns.lengths_of(tensors)
     if found is None and known is not None and len(known) == len(data):
         found = known, known.widths
@@ -182,7 +184,7 @@ class BatchRef(DataProto):
         return popped
 
     def rename(self, old_keys: Any = None, new_keys: Any = None) -> BatchRef:
-        mapping = self._renaming(old_keys, new_keys)
+        mapping = renaming(old_keys, new_keys, self._names(), "BatchRef.columns")
         self._columns = {mapping.get(name, name): column for name, column in self._columns.items()}
         self._held = {mapping.get(name, name): held for name, held in self._held.items()}
         return self
@@ -232,7 +234,7 @@ class BatchRef(DataProto):
             object_names = self._known(non_tensor_batch_keys, object_names, "non_tensor_batch")
         return tensor_names, object_names
 
-    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return list(self._read(self._tensor_keys()).items())
 
     def _names(self) -> list[str]:

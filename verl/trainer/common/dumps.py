@@ -21,7 +21,7 @@ _LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 def dump_batch(batch: DataProto, folder: str, step: int) -> Path:
     """`debug_step_N.pt`: a dict of the step's tensors, for `torch.load(…, weights_only=True)`; no object columns."""
     path = Path(folder) / f"debug_step_{step}.pt"
-    save_tensors(dict(batch._tensors()), path)
+    save_tensors(dict(batch.tensors()), path)
     return path
 
 

@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 
 from verl.config.data import DataConfig
 from verl.config.load import as_config
-from verl.utils.columns import object_array
 from verl.utils.dataset.chat import ChatTemplate, PromptEncoder
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import (
@@ -33,6 +32,7 @@ from verl.utils.dataset.reserved import RESERVED, names_in_batch
 from verl.utils.dataset.rows import Rows, value_at
 from verl.utils.dataset.tokens import left_padded, truncated
 from verl.utils.model import compute_position_id_with_mask
+from verl.utils.nested import object_array
 
 logger = logging.getLogger(__name__)
 

@@ -10,57 +10,32 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import NonTensorStack, TensorDict, is_non_tensor
 
-from verl.utils.columns import (
-    as_list,
+from verl.protocol import wire
+from verl.protocol.checks import (
+    Keys,
+    Rows,
+    as_tensordict,
     check_columns,
     common_batch_size,
-    concat_columns,
-    concat_meta,
-    describe_columns,
     known_keys,
     mini_batch_rows,
-    object_array,
+    renaming,
     repeat_counts,
     row_index,
-    union_meta,
-    union_numpy_dict,
-    union_tensor_dict,
 )
-from verl.utils.plain_store import load_plain, save_plain
-from verl.utils.tensor_wire import tensor_from_wire, tensor_to_wire
-
-__all__ = [
-    "DataProto",
-    "DataProtoConfig",
-    "DataProtoFuture",
-    "DataProtoItem",
-    "collate_fn",
-    "fold_batch_dim",
-    "object_array",
-    "pad_dataproto_to_divisor",
-    "unfold_batch_dim",
-    "union_numpy_dict",
-    "union_tensor_dict",
-    "unpad_dataproto",
-]
-
-Rows: TypeAlias = "slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor"
-Keys: TypeAlias = "str | Sequence[str] | None"
-_Proto = TypeVar("_Proto", bound="DataProto")
+from verl.protocol.joins import concat_columns, concat_meta, union_meta, union_numpy_dict, union_tensor_dict
+from verl.utils.nested import object_array
 
 _AUTO_PADDING = "_verl_auto_padding"
-_FILE_FORMAT = "verl.DataProto/1"
-_MASKED_IN_FILLERS = ("response_mask", "loss_mask")
 
 
 class DataProtoConfig:
@@ -88,7 +63,7 @@ class DataProto:
         non_tensor_batch: dict[str, np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> None:
-        self._td: Any = _as_tensordict(batch)
+        self._td: Any = as_tensordict(batch)
         # True while the tensors alias memory that is not ours to write (a shared store). `batch` copies first.
         self._borrowed = False
         self.non_tensor_batch: dict[str, np.ndarray] = {} if non_tensor_batch is None else non_tensor_batch
@@ -156,7 +131,7 @@ class DataProto:
         """Tensors and objects in one TensorDict, as `from_tensordict` takes it; the metadata stays here."""
         objects = {key: NonTensorStack(*array.tolist()) for key, array in self.non_tensor_batch.items()}
         size = self._td.batch_size if self._td is not None else [len(self)]
-        return TensorDict({**dict(self._tensors()), **objects}, batch_size=size)
+        return TensorDict({**dict(self.tensors()), **objects}, batch_size=size)
 
     # ---------------------------------------------------------------- looking at it
 
@@ -170,7 +145,7 @@ class DataProto:
 
     @batch.setter
     def batch(self, value: TensorDict | Mapping[str, torch.Tensor] | None) -> None:
-        self._td = _as_tensordict(value)
+        self._td = as_tensordict(value)
         self._borrowed = False
 
     def __len__(self) -> int:
@@ -181,7 +156,7 @@ class DataProto:
     def __getitem__(self, rows: int | str | Rows) -> Any:
         """A name gives that column; an int a `DataProtoItem`; a slice, mask or index array a DataProto of the rows."""
         if isinstance(rows, str):
-            (name,) = self._known(rows, [*self._tensor_keys(), *self.non_tensor_batch], "columns")
+            (name,) = self._known(rows, self._names(), "columns")
             return self.non_tensor_batch[name] if name in self.non_tensor_batch else self.batch[name]
         if isinstance(rows, int | np.integer) or (isinstance(rows, torch.Tensor) and rows.ndim == 0):
             return self._item(int(rows))
@@ -194,13 +169,18 @@ class DataProto:
     def get_data_info(self) -> str:
         """One line per column: name, type, shape."""
         title = f"{type(self).__name__} of {len(self)} rows"
-        lines = describe_columns(dict(self._tensors()), self.non_tensor_batch)
+        lines = []
+        for key, value in self.tensors():
+            lines.append(f"{key}: {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} on {value.device}")
+        for key, array in self.non_tensor_batch.items():
+            inside = type(array.flat[0]).__name__ if array.dtype == object and array.size else array.dtype
+            lines.append(f"{key}: array of {inside} {array.shape}")
         return "\n  ".join([title, *lines, f"meta_info: {sorted(self.meta_info)}"])
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors (of the rows seen here, not of the storage behind them)."""
-        return sum(value.nbytes for _, value in self._tensors())
+        return sum(value.nbytes for _, value in self.tensors())
 
     def is_padding_enabled(self) -> bool:
         """Whether a group call may fill this batch when it does not divide over the ranks."""
@@ -218,8 +198,8 @@ class DataProto:
         """A DataProto of the named columns (None: all of that kind), sharing their memory unless `deepcopy`."""
         names = self._known(self._tensor_keys() if batch_keys is None else batch_keys, self._tensor_keys(), "batch")
         td = self._td.select(*names) if self._td is not None else None
-        arrays = _pick(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch", self)
-        meta = _pick(self.meta_info, meta_info_keys, "meta_info", self)
+        arrays = self._picked(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch")
+        meta = self._picked(self.meta_info, meta_info_keys, "meta_info")
         selected = self._like(td, arrays, meta)
         return copy.deepcopy(selected) if deepcopy else selected
 
@@ -227,20 +207,21 @@ class DataProto:
         self, batch_keys: Keys = None, non_tensor_batch_keys: Keys = None, meta_info_keys: Keys = None
     ) -> DataProto:
         """Move the named columns out of this batch into a new one. An unknown key changes nothing."""
-        names = self._known(batch_keys, self._tensor_keys(), "batch")
-        array_names = self._known(non_tensor_batch_keys, self.non_tensor_batch, "non_tensor_batch")
-        meta_names = self._known(meta_info_keys, self.meta_info, "meta_info")
-        td = self._td.select(*names) if names else None
-        if names:
+        popped = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
+        if names := popped._tensor_keys():
             self._td = self._td.exclude(*names)
-        arrays = {key: self.non_tensor_batch.pop(key) for key in array_names}
-        return self._like(td, arrays, {key: self.meta_info.pop(key) for key in meta_names})
+        else:
+            popped = self._like(None, popped.non_tensor_batch, popped.meta_info)
+        for columns, gone in ((self.non_tensor_batch, popped.non_tensor_batch), (self.meta_info, popped.meta_info)):
+            for key in gone:
+                del columns[key]
+        return popped
 
     def rename(self, old_keys: Keys = None, new_keys: Keys = None) -> DataProto:
         """Rename columns (tensors or object arrays) in place; returns self."""
-        mapping = self._renaming(old_keys, new_keys)
+        mapping = renaming(old_keys, new_keys, self._names(), f"{type(self).__name__}.columns")
         if self._td is not None:
-            renamed = {mapping.get(k, k): v for k, v in self._tensors()}
+            renamed = {mapping.get(k, k): v for k, v in self.tensors()}
             self._td = TensorDict(renamed, batch_size=self._td.batch_size, device=self._td.device)
         self.non_tensor_batch = {mapping.get(k, k): v for k, v in self.non_tensor_batch.items()}
         return self
@@ -290,7 +271,7 @@ class DataProto:
 
     def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> DataProto:
         """`n_split` rows of each: columns in `split_keys` are cut along their second dimension, others repeated."""
-        keys = self._known(split_keys, [*self._tensor_keys(), *self.non_tensor_batch], "columns")
+        keys = self._known(split_keys, self._names(), "columns")
         for key in keys:
             shape = tuple(self[key].shape)
             if n_split < 1 or len(shape) < 2 or shape[1] % n_split:
@@ -347,21 +328,8 @@ class DataProto:
         dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[DataProto]:
         """`epochs` passes in mini-batches. `dataloader_kwargs`: shuffle (seeded; views when off), drop_last."""
-        options = {"shuffle": False, "drop_last": None, **(dataloader_kwargs or {})}
-        unknown = options.keys() - {"shuffle", "drop_last"}
-        if unknown:
-            raise ValueError(
-                f"DataProto.make_iterator: unknown dataloader_kwargs {sorted(unknown)}; known: shuffle, drop_last."
-            )
-        if mini_batch_size < 1:
-            raise ValueError(f"DataProto.make_iterator: mini_batch_size is {mini_batch_size}; it must be at least 1.")
-        if len(self) % mini_batch_size and options["drop_last"] is None:
-            raise ValueError(
-                f"DataProto.make_iterator: {len(self)} rows do not divide into mini-batches of {mini_batch_size}."
-                " Choose a divisor, or say drop_last=True or False in dataloader_kwargs."
-            )
-        shuffle, drop_last = bool(options["shuffle"]), bool(options["drop_last"])
-        return map(self._take, mini_batch_rows(len(self), mini_batch_size, epochs, seed, shuffle, drop_last))
+        rows = mini_batch_rows(len(self), mini_batch_size, epochs, seed, dataloader_kwargs or {})
+        return map(self._take, rows)
 
     def to(self, device: str | torch.device) -> DataProto:
         """Move the tensors in place; returns self."""
@@ -375,50 +343,19 @@ class DataProto:
     def save_to_disk(self, filepath: str | os.PathLike) -> None:
         """Write to one file (atomically). Objects must be plain data: what could execute on load is refused."""
         self.check_consistency()
-        content = {
-            "format": _FILE_FORMAT,
-            "batch_size": list(self._td.batch_size) if self._td is not None else None,
-            "tensors": dict(self._tensors()),
-            "non_tensor_batch": dict(self.non_tensor_batch),
-            "meta_info": self.meta_info,
-        }
-        save_plain(content, filepath, what="DataProto")
+        wire.save((self._td, dict(self.non_tensor_batch), self.meta_info), filepath)
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike) -> DataProto:
         """Read a file written by `save_to_disk`; nothing in the file is executed."""
-        content = load_plain(filepath)
-        if not isinstance(content, dict) or content.get("format") != _FILE_FORMAT:
-            raise ValueError(
-                f"{filepath}: not a DataProto file (no {_FILE_FORMAT!r} mark). Write it with save_to_disk."
-            )
-        size = content["batch_size"]
-        td = TensorDict(content["tensors"], batch_size=size) if size is not None else None
-        return DataProto(td, content["non_tensor_batch"], content["meta_info"])
+        return DataProto(*wire.load(filepath))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Tensors as flat byte arrays, which pickle protocol 5 (Ray, multiprocessing) moves out-of-band."""
         self.check_consistency()
-        tensors = {key: tensor_to_wire(value) for key, value in self._tensors()}
-        for data, _, _ in tensors.values() if self._borrowed else ():
-            data.flags.writeable = False  # torch does not carry this on
-        return {
-            "batch_size": tuple(self._td.batch_size) if self._td is not None else None,
-            "tensors": tensors,
-            "non_tensor_batch": self.non_tensor_batch,
-            "meta_info": self.meta_info,
-        }
+        return wire.to_state(self._td, self.non_tensor_batch, self.meta_info, self._borrowed)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.non_tensor_batch, self.meta_info = state["non_tensor_batch"], state["meta_info"]
-        self._td, self._borrowed = None, False
-        if state["batch_size"] is not None:
-            tensors = {key: tensor_from_wire(wire) for key, wire in state["tensors"].items()}
-            self._td = TensorDict(tensors, batch_size=state["batch_size"])
-            self._borrowed = any(not wire[0].flags.writeable for wire in state["tensors"].values())
-        for key, array in self.non_tensor_batch.items():
-            if not array.flags.writeable:
-                self.non_tensor_batch[key] = array.copy()
+        (self._td, self.non_tensor_batch, self.meta_info), self._borrowed = wire.from_state(state)
 
     def __copy__(self) -> DataProto:
         return self.select()
@@ -440,10 +377,10 @@ class DataProto:
         if self._td is None:
             return self._like(None, arrays, meta)
         if isinstance(rows, slice):
-            views = {key: value[rows] for key, value in self._tensors()}
+            views = {key: value[rows] for key, value in self.tensors()}
             return self._like(self._with_rows(len(range(*rows.indices(len(self)))), views), arrays, meta)
         index, tensors = torch.from_numpy(rows), {}
-        for key, value in self._tensors():
+        for key, value in self.tensors():
             index = index.to(value.device)
             tensors[key] = value.index_select(0, index)  # several times faster than value[index] on long rows
         return type(self)(self._with_rows(len(rows), tensors), arrays, meta)
@@ -452,7 +389,7 @@ class DataProto:
     def _concat(cls, parts: Sequence[DataProto]) -> DataProto:
         for part in parts:
             part.check_consistency()
-        tensors = concat_columns([dict(part._tensors()) for part in parts], "DataProto.concat", "tensor")
+        tensors = concat_columns([dict(part.tensors()) for part in parts], "DataProto.concat", "tensor")
         arrays = concat_columns([part.non_tensor_batch for part in parts], "DataProto.concat", "non-tensor")
         meta = concat_meta([part.meta_info for part in parts])
         with_td = next((part for part in parts if part._td is not None), None)
@@ -477,144 +414,20 @@ class DataProto:
             td = td.clone()
         return DataProtoItem(td, {key: array[row] for key, array in self.non_tensor_batch.items()}, self.meta_info)
 
-    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [] if self._td is None else list(self._td.items())
 
     def _tensor_keys(self) -> list[str]:
         return [] if self._td is None else list(self._td.keys())
 
+    def _names(self) -> list[str]:
+        return [*self._tensor_keys(), *self.non_tensor_batch]
+
     def _has_columns(self) -> bool:
         return self._td is not None or bool(self.non_tensor_batch)
-
-    def _renaming(self, old_keys: Keys, new_keys: Keys) -> dict[str, str]:
-        """Old to new name, checked."""
-        old, new = as_list(old_keys), as_list(new_keys)
-        if len(old) != len(new) or len(set(old)) != len(old):
-            raise ValueError(f"DataProto.rename: {len(old)} old keys {old} for {len(new)} new keys {new}; pair them.")
-        columns = [*self._tensor_keys(), *self.non_tensor_batch]
-        self._known(old, columns, "columns")
-        for key in new:
-            if key in set(columns) - set(old) or new.count(key) > 1:
-                raise ValueError(f"DataProto.rename: there would be two columns named {key!r}.")
-        return dict(zip(old, new, strict=True))
 
     def _known(self, keys: Keys, existing: Collection[str], kind: str) -> list[str]:
         return known_keys(keys, existing, f"{type(self).__name__}.{kind}")
 
-
-class DataProtoFuture:
-    """A DataProto still being computed by a non-blocking group call; `get()` waits for it."""
-
-    def __init__(self, resolve: Callable[[], Any]) -> None:
-        self._resolve: Callable[[], Any] | None = resolve
-        self._value: Any = None
-
-    def get(self) -> Any:
-        """Wait and return the result; raises what the call raised."""
-        if self._resolve is not None:
-            self._value = self._resolve()
-            self._resolve = None
-        return self._value
-
-    @staticmethod
-    def concat(data: Sequence[DataProtoFuture]) -> DataProtoFuture:
-        """The concatenation, once all are there."""
-        return DataProtoFuture(lambda: DataProto.concat([future.get() for future in data]))
-
-    def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """The chunks, once it is there."""
-        return [DataProtoFuture(lambda i=i: self.get().chunk(chunks)[i]) for i in range(chunks)]  # type: ignore[misc]
-
-
-# -------------------------------------------------------------------- functions on batches
-
-
-def pad_dataproto_to_divisor(data: _Proto, size_divisor: int) -> tuple[_Proto, int]:
-    """Append rows (wrapping around) until the length divides; returns the batch and how many were added."""
-    if size_divisor < 1:
-        raise ValueError(f"pad_dataproto_to_divisor: size_divisor is {size_divisor}; it must be at least 1.")
-    pad_size = -len(data) % size_divisor
-    if pad_size == 0:
-        return data, 0
-    if len(data) == 0:
-        raise ValueError("pad_dataproto_to_divisor: an empty batch has no rows to copy.")
-    return data._take(np.arange(len(data) + pad_size) % len(data)), pad_size  # type: ignore[return-value]
-
-
-def unpad_dataproto(data: _Proto, pad_size: int) -> _Proto:
-    """Drop the `pad_size` rows that `pad_dataproto_to_divisor` added."""
-    if not 0 <= pad_size <= len(data):
-        raise ValueError(f"unpad_dataproto: pad_size {pad_size} of {len(data)} rows.")
-    return data._take(slice(0, len(data) - pad_size)) if pad_size else data  # type: ignore[return-value]
-
-
-def mask_filler_rows(data: DataProto, fillers: int) -> DataProto:
-    """The batch with its last `fillers` rows weighing nothing: their loss masks are 0."""
-    masks = [key for key in _MASKED_IN_FILLERS if key in data._tensor_keys()]
-    if fillers and masks:
-        td = data._td.copy()  # the container, not the tensors
-        for key in masks:
-            td[key] = data._td[key].clone()
-            td[key][len(data) - fillers :] = 0
-        return data._like(td, data.non_tensor_batch, data.meta_info)
-    return data
-
-
-def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """[batch, …] → [new_batch_size, batch // new_batch_size, …] for tensors and object arrays."""
-    if new_batch_size < 1 or len(data) % new_batch_size:
-        raise ValueError(f"fold_batch_dim: {len(data)} rows do not fold into {new_batch_size} rows.")
-    return _reshaped(data, 1, (new_batch_size, len(data) // new_batch_size))
-
-
-def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Flatten the first `batch_dims` dimensions of every column into one: the inverse of `fold_batch_dim`."""
-    columns = [*data._tensors(), *data.non_tensor_batch.items()]
-    for key, column in columns:
-        if column.ndim < batch_dims or column.shape[:batch_dims] != columns[0][1].shape[:batch_dims]:
-            raise ValueError(
-                f"unfold_batch_dim: {key!r} has shape {tuple(column.shape)}, {columns[0][0]!r} has"
-                f" {tuple(columns[0][1].shape)}; they must share their first {batch_dims} dimensions."
-            )
-    return _reshaped(data, batch_dims, (math.prod(columns[0][1].shape[:batch_dims]),)) if columns else data.select()
-
-
-def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
-    """A DataProto of the given rows."""
-    if len(items) == 0:
-        raise ValueError("collate_fn: no items.")
-    one_row = [
-        {key: value[None] for key, value in item.batch.items()} if item.batch is not None else {} for item in items
-    ]
-    tensors = concat_columns(one_row, "collate_fn", "tensor")
-    objects = [{key: object_array([value]) for key, value in item.non_tensor_batch.items()} for item in items]
-    arrays = concat_columns(objects, "collate_fn", "non-tensor")
-    return DataProto.from_dict(tensors, arrays, items[0].meta_info)
-
-
-# -------------------------------------------------------------------- helpers
-
-
-def _reshaped(data: DataProto, dims: int, rows: tuple[int, ...]) -> DataProto:
-    """Every column with its first `dims` dimensions made `rows`."""
-    td = None
-    if data.batch is not None:
-        tensors = {key: value.reshape(*rows, *value.shape[dims:]) for key, value in data.batch.items()}
-        td = TensorDict(tensors, batch_size=rows[:1], device=data.batch.device)
-    arrays = {key: array.reshape(*rows, *array.shape[dims:]) for key, array in data.non_tensor_batch.items()}
-    return DataProto(td, arrays, dict(data.meta_info))
-
-
-def _as_tensordict(batch: TensorDict | Mapping[str, torch.Tensor] | None) -> TensorDict | None:
-    """A plain dict of tensors with a common first dimension as what holds them."""
-    if batch is None or isinstance(batch, TensorDictBase):
-        return batch
-    if not isinstance(batch, Mapping):
-        raise ValueError(f"DataProto: batch is a {type(batch).__name__}; give a TensorDict or a dict of tensors.")
-    return TensorDict(dict(batch), batch_size=common_batch_size(batch, 1)) if batch else None
-
-
-def _pick(columns: dict[str, Any], keys: Keys, kind: str, owner: DataProto) -> dict[str, Any]:
-    if keys is None:
-        return dict(columns)
-    return {key: columns[key] for key in owner._known(keys, columns, kind)}
+    def _picked(self, entries: dict[str, Any], keys: Keys, kind: str) -> dict[str, Any]:
+        return dict(entries) if keys is None else {key: entries[key] for key in self._known(keys, entries, kind)}

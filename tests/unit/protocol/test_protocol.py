@@ -44,7 +44,7 @@ def received(data: DataProto) -> tuple[DataProto, list[bytes]]:
 
 def addresses(data: DataProto) -> dict[str, int]:
     """Where the tensors lie, without touching `batch` (which would copy borrowed ones)."""
-    return {key: value.data_ptr() for key, value in data._tensors()}
+    return {key: value.data_ptr() for key, value in data.tensors()}
 
 
 # -------------------------------------------------------------------- exact errors

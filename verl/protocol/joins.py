@@ -1,0 +1,92 @@
+"""Batches joined: columns and metadata side by side, which must agree where both have them, or rows end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from verl.utils.nested import describe_difference, same
+from verl.utils.py_functional import append_to_dict
+
+_NUMBERS = set("biufc")  # numpy kinds that promote to each other without changing what they mean
+
+
+def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
+    """A new dict of both dicts' entries; a key in both must hold equal tensors. The inputs are not changed."""
+    if tensor_dict1 is None or tensor_dict2 is None:
+        only = tensor_dict2 if tensor_dict1 is None else tensor_dict1
+        return None if only is None else only.copy()
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        raise ValueError(f"union: batch sizes {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}.")
+    return _add_columns(tensor_dict1.copy(), tensor_dict2)
+
+
+def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A new dict of both dicts' entries; a key in both must hold equal arrays. The inputs are not changed."""
+    return _add_columns(dict(tensor_dict1), tensor_dict2)
+
+
+def _add_columns(merged: Any, other: Any) -> Any:
+    for key, column in other.items():
+        if key not in merged.keys():
+            merged[key] = column
+        elif not same(merged[key], column):
+            raise ValueError(f"union: {key!r} differs in the two: {describe_difference(merged[key], column)}.")
+    return merged
+
+
+def union_meta(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A new dict of both dicts' metadata; a key in both must hold equal values."""
+    for key, value in other.items():
+        if key in mine and not same(mine[key], value):
+            raise ValueError(
+                f"DataProto: meta_info[{key!r}] is in both with different values: {mine[key]!r} and {value!r}."
+                " Pop it from one of them first."
+            )
+    return {**mine, **other, **mine}
+
+
+def concat_meta(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The metadata of joined batches. `metrics`, a dict or a list of dicts in some, is gathered: a dict of lists.
+
+    Metrics are what legitimately differs between parts; any other key that several have must agree.
+    """
+    merged: dict[str, Any] = {}
+    metrics: dict[str, list[Any]] = {}
+    for part in parts:
+        merged = union_meta(merged, {key: value for key, value in part.items() if key != "metrics"})
+        given = part.get("metrics") or {}
+        for one in given if isinstance(given, list) else [given]:
+            append_to_dict(metrics, one)
+    return merged | ({"metrics": metrics} if any("metrics" in part for part in parts) else {})
+
+
+def concat_columns(parts: Sequence[Mapping[str, Any]], caller: str, kind: str) -> dict[str, Any]:
+    """Every column joined over the parts, which must have the same columns with rows of the same type and shape."""
+    first = parts[0]
+    for number, part in enumerate(parts[1:], start=1):
+        if difference := first.keys() ^ part.keys():
+            raise ValueError(f"{caller}: parts 0 and {number} differ in {kind} columns {sorted(difference)}.")
+        for key, column in first.items():
+            if not _rows_match(column, part[key]):
+                cause = describe_difference(column, part[key])
+                raise ValueError(f"{caller}: {key!r} differs in parts 0 and {number}: {cause}.")
+    joined = {}
+    for key, column in first.items():
+        pieces = [part[key] for part in parts]
+        joined[key] = torch.cat(pieces) if isinstance(column, torch.Tensor) else np.concatenate(pieces)
+    return joined
+
+
+def _rows_match(a: Any, b: Any) -> bool:
+    if a.shape[1:] != b.shape[1:]:
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.device == b.device
+    # numpy would turn numbers into strings rather than refuse; objects hold anything.
+    kinds = {a.dtype.kind, b.dtype.kind} - {"O"}
+    return len(kinds) < 2 or kinds <= _NUMBERS
