@@ -8,69 +8,31 @@ the stored column on the next use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from tensordict import TensorDict
 
 from verl.protocol import DataProto, DataProtoItem
 from verl.protocol.checks import renaming
 from verl.protocol.joins import concat_meta, union_meta
-from verl.single_controller.ray import columns
-from verl.single_controller.ray.column_views import ObjectColumns, TensorColumns
-from verl.single_controller.ray.columns import ColumnType, Lengths
-from verl.single_controller.ray.row_map import Column, RowMap, concat_columns, prune_parts, take_rows
-from verl.types.schema import OBJECT, ROW
+from verl.single_controller.ray.packing import Lengths
+from verl.single_controller.ray.stored import (
+    Column,
+    StoredRows,
+    concat_columns,
+    prune_parts,
+    read_columns,
+    store_rows,
+    take_rows,
+    traffic,
+)
+from verl.types.schema import OBJECT
 from verl.utils.nested import same
 
-__all__ = ["BatchRef", "StoredRows", "Traffic", "store_rows", "traffic"]
-
-
-@dataclass
-class Traffic:
-    """Bytes of batch columns that this process has read from and written to the object store."""
-
-    fetched: int = 0
-    stored: int = 0
-
-
-traffic = Traffic()
-
-
-@dataclass(frozen=True)
-class StoredRows:
-    """What a worker returns in place of a DataProto: a reference per column, and what they are."""
-
-    rows: int
-    refs: dict[str, Any]
-    types: dict[str, ColumnType]
-    lengths: Lengths | None
-    meta_info: dict[str, Any]
-
-
-def store_rows(data: DataProto, known: Lengths | None = None) -> StoredRows:
-    """Put every column into the object store, token columns without padding.
-
-    `known` are the lengths of the rows this was computed from: they serve where the batch carries no mask of its own.
-    """
-    tensors = {name: value.detach().cpu() for name, value in data.tensors()}
-    found = columns.lengths_of(tensors)
-    if found is None and known is not None and len(known) == len(data):
-        found = known, known.widths
-    refs, types = {}, {}
-    for name, value in tensors.items():
-        packed = None
-        if found is not None and (axis := columns.axis_of(name, value, found[1])) != ROW:
-            packed = columns.pack(name, value, axis, found[0], prompt_width=found[1][0])
-        types[name], content = packed or columns.dense(value)
-        refs[name] = _put(content)
-    for name, array in data.non_tensor_batch.items():
-        types[name], refs[name] = ColumnType(OBJECT), _put(array)
-    return StoredRows(len(data), refs, types, found[0] if found else None, data.meta_info)
+__all__ = ["BatchRef", "StoredRows", "store_rows", "traffic"]
 
 
 class BatchRef(DataProto):
@@ -78,15 +40,14 @@ class BatchRef(DataProto):
 
     def __init__(self, stored: dict[str, Column], rows: int, meta_info: dict[str, Any]) -> None:
         self._columns, self._rows, self.meta_info = stored, rows, meta_info
-        self._held: dict[str, _Held] = {}
+        # Values on the controller, each with torch's count of writes to it when it was stored (None: it is not).
+        self._held: dict[str, tuple[Any, int | None]] = {}
         self._borrowed = False
 
     @classmethod
     def from_stored(cls, part: StoredRows) -> BatchRef:
         """The rows that a worker stored."""
-        row_map = RowMap.whole(part.rows, part.lengths)
-        found = {name: Column(part.types[name], (ref,), row_map) for name, ref in part.refs.items()}
-        return cls(found, part.rows, dict(part.meta_info))
+        return cls(dict(part.columns), part.rows, dict(part.meta_info))
 
     @classmethod
     def from_dataproto(cls, data: DataProto, lengths: Lengths | None = None) -> BatchRef:
@@ -122,7 +83,7 @@ class BatchRef(DataProto):
     @property
     def batch(self) -> Any:
         """The tensor columns, fetched one by one as they are named."""
-        return TensorColumns(self)
+        return _TensorColumns(self, self._tensor_keys)
 
     @batch.setter
     def batch(self, value: Any) -> None:
@@ -131,7 +92,7 @@ class BatchRef(DataProto):
     @property
     def non_tensor_batch(self) -> Any:
         """The object columns, fetched one by one as they are named."""
-        return ObjectColumns(self)
+        return _Columns(self, self._object_keys)
 
     @non_tensor_batch.setter
     def non_tensor_batch(self, value: Any) -> None:
@@ -150,12 +111,11 @@ class BatchRef(DataProto):
     def get_data_info(self) -> str:
         lines = [f"BatchRef of {len(self)} rows"]
         for name in self._names():
-            if self._is_ahead(name):
-                lines.append(f"  {name}: not sent yet")
-            else:
-                column = self._columns[name]
-                lines.append(f"  {name}: {column.type.describe()} in {len(column.refs)} part(s)")
-        return "\n".join([*lines, f"  meta_info: {sorted(self.meta_info)}"])
+            where = "not sent yet"
+            if not self._is_ahead(name):
+                where = f"{self._columns[name].type} in {len(self._columns[name].refs)} part(s)"
+            lines.append(f"{name}: {where}")
+        return "\n  ".join([*lines, f"meta_info: {sorted(self.meta_info)}"])
 
     def to(self, device: str | torch.device) -> DataProto:
         """Columns live in host memory; on another device it is a fetched DataProto."""
@@ -170,10 +130,8 @@ class BatchRef(DataProto):
     ) -> BatchRef:
         """The named columns (None: all of that kind). Stored columns are never written, so `deepcopy` is moot."""
         tensor_names, object_names = self._chosen(batch_keys, non_tensor_batch_keys)
-        meta = self.meta_info
-        kept = list(meta) if meta_info_keys is None else self._known(meta_info_keys, meta, "meta_info")
-        chosen = self._stored([*tensor_names, *object_names])
-        return BatchRef(chosen, len(self), {key: meta[key] for key in kept})
+        meta = self._picked(self.meta_info, meta_info_keys, "meta_info")
+        return BatchRef(self._stored([*tensor_names, *object_names]), len(self), meta)
 
     def pop(self, batch_keys: Any = None, non_tensor_batch_keys: Any = None, meta_info_keys: Any = None) -> BatchRef:
         popped = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
@@ -197,7 +155,7 @@ class BatchRef(DataProto):
             theirs = BatchRef.from_dataproto(other, self.lengths)
             mine = set(self._names())
             for name in mine.intersection(theirs._names()):
-                if not self._is_stored_alike(name, theirs) and not same(self._value(name), theirs._value(name)):
+                if not self._is_stored_alike(name, theirs) and not same(self._read([name]), theirs._read([name])):
                     raise ValueError(f"union: {name!r} differs in the two batches.")
             for name in theirs._names():
                 if name not in mine:
@@ -248,50 +206,40 @@ class BatchRef(DataProto):
 
     def _is_object(self, name: str) -> bool:
         if name in self._held:
-            return isinstance(self._held[name].value, np.ndarray)
+            return isinstance(self._held[name][0], np.ndarray)
         return self._columns[name].type.axis == OBJECT
 
     def _has_columns(self) -> bool:
         return bool(self._columns or self._held)
 
-    def _value(self, name: str) -> Any:
-        return self._read([name])[name]
-
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
-        """The named columns' values; all references are fetched in one go."""
-        wanted = {name: self._columns[name] for name in names if name not in self._held}
-        picks = {id(column.rows): column.rows.picks() for column in wanted.values()}
-        refs = {name: [column.refs[part] for part in picks[id(column.rows)][0]] for name, column in wanted.items()}
-        contents = iter(ray.get([ref for parts in refs.values() for ref in parts]))
-        values: dict[str, Any] = {}
-        for name in names:
-            if name in self._held:
-                values[name] = self._held[name].value
-                continue
-            column = wanted[name]
-            parts = [next(contents) for _ in refs[name]]
-            values[name] = columns.read(column.type, parts, picks[id(column.rows)][1], len(self), column.rows.lengths)
-            traffic.fetched += values[name].nbytes
-        return values
+        """The named columns' values."""
+        fetched = read_columns({name: self._columns[name] for name in names if name not in self._held})
+        return {name: self._held[name][0] if name in self._held else fetched[name] for name in names}
 
     def _get_column(self, name: str) -> Any:
         """A column for the caller to look at and, if it is a tensor, write into."""
         if name not in self._held:
-            value = self._value(name)
-            self._held[name] = _Held.stored(value)
-        return self._held[name].value
+            self._hold(name, self._read([name])[name], stored=True)
+        return self._held[name][0]
+
+    def _hold(self, name: str, value: Any, stored: bool) -> None:
+        if isinstance(value, np.ndarray):  # a write into an array leaves no trace that we could follow
+            value = value.view()
+            value.flags.writeable = False
+        self._held[name] = (value, _writes(value) if stored else None)
 
     def _set_column(self, name: str, value: torch.Tensor | np.ndarray) -> None:
         if self._has_columns() and len(value) != len(self):
             raise ValueError(f"DataProto: {name!r} has {len(value)} rows, the batch has {len(self)}.")
         DataProto.from_single_dict({name: value})  # or the error that it gives
-        self._held[name] = _Held.unsent(value)
+        self._hold(name, value, stored=False)
         self._rows = len(value)
 
     def _adopt(self, name: str, other: BatchRef) -> None:
         """A column of another batch of the same rows becomes one of this."""
         if other._is_ahead(name):
-            self._held[name] = _Held.unsent(other._held[name].value)
+            self._hold(name, other._held[name][0], stored=False)
         else:
             self._columns[name] = other._columns[name]
 
@@ -302,7 +250,8 @@ class BatchRef(DataProto):
 
     def _is_ahead(self, name: str) -> bool:
         """Whether the column's value is held here and is not, or no longer, what the store has."""
-        return name in self._held and self._held[name].is_ahead()
+        value, stored_writes = self._held.get(name, (None, 0))
+        return stored_writes != _writes(value)
 
     def _replace(self, names: list[str], value: Any) -> None:
         """Put the columns of a mapping in the place of the named ones."""
@@ -321,10 +270,9 @@ class BatchRef(DataProto):
         names = self._names() if names is None else names
         for name in names:
             if self._is_ahead(name):
-                value = self._held[name].value
-                stored = store_rows(DataProto.from_single_dict({name: value}), self.lengths)
-                self._columns[name] = BatchRef.from_stored(stored)._columns[name]
-                self._held[name] = _Held.stored(value)
+                value, _ = self._held[name]
+                self._columns |= store_rows(DataProto.from_single_dict({name: value}), self.lengths).columns
+                self._hold(name, value, stored=True)
         return {name: self._columns[name] for name in names}
 
     # ---------------------------------------------------------------- wire
@@ -340,43 +288,46 @@ class BatchRef(DataProto):
         return BatchRef(self._stored(), len(self), dict(self.meta_info))
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A column's value on the controller, and what torch's count of writes to it and its views was when it was stored.
+class _Columns(MutableMapping[str, Any]):
+    """A BatchRef's columns of one kind as a mapping."""
 
-    A write into an array leaves no trace that we could follow, so arrays are handed out read-only.
-    """
+    def __init__(self, owner: BatchRef, names: Callable[[], list[str]]) -> None:
+        self._owner, self._names = owner, names
 
-    value: Any
-    stored_version: int | None
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names():
+            raise KeyError(f"BatchRef: no column {name!r}; there is {sorted(self._names())}.")
+        return self._owner._get_column(name)
 
-    @classmethod
-    def stored(cls, value: torch.Tensor | np.ndarray) -> _Held:
-        """As it is in the store."""
-        return cls(_guarded(value), _version(value))
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._owner._set_column(name, value)
 
-    @classmethod
-    def unsent(cls, value: torch.Tensor | np.ndarray) -> _Held:
-        """Not in the store."""
-        return cls(_guarded(value), None)
+    def __delitem__(self, name: str) -> None:
+        if name not in self._names():
+            raise KeyError(name)
+        self._owner._drop(name)
 
-    def is_ahead(self) -> bool:
-        """Whether the store does not have this value."""
-        return self.stored_version is None or self.stored_version != _version(self.value)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names()
 
-def _guarded(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        value = value.view()
-        value.flags.writeable = False
-    return value
+    def __len__(self) -> int:
+        return len(self._names())
 
 
-def _version(value: Any) -> int:
+class _TensorColumns(_Columns):
+    """Looks like the TensorDict of a DataProto. What is not a mapping operation works on all columns, fetched."""
+
+    @property
+    def batch_size(self) -> torch.Size:
+        return torch.Size([len(self._owner)])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._owner.fetch(non_tensor_batch_keys=[]).batch, name)
+
+
+def _writes(value: Any) -> int:
+    """How often torch has seen a tensor or its views written to."""
     return value._version if isinstance(value, torch.Tensor) else 0
-
-
-def _put(content: Any) -> Any:
-    arrays = content if isinstance(content, tuple) else (content,)
-    traffic.stored += sum(array.nbytes for array in arrays)
-    return ray.put(content)

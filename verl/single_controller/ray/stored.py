@@ -1,31 +1,38 @@
-"""Which stored row every row of a batch is, and how long it is. Columns that were stored together share one map."""
+"""Columns in the object store: what a worker leaves there, and which stored row every row of a batch is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import ray
 
-from verl.single_controller.ray.columns import ColumnType, Lengths
+from verl.protocol import DataProto
+from verl.single_controller.ray.packing import ColumnType, Lengths, Picks, lengths_of, pack, unpack
+from verl.types.schema import OBJECT
 
-Picks = list[tuple[np.ndarray, np.ndarray]]
+
+@dataclass
+class Traffic:
+    """Bytes of batch columns that this process has read from and written to the object store."""
+
+    fetched: int = 0
+    stored: int = 0
+
+
+traffic = Traffic()
 
 
 @dataclass(frozen=True)
 class RowMap:
-    """Row i of the batch is row `index[i]` of the stored parts laid end to end."""
+    """Row i of the batch is row `index[i]` of the stored parts laid end to end. Columns stored together share one."""
 
     part_rows: tuple[int, ...]
     index: np.ndarray
     lengths: Lengths | None
     """Real tokens of every row of the batch, where its token columns are stored without padding."""
-
-    @classmethod
-    def whole(cls, rows: int, lengths: Lengths | None) -> RowMap:
-        """All rows of one part, in order."""
-        return cls((rows,), np.arange(rows), lengths)
 
     def take(self, rows: slice | np.ndarray) -> RowMap:
         """The map of some rows of the batch."""
@@ -75,17 +82,54 @@ class Column:
         )
 
 
-def take_rows(columns: dict[str, Column], rows: slice | np.ndarray) -> dict[str, Column]:
+@dataclass(frozen=True)
+class StoredRows:
+    """What a worker returns in place of a DataProto."""
+
+    rows: int
+    columns: dict[str, Column]
+    meta_info: dict[str, Any]
+
+
+def store_rows(data: DataProto, known: Lengths | None = None) -> StoredRows:
+    """Put every column into the object store, token columns without padding.
+
+    `known` are the lengths of the rows this was computed from: they serve where the batch carries no mask of its own.
+    """
+    tensors = {name: value.detach().cpu() for name, value in data.tensors()}
+    lengths, widths = lengths_of(tensors) or (None, (0, 0))
+    if lengths is None and known is not None and len(known) == len(data):
+        lengths, widths = known, known.widths
+    row_map = RowMap((len(data),), np.arange(len(data)), lengths)
+    packed = {name: pack(name, value, lengths, widths) for name, value in tensors.items()}
+    packed |= {name: (ColumnType(OBJECT), array) for name, array in data.non_tensor_batch.items()}
+    columns = {name: Column(kind, (_put(content),), row_map) for name, (kind, content) in packed.items()}
+    return StoredRows(len(data), columns, data.meta_info)
+
+
+def read_columns(columns: Mapping[str, Column]) -> dict[str, Any]:
+    """The columns' values; all references are fetched in one go."""
+    picks = {id(column.rows): column.rows.picks() for column in columns.values()}
+    refs = [column.refs[part] for column in columns.values() for part in picks[id(column.rows)][0]]
+    contents = iter(ray.get(refs))
+    values = {}
+    for name, column in columns.items():
+        used, chosen = picks[id(column.rows)]
+        parts = [next(contents) for _ in used]
+        values[name] = unpack(column.type, parts, chosen, len(column.rows.index), column.rows.lengths)
+        traffic.fetched += values[name].nbytes
+    return values
+
+
+def take_rows(columns: Mapping[str, Column], rows: slice | np.ndarray) -> dict[str, Column]:
     """Some rows of every column; columns that shared a map still do."""
-    maps = {id(column.rows): column.rows for column in columns.values()}
-    taken = {key: row_map.take(rows) for key, row_map in maps.items()}
-    return {name: Column(column.type, column.refs, taken[id(column.rows)]) for name, column in columns.items()}
+    taken = {key: row_map.take(rows) for key, row_map in _maps(columns).items()}
+    return {name: replace(column, rows=taken[id(column.rows)]) for name, column in columns.items()}
 
 
-def prune_parts(columns: dict[str, Column]) -> dict[str, Column]:
+def prune_parts(columns: Mapping[str, Column]) -> dict[str, Column]:
     """The same columns without the parts that their rows do not use."""
-    maps = {id(column.rows): column.rows for column in columns.values()}
-    pruned = {key: row_map.pruned() for key, row_map in maps.items()}
+    pruned = {key: row_map.pruned() for key, row_map in _maps(columns).items()}
     kept = {}
     for name, column in columns.items():
         row_map, used = pruned[id(column.rows)]
@@ -93,11 +137,10 @@ def prune_parts(columns: dict[str, Column]) -> dict[str, Column]:
     return kept
 
 
-def concat_columns(batches: Sequence[dict[str, Column]]) -> dict[str, Column]:
+def concat_columns(batches: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
     """The columns of batches end to end; they must have the same names and types."""
     for number, batch in enumerate(batches[1:], start=1):
-        difference = batches[0].keys() ^ batch.keys()
-        if difference:
+        if difference := batches[0].keys() ^ batch.keys():
             raise ValueError(f"DataProto.concat: parts 0 and {number} differ in columns {sorted(difference)}.")
     maps: dict[tuple[int, ...], RowMap] = {}
     joined = {}
@@ -109,3 +152,13 @@ def concat_columns(batches: Sequence[dict[str, Column]]) -> dict[str, Column]:
         refs = tuple(ref for part in parts for ref in part.refs)
         joined[name] = Column(ColumnType.merged(name, [part.type for part in parts]), refs, maps[key])
     return joined
+
+
+def _maps(columns: Mapping[str, Column]) -> dict[int, RowMap]:
+    return {id(column.rows): column.rows for column in columns.values()}
+
+
+def _put(content: Any) -> Any:
+    arrays = content if isinstance(content, tuple) else (content,)
+    traffic.stored += sum(array.nbytes for array in arrays)
+    return ray.put(content)
