@@ -112,9 +112,9 @@ class TaskRunner:
         """Register the roles, load tokenizer, rewards and data, start the workers, train."""
         from verl.config.context_length import refuse_long_sequences
         from verl.planning.check import check_memory
-        from verl.trainer.ppo.checkpointing import started
         from verl.trainer.ppo.reward import check_rewards, load_reward_manager
         from verl.trainer.ppo.reward_check import check_at_start
+        from verl.trainer.ppo.state import started
         from verl.utils import hf_processor, hf_tokenizer
         from verl.utils.fs import resolve_model_path
         from verl.utils.logging_setup import setup_logging
@@ -276,7 +276,7 @@ def create_rl_dataset(
 def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
     """The sampler of `data.sampler`, or a seeded shuffle, or the order of the rows."""
     from verl.config import DataConfig, as_config
-    from verl.trainer.ppo.dataloading import make_sampler
+    from verl.trainer.ppo.prompts import make_sampler
     from verl.utils.dataset.sampler import AbstractSampler
     from verl.utils.import_utils import load_user_object
 

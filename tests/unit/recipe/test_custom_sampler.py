@@ -15,7 +15,7 @@ from training_harness import make_task, overrides, run_training
 from verl import DataProto
 from verl.config import DataConfig, as_config
 from verl.trainer.main_ppo import create_rl_sampler
-from verl.trainer.ppo.dataloading import learn_from, make_dataloader
+from verl.trainer.ppo.prompts import learn_from, make_dataloader
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 FILE = str(Path(__file__).parents[3] / "recipe" / "custom" / "sampler.py")

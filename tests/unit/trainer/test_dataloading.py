@@ -13,7 +13,7 @@ from tiny import tiny_tokenizer
 from torch.utils.data import Sampler, SequentialSampler
 
 from verl.config import DataConfig, as_config
-from verl.trainer.ppo.dataloading import PromptLoader, learn_from, make_dataloader, make_sampler
+from verl.trainer.ppo.prompts import PromptLoader, learn_from, make_dataloader, make_sampler
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.dataset.sampler import AbstractCurriculumSampler, EpochSampler
 from verl.utils.plain_store import load_plain, save_plain

@@ -11,16 +11,16 @@ import torch
 from verl.config import load_config
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.dynamic_sampling import differing_rows, fill_batch
-from verl.trainer.ppo.prompt_stream import PromptStream
+from verl.trainer.ppo.prompts import PromptStream
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 
 ALL_RIGHT, ALL_WRONG, MIXED = [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]
 
 
-class Trainer:
+class Run:
     """Two answers to each prompt with scores that are written down; everything else is the real thing."""
 
-    def __init__(self, scores: dict[str, list[float]], batches: list[list[str]], *overrides: str) -> None:
+    def __init__(self, scores: dict[str, list[float]], batches: list[list[str]], *overrides: str, loader=list) -> None:
         size = len(batches[0])
         self.config = load_config(
             None,
@@ -38,14 +38,12 @@ class Trainer:
             ],
             check_files=False,
         )
-        self.scores, self.global_steps = scores, 7
-        self.train_dataloader = [
-            {"input_ids": torch.arange(len(uids))[:, None], "uid": object_array(uids)} for uids in batches
-        ]
-        self.prompts = PromptStream(self.train_dataloader, total_epochs=1)
+        self.scores = scores
+        rows = [{"input_ids": torch.arange(len(uids))[:, None], "uid": object_array(uids)} for uids in batches]
+        self.prompts = PromptStream(loader(rows), total_epochs=1)
         self.asked: list[list[str]] = []
 
-    def _roll_out(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
+    def roll_out(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         uids = prompts.non_tensor_batch["uid"].tolist()
         self.asked.append(uids)
         rows = prompts.repeat(2, interleave=True)
@@ -58,7 +56,8 @@ class Trainer:
 
     def fill(self) -> tuple[DataProto, dict[str, float]]:
         metrics: dict[str, float] = {}
-        return fill_batch(self, self.prompts.take(self.config.data.gen_batch_size), metrics), metrics
+        prompts = self.prompts.take(self.config.data.gen_batch_size)
+        return fill_batch(prompts, metrics, self.roll_out, self.prompts, None, self.config, step=7), metrics
 
 
 def uids(batch: DataProto) -> list[str]:
@@ -67,9 +66,9 @@ def uids(batch: DataProto) -> list[str]:
 
 def test_groups_that_do_not_differ_are_replaced_by_the_next_prompts():
     scores = {"a": ALL_RIGHT, "b": MIXED, "c": ALL_WRONG, "d": MIXED}
-    trainer = Trainer(scores, [["a", "b"], ["c", "d"]])
-    batch, metrics = trainer.fill()
-    assert trainer.asked == [["a", "b"], ["c", "d"]]
+    run = Run(scores, [["a", "b"], ["c", "d"]])
+    batch, metrics = run.fill()
+    assert run.asked == [["a", "b"], ["c", "d"]]
     assert uids(batch) == ["b", "b", "d", "d"]
     assert batch.batch["token_level_scores"].sum(-1).tolist() == [1.0, 0.0, 1.0, 0.0]
     assert metrics == {
@@ -98,27 +97,26 @@ def test_a_curriculum_learns_from_every_group_that_was_answered():
     class Loader(list):
         sampler = Learner(None, None)
 
-    trainer = Trainer({"a": ALL_RIGHT, "b": MIXED, "c": ALL_WRONG, "d": MIXED}, [["a", "b"], ["c", "d"]])
-    trainer.train_dataloader = Loader(trainer.train_dataloader)
-    trainer.fill()
-    assert trainer.train_dataloader.sampler.learned == [{"a": 1.0, "b": 0.0}, {"c": 0.0, "d": 0.0}]
+    scores = {"a": ALL_RIGHT, "b": MIXED, "c": ALL_WRONG, "d": MIXED}
+    Run(scores, [["a", "b"], ["c", "d"]], loader=Loader).fill()
+    assert Loader.sampler.learned == [{"a": 1.0, "b": 0.0}, {"c": 0.0, "d": 0.0}]
 
 
 def test_groups_beyond_the_batch_wait_as_prompts_for_the_next_step():
     """Three of four differ and two are wanted: the third is asked again, first of all, by the next step."""
     scores = {"a": MIXED, "b": ALL_WRONG, "c": MIXED, "d": MIXED} | dict.fromkeys("efgh", MIXED)
-    trainer = Trainer(scores, [list("abcd"), list("efgh")])
-    batch, metrics = trainer.fill()
+    run = Run(scores, [list("abcd"), list("efgh")])
+    batch, metrics = run.fill()
     assert uids(batch) == ["a", "a", "c", "c"]
     assert metrics["filter_groups/returned_prompts"] == 1.0
-    batch, _ = trainer.fill()
-    assert trainer.asked == [list("abcd"), list("defg")], "h waits behind"
+    batch, _ = run.fill()
+    assert run.asked == [list("abcd"), list("defg")], "h waits behind"
     assert uids(batch) == ["d", "d", "e", "e"]
 
 
 def test_one_batch_is_enough_where_all_groups_differ():
-    trainer = Trainer({"a": MIXED, "b": MIXED}, [["a", "b"]])
-    batch, metrics = trainer.fill()
+    run = Run({"a": MIXED, "b": MIXED}, [["a", "b"]])
+    batch, metrics = run.fill()
     assert uids(batch) == ["a", "a", "b", "b"]
     assert metrics["filter_groups/num_gen_batches"] == 1.0
     assert "filter_groups/dropped_score_mean" not in metrics
@@ -126,9 +124,9 @@ def test_one_batch_is_enough_where_all_groups_differ():
 
 def test_at_the_limit_the_step_goes_on_with_what_it_has(caplog):
     scores = dict.fromkeys("abcd", ALL_WRONG) | {"b": MIXED}
-    trainer = Trainer(scores, [["a", "b"], ["c", "d"]], "algorithm.filter_groups.max_num_gen_batches=2")
+    run = Run(scores, [["a", "b"], ["c", "d"]], "algorithm.filter_groups.max_num_gen_batches=2")
     with caplog.at_level(logging.WARNING):
-        batch, metrics = trainer.fill()
+        batch, metrics = run.fill()
     assert uids(batch) == ["b", "b"]
     assert (metrics["filter_groups/missing_prompts"], metrics["filter_groups/num_gen_batches"]) == (1.0, 2.0)
     assert "step 7: 4 prompts in 2 generation batches gave 1 of 2 groups that differ in score" in caplog.text
@@ -137,7 +135,7 @@ def test_at_the_limit_the_step_goes_on_with_what_it_has(caplog):
 def test_an_incomplete_batch_is_filled_up_to_whole_mini_batches_with_rows_that_weigh_nothing():
     scores = dict.fromkeys("abcd", ALL_WRONG) | {"b": MIXED}
     limits = ("algorithm.filter_groups.max_num_gen_batches=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
-    batch, _ = Trainer(scores, [["a", "b"], ["c", "d"]], *limits).fill()
+    batch, _ = Run(scores, [["a", "b"], ["c", "d"]], *limits).fill()
     assert len(batch) == 4
     assert batch.batch["response_mask"].tolist() == [[1, 1, 0]] * 2 + [[0, 0, 0]] * 2
 
@@ -146,25 +144,25 @@ def test_an_incomplete_batch_is_filled_up_to_whole_mini_batches_with_rows_that_w
 def test_no_group_at_all_is_an_error_with_and_without_a_limit(limit):
     """Without a limit one whole epoch in vain is enough: the same prompts would fail again for ever."""
     limits = f"algorithm.filter_groups.max_num_gen_batches={limit}"
-    trainer = Trainer(dict.fromkeys("abcd", ALL_RIGHT), [["a", "b"], ["c", "d"]], limits)
+    run = Run(dict.fromkeys("abcd", ALL_RIGHT), [["a", "b"], ["c", "d"]], limits)
     with pytest.raises(ValueError, match=r"step 7 tried 4 prompts in 2 generation batches.*nothing to learn from"):
-        trainer.fill()
+        run.fill()
 
 
 def test_a_prompt_that_comes_twice_in_one_step_is_two_groups():
     """A new epoch began inside the step: answers of the first round and of the second are not compared."""
-    trainer = Trainer({"a": MIXED, "b": ALL_WRONG}, [["a", "b"]], "algorithm.filter_groups.max_num_gen_batches=0")
-    batch, _ = trainer.fill()
-    assert trainer.asked == [["a", "b"], ["a~2", "b~2"]]
+    run = Run({"a": MIXED, "b": ALL_WRONG}, [["a", "b"]], "algorithm.filter_groups.max_num_gen_batches=0")
+    batch, _ = run.fill()
+    assert run.asked == [["a", "b"], ["a~2", "b~2"]]
     assert uids(batch) == ["a", "a", "a~2", "a~2"]
-    assert not trainer.prompts.waiting
+    assert not run.prompts.waiting
 
 
 def test_prompts_come_back_under_their_own_name():
-    trainer = Trainer({"a": MIXED, "b": MIXED, "c": ALL_WRONG}, [["a", "b", "c"]], "data.train_batch_size=3")
-    trainer.fill()
-    assert trainer.asked == [["a", "b", "c"], ["a~2", "b~2", "c~2"]]
-    assert uids(trainer.prompts.take(1)) == ["b"], "and not as b~2"
+    run = Run({"a": MIXED, "b": MIXED, "c": ALL_WRONG}, [["a", "b", "c"]], "data.train_batch_size=3")
+    run.fill()
+    assert run.asked == [["a", "b", "c"], ["a~2", "b~2", "c~2"]]
+    assert uids(run.prompts.take(1)) == ["b"], "and not as b~2"
 
 
 def scored(values: list[float], mask: list[int], **columns) -> DataProto:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.greedy_baseline import answer_rows, split_off_baselines
+from verl.trainer.ppo.generator import answer_rows, split_off_baselines
 from verl.types.request import Request, SamplingParams
 from verl.workers.rollout.prompts import requests_of, trajectories_from_prompts
 

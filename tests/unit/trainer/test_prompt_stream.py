@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from verl.config import DataConfig, as_config
 from verl.protocol import object_array
-from verl.trainer.ppo.dataloading import make_dataloader, make_sampler
-from verl.trainer.ppo.prompt_stream import PromptStream
+from verl.trainer.ppo.prompts import PromptStream, make_dataloader, make_sampler
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.plain_store import load_plain, save_plain
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.reward_overlap import RewardOverlap
+from verl.trainer.ppo.generator import RewardOverlap
 
 
 class Group:

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 from training_harness import close, make_task, make_trainer, overrides
 
-from verl.trainer.ppo.validation import _accuracies, _joined, _known, _metrics, _show
+from verl.config import load_config
+from verl.trainer.common.setbacks import Setbacks
+from verl.trainer.ppo.validator import Validator, joined, known_scores, sample_metrics
 
 
 def part(uids: list[str], source: str, scores: list[float], **extra) -> dict[str, list]:
@@ -24,12 +26,16 @@ def part(uids: list[str], source: str, scores: list[float], **extra) -> dict[str
     }
 
 
+def accuracies(samples: dict[str, list], judged: bool) -> dict[str, float]:
+    return {name: value for name, value in sample_metrics(samples, judged).items() if name.startswith("val/")}
+
+
 def test_rewards_that_say_different_things_are_joined_with_gaps():
     """Two batches of two data sources: one reward returns acc and pred, the other a number alone."""
-    samples = _joined([part(["a"], "math", [0.7], acc=[True], pred=["4"]), part(["b", "c"], "chat", [0.2, 0.4])])
+    samples = joined([part(["a"], "math", [0.7], acc=[True], pred=["4"]), part(["b", "c"], "chat", [0.2, 0.4])])
     assert samples["acc"] == [True, None, None]
     assert samples["uid"] == ["a", "b", "c"]
-    metrics = _metrics(samples, {name: samples[name] for name in ("reward", "acc", "pred")})
+    metrics = sample_metrics(samples, judged=False)
     assert metrics["val-core/math/acc/mean@1"] == 1.0
     assert metrics["val-aux/math/reward/mean@1"] == 0.7, "where there is an accuracy, it is what to look at"
     assert metrics["val-core/chat/reward/mean@1"] == pytest.approx(0.3)
@@ -39,22 +45,22 @@ def test_rewards_that_say_different_things_are_joined_with_gaps():
 
 def test_an_answer_is_right_when_the_reward_says_so_else_with_a_score_of_1():
     """Punished for its length a right answer scores 0.7 and is still right."""
-    samples = _joined([part(["a", "b"], "math", [0.7, -1.0], acc=[1.0, 0.0]), part(["c", "d"], "chat", [1.0, 0.9])])
-    assert _accuracies(samples, judged=False) == {"val/math/accuracy": 0.5, "val/chat/accuracy": 0.5}
+    samples = joined([part(["a", "b"], "math", [0.7, -1.0], acc=[1.0, 0.0]), part(["c", "d"], "chat", [1.0, 0.9])])
+    assert accuracies(samples, judged=False) == {"val/math/accuracy": 0.5, "val/chat/accuracy": 0.5}
 
 
 def test_the_score_of_a_reward_model_is_neither_right_nor_wrong():
-    samples = _joined([part(["a", "b"], "chat", [1.7, -3.0]), part(["c"], "math", [0.2], acc=[1.0])])
-    assert _accuracies(samples, judged=True) == {"val/math/accuracy": 1.0}
+    samples = joined([part(["a", "b"], "chat", [1.7, -3.0]), part(["c"], "math", [0.2], acc=[1.0])])
+    assert accuracies(samples, judged=True) == {"val/math/accuracy": 1.0}
 
 
 def test_a_sample_that_could_not_be_scored_is_neither_right_nor_wrong():
     failed, given = [0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0]
-    assert _known(given, failed, SimpleNamespace(on_error="zero")) == given, "told to count it as 0"
-    scores = _known(given, failed, SimpleNamespace(on_error="mask"))
-    samples = _joined([part(["a", "a", "b", "b"], "math", scores)])
-    assert _accuracies(samples, judged=False) == {"val/math/accuracy": 2 / 3}
-    metrics = _metrics(samples, {"reward": samples["reward"]})
+    assert known_scores(given, failed, SimpleNamespace(on_error="zero")) == given, "told to count it as 0"
+    scores = known_scores(given, failed, SimpleNamespace(on_error="mask"))
+    samples = joined([part(["a", "a", "b", "b"], "math", scores)])
+    metrics = sample_metrics(samples, judged=False)
+    assert metrics["val/math/accuracy"] == 2 / 3
     assert metrics["val-core/math/reward/mean@2"] == 0.75
     assert metrics["val-core/math/reward/pass@1"] == 0.75
 
@@ -122,22 +128,11 @@ def test_sampled_answers_are_a_table_in_wandb(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
 
-    class Trainer:
-        """What `_show` reads of one."""
-
-        class config:
-            class trainer:
-                log_val_generations = console_val_generations = 2
-                validation_data_dir = None
-
-            class data:
-                seed = 1
-
-        global_steps = 5
-        tracking = Tracking("p", "e", "wandb")
-
-    _show(Trainer, _joined([part(["a", "b", "c"], "math", [0.0, 1.0, 0.5])]))
-    Trainer.tracking.close()
+    shown = ("trainer.log_val_generations=2", "trainer.console_val_generations=2")
+    config = load_config(None, ["data.train_files=x", "actor_rollout_ref.model.path=a/b", *shown], check_files=False)
+    validator = Validator(config, None, None, None, generate=None, judge=None, setbacks=Setbacks())
+    with Tracking("p", "e", "wandb") as tracking:
+        validator.show(joined([part(["a", "b", "c"], "math", [0.0, 1.0, 0.5])]), 5, tracking)
     import wandb
 
     started, (step, data), end = wandb.logged

@@ -11,21 +11,19 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from verl.algos.groups import Groups
+from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.guard import no_samples
 from verl.trainer.ppo.advantage import value_per_answer
-from verl.trainer.ppo.dataloading import learn_from
+from verl.trainer.ppo.prompts import PromptStream
 from verl.workers.reward_manager.naive import FAILED
-
-if TYPE_CHECKING:
-    from verl.config import PPOConfig
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -35,41 +33,51 @@ _TOLERANCE = 1e-6
 _COUNTED = "reward/errors"
 
 
-def fill_batch(trainer: RayPPOTrainer, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
+RollOut = Callable[[DataProto, dict[str, float]], DataProto]
+"""Scored answers to prompts; metrics of theirs are added to the dict."""
+
+
+def fill_batch(
+    prompts: DataProto,
+    metrics: dict[str, float],
+    roll_out: RollOut,
+    source: PromptStream,
+    reward_fn: Any,
+    config: PPOConfig,
+    step: int,
+) -> DataProto:
     """Scored answers to `data.train_batch_size` prompts whose groups differ; `prompts` are tried first.
 
     Fewer only where the limit came first; then rows that weigh nothing fill up the last mini-batch.
     """
-    data, rule = trainer.config.data, trainer.config.algorithm.filter_groups
+    data, rule = config.data, config.algorithm.filter_groups
     found, times = _Found(data.train_batch_size), Counter[str]()
     while True:
         answers_metrics: dict[str, float] = {}
         groups = _own_groups(prompts, times)
-        batch = trainer._roll_out(groups, answers_metrics)
-        learn_from(trainer.train_dataloader, batch)
+        batch = roll_out(groups, answers_metrics)
+        source.learn_from(batch)
         surplus = found.add(batch, groups.non_tensor_batch["uid"], rule.metric, answers_metrics)
         if len(surplus):
-            trainer.prompts.put_back(prompts.select_idxs(surplus))
-        _stop_in_an_outage(trainer, found)
+            source.put_back(prompts.select_idxs(surplus))
+        if found.unscored_in_a_row >= config.trainer.max_nonfinite_steps:
+            _stop_in_an_outage(found.unscored_in_a_row, reward_fn)
         # Without a limit: a whole epoch that added no group will not do so a second time either.
-        in_vain = found.prompts_in_vain >= len(trainer.train_dataloader) * data.gen_batch_size
+        in_vain = found.prompts_in_vain >= source.batches_per_epoch * data.gen_batch_size
         if found.missing == 0 or found.batches == rule.max_num_gen_batches or in_vain:
             break
-        prompts = trainer.prompts.take(data.gen_batch_size)
+        prompts = source.take(data.gen_batch_size)
     metrics |= found.metrics()
-    return found.result(trainer.config, trainer.global_steps)
+    return found.result(config, step)
 
 
-def _stop_in_an_outage(trainer: RayPPOTrainer, found: _Found) -> None:
+def _stop_in_an_outage(batches: int, reward_fn: Any) -> None:
     """Answers that nobody can score never differ: without this, an outage would cost an epoch and be called dull data.
 
     With on_error=zero or fail the user has said what becomes of them.
     """
-    if found.unscored_in_a_row < trainer.config.trainer.max_nonfinite_steps:
-        return
-    reward_fn = trainer.reward_fn
     if getattr(reward_fn, "on_error", None) == "mask":
-        raise no_samples(f"{found.unscored_in_a_row} generation batches", getattr(reward_fn, "last_failure", None))
+        raise no_samples(f"{batches} generation batches", getattr(reward_fn, "last_failure", None))
 
 
 @dataclass

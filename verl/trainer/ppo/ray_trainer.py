@@ -7,36 +7,29 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from verl.algos import AdvantageEstimator, get_kl_controller, takes_argument
+from verl.algos import AdvantageEstimator
 from verl.config import PPOConfig, load_config
 from verl.config.old_log_probs import from_update
-from verl.config.plan import actor_is_reference, batch_plan, layout_of, needs_reference
-from verl.protocol import DataProto, object_array
+from verl.config.plan import actor_is_reference, batch_plan, needs_reference
+from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
-from verl.trainer.common.answer_ends import ends_in_training
 from verl.trainer.common.dumps import dump_batch, dump_rows
 from verl.trainer.common.guard import StepGuard, check_weights, explained
 from verl.trainer.common.killed_ranks import advises_on_memory
 from verl.trainer.common.phases import Phases, memory_gb, verdict
-from verl.trainer.common.run_start import RunStart
-from verl.trainer.common.setbacks import FOLDER, SAVE, VALIDATION, Setbacks
+from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks
 from verl.trainer.common.status_line import StatusLine
-from verl.trainer.ppo import checkpointing, worker_setup
+from verl.trainer.common.step_end import StepEnd, is_due
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask, reward_column
-from verl.trainer.ppo.correctness import say_right_of_step
-from verl.trainer.ppo.dataloading import learn_from, make_dataloader
-from verl.trainer.ppo.dynamic_sampling import fill_batch
-from verl.trainer.ppo.greedy_baseline import answer_rows, split_off_baselines
-from verl.trainer.ppo.group_calls import GroupCalls, local_columns, select_read_by
+from verl.trainer.ppo.generator import Generator
+from verl.trainer.ppo.groups import WorkerGroups, local_columns
 from verl.trainer.ppo.metric_utils import compute_data_metrics, divergence_metrics, phase_metrics, without_nan
 from verl.trainer.ppo.mismatch import RolloutMismatch
-from verl.trainer.ppo.prompt_stream import PromptStream
-from verl.trainer.ppo.reward import compute_reward, reward_metrics
-from verl.trainer.ppo.reward_overlap import RewardOverlap
+from verl.trainer.ppo.prompts import make_dataloader
+from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.validation import validate
+from verl.trainer.ppo.validator import Validator
+from verl.trainer.ppo.weight_sync import WeightSync
 from verl.types.schema import columns_read_by
 from verl.utils.torch_functional import masked_mean
 from verl.utils.tracking import Tracking
@@ -54,8 +47,33 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+def _held_by(owner: str, name: str) -> Any:
+    """A public name of the trainer for what one of its collaborators holds; to be read and set."""
+    return property(
+        lambda trainer: getattr(getattr(trainer, owner), name),
+        lambda trainer, value: setattr(getattr(trainer, owner), name, value),
+    )
+
+
 class RayPPOTrainer:
-    """One controller that drives the worker groups of a run. The phases are methods: override what you change."""
+    """One controller that drives the worker groups of a run. The phases are methods: override what you change.
+
+    The work is done by collaborators that do not know it: `groups`, `generator`, `validator`, `weight_sync`, `state`.
+    Where they need a phase they were given it as a callable, and so meet what a subclass makes of it.
+    """
+
+    actor_wg = actor_rollout_wg = _held_by("groups", "actor")
+    rollout_wg = _held_by("groups", "rollout")
+    critic_wg = _held_by("groups", "critic")
+    ref_policy_wg = _held_by("groups", "reference")
+    rm_wg = _held_by("groups", "reward_model")
+    reward_fn = _held_by("generator", "reward_fn")
+    val_reward_fn = _held_by("validator", "reward_fn")
+    global_steps = global_step = _held_by("state", "step")
+    policy_version = _held_by("state", "policy_version")
+    prompts = _held_by("state", "prompts")
+    kl_ctrl_in_reward = _held_by("state", "kl_controller")
+    run_start = _held_by("state", "run_start")
 
     def __init__(
         self,
@@ -77,27 +95,19 @@ class RayPPOTrainer:
         self.tokenizer, self.processor = tokenizer, processor
         self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
-        self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
         self.device_name = device_name or self.config.trainer.device
         self.use_critic = Role.Critic in role_worker_mapping
         self.use_reference_policy = Role.RefPolicy in role_worker_mapping or (
             needs_reference(self.config) and actor_is_reference(self.config)
         )
         self.use_rm = Role.RewardModel in role_worker_mapping
-        self.use_greedy_baseline = takes_argument(self.config.algorithm.adv_estimator, "reward_baselines")
-        self.kl_ctrl_in_reward = get_kl_controller(self.config.algorithm.kl_ctrl)
-        self.global_steps = 0
-        self.policy_version = 0  # updates of the actor so far: what the rollout's weights are stamped with
-        self.rollout_version: int | None = None  # of the weights that engines in processes of their own have
         self.stop_requested = threading.Event()
-        self._seconds: dict[str, float] = {}
-        self.run_start: RunStart | None = None
         self.setbacks = Setbacks()
+        self._seconds: dict[str, float] = {}
         self._guard = StepGuard(self.config.trainer.max_nonfinite_steps)
         self._mismatch = RolloutMismatch(self.config.algorithm.rollout_correction)
-        self._overlap = RewardOverlap(self.config.reward_model.overlap and not self.use_rm)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
-        self.prompts = PromptStream(self.train_dataloader, self.config.trainer.total_epochs)
+        self._compose(reward_fn, val_reward_fn)
 
     # ---------------------------------------------------------------- setting up
 
@@ -116,30 +126,45 @@ class RayPPOTrainer:
             if update is not None and block.optim.total_training_steps is None:
                 block.optim.total_training_steps = self.total_training_steps * update.optimizer_steps
 
+    def _compose(self, reward_fn: Any, val_reward_fn: Any) -> None:
+        """The collaborators. A phase is looked up when it is called: it may be a subclass's."""
+        config, tokenizer = self.config, self.tokenizer
+        self.state = TrainerState(config, self.role_worker_mapping, self.train_dataloader)
+        self.groups = groups = WorkerGroups(
+            config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
+        )
+        self.weight_sync = WeightSync(groups)
+        self.generator = Generator(config, tokenizer, groups, reward_fn, lambda *call: self._balanced(*call))
+        self.validator = Validator(
+            config,
+            tokenizer,
+            groups,
+            val_reward_fn,
+            generate=lambda rows: self._generate_rows(rows, validate=True),
+            judge=self.generator.judged,
+            setbacks=self.setbacks,
+        )
+        phases = (lambda: self._save_checkpoint(), lambda: self._validate())
+        self._end_step = StepEnd(self.stop_requested, self.setbacks, *phases)
+
     def init_workers(self) -> None:
         """Reserve devices, start one group per pool with its roles colocated, load the models."""
-        self._end_token_ids = ends_in_training(self.config, self.tokenizer)
-        checkpointing.start(self)
-        groups = worker_setup.start_groups(self)
-        self.actor_wg = groups.get(Role.Actor) or groups.get(Role.ActorRollout) or groups[Role.ActorRolloutRef]
-        self.rollout_wg = groups.get(Role.Rollout, self.actor_wg)
-        self.actor_rollout_wg = self.actor_wg
-        self.critic_wg: Any = groups.get(Role.Critic)
-        self.ref_policy_wg: Any = groups.get(Role.RefPolicy, self.actor_wg)  # with LoRA the actor is the reference
-        self.rm_wg: Any = groups.get(Role.RewardModel)
-        self.dp_sizes = {
-            role: layout_of(self.config, role).dp_size for role in ("actor", "ref", "critic", "reward_model")
-        }
-        self._calls = GroupCalls(self.config, self.dp_sizes)
+        self.generator.start()
+        self.state.begin()
+        self.groups.start()
+        self.weight_sync.connect()
 
     # ---------------------------------------------------------------- the loop
 
     def fit(self) -> None:
         """Train until the steps are done, or until asked to stop: then finish the step, save and return."""
         trainer = self.config.trainer
-        first = checkpointing.first_step(self)
         self.tracking = Tracking(
-            trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict(), first
+            trainer.project_name,
+            trainer.experiment_name,
+            trainer.logger,
+            self.config.to_dict(),
+            self.state.first_step,
         )
         try:
             with advises_on_memory(self.config):
@@ -154,7 +179,7 @@ class RayPPOTrainer:
                     logger.info("Where the time went: %s.", verdict(self._seconds))
         finally:
             self.tracking.close()
-            checkpointing.end(self)
+            self.state.end()
 
     def _train(self) -> None:
         logger.info("Starting training...")
@@ -167,37 +192,24 @@ class RayPPOTrainer:
 
     def _step(self, batch: DataProto) -> bool:
         """One step with its checkpoint, validation and log; whether the run was asked to stop, and is saved."""
-        trainer, step = self.config.trainer, self.global_steps
+        trainer, step, last = self.config.trainer, self.global_steps, self.total_training_steps
         self.phases = Phases(self.status, memory_gb if self.device_name == "cuda" else None)
-        last = step >= self.total_training_steps
         with self.phases("step"):
             metrics = self._train_step(batch)
         check_weights(metrics, step, trainer, self._log_metrics)
-        saved = last or self.stop_requested.is_set() or (trainer.save_freq > 0 and step % trainer.save_freq == 0)
-        if saved:
-            self._attempt_save()
-        tested = last or (trainer.test_freq > 0 and step % trainer.test_freq == 0)
-        if self.val_dataloader is not None and tested and not self.stop_requested.is_set():
-            with self.phases("testing"):
-                metrics |= self.setbacks.attempt(VALIDATION, step, self._validate) or {}
-        stopping = self.stop_requested.is_set()
-        if stopping and not saved:
-            self._attempt_save()
-        metrics |= self.setbacks.metrics()
-        metrics |= {"training/global_step": step, "training/epoch": self.prompts.epoch}
-        metrics |= phase_metrics(self._last_batch, self.phases, self.resource_pool_manager.get_n_gpus())
+        saves = is_due(step, trainer.save_freq, last)
+        tests = self.val_dataloader is not None and is_due(step, trainer.test_freq, last)
+        found, stopping = self._end_step(step, saves, tests, self.phases)
+        metrics |= found | {"training/global_step": step, "training/epoch": self.prompts.epoch}
+        metrics |= phase_metrics(self._last_batch, self.phases, self.groups.devices)
         for name, value in self.phases.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
         self._log_metrics(metrics, step)
         self.status.step_done()
         self._guard.check(metrics, getattr(self.reward_fn, "last_failure", None))
-        if last or stopping:
+        if step >= last or stopping:
             self.setbacks.refuse_an_unsaved_end(step)
         return stopping
-
-    def _attempt_save(self) -> None:
-        with self.phases("save_checkpoint"):
-            self.setbacks.attempt(SAVE, self.global_steps, self._save_checkpoint)
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
         """One training step on a batch of prompts; returns its metrics."""
@@ -205,7 +217,7 @@ class RayPPOTrainer:
         with self.phases("update_weights", self.actor_wg):
             self._hand_over_weights()
         if self.config.algorithm.filter_groups.enable:
-            batch = fill_batch(self, batch, metrics)
+            batch = self.generator.fill(batch, metrics, self._roll_out, self.prompts, self.global_steps)
         else:
             batch = self._roll_out(batch, metrics)
         if not self._update_gives_old_log_probs:
@@ -232,10 +244,6 @@ class RayPPOTrainer:
     # ---------------------------------------------------------------- phases
 
     @property
-    def global_step(self) -> int:
-        return self.global_steps
-
-    @property
     def _actor_learns(self) -> bool:
         return self.global_steps > self.config.trainer.critic_warmup
 
@@ -245,7 +253,7 @@ class RayPPOTrainer:
         return self._actor_learns and from_update(self.config)
 
     def _hand_over_weights(self) -> None:
-        worker_setup.hand_over_weights(self)
+        self.weight_sync.hand_over(self.policy_version)
 
     def _roll_out(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         """Scored answers to the prompts."""
@@ -256,53 +264,22 @@ class RayPPOTrainer:
 
     def _generate(self, batch: DataProto) -> DataProto:
         """Answers to every prompt, `rollout.n` times: all rows of one prompt stand together."""
-        rows = answer_rows(batch, self.config.actor_rollout_ref.rollout.n, self.use_greedy_baseline)
-        return self._generate_rows(rows, validate=False)
+        return self._generate_rows(self.generator.answer_rows(batch), validate=False)
 
     def _generate_rows(self, batch: DataProto, validate: bool) -> DataProto:
-        request = select_read_by(batch, "generate")
-        request.meta_info = {
-            "step": self.global_steps,
-            "seed": self.config.actor_rollout_ref.rollout.seed,
-            "validate": validate,
-            # Generation batches are joined: their columns must be of one width.
-            "pad_to_max": not validate and self.config.algorithm.filter_groups.enable,
-            "eos_token_id": self._end_token_ids,
-            "pad_token_id": self.tokenizer.pad_token_id,
-        }
         reward_fn = self.val_reward_fn if validate else self.reward_fn
-        with self._overlap(reward_fn, self.rollout_wg, request, batch):
-            generated = self.rollout_wg.generate_sequences(request)
-        return generated.union(batch.select([], None, []))
+        return self.generator.answer(batch, self.global_steps, validate, reward_fn)
 
     def _compute_reward(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
         """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions."""
-        metrics = {} if metrics is None else metrics
-        if self.use_rm:
-            batch = batch.union(self._balanced(self.rm_wg.compute_rm_score, batch, "reward_model"))
-        local = local_columns(batch, columns_read_by("reward"))
-        mask = local.batch["response_mask"].clone()
-        scores, extra = compute_reward(local, self.reward_fn)
-        if self._overlap.share is not None:
-            metrics["reward/scored_while_generating"] = self._overlap.share
-        batch.batch["token_level_scores"] = scores
-        if not torch.equal(mask, local.batch["response_mask"]):
-            batch.batch["response_mask"] = local.batch["response_mask"]  # samples that could not be scored
-        for name, values in extra.items():
-            batch.non_tensor_batch[name] = object_array(list(values))
-        if self.use_greedy_baseline:
-            batch = split_off_baselines(batch)
-            metrics["reward/greedy/mean"] = float(batch.batch["reward_baselines"].mean())
-        say_right_of_step(batch, extra, self.config.data.reward_fn_key, self.use_rm, self.global_steps)
-        metrics |= reward_metrics({name: batch.non_tensor_batch[name].tolist() for name in extra})
-        return batch
+        return self.generator.score(batch, {} if metrics is None else metrics, self.global_steps)
 
     def _compute_old_log_prob(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Log-probs of the answers under the policy about to be updated; with bypass_mode of a few, to compare."""
         bypass = self.config.algorithm.rollout_correction.bypass_mode
         measured = batch
         if bypass:
-            measured = batch.select_idxs(self._mismatch.sample(len(batch), self.dp_sizes["actor"]))
+            measured = batch.select_idxs(self._mismatch.sample(len(batch), self.groups.dp_sizes["actor"]))
         result = self._balanced(self.actor_wg.compute_log_prob, measured, "actor")
         entropy = result.pop(["entropys"]).batch["entropys"]
         metrics["actor/entropy"] = float(masked_mean(entropy, measured.batch["response_mask"]))
@@ -350,15 +327,16 @@ class RayPPOTrainer:
 
     def _update(self, method: Callable[..., Any], batch: DataProto, role: str) -> dict[str, float]:
         """Metrics of an update on the batch; columns that it gives are added to it."""
-        return self._calls.update(method, batch, role, self.global_steps)
+        return self.groups.update(method, batch, role, self.global_steps)
 
     def _balanced(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
         """The columns of a pass without an update."""
-        return self._calls.infer(method, batch, role)
+        return self.groups.infer(method, batch, role)
 
     def _validate(self) -> dict[str, float]:
         """Accuracy on the validation prompts; answers go to the trackers and, if asked for, to JSONL."""
-        return validate(self)
+        self._hand_over_weights()
+        return self.validator.run(self.val_dataloader, self.global_steps, self.status, self.tracking)
 
     def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
         trainer, step = self.config.trainer, self.global_steps
@@ -367,7 +345,7 @@ class RayPPOTrainer:
             columns = local_columns(batch, (*columns_read_by("correction"), "ref_log_prob"), ())
             metrics |= divergence_metrics(columns) | self._mismatch.correct(batch, columns)
         if not self.config.algorithm.filter_groups.enable:  # else it has learned from all that was generated
-            learn_from(self.train_dataloader, batch)
+            self.prompts.learn_from(batch)
         if step in trainer.dump_steps or self._guard.harmful(metrics):
             folder = trainer.default_local_dir
             dumped = self.setbacks.dump(FOLDER, folder, step, lambda: dump_batch(batch, folder, step))
@@ -380,10 +358,10 @@ class RayPPOTrainer:
     # ---------------------------------------------------------------- checkpoints and logs
 
     def _save_checkpoint(self) -> None:
-        logger.info("saved to %s", checkpointing.save(self))
+        logger.info("saved to %s", self.state.save(self.groups, self.tokenizer))
 
     def _load_checkpoint(self) -> None:
-        checkpointing.load(self)
+        self.state.load(self.groups)
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
         self.tracking.log(without_nan(metrics), step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,14 +15,15 @@ import torch
 from verl.config import SFTConfig
 from verl.config.context_length import refuse_long_sequences
 from verl.protocol import DataProto
-from verl.trainer.common.checkpoint import load_run, save_run
+from verl.trainer.common.checkpoint import load_step, save_step
 from verl.trainer.common.dumps import dump_batch
 from verl.trainer.common.guard import NonFiniteError
 from verl.trainer.common.killed_ranks import advises_on_memory
 from verl.trainer.common.phases import Phases
 from verl.trainer.common.run_start import RunStart, run_parts
-from verl.trainer.common.setbacks import FOLDER, SAVE, VALIDATION, Setbacks
+from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks
 from verl.trainer.common.status_line import StatusLine, progress_bar
+from verl.trainer.common.step_end import StepEnd, is_due
 from verl.trainer.sft.data import create_sft_dataset, train_loader, val_loader
 from verl.trainer.sft.ranks import Ranks
 from verl.utils import hf_tokenizer
@@ -41,7 +43,7 @@ class SFTTrainer:
         trainer, data, model = config.trainer, config.data, config.model
         folder = resolve_model_path(model.path)
         refuse_long_sequences(config, {model.path: folder})
-        self.run_start: RunStart | None = RunStart(trainer, run_parts(config))
+        self.run_start = RunStart(trainer, run_parts(config))
         self.tokenizer = hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         padding = self.tokenizer.pad_token_id
         self.train_dataloader = train_loader(create_sft_dataset(data, self.tokenizer, is_train=True), data, padding)
@@ -55,6 +57,7 @@ class SFTTrainer:
         self.global_steps = 0
         self.stop_requested = threading.Event()
         self.setbacks = Setbacks()
+        self._end_step = StepEnd(self.stop_requested, self.setbacks, self._save_checkpoint, self._validate)
         self._skipped_in_a_row = 0
         self._ranks: Ranks | None = None
 
@@ -66,8 +69,7 @@ class SFTTrainer:
 
     def close(self) -> None:
         """End the ranks and give the folder back; safe to call twice."""
-        if self.run_start is not None:
-            self.run_start.close()
+        self.run_start.close()
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
@@ -85,8 +87,8 @@ class SFTTrainer:
     def fit(self) -> None:
         """Train until the steps are done, or until asked to stop: then finish the step, save and return."""
         trainer = self.config.trainer
-        first = None if self.run_start is None else self.run_start.first_step
-        tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict(), first)
+        names, first = (trainer.project_name, trainer.experiment_name), self.run_start.first_step
+        tracking = Tracking(*names, trainer.logger, self.config.to_dict(), first)
         with tracking as self.tracking, advises_on_memory(self.config):
             self._load_checkpoint()
             self.status = StatusLine(self.total_training_steps, self.global_steps)
@@ -112,15 +114,9 @@ class SFTTrainer:
         phases = Phases(self.status)
         with phases("step", self.worker_group):
             metrics = self._train_step(batch)
-        saved = self.stop_requested.is_set() or self._is_due(trainer.save_freq)
-        if saved:
-            self._attempt_save(phases)
-        if self.val_dataloader is not None and not self.stop_requested.is_set() and self._is_due(trainer.test_freq):
-            with phases("testing", self.worker_group):
-                metrics |= self.setbacks.attempt(VALIDATION, step, self._validate) or {}
-        stopping = self.stop_requested.is_set()
-        if stopping and not saved:
-            self._attempt_save(phases)
+        saves = self._is_due(trainer.save_freq)
+        tests = self.val_dataloader is not None and self._is_due(trainer.test_freq)
+        found, stopping = self._end_step(step, saves, tests, phases, self.worker_group)
         seconds, tokens = phases.seconds["step"], float(batch.batch["attention_mask"].sum())
         metrics |= {
             "training/global_step": step,
@@ -131,19 +127,13 @@ class SFTTrainer:
             "perf/tokens_per_second": tokens / seconds,
             "perf/throughput": tokens / seconds / self.config.ranks,
         }
-        metrics |= {f"timing_s/{name}": value for name, value in phases.seconds.items()} | self.setbacks.metrics()
+        metrics |= {f"timing_s/{name}": value for name, value in phases.seconds.items()} | found
         self.tracking.log(metrics, step)
         self.status.step_done()
         self._check_finite(batch, metrics)
         if stopping or step >= self.total_training_steps:
             self.setbacks.refuse_an_unsaved_end(step)
         return stopping
-
-    def _attempt_save(self, phases: Phases) -> None:
-        with phases("save_checkpoint"):
-            saved = self.setbacks.attempt(SAVE, self.global_steps, self._save_checkpoint)
-        if saved is not None:
-            logger.info("saved to %s", saved)
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step; every rank gets as many rows and about as many tokens."""
@@ -163,7 +153,7 @@ class SFTTrainer:
                 found.setdefault(name, []).extend(values)
         return reduce_metrics(found)
 
-    def _save_checkpoint(self) -> Path:
+    def _save_checkpoint(self) -> None:
         """Write the state after `global_steps` steps; `huggingface/` in it is a model for `model.path`."""
 
         def write_parts(folder: Path) -> None:
@@ -171,15 +161,23 @@ class SFTTrainer:
             if "hf_model" in self.config.checkpoint.save_contents:
                 self.tokenizer.save_pretrained(folder / "huggingface")
 
-        return save_run(self, write_parts, self.config.trainer.max_ckpt_to_keep)
+        state = {"global_steps": self.global_steps, "dataloader": self.train_dataloader.state_dict()}
+        limit, planned = self.config.trainer.max_ckpt_to_keep, self.run_start.step_bytes
+        logger.info("saved to %s", save_step(self.config, state, write_parts, limit, planned))
 
     def _load_checkpoint(self) -> None:
         """Continue from the newest whole step (or the one asked for), if there is one."""
-        load_run(self, lambda path, state: self.worker_group.load_checkpoint(str(path)))
+
+        def read(folder: Path, state: Mapping[str, Any]) -> None:
+            self.global_steps = int(state["global_steps"])
+            self.train_dataloader.load_state_dict(state["dataloader"])
+            self.worker_group.load_checkpoint(str(folder))
+
+        load_step(self.run_start.resume_from, read)
 
     def _is_due(self, freq: int | None) -> bool:
         every = self.steps_per_epoch if freq is None else freq
-        return self.global_steps >= self.total_training_steps or (every > 0 and self.global_steps % every == 0)
+        return is_due(self.global_steps, every, self.total_training_steps)
 
     def _check_finite(self, batch: DataProto, metrics: dict[str, float]) -> None:
         """A skipped update (gradient not finite, or far too large) is written down; too many in a row end the run."""

@@ -16,8 +16,8 @@ from training_harness import make_task, make_trainer, overrides, run_training
 from verl.config import ConfigError, load_config
 from verl.trainer.common.run_start import run_parts, step_bytes
 from verl.trainer.common.setbacks import UnsavedRunError
-from verl.trainer.ppo.checkpointing import started
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.state import started
 from verl.utils.checkpoint import disk, manifest
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 

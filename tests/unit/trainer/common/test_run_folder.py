@@ -10,7 +10,7 @@ import pytest
 from training_harness import make_task, overrides, run_training
 
 from verl.config import ConfigError, load_config
-from verl.trainer.ppo.checkpointing import started
+from verl.trainer.ppo.state import started
 from verl.utils.checkpoint import ownership
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, find_latest_ckpt_path
 

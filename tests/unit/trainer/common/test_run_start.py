@@ -13,7 +13,7 @@ from training_harness import make_task, make_trainer, overrides, run_training
 from verl.config import ConfigError, SFTConfig, load_config
 from verl.config.problems import Problem
 from verl.trainer.common.run_start import run_parts
-from verl.trainer.ppo.checkpointing import started
+from verl.trainer.ppo.state import started
 from verl.workers.engine.common import same_model
 
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,v_proj]")

@@ -1,0 +1,171 @@
+"""Generator: prompts become scored answers. Those that are finished are scored while others are still generated;
+greedy baselines and dynamic sampling are part of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algos import takes_argument
+from verl.config import PPOConfig
+from verl.protocol import DataProto, object_array
+from verl.trainer.common.answer_ends import ends_in_training
+from verl.trainer.ppo.correctness import say_right_of_step
+from verl.trainer.ppo.dynamic_sampling import RollOut, fill_batch
+from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
+from verl.trainer.ppo.prompts import PromptStream
+from verl.trainer.ppo.reward import compute_reward, reward_metrics
+from verl.trainer.ppo.utils import Role
+from verl.types.schema import columns_read_by
+from verl.workers.reward_manager.ahead import ROW
+
+logger = logging.getLogger(__name__)
+
+# A column of the generation request: False where a row is to be answered greedily.
+SAMPLED = "do_sample"
+# Often against what a generation takes, rarely against what asking costs the ranks (a millisecond).
+_ASK_S = 0.1
+
+Infer = Callable[[Callable[..., Any], DataProto, str], DataProto]
+
+
+class Generator:
+    """Asks the rollout engines for answers and the reward functions, or a reward model, for their scores."""
+
+    def __init__(self, config: PPOConfig, tokenizer: Any, groups: WorkerGroups, reward_fn: Any, infer: Infer) -> None:
+        """`infer(method, batch, role)` makes a group's pass over a batch, as `WorkerGroups.infer` does."""
+        self._config, self._tokenizer, self._groups, self._infer = config, tokenizer, groups, infer
+        self.reward_fn = reward_fn
+        self._has_judge = Role.RewardModel in groups.roles
+        self._greedy = takes_argument(config.algorithm.adv_estimator, "reward_baselines")
+        self._overlap = RewardOverlap(config.reward_model.overlap and not self._has_judge)
+
+    def start(self) -> None:
+        """Find what ends an answer, and say it."""
+        self._end_token_ids = ends_in_training(self._config, self._tokenizer)
+
+    def answer_rows(self, prompts: DataProto) -> DataProto:
+        """The rows to be answered: `rollout.n` of each prompt, together; for some estimators one more, greedily."""
+        return answer_rows(prompts, self._config.actor_rollout_ref.rollout.n, self._greedy)
+
+    def answer(self, batch: DataProto, step: int, validate: bool, reward_fn: Any) -> DataProto:
+        """An answer to every row; meanwhile `reward_fn` gets those that are finished."""
+        request = select_read_by(batch, "generate")
+        request.meta_info = {
+            "step": step,
+            "seed": self._config.actor_rollout_ref.rollout.seed,
+            "validate": validate,
+            # Generation batches are joined: their columns must be of one width.
+            "pad_to_max": not validate and self._config.algorithm.filter_groups.enable,
+            "eos_token_id": self._end_token_ids,
+            "pad_token_id": self._tokenizer.pad_token_id,
+        }
+        with self._overlap(reward_fn, self._groups.rollout, request, batch):
+            generated = self._groups.rollout.generate_sequences(request)
+        return generated.union(batch.select([], None, []))
+
+    def judged(self, batch: DataProto) -> DataProto:
+        """With the scores of the reward model, where there is one."""
+        if not self._has_judge:
+            return batch
+        return batch.union(self._infer(self._groups.reward_model.compute_rm_score, batch, "reward_model"))
+
+    def score(self, batch: DataProto, metrics: dict[str, float], step: int) -> DataProto:
+        """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions."""
+        batch = self.judged(batch)
+        local = local_columns(batch, columns_read_by("reward"))
+        mask = local.batch["response_mask"].clone()
+        scores, extra = compute_reward(local, self.reward_fn)
+        if self._overlap.share is not None:
+            metrics["reward/scored_while_generating"] = self._overlap.share
+        batch.batch["token_level_scores"] = scores
+        if not torch.equal(mask, local.batch["response_mask"]):
+            batch.batch["response_mask"] = local.batch["response_mask"]  # samples that could not be scored
+        for name, values in extra.items():
+            batch.non_tensor_batch[name] = object_array(list(values))
+        if self._greedy:
+            batch = split_off_baselines(batch)
+            metrics["reward/greedy/mean"] = float(batch.batch["reward_baselines"].mean())
+        say_right_of_step(batch, extra, self._config.data.reward_fn_key, self._has_judge, step)
+        metrics |= reward_metrics({name: batch.non_tensor_batch[name].tolist() for name in extra})
+        return batch
+
+    def fill(
+        self, prompts: DataProto, metrics: dict[str, float], roll_out: RollOut, source: PromptStream, step: int
+    ) -> DataProto:
+        """Dynamic sampling: as many prompts as the step wants whose answers differ, each asked by `roll_out`."""
+        return fill_batch(prompts, metrics, roll_out, source, self.reward_fn, self._config, step)
+
+
+def answer_rows(prompts: DataProto, n: int, greedy: bool) -> DataProto:
+    """Each prompt `n` times, all its rows together and numbered by `sample_index`; with `greedy` once more, last."""
+    copies = n + greedy
+    rows = prompts.repeat(copies, interleave=True)
+    numbers = np.arange(len(rows)) % copies
+    rows.non_tensor_batch["sample_index"] = object_array(numbers.tolist())
+    if greedy:
+        rows.non_tensor_batch[SAMPLED] = object_array((numbers < n).tolist())
+    return rows
+
+
+def split_off_baselines(batch: DataProto) -> DataProto:
+    """The sampled rows of a scored batch; `reward_baselines` [batch] is the score of their prompt's greedy answer.
+
+    A greedy answer that could not be scored counts 0: any baseline that the samples do not influence is right, only not
+    equally good.
+    """
+    sampled = np.array(batch.pop(non_tensor_batch_keys=[SAMPLED]).non_tensor_batch[SAMPLED], dtype=bool)
+    uids = np.asarray(batch.non_tensor_batch["uid"])
+    scores = batch.batch["token_level_scores"].sum(-1).tolist()
+    greedy_score = {uids[row]: scores[row] for row in np.flatnonzero(~sampled)}
+    kept = batch.select_idxs(sampled)
+    kept.batch["reward_baselines"] = torch.tensor([greedy_score[uid] for uid in uids[sampled]])
+    return kept
+
+
+class RewardOverlap:
+    """Around a generation. A manager of the user's own that scores whole batches only is left alone."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self.share: float | None = None
+        """Of the last generation's answers, those that were being scored when it ended; None: it was not watched."""
+
+    @contextmanager
+    def __call__(self, reward_fn: Any, group: Any, request: DataProto, batch: DataProto) -> Iterator[None]:
+        """`request` goes to `group`; its rows are those of `batch`, which has the columns for the reward function.
+
+        Both get a column that numbers the rows: by it the reward manager finds what it has scored already.
+        """
+        self.share = None
+        can = self._enabled and hasattr(reward_fn, "score_ahead") and hasattr(group, "finished_samples")
+        ahead = reward_fn.score_ahead(batch.non_tensor_batch) if can else None
+        if ahead is None:
+            yield
+            return
+        request.non_tensor_batch[ROW] = batch.non_tensor_batch[ROW] = object_array(list(range(len(request))))
+        request.meta_info["tell_finished"] = True
+        over = threading.Event()
+
+        def keep_asking() -> None:
+            try:
+                while not over.wait(_ASK_S):
+                    for finished in group.finished_samples():
+                        ahead.add(finished)
+            except Exception as error:  # noqa: BLE001 - said; what was not scored by now is scored after generation
+                logger.warning("answers are not scored while others are generated: %r", error)
+
+        asking = threading.Thread(target=keep_asking, name="reward-overlap", daemon=True)
+        asking.start()
+        try:
+            yield
+        finally:
+            over.set()
+            asking.join()
+            self.share = ahead.submitted / max(1, len(request))

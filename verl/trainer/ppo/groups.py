@@ -1,0 +1,161 @@
+"""WorkerGroups: who runs where, and calls on them: rows evened out over the ranks, results in the batch's order."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from verl.config import PPOConfig
+from verl.config.plan import layout_of
+from verl.protocol import DataProto
+from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager, create_colocated_worker_cls
+from verl.trainer.ppo.arrange import balanced_order, evenness, rank_major_order, row_costs
+from verl.trainer.ppo.utils import Role
+from verl.types.schema import Call, columns_read_by, selected_for
+from verl.utils.flops import SequenceCost
+from verl.utils.fs import resolve_model_path
+from verl.utils.metric import reduce_metrics
+
+logger = logging.getLogger(__name__)
+
+# The policy last: its rollout engine takes what memory the others leave.
+_LOAD_ORDER = (
+    Role.Critic,
+    Role.RefPolicy,
+    Role.RewardModel,
+    Role.Actor,
+    Role.Rollout,
+    Role.ActorRollout,
+    Role.ActorRolloutRef,
+)
+# What users know the parts of the hybrid roles as.
+_NAMES = {Role.ActorRollout: ("Actor", "Rollout"), Role.ActorRolloutRef: ("Actor", "Rollout", "RefPolicy")}
+
+
+class WorkerGroups:
+    """One group per role, roles of one pool in the same processes: one process per device. `start` makes them."""
+
+    actor: Any
+    rollout: Any
+    """The actor's own group where they share processes."""
+    reference: Any
+    """The actor's group where the actor without its adapter is the reference."""
+    critic: Any = None
+    reward_model: Any = None
+
+    def __init__(
+        self, config: PPOConfig, workers: Mapping[Role, type], pools: ResourcePoolManager, cls: Any, device: str
+    ) -> None:
+        """`cls` is the class of the groups: on Ray, or in this process."""
+        self._config, self._workers, self._pools, self._cls, self._device = config, workers, pools, cls, device
+        self.roles = frozenset(workers)
+        self.dp_sizes = {name: layout_of(config, name).dp_size for name in ("actor", "ref", "critic", "reward_model")}
+
+    def start(self) -> None:
+        """Reserve the devices, start the groups of all roles, load the models."""
+        model = self._config.actor_rollout_ref.model
+        self._cost = SequenceCost.of_folder(resolve_model_path(model.path), model.override_config)
+        self._pools.create_resource_pool()
+        # All pools first: more than the cluster has is one error, before anything is loaded.
+        self._cls.reserve(list(self._pools.resource_pool_dict.values()))
+        groups = self._spawned()
+        for role in _LOAD_ORDER:
+            if role in groups:
+                groups[role].init_model()
+        self.actor = groups.get(Role.Actor) or groups.get(Role.ActorRollout) or groups[Role.ActorRolloutRef]
+        self.rollout = groups.get(Role.Rollout, self.actor)
+        self.reference = groups.get(Role.RefPolicy, self.actor)
+        self.critic, self.reward_model = groups.get(Role.Critic), groups.get(Role.RewardModel)
+
+    @property
+    def devices(self) -> int:
+        """Of all pools together."""
+        return self._pools.get_n_gpus()
+
+    def infer(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
+        """A pass without an update: its columns for every row."""
+        order = balanced_order(row_costs(batch, self._cost), self.dp_sizes[role], self._config.trainer.balance_batch)
+        sent = select_read_by(batch, "reward_model" if role == "reward_model" else "infer").select_idxs(order)
+        sent.meta_info = {"temperature": self._config.actor_rollout_ref.rollout.temperature}
+        return _in_order(method(sent), order)
+
+    def update(self, method: Callable[..., Any], batch: DataProto, role: str, step: int) -> dict[str, float]:
+        """Mini-batches are runs of whole prompts in the batch's order; every rank gets its part of each.
+
+        Returns metrics; columns that the update gives are added to `batch`.
+        """
+        block = self._config.critic if role == "critic" else self._config.actor_rollout_ref.actor
+        minis = max(1, len(batch) // (block.ppo_mini_batch_size * self._config.actor_rollout_ref.rollout.n))
+        costs, ranks = row_costs(batch, self._cost), self.dp_sizes[role]
+        order = rank_major_order(costs, ranks, minis, self._config.trainer.balance_batch)
+        # Objects stay here: ground truths may be large. Tensors of the user's own go along.
+        read = selected_for("update_critic" if role == "critic" else "update_actor", batch.batch.keys())
+        arranged = batch.select(read, []).select_idxs(order)
+        arranged.meta_info = {
+            "temperature": self._config.actor_rollout_ref.rollout.temperature,
+            "mini_batches": minis,
+            "global_steps": step,
+        }
+        result = method(arranged)
+        metrics = reduce_metrics(result.meta_info["metrics"])
+        if role == "actor" and ranks > 1:
+            metrics |= evenness(costs, order, ranks, minis)
+        if len(result):
+            batch.union(_in_order(result, order))
+        return metrics
+
+    def _spawned(self) -> dict[Role, Any]:
+        by_pool: dict[str, dict[Role, RayClassWithInitArgs]] = {}
+        for role, cls in self._workers.items():
+            by_pool.setdefault(self._pools.mapping[role], {})[role] = self._prepared(role, cls)
+        groups: dict[Role, Any] = {}
+        for pool, classes in by_pool.items():
+            for name in [name for role in classes for name in _NAMES.get(role, (role.name,))]:
+                logger.info("Creating %s worker pool...", name)
+            started = self._cls(
+                resource_pool=self._pools.resource_pool_dict[pool],
+                ray_cls_with_init=create_colocated_worker_cls({str(role): cls for role, cls in classes.items()}),
+                device_name=self._device,
+            )
+            views = started.spawn([str(role) for role in classes])
+            groups |= {role: views[str(role)] for role in classes}
+        return groups
+
+    def _prepared(self, role: Role, cls: type) -> RayClassWithInitArgs:
+        config = self._config
+        if role is Role.Critic:
+            prepared = RayClassWithInitArgs(cls, config=config.critic)
+        elif role is Role.RewardModel:
+            reward = copy.deepcopy(config.reward_model)
+            if reward.model.input_tokenizer is None:
+                reward.model.input_tokenizer = config.actor_rollout_ref.model.path
+            prepared = RayClassWithInitArgs(cls, config=reward)
+        else:
+            prepared = RayClassWithInitArgs(cls, config=config.actor_rollout_ref, role=str(role))
+        prepared.imports = list(config.external_libs)
+        return prepared
+
+
+def select_read_by(batch: DataProto, call: Call) -> DataProto:
+    """The columns that a call reads, without metadata."""
+    names = columns_read_by(call)
+    tensors, objects = batch.batch.keys(), batch.non_tensor_batch
+    return batch.select([n for n in names if n in tensors], [n for n in names if n in objects], [])
+
+
+def local_columns(batch: DataProto, names: Iterable[str], objects: Iterable[str] | None = None) -> DataProto:
+    """Those of the named columns that there are (all objects, if none are named), on the controller."""
+    arrays = batch.non_tensor_batch
+    tensors = {name: batch.batch[name] for name in names if name in batch.batch.keys()}
+    kept = {name: arrays[name] for name in (arrays if objects is None else objects) if name in arrays}
+    return DataProto.from_dict(tensors, kept, batch.meta_info)
+
+
+def _in_order(result: DataProto, order: np.ndarray) -> DataProto:
+    result.reorder(np.argsort(order))
+    result.meta_info = {}
+    return result

@@ -1,0 +1,105 @@
+"""TrainerState: where a run stands, and what its checkpoints hold: actor, critic, prompts, KL controller, versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.algos import get_kl_controller
+from verl.config import PPOConfig
+from verl.trainer.common.checkpoint import load_step, save_step
+from verl.trainer.common.run_start import RunStart, run_parts
+from verl.trainer.ppo.groups import WorkerGroups
+from verl.trainer.ppo.prompts import PromptStream
+
+
+class TrainerState:
+    """What changes from step to step on the controller, with the folder it is saved in."""
+
+    def __init__(self, config: PPOConfig, workers: Mapping[Any, type], loader: Any) -> None:
+        """`workers` are the classes of the roles; `loader` gives the training prompts."""
+        self._config, self._workers, self._loader = config, workers, loader
+        self.step = 0
+        """The step under way, or done last: the first is 1."""
+        self.policy_version = 0
+        """Updates of the actor so far: what the rollout's weights are stamped with."""
+        self.kl_controller: Any = get_kl_controller(config.algorithm.kl_ctrl)
+        self.prompts = PromptStream(loader, config.trainer.total_epochs)
+        self.run_start: RunStart | None = None
+
+    def begin(self) -> RunStart:
+        """Check what the run needs before its models are loaded, unless whoever made the trainer did."""
+        if self.run_start is None:
+            self.run_start = started(self._config, self._workers)
+        return self.run_start
+
+    @property
+    def first_step(self) -> int | None:
+        """The first step that the run will log; None where it only validates and adds to what is there."""
+        start = self.begin()
+        return None if self._config.trainer.val_only else start.first_step
+
+    def end(self) -> None:
+        """The run is over: its folder may be another's."""
+        if self.run_start is not None:
+            self.run_start.close()
+            self.run_start = None
+
+    def save(self, groups: WorkerGroups, tokenizer: Any) -> Path:
+        """Write the state after `step` steps; `actor/huggingface/` in it is a model for `model.path`."""
+        config = self._config.trainer
+        limits = {"actor": config.max_actor_ckpt_to_keep}
+        if groups.critic is not None:
+            limits["critic"] = config.max_critic_ckpt_to_keep
+
+        def write_parts(folder: Path) -> None:
+            pending = [groups.actor.save_checkpoint(str(folder / "actor"))]
+            if groups.critic is not None:
+                pending.append(groups.critic.save_checkpoint(str(folder / "critic")))
+            wait_for_all(pending)
+            if "hf_model" in self._config.actor_rollout_ref.actor.checkpoint.save_contents:
+                tokenizer.save_pretrained(folder / "actor" / "huggingface")
+
+        state = {
+            "global_steps": self.step,
+            "policy_version": self.policy_version,
+            "kl_coef": self.kl_controller.value,
+            "prompts": self.prompts.state_dict(),
+            "dataloader": self.prompts.loader_state(),
+        }
+        planned = 0 if self.run_start is None else self.run_start.step_bytes
+        return save_step(self._config, state, write_parts, limits, planned)
+
+    def load(self, groups: WorkerGroups) -> None:
+        """Continue from the newest whole step (or the one asked for), if there is one."""
+
+        def read(folder: Path, state: Mapping[str, Any]) -> None:
+            self.step, self.policy_version = int(state["global_steps"]), int(state["policy_version"])
+            self.kl_controller.value = state["kl_coef"]
+            self._loader.load_state_dict(state["dataloader"])
+            self.prompts.load_state_dict(state["prompts"])
+            groups.actor.load_checkpoint(str(folder / "actor"))
+            if groups.critic is not None:
+                groups.critic.load_checkpoint(str(folder / "critic"))
+
+        load_step(self.begin().resume_from, read)
+
+
+def started(config: PPOConfig, workers: Mapping[Any, type]) -> RunStart:
+    """The start of a run whose roles are done by these classes."""
+    trainer = config.trainer
+    folders = {f"trainer.{key}": trainer[key] for key in ("rollout_data_dir", "validation_data_dir")}
+    return RunStart(trainer, run_parts(config, workers.values()), folders, saves=not trainer.val_only)
+
+
+def wait_for_all(pending: Sequence[Any]) -> None:
+    """Until none writes any more; then raise the first failure, if there is one."""
+    failures = []
+    for future in pending:
+        try:
+            future.get()
+        except Exception as error:  # noqa: BLE001 - raised below, when no other part is being written
+            failures.append(error)
+    if failures:
+        raise failures[0]

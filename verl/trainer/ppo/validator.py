@@ -1,0 +1,126 @@
+"""Validator: answers to the validation prompts, their scores per data source, a few of them shown."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.config import PPOConfig
+from verl.protocol import DataProto, object_array
+from verl.trainer.common.dumps import decode, write_jsonl
+from verl.trainer.common.setbacks import Setbacks
+from verl.trainer.common.status_line import StatusLine
+from verl.trainer.ppo.correctness import right_answers, say_right
+from verl.trainer.ppo.groups import WorkerGroups
+from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.validation_metrics import process_validation_metrics
+from verl.utils.tracking import Tracking
+from verl.workers.reward_manager.naive import FAILED
+
+Samples = dict[str, list[Any]]
+"""Columns of answered and scored prompts."""
+
+# Columns of a sample that say what it is; all others say how good it is.
+_DESCRIPTIONS = ("prompt", "answer", "uid", "data_source")
+# What is worth a look first; the spread and the bounds of each are not.
+_CORE = ("mean@", "best@", "maj@", "pass@")
+_BOUNDS = ("/std", "/low", "/high")
+
+BatchToBatch = Callable[[DataProto], DataProto]
+
+
+class Validator:
+    """Asks what training asks, by the same phases, and scores with a reward function of its own."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        groups: WorkerGroups,
+        reward_fn: Any,
+        generate: BatchToBatch,
+        judge: BatchToBatch,
+        setbacks: Setbacks,
+    ) -> None:
+        """`generate` answers every row of a batch; `judge` adds the reward model's scores, where there is one."""
+        self._config, self._tokenizer, self._groups = config, tokenizer, groups
+        self.reward_fn = reward_fn
+        self._generate, self._judge, self._setbacks = generate, judge, setbacks
+
+    def run(self, loader: Iterable[Any], step: int, status: StatusLine, tracking: Tracking) -> dict[str, float]:
+        """Metrics `val-core/<source>/<score>/mean@n` and the like; logs accuracy per source and sampled answers."""
+        samples = joined([self._answered(DataProto.from_single_dict(rows), status) for rows in loader])
+        self.show(samples, step, tracking)
+        return sample_metrics(samples, judged=Role.RewardModel in self._groups.roles)
+
+    def show(self, samples: Samples, step: int, tracking: Tracking) -> None:
+        """Sampled answers to the trackers; all of them to JSONL where a folder is set."""
+        config = self._config.trainer
+        names = {"input": "prompt", "output": "answer", "score": "reward", "data_source": "data_source", "uid": "uid"}
+        rows = [
+            dict(zip(names, row, strict=True))
+            for row in zip(*(samples[column] for column in names.values()), strict=True)
+        ]
+        if config.log_val_generations and rows:
+            order = np.random.default_rng(self._config.data.seed).permutation(len(rows))[: config.log_val_generations]
+            chosen = [(rows[i]["input"], rows[i]["output"], rows[i]["score"]) for i in order]
+            tracking.log_generations(chosen, step, on_console=config.console_val_generations)
+        if (folder := config.validation_data_dir) is not None:
+            dumped = [{"step": step, **row} for row in rows]
+            write = functools.partial(write_jsonl, dumped, Path(folder) / f"{step}.jsonl")
+            if config.val_only:  # they are what the run is for
+                write()
+            else:
+                self._setbacks.dump("trainer.validation_data_dir", folder, step, write)
+
+    def _answered(self, batch: DataProto, status: StatusLine) -> Samples:
+        """One batch: what was asked and answered, `reward` and what the reward function said beside it."""
+        n = self._config.actor_rollout_ref.rollout.val_kwargs.n
+        batch = batch.repeat(n, interleave=True)
+        batch.non_tensor_batch["sample_index"] = object_array([i % n for i in range(len(batch))])
+        with status.phase("validation rollout", self._groups.rollout):
+            answered = self._generate(batch)
+        with status.phase("validation reward", self._groups.reward_model):
+            answered = self._judge(answered)
+            local = answered.fetch() if hasattr(answered, "fetch") else answered
+            scores, extra = compute_reward(local, self.reward_fn)
+        key, columns = self._config.data.reward_fn_key, local.non_tensor_batch
+        return {name: list(values) for name, values in extra.items()} | {
+            "prompt": decode(self._tokenizer, local.batch["prompts"].tolist()),
+            "answer": decode(self._tokenizer, local.batch["responses"].tolist()),
+            "uid": columns["uid"].tolist(),
+            "data_source": columns[key].tolist() if key in columns else ["unknown"] * len(local),
+            "reward": known_scores(scores.sum(-1).tolist(), extra.get(FAILED), self.reward_fn),
+        }
+
+
+def known_scores(scores: list[float], failed: Sequence[Any] | None, reward_fn: Any) -> list[float | None]:
+    """None for a sample that could not be scored, where these are masked: it is neither right nor wrong."""
+    if failed is None or getattr(reward_fn, "on_error", None) != "mask":
+        return list(scores)
+    return [None if missing else score for score, missing in zip(scores, failed, strict=True)]
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """One list per column over all batches; None where a batch does not have it (rewards differ by data source)."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: [v for part in parts for v in part.get(name, [None] * len(part["uid"]))] for name in names}
+
+
+def sample_metrics(samples: Samples, judged: bool) -> dict[str, float]:
+    """What is known of every score, by source; and the share of right answers, where right and wrong mean something."""
+    metrics, infos = {}, {name: column for name, column in samples.items() if name not in _DESCRIPTIONS}
+    for source, variables in process_validation_metrics(samples["data_source"], samples["uid"], infos).items():
+        main = "acc" if "acc" in variables else "reward"
+        for variable, values in variables.items():
+            for name, value in values.items():
+                core = variable == main and name.startswith(_CORE) and not name.endswith(_BOUNDS)
+                metrics[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
+    right = right_answers(samples["data_source"], samples["reward"], samples.get("acc"), judged)
+    say_right(right)
+    return metrics | {f"val/{source}/accuracy": sum(answers) / len(answers) for source, answers in right.items()}
