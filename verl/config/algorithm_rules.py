@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.config import policy_losses
+from verl.config import names
 from verl.config.plan import ACTOR
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
@@ -22,7 +22,7 @@ def algorithm_rules(config: PPOConfig, report: Report) -> None:
 
 def _unread_clip(config: PPOConfig, report: Report) -> None:
     actor = config.actor_rollout_ref.actor
-    own = policy_losses.defaults_of(actor.policy_loss.loss_mode)
+    own = names.loss_traits(actor.policy_loss.loss_mode)
     if own.clip is None and (actor.clip_ratio_low, actor.clip_ratio_high) != own.clip_range:
         report.notice(
             f"{ACTOR}.clip_ratio has no effect with {ACTOR}.policy_loss.loss_mode = {actor.policy_loss.loss_mode}: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -45,18 +45,6 @@ def idle_keys(config: PPOConfig, report: Report) -> None:
 
 def _below(block: str, *keys: str) -> tuple[str, ...]:
     return tuple(f"{block}.{key}" for key in keys)
-
-
-def _with_estimator(*known: str) -> Callable[[PPOConfig], bool]:
-    """One of these, or one of the user's own, which may read anything."""
-    return lambda config: (
-        config.algorithm.adv_estimator in (*known,) or (config.algorithm.adv_estimator not in names.ADV_ESTIMATORS)
-    )
-
-
-def _with_loss(known: str) -> Callable[[PPOConfig], bool]:
-    others = {name for name in names.POLICY_LOSSES if name != known}
-    return lambda config: config.actor_rollout_ref.actor.policy_loss.loss_mode not in others
 
 
 def _is_set(path: str) -> Callable[[PPOConfig], bool]:
@@ -113,14 +101,18 @@ def _model_rules() -> Iterator[Rule]:
         )
 
 
-def _loss_rules() -> Iterator[Rule]:
-    for mode, keys in {
-        "vanilla": _below(ACTOR, "clip_ratio_c"),
-        "clip_cov": _below(ACTOR, "policy_loss.clip_cov_*"),
-        "kl_cov": _below(ACTOR, "policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
-        "sapo": _below(ACTOR, "policy_loss.tau_*"),
-    }.items():
-        yield Rule(keys, _with_loss(mode), f"only {ACTOR}.policy_loss.loss_mode={mode} reads it")
+def _table_rules(
+    choice: str, rows: Mapping[str, names.Estimator] | Mapping[str, names.Loss], below: str
+) -> Iterator[Rule]:
+    """Keys that only some rows of a table read. What is not in the table is the user's own, and may read anything."""
+    for key in dict.fromkeys(key for row in rows.values() for key in row.reads):
+        readers = [name for name, row in rows.items() if key in row.reads]
+
+        def works(config: PPOConfig, readers: list[str] = readers) -> bool:
+            return pick(config, choice) in readers or pick(config, choice) not in rows
+
+        reads = "reads" if len(readers) == 1 else "read"
+        yield Rule((f"{below}.{key}",), works, f"only {choice}={' and '.join(readers)} {reads} it")
 
 
 RULES: tuple[Rule, ...] = (
@@ -175,18 +167,6 @@ RULES: tuple[Rule, ...] = (
         "algorithm.filter_groups.enable = False",
     ),
     Rule(
-        ("algorithm.gamma",),
-        _with_estimator(*names.DISCOUNTING_ESTIMATORS),
-        "this algorithm.adv_estimator does not discount",
-    ),
-    Rule(("algorithm.lam",), _with_estimator("gae"), "only algorithm.adv_estimator=gae reads it"),
-    Rule(
-        ("algorithm.norm_adv_by_std_in_grpo",),
-        _with_estimator("grpo", "grpo_passk"),
-        "only algorithm.adv_estimator=grpo and grpo_passk read it",
-    ),
-    Rule(("algorithm.gdpo.*",), _with_estimator("gdpo"), "only algorithm.adv_estimator=gdpo reads it"),
-    Rule(
         _below(_CORRECTION, "rollout_rs_threshold", "rollout_rs_threshold_lower"),
         _is_set(f"{_CORRECTION}.rollout_rs"),
         f"{_CORRECTION}.rollout_rs is not set",
@@ -210,7 +190,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("critic.loss_scale_factor",), _is("critic.loss_agg_mode", _NORM), f"only critic.loss_agg_mode={_NORM} reads it"
     ),
-    *_loss_rules(),
+    *_table_rules("algorithm.adv_estimator", names.ADV_ESTIMATORS, "algorithm"),
+    *_table_rules(f"{ACTOR}.policy_loss.loss_mode", names.POLICY_LOSSES, ACTOR),
     *_model_rules(),
     *_micro_batch_rules(),
 )

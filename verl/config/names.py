@@ -1,30 +1,140 @@
-"""The names a configuration may use for registered things; tests compare them with the registries."""
+"""What comes with verl and is chosen by name: one row each, which configuration, documents and registries read.
+
+A new estimator, policy loss, reward manager or tracker is its file and its row here.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config import policy_losses
 
-ADV_ESTIMATORS = (
-    "gae",
-    "grpo",
-    "grpo_passk",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "rloo",
-    "opo",
-    "remax",
-    "gpg",
-    "gdpo",
-)
-# Estimators that compare the answers to one prompt with each other: one answer alone says nothing.
-GROUP_ESTIMATORS = ("grpo", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "opo", "gpg", "gdpo")
-# Estimators that discount over tokens.
-DISCOUNTING_ESTIMATORS = ("gae", "reinforce_plus_plus")
-CRITIC_ESTIMATORS = ("gae",)
+@dataclass(frozen=True)
+class Estimator:
+    """An estimator of advantages. A user's own may do anything: `OWN_ESTIMATOR`."""
 
-POLICY_LOSSES = tuple(policy_losses.POLICY_LOSSES)
+    at: str
+    compares: bool = False
+    """It compares the answers to one prompt with each other: one answer alone says nothing."""
+    critic: bool = False
+    """It needs a critic's values."""
+    reads: tuple[str, ...] = ()
+    """Keys below `algorithm` that only such estimators read; one that reads gamma discounts over tokens."""
+
+
+def _estimator(place: str, **traits: object) -> Estimator:
+    return Estimator(f"verl.algos.advantage.{place}", **traits)  # type: ignore[arg-type]
+
+
+OWN_ESTIMATOR = Estimator("")
+ADV_ESTIMATORS = {
+    "gae": _estimator("gae:compute_gae_advantage_return", critic=True, reads=("gamma", "lam")),
+    "grpo": _estimator("grpo:compute_grpo_outcome_advantage", compares=True, reads=("norm_adv_by_std_in_grpo",)),
+    "grpo_passk": _estimator(
+        "grpo_passk:compute_grpo_passk_outcome_advantage", compares=True, reads=("norm_adv_by_std_in_grpo",)
+    ),
+    "reinforce_plus_plus": _estimator(
+        "reinforce_plus_plus:compute_reinforce_plus_plus_outcome_advantage", reads=("gamma",)
+    ),
+    "reinforce_plus_plus_baseline": _estimator(
+        "reinforce_plus_plus_baseline:compute_reinforce_plus_plus_baseline_outcome_advantage", compares=True
+    ),
+    "rloo": _estimator("rloo:compute_rloo_outcome_advantage", compares=True),
+    "opo": _estimator("opo:compute_opo_outcome_advantage", compares=True),
+    "remax": _estimator("remax:compute_remax_outcome_advantage"),
+    "gpg": _estimator("gpg:compute_gpg_outcome_advantage", compares=True),
+    "gdpo": _estimator("gdpo:compute_gdpo_outcome_advantage", compares=True, reads=("gdpo.*",)),
+}
+
+
+def estimator_traits(name: str) -> Estimator:
+    """What is known of an estimator; of a user's own, nothing."""
+    return ADV_ESTIMATORS.get(name, OWN_ESTIMATOR)
+
+
+_USUAL_CLIP = (0.2, 0.2)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A policy loss and the values of its paper, for keys of the actor that the user has not set."""
+
+    at: str
+    paper: str
+    """arXiv."""
+    loss_agg_mode: str
+    clip: tuple[float, float] | None = None
+    """Distances of the ratio from 1, down and up; None: the loss does not clip it."""
+    reads: tuple[str, ...] = ()
+    """Keys below the actor that only this loss reads."""
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Those distances; where nothing is clipped, the usual ones, which nobody reads."""
+        return self.clip or _USUAL_CLIP
+
+
+def _loss(
+    name: str, paper: str, loss_agg_mode: str, clip: tuple[float, float] | None = None, reads: tuple[str, ...] = ()
+) -> Loss:
+    return Loss(f"verl.algos.policy_loss.{name}:compute_policy_loss_{name}", paper, loss_agg_mode, clip, reads)
+
+
+# In the order in which they are listed to users. A weight that is clipped at 1 - 1 has no lower bound.
+POLICY_LOSSES = {
+    "vanilla": _loss("vanilla", "1707.06347", "token-mean", _USUAL_CLIP, ("clip_ratio_c",)),
+    "gspo": _loss("gspo", "2507.18071", "seq-mean-token-mean", (3e-4, 4e-4)),
+    # 2506.13585 tunes the upper bound of the weight and names none; 5 is that of ScaleRL (2510.13786).
+    "cispo": _loss("cispo", "2506.13585", "token-mean", (1.0, 4.0)),
+    "sapo": _loss("sapo", "2511.20347", "seq-mean-token-mean", reads=("policy_loss.tau_*",)),
+    "gpg": _loss("gpg", "2504.02546", "token-mean"),
+    "clip_cov": _loss("clip_cov", "2505.22617", "token-mean", _USUAL_CLIP, ("policy_loss.clip_cov_*",)),
+    "kl_cov": _loss(
+        "kl_cov", "2505.22617", "token-mean", reads=("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef")
+    ),
+    "geo_mean": _loss("geo_mean", "2507.20673", "seq-mean-token-mean", (0.4, 0.4)),
+}
+
+
+def loss_traits(name: str) -> Loss:
+    """Those of a loss; a loss of the user's own starts from the usual ones."""
+    return POLICY_LOSSES.get(name, POLICY_LOSSES["vanilla"])
+
+
+@dataclass(frozen=True)
+class Manager:
+    """A reward manager."""
+
+    at: str
+    overlong_buffer: bool = False
+    """It knows `reward_model.overlong_buffer`."""
+
+
+REWARD_MANAGERS = {
+    "naive": Manager("verl.workers.reward_manager.naive:NaiveRewardManager"),
+    "batch": Manager("verl.workers.reward_manager.batch:BatchRewardManager"),
+    "prime": Manager("verl.workers.reward_manager.prime:PrimeRewardManager"),
+    "dapo": Manager("verl.workers.reward_manager.dapo:DAPORewardManager", overlong_buffer=True),
+}
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """Where metrics go, and the package it needs."""
+
+    at: str
+    package: str | None = None
+
+
+LOGGERS = {
+    "console": Tracker("verl.utils.tracking.console:Console"),
+    "tensorboard": Tracker("verl.utils.tracking.tensorboard:TensorBoard", "tensorboard"),
+    "wandb": Tracker("verl.utils.tracking.wandb:Wandb", "wandb"),
+    "mlflow": Tracker("verl.utils.tracking.mlflow:MLflow", "mlflow"),
+    "swanlab": Tracker("verl.utils.tracking.swanlab:SwanLab", "swanlab"),
+    "trackio": Tracker("verl.utils.tracking.trackio:Trackio", "trackio"),
+    "file": Tracker("verl.utils.tracking.file:JsonFiles"),
+}
+
 LOSS_AGG_MODES = (
     "token-mean",
     "token-sum",
@@ -53,8 +163,6 @@ STRATEGIES = tuple(TRAINING_ENGINES)
 
 BUILT_ROLLOUTS, UNBUILT_ROLLOUTS = ("native", "hf"), ("vllm", "sglang", "trtllm")
 ROLLOUTS = BUILT_ROLLOUTS + UNBUILT_ROLLOUTS
-REWARD_MANAGERS = ("naive", "batch", "prime", "dapo")
-LOGGERS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "file")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 ROLES = ("actor", "rollout", "ref", "critic", "reward_model")

@@ -73,7 +73,7 @@ def _precisions(config: PPOConfig) -> None:
 def _sampling(config: PPOConfig, report: Report) -> None:
     rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
     if rollout.n is None:
-        compares = estimator in names.GROUP_ESTIMATORS
+        compares = names.estimator_traits(estimator).compares
         rollout.n = DEFAULT_GROUP_SIZE if compares else 1
         if compares:
             report.notice(f"{ROLLOUT}.n is not set: {rollout.n} answers per prompt, because {estimator} compares them.")
@@ -148,7 +148,7 @@ def _pools(config: PPOConfig, report: Report) -> None:
 def _critic(config: PPOConfig) -> None:
     critic = config.critic
     if critic.enable is None:
-        critic.enable = config.algorithm.adv_estimator in names.CRITIC_ESTIMATORS
+        critic.enable = names.estimator_traits(config.algorithm.adv_estimator).critic
     if critic.ppo_mini_batch_size is None:
         critic.ppo_mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if config.trainer.max_critic_ckpt_to_keep is None:

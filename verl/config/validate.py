@@ -62,20 +62,21 @@ def values_present(block: Block, path: str, report: Report) -> None:
 
 def _estimator(config: PPOConfig, report: Report) -> None:
     estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    traits = names.estimator_traits(estimator)
     uses = ("algorithm.adv_estimator",)
-    if estimator in names.GROUP_ESTIMATORS and n == 1:
+    if traits.compares and n == 1:
         why = f"{estimator} compares the answers to one prompt, and one answer has nothing to compare with"
         report.problem(f"{ROLLOUT}.n", n, why, "Set it to 4 or more, or algorithm.adv_estimator=gae", uses)
     if config.algorithm.filter_groups.enable and n == 1:
         why = "groups of one answer are always equal and would all be dropped"
         report.problem("algorithm.filter_groups.enable", True, why, f"Set {ROLLOUT}.n to 4 or more", (f"{ROLLOUT}.n",))
-    if estimator in names.CRITIC_ESTIMATORS and not config.critic.enable:
+    if traits.critic and not config.critic.enable:
         why = f"algorithm.adv_estimator = {estimator} needs the critic's values"
         report.problem("critic.enable", False, why, "Leave it out, or set algorithm.adv_estimator=grpo", uses)
-    if estimator in names.ADV_ESTIMATORS and estimator not in names.CRITIC_ESTIMATORS and config.critic.enable:
+    if estimator in names.ADV_ESTIMATORS and not traits.critic and config.critic.enable:
         report.notice(f"critic.enable = True: the critic is trained, but {estimator} does not use its values.")
     gamma, length = config.algorithm.gamma, config.data.max_response_length
-    if estimator in names.DISCOUNTING_ESTIMATORS and gamma**length < _TINY_DISCOUNT:
+    if "gamma" in traits.reads and gamma**length < _TINY_DISCOUNT:
         report.notice(
             f"algorithm.gamma = {gamma:g} over data.max_response_length = {length} tokens leaves {gamma**length:.0e} "
             "of the final reward for the first token. Set algorithm.gamma=1.0 for long responses."
@@ -214,7 +215,8 @@ def _rewards(config: PPOConfig, report: Report) -> None:
     if buffer.enable and buffer.len > config.data.max_response_length:
         why = f"is more than data.max_response_length = {config.data.max_response_length}"
         report.problem("reward_model.overlong_buffer.len", buffer.len, why, "Set it to a part of the response length")
-    if buffer.enable and reward.reward_manager != "dapo":
+    manager = names.REWARD_MANAGERS.get(reward.reward_manager)
+    if buffer.enable and manager is not None and not manager.overlong_buffer:
         why = f"reward_model.reward_manager = {reward.reward_manager} knows no overlong buffer"
         report.problem("reward_model.overlong_buffer.enable", True, why, "Set reward_model.reward_manager=dapo")
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.algos.advantage import compute_gae_advantage_return
+from verl.algos.advantage.gae import compute_gae_advantage_return
 
 NAN = float("nan")
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from verl.algos.advantage import compute_gdpo_outcome_advantage, compute_grpo_outcome_advantage
+from verl.algos.advantage.gdpo import compute_gdpo_outcome_advantage
+from verl.algos.advantage.grpo import compute_grpo_outcome_advantage
 
 # Two prompts, two answers each; the columns are two rewards of very different size.
 DIMENSIONS = torch.tensor([[1.0, 0.0], [0.0, 100.0], [1.0, 100.0], [0.0, 0.0]], dtype=torch.float64)

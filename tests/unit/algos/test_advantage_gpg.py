@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.algos.advantage import compute_gpg_outcome_advantage
+from verl.algos.advantage.gpg import compute_gpg_outcome_advantage
 
 REWARDS = torch.tensor([[1.0], [0.0], [1.0], [1.0], [0.0], [0.0]], dtype=torch.float64)
 UIDS = ["mixed", "mixed", "right", "right", "wrong", "wrong"]

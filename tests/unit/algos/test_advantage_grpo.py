@@ -5,7 +5,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl.algos.advantage import compute_grpo_outcome_advantage
+from verl.algos.advantage.grpo import compute_grpo_outcome_advantage
 from verl.config import AlgorithmConfig, as_config
 
 REWARDS = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])

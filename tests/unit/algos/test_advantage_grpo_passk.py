@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.algos.advantage import compute_grpo_passk_outcome_advantage
+from verl.algos.advantage.grpo_passk import compute_grpo_passk_outcome_advantage
 
 UIDS = ["a", "b", "a", "b", "a", "b"]
 REWARDS = torch.tensor([[0.2], [1.0], [0.9], [1.0], [0.5], [0.0]], dtype=torch.float64)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.algos.advantage import compute_opo_outcome_advantage
+from verl.algos.advantage.opo import compute_opo_outcome_advantage
 
 
 def test_opo_by_hand():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.algos.advantage import compute_reinforce_plus_plus_baseline_outcome_advantage
+from verl.algos.advantage.reinforce_plus_plus_baseline import compute_reinforce_plus_plus_baseline_outcome_advantage
 
 
 def test_reinforce_plus_plus_baseline_by_hand():

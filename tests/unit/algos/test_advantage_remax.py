@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.algos.advantage import compute_remax_outcome_advantage
+from verl.algos.advantage.remax import compute_remax_outcome_advantage
 
 
 def test_remax_by_hand():

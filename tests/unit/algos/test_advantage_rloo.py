@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.algos.advantage import compute_rloo_outcome_advantage
+from verl.algos.advantage.rloo import compute_rloo_outcome_advantage
 
 
 def test_rloo_by_hand():

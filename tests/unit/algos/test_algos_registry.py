@@ -13,10 +13,10 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.algos import AdvantageEstimator, estimate_advantages
-from verl.algos.registry import ADV_ESTIMATORS, POLICY_LOSSES, Registry
+from verl.algos.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from verl.config import names
-from verl.config.policy_losses import POLICY_LOSSES as POLICY_LOSSES_IN_CONFIG
 from verl.trainer.ppo import core_algos
+from verl.utils.registry import Registry
 
 HERE = Path(__file__).parent
 
@@ -91,7 +91,7 @@ def test_what_an_estimator_or_loss_takes_is_what_users_pass():
 @pytest.mark.parametrize("config", [None, {}, OmegaConf.create({"policy_loss": {"tau_pos": 2.0}})])
 def test_a_loss_called_without_numbers_takes_its_papers(config):
     """Its aggregation by its argument, its clip by its configuration: the ratio is held at 1 + its own distance."""
-    for name, own in POLICY_LOSSES_IN_CONFIG.items():
+    for name, own in names.POLICY_LOSSES.items():
         loss = getattr(core_algos, f"compute_policy_loss_{name}")
         assert inspect.signature(loss).parameters["loss_agg_mode"].default == own.loss_agg_mode
         if own.clip is None:
@@ -170,11 +170,21 @@ def test_an_estimator_gets_what_it_names_and_says_what_it_lacks():
         estimate_advantages(AdvantageEstimator.GAE, token_level_rewards=rewards, response_mask=mask, values=None)
 
 
-def test_an_estimator_with_kwargs_gets_everything_that_is_there(monkeypatch):
-    monkeypatch.setattr(ADV_ESTIMATORS, "_functions", dict(ADV_ESTIMATORS._functions))
-
+def test_an_estimator_with_kwargs_gets_everything_that_is_there():
     @core_algos.register_adv_est("keeps_all")
     def keeps_all(response_mask, **rest):
         return response_mask, rest
 
     assert estimate_advantages("keeps_all", response_mask=1, values=2, index=None) == (1, {"values": 2})
+    del ADV_ESTIMATORS["keeps_all"]
+    assert "keeps_all" not in ADV_ESTIMATORS
+
+
+def test_ours_are_imported_when_asked_for_and_keep_their_names():
+    registry: Registry = Registry("algorithm.adv_estimator", {"gae": names.Estimator("no_such_module:function")})
+    assert list(registry) == ["gae"]
+    assert "gae" in registry
+    with pytest.raises(ValueError, match=r"'gae' is taken by no_such_module\.function"):
+        registry.register("gae")(lambda: None)
+    with pytest.raises(ModuleNotFoundError):
+        registry.lookup("gae")

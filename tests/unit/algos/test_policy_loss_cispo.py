@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.algos.policy_loss import compute_policy_loss_cispo
+from verl.algos.policy_loss.cispo import compute_policy_loss_cispo
 
 
 def test_cispo_by_hand():

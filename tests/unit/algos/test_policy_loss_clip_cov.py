@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.algos.policy_loss import compute_policy_loss_clip_cov
+from verl.algos.policy_loss.clip_cov import compute_policy_loss_clip_cov
 
 LOG_PROB = torch.tensor([[-1.0, -2.0, -3.0, -4.0]], dtype=torch.float64)
 ADVANTAGES = torch.tensor([[3.0, 1.0, -1.0, 1.0]], dtype=torch.float64)

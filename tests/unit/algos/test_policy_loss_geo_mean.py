@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.algos.policy_loss import compute_policy_loss_geo_mean
+from verl.algos.policy_loss.geo_mean import compute_policy_loss_geo_mean
 
 
 def test_geo_mean_by_hand():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.algos.policy_loss import compute_policy_loss_gpg
+from verl.algos.policy_loss.gpg import compute_policy_loss_gpg
 
 
 def test_gpg_by_hand():

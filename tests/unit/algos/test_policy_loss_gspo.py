@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.algos.policy_loss import compute_policy_loss_gspo
+from verl.algos.policy_loss.gspo import compute_policy_loss_gspo
 
 
 def test_gspo_by_hand():

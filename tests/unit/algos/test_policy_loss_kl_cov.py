@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.algos.policy_loss import compute_policy_loss_kl_cov
+from verl.algos.policy_loss.kl_cov import compute_policy_loss_kl_cov
 
 CONFIG = {"policy_loss": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.25, "ppo_kl_coef": 2.0}}
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.algos.policy_loss import compute_policy_loss_sapo
+from verl.algos.policy_loss.sapo import compute_policy_loss_sapo
 
 CONFIG = {"policy_loss": {"loss_mode": "sapo", "tau_pos": 1.0, "tau_neg": 2.0}}
 

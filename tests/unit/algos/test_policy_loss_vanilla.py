@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl.algos.policy_loss import compute_policy_loss, compute_policy_loss_vanilla
+from verl.algos.policy_loss.vanilla import compute_policy_loss, compute_policy_loss_vanilla
 from verl.config import ActorConfig, as_config
 
 # Ratios 1.5, 0.5 and 5 of new to old probability.

@@ -59,6 +59,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     (f"{ACTOR}.clip_ratio_c=5", [f"{ACTOR}.policy_loss.loss_mode=gspo"], []),
     (f"{ACTOR}.policy_loss.clip_cov_ratio=0.1", [], [f"{ACTOR}.policy_loss.loss_mode=clip_cov"]),
     (f"{ACTOR}.policy_loss.ppo_kl_coef=2", [], [f"{ACTOR}.policy_loss.loss_mode=kl_cov"]),
+    (f"{ACTOR}.policy_loss.kl_cov_ratio=0.1", [], [f"{ACTOR}.policy_loss.loss_mode=kl_cov"]),
     (f"{ACTOR}.policy_loss.tau_pos=2", [], [f"{ACTOR}.policy_loss.loss_mode=sapo"]),
     (f"{MODEL}.lora_alpha=32", [], [f"{MODEL}.lora_rank=8"]),
     ("critic.model.target_modules=[q_proj]", [], ["critic.model.lora_rank=8"]),

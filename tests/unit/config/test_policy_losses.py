@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl.config import ActorConfig, PPOConfig, as_config, batch_plan, load_config
-from verl.config.policy_losses import POLICY_LOSSES
+from verl.config.names import POLICY_LOSSES
 
 ACTOR = "actor_rollout_ref.actor"
 GIVEN = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=1"]

@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends
-from verl.utils.tracking.console import ConsoleBackend
+from verl.utils.tracking.console import Console
 
 HOSTED = ["wandb", "mlflow", "swanlab", "trackio"]
 METRICS = {"timing/step": 3.25, "actor/loss": torch.tensor(0.234), "reward/mean": np.float64(0.35), "kl/mean": 0.002}
@@ -49,7 +49,7 @@ def test_console_groups_metrics_on_a_terminal():
             return True
 
     stream = Terminal()
-    ConsoleBackend(stream).log({"reward/mean": 0.5, "actor/lr": 1e-6, "actor/entropy": 2.0}, step=3)
+    Console(stream=stream).log({"reward/mean": 0.5, "actor/lr": 1e-6, "actor/entropy": 2.0}, step=3)
     first, second = [line.rstrip() for line in stream.getvalue().splitlines()]
     assert "step 3" in first
     assert "reward_mean=0.5" in first
@@ -179,7 +179,7 @@ def test_a_backend_that_fails_while_training_is_counted_and_the_others_go_on(tmp
 def test_unknown_backend_names_the_nearest():
     with pytest.raises(ValueError, match=r"trainer\.logger: unknown backend 'tensorbord'\. Did you mean 'tensorboard'"):
         Tracking("p", "r", "tensorbord")
-    with pytest.raises(ValueError, match=r"Known: console, file, tensorboard, wandb, mlflow, swanlab, trackio"):
+    with pytest.raises(ValueError, match=r"Known: console, tensorboard, wandb, mlflow, swanlab, trackio, file"):
         check_backends(["console", "zzz"])
 
 

@@ -8,32 +8,24 @@ from typing import Any
 
 from verl.algos.registry import get_adv_estimator_fn
 from verl.algos.types import Advantages
+from verl.config.names import ADV_ESTIMATORS
 
 
-class AdvantageEstimator(str, Enum):
-    """The estimators that come with verl; a user's own are plain names."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-    GRPO_PASSK = "grpo_passk"
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    RLOO = "rloo"
-    OPO = "opo"
-    REMAX = "remax"
-    GPG = "gpg"
-    GDPO = "gdpo"
-
+class _Name(str, Enum):
     def __str__(self) -> str:
         return self.value
 
 
-def takes_argument(adv_estimator: str | AdvantageEstimator, name: str) -> bool:
+# The estimators that come with verl, as `AdvantageEstimator.GRPO`; a user's own are plain names.
+AdvantageEstimator = _Name("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATORS})  # type: ignore[call-overload]
+
+
+def takes_argument(adv_estimator: str | Enum, name: str) -> bool:
     """Whether the estimator names `name` among its parameters: what costs extra is computed only for those that do."""
     return name in inspect.signature(get_adv_estimator_fn(adv_estimator)).parameters
 
 
-def estimate_advantages(adv_estimator: str | AdvantageEstimator, **available: Any) -> Advantages:
+def estimate_advantages(adv_estimator: str | Enum, **available: Any) -> Advantages:
     """Run the estimator on those of `available` (token_level_rewards, response_mask, index, values, …) that it names.
 
     An estimator with `**kwargs` gets everything but what is None. What it needs and is not there is one error.

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from verl.algos.groups import Groups, Index
-from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 
 _ROUNDING = 1e-6
 
 
-@register_adv_est("gdpo")
 def compute_gdpo_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

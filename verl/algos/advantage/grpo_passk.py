@@ -6,11 +6,9 @@ import torch
 
 from verl.algos.advantage.grpo import divide_by_std
 from verl.algos.groups import Groups, Index
-from verl.algos.registry import register_adv_est
 from verl.algos.types import Advantages, AlgorithmLike
 
 
-@register_adv_est("grpo_passk")
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

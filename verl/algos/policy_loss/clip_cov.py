@@ -12,11 +12,9 @@ from verl.algos.policy_loss.common import (
     policy_terms,
     share_of_tokens,
 )
-from verl.algos.registry import register_policy_loss
 from verl.algos.types import ActorLike, PolicyLoss
 
 
-@register_policy_loss("clip_cov")
 def compute_policy_loss_clip_cov(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

@@ -1,19 +1,16 @@
 """The algorithms under the names users know; the work is in `verl.algos`."""
 
-from verl.algos.advantage import (
-    AdvantageEstimator,
-    compute_gae_advantage_return,
-    compute_gdpo_outcome_advantage,
-    compute_gpg_outcome_advantage,
-    compute_grpo_outcome_advantage,
-    compute_grpo_passk_outcome_advantage,
-    compute_opo_outcome_advantage,
-    compute_reinforce_plus_plus_baseline_outcome_advantage,
-    compute_reinforce_plus_plus_outcome_advantage,
-    compute_remax_outcome_advantage,
-    compute_rloo_outcome_advantage,
-    estimate_advantages,
-)
+from verl.algos.advantage import AdvantageEstimator, estimate_advantages
+from verl.algos.advantage.gae import compute_gae_advantage_return
+from verl.algos.advantage.gdpo import compute_gdpo_outcome_advantage
+from verl.algos.advantage.gpg import compute_gpg_outcome_advantage
+from verl.algos.advantage.grpo import compute_grpo_outcome_advantage
+from verl.algos.advantage.grpo_passk import compute_grpo_passk_outcome_advantage
+from verl.algos.advantage.opo import compute_opo_outcome_advantage
+from verl.algos.advantage.reinforce_plus_plus import compute_reinforce_plus_plus_outcome_advantage
+from verl.algos.advantage.reinforce_plus_plus_baseline import compute_reinforce_plus_plus_baseline_outcome_advantage
+from verl.algos.advantage.remax import compute_remax_outcome_advantage
+from verl.algos.advantage.rloo import compute_rloo_outcome_advantage
 from verl.algos.aggregate import agg_loss, global_share
 from verl.algos.entropy_loss import compute_entropy_loss
 from verl.algos.kl import compute_kl_loss, kl_penalty
@@ -22,17 +19,14 @@ from verl.algos.kl_controller import (
     FixedKLController,
     get_kl_controller,
 )
-from verl.algos.policy_loss import (
-    compute_policy_loss,
-    compute_policy_loss_cispo,
-    compute_policy_loss_clip_cov,
-    compute_policy_loss_geo_mean,
-    compute_policy_loss_gpg,
-    compute_policy_loss_gspo,
-    compute_policy_loss_kl_cov,
-    compute_policy_loss_sapo,
-    compute_policy_loss_vanilla,
-)
+from verl.algos.policy_loss.cispo import compute_policy_loss_cispo
+from verl.algos.policy_loss.clip_cov import compute_policy_loss_clip_cov
+from verl.algos.policy_loss.geo_mean import compute_policy_loss_geo_mean
+from verl.algos.policy_loss.gpg import compute_policy_loss_gpg
+from verl.algos.policy_loss.gspo import compute_policy_loss_gspo
+from verl.algos.policy_loss.kl_cov import compute_policy_loss_kl_cov
+from verl.algos.policy_loss.sapo import compute_policy_loss_sapo
+from verl.algos.policy_loss.vanilla import compute_policy_loss, compute_policy_loss_vanilla
 from verl.algos.registry import (
     ADV_ESTIMATORS,
     POLICY_LOSSES,

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from verl.utils.tracking.backends import Sample
+from verl.utils.tracking.tracker import Generation, Run, Tracker
 
 # What a person looks for first, under the short names used in the documentation.
 _HEADLINE = {
@@ -20,10 +20,10 @@ _HEADLINE = {
 _SAMPLE_CHARS = 200
 
 
-class ConsoleBackend:
+class Console(Tracker):
     """Writes to standard output."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, run: Run | None = None, stream: TextIO | None = None) -> None:
         self._given = stream
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
@@ -34,7 +34,7 @@ class ConsoleBackend:
         else:
             self._write(f"step {step}: " + "\n  ".join(_plain_lines(headline, rest)))
 
-    def log_generations(self, samples: Sequence[Sample], step: int) -> None:
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
         for sample in samples:
             given, answer = _one_line(sample.input), _one_line(sample.output)
             self._write(f"step {step}: validation sample, score={_text(sample.score)}: {given} -> {answer}")
@@ -52,7 +52,7 @@ class ConsoleBackend:
         self._stream.flush()
 
     def _print_grouped(self, title: str, headline: list[str], rest: Mapping[str, str]) -> None:
-        from rich.console import Console
+        from rich.console import Console as RichConsole
         from rich.table import Table
         from rich.text import Text
 
@@ -63,7 +63,7 @@ class ConsoleBackend:
         table = Table.grid(padding=(0, 2))
         for group, entries in groups.items():
             table.add_row(Text(f"  {group}", style="cyan"), Text("  ".join(entries)))
-        console = Console(file=self._stream)
+        console = RichConsole(file=self._stream)
         console.print(Text.assemble((title, "bold"), "  ", ("  ".join(headline), "green")))
         console.print(table)
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.utils.tracking.backends import Sample
+from verl.utils.tracking.tracker import Generation, Run, Tracker
 
 
-class FileBackend:
+class JsonFiles(Tracker):
     """`metrics.jsonl` (one object per step), `generations.jsonl` (one per sample) and `config.json`.
 
     Records are appended, whole, and handed to the system at once, so a killed run keeps every step. A run that says
@@ -22,9 +22,10 @@ class FileBackend:
     NaN and infinities, which JSON lacks, are the strings "nan", "inf", "-inf": `float(value)` reads all.
     """
 
-    def __init__(self, directory: Path, config: Mapping[str, Any], first_step: int | None = None) -> None:
+    def __init__(self, run: Run) -> None:
+        directory, first_step = run.directory, run.first_step
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(_json(config, indent=2) + "\n", encoding="utf-8")
+        (directory / "config.json").write_text(_json(run.config, indent=2) + "\n", encoding="utf-8")
         self._metrics = _JsonLines(directory / "metrics.jsonl")
         self._generations = _JsonLines(directory / "generations.jsonl")
         if first_step is not None:
@@ -38,12 +39,16 @@ class FileBackend:
             return
         self._metrics.append([record])
 
-    def log_generations(self, samples: Sequence[Sample], step: int) -> None:
+    def log_generations(self, samples: Sequence[Generation], step: int) -> None:
         self._generations.append([{"step": step, **sample._asdict()} for sample in samples])
 
     def close(self) -> None:
         self._metrics.close()
         self._generations.close()
+
+    @classmethod
+    def folder(cls, run: Run) -> Path | None:
+        return run.directory
 
 
 class _JsonLines:

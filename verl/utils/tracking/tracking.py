@@ -12,10 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from verl.utils.tracking.backends import BACKENDS, Backend, Run, Sample
-from verl.utils.tracking.console import ConsoleBackend
+from verl.config.names import LOGGERS
+from verl.utils.registry import Registry
+from verl.utils.tracking.console import Console
+from verl.utils.tracking.tracker import Generation, Run, Tracker
 
 logger = logging.getLogger(__name__)
+
+TRACKERS: Registry[type[Tracker]] = Registry("trainer.logger", LOGGERS)
 
 
 class Tracking:
@@ -39,9 +43,7 @@ class Tracking:
         names = check_backends(default_backend)
         run = Run(project_name, experiment_name, _plain_config(config), first_step)
         self.failures: Counter[str] = Counter()
-        self._backends: dict[str, Backend] = {}
-        for name in names:
-            self._backends[name] = BACKENDS[name].open(run)
+        self._backends: dict[str, Tracker] = {name: TRACKERS[name](run) for name in names}
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Record one step's metrics: name → number (Python, numpy or a one-element tensor)."""
@@ -50,11 +52,9 @@ class Tracking:
 
     def log_generations(self, samples: Iterable[Sequence[Any]], step: int, on_console: int | None = None) -> None:
         """Record validation samples, (input, output, score) each; a console shows the first `on_console` of them."""
-        rows = [Sample(str(given), str(answer), _plain_value(score)) for given, answer, score in samples]
+        rows = [Generation(str(given), str(answer), _plain_value(score)) for given, answer, score in samples]
         few = rows[:on_console]
-        self._each(
-            lambda backend: backend.log_generations(few if isinstance(backend, ConsoleBackend) else rows, int(step))
-        )
+        self._each(lambda backend: backend.log_generations(few if isinstance(backend, Console) else rows, int(step)))
 
     def close(self) -> None:
         """Finish every backend; safe to call twice."""
@@ -70,7 +70,7 @@ class Tracking:
     ) -> None:
         self.close()
 
-    def _each(self, record: Callable[[Backend], None]) -> None:
+    def _each(self, record: Callable[[Tracker], None]) -> None:
         for name, backend in self._backends.items():
             try:
                 record(backend)
@@ -108,17 +108,17 @@ def check_backends(default_backend: str | Sequence[str]) -> list[str]:
     """The backend names, each once, or a ValueError: unknown, not installed, not logged in. Opens nothing."""
     names = list(dict.fromkeys(_as_names(default_backend)))
     for name in names:
-        if name not in BACKENDS:
-            near = difflib.get_close_matches(name, BACKENDS, n=1)
+        if name not in LOGGERS:
+            near = difflib.get_close_matches(name, LOGGERS, n=1)
             hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"trainer.logger: unknown backend {name!r}. {hint}Known: {', '.join(BACKENDS)}.")
-        package = BACKENDS[name].package
+            raise ValueError(f"trainer.logger: unknown backend {name!r}. {hint}Known: {', '.join(LOGGERS)}.")
+        package = LOGGERS[name].package
         if package is not None and importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"trainer.logger: {name!r} needs the package {package!r}, which is not installed. "
-                f"Run: pip install {BACKENDS[name].pip or package}"
+                f"Run: pip install {package}"
             )
-        BACKENDS[name].check()
+        TRACKERS[name].check()
     return names
 
 
@@ -136,8 +136,8 @@ def tracking_problems(default_backend: str | Sequence[str]) -> list[str]:
 def tracking_folders(trainer_config: Any) -> list[Path]:
     """Where the trackers of a run (`logger`, `project_name`, `experiment_name`) write on this machine."""
     run = Run(trainer_config.project_name, trainer_config.experiment_name, {})
-    names = [name for name in dict.fromkeys(_as_names(trainer_config.logger)) if name in BACKENDS]
-    return [folder for name in names if (folder := BACKENDS[name].folder(run)) is not None]
+    names = [name for name in dict.fromkeys(_as_names(trainer_config.logger)) if name in LOGGERS]
+    return [folder for name in names if (folder := TRACKERS[name].folder(run)) is not None]
 
 
 def _as_names(default_backend: str | Sequence[str]) -> list[str]:

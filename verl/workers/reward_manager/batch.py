@@ -10,11 +10,9 @@ from typing import Any
 from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.attempt import score_lists
 from verl.workers.reward_manager.naive import NaiveRewardManager
-from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.scorer import Sample, Score
 
 
-@register("batch")
 class BatchRewardManager(NaiveRewardManager):
     """Scores with `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`, which returns a list.
 

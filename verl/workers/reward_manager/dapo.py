@@ -10,11 +10,9 @@ from verl.config.load import as_config
 from verl.config.reward import OverlongBufferConfig
 from verl.protocol import DataProto
 from verl.workers.reward_manager.naive import NaiveRewardManager, response_lengths
-from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.scorer import Score
 
 
-@register("dapo")
 class DAPORewardManager(NaiveRewardManager):
     """As `naive`, and `overlong_reward` of the response's length is added to every score.
 

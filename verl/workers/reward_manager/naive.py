@@ -23,7 +23,6 @@ from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.registry import call_with_accepted
 from verl.workers.reward_manager.ahead import ROW, Finished, ScoresAhead
 from verl.workers.reward_manager.explain import POLICIES, describe_failures, describe_sample, why_all_zero
-from verl.workers.reward_manager.registry import register
 from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,6 @@ class RewardError(RuntimeError):
     """A sample could not be scored, and `reward_model.on_error` is `fail`."""
 
 
-@register("naive")
 class NaiveRewardManager:
     """Scores every answer with `compute_score(data_source, solution_str, ground_truth, extra_info)`.
 

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.workers.reward_manager.naive import NaiveRewardManager
-from verl.workers.reward_manager.registry import register
 
 
-@register("prime")
 class PrimeRewardManager(NaiveRewardManager):
     """As `naive`, with 10 s per answer and 4 GB per scorer unless told otherwise."""
 

@@ -1,0 +1,86 @@
+"""Registry: things chosen by name. Ours are rows of a table, imported when asked for; users add theirs by decorator."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from pkgutil import resolve_name
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+class Row(Protocol):
+    """What comes with verl under a name; its other attributes are traits that configuration and documents read."""
+
+    @property
+    def at(self) -> str:
+        """`module:attribute`."""
+
+
+class Registry(Mapping[str, T]):
+    """Functions or classes by name. `key` is the configuration key that chooses among them, for error messages."""
+
+    def __init__(self, key: str, rows: Mapping[str, Row] = MappingProxyType({})) -> None:
+        self.key = key
+        self._rows = rows
+        self._loaded: dict[str, T] = {}
+
+    def register(self, name: str | Enum) -> Callable[[T], T]:
+        """`@register("mine")`: the function or class is found under that name from now on."""
+        name = _text(name)
+
+        def add(thing: T) -> T:
+            origin = f"{thing.__module__}:{thing.__qualname__}"
+            # The same file imported twice (external_libs, a notebook cell) defines its functions again.
+            if name in self and self._origin(name) != origin:
+                taken = self._origin(name).replace(":", ".")
+                raise ValueError(f"{self.key}: {name!r} is taken by {taken}. Choose another name.")
+            self._loaded[name] = thing
+            return thing
+
+        return add
+
+    def lookup(self, name: str | Enum) -> T:
+        """What has that name; a ValueError says which there are."""
+        name = _text(name)
+        if name not in self:
+            near = difflib.get_close_matches(name, self, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"{self.key}: {name!r} is not known.{hint} Known: {', '.join(self)}. "
+                "Names of your own: register them in a module listed in external_libs."
+            )
+        return self[name]
+
+    def __getitem__(self, name: str | Enum) -> T:
+        name = _text(name)
+        if name not in self._loaded:
+            self._loaded[name] = resolve_name(self._rows[name].at)
+        return self._loaded[name]
+
+    def __setitem__(self, name: str | Enum, thing: T) -> None:
+        self.register(name)(thing)
+
+    def __delitem__(self, name: str | Enum) -> None:
+        """Forget what a user registered."""
+        del self._loaded[_text(name)]
+
+    def __contains__(self, name: object) -> bool:
+        return _text(name) in self._loaded or _text(name) in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._rows, **self._loaded})
+
+    def __len__(self) -> int:
+        return len(self._rows.keys() | self._loaded.keys())
+
+    def _origin(self, name: str) -> str:
+        thing = self._loaded.get(name)
+        return self._rows[name].at if thing is None else f"{thing.__module__}:{thing.__qualname__}"
+
+
+def _text(name: object) -> str:
+    return str(name.value if isinstance(name, Enum) else name)
