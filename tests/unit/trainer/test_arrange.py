@@ -5,38 +5,56 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.arrange import balanced_order, evenness, rank_major_order, row_costs
+from verl.trainer.ppo.arrange import arrange, evenness, mini_batches_by_prompt, row_costs
 from verl.utils.flops import SequenceCost
 
 
-@pytest.mark.parametrize("dp_size", [1, 2, 4])
-@pytest.mark.parametrize("balance", [False, True])
-def test_a_mini_batch_holds_the_same_rows_whatever_the_number_of_ranks(dp_size, balance):
-    costs = np.random.default_rng(0).integers(1, 100, 32)
-    order = rank_major_order(costs, dp_size, mini_batches=4, balance=balance)
-    assert sorted(order) == list(range(32))
-    per_rank = order.reshape(dp_size, 4, -1)
-    for mini in range(4):
-        assert sorted(per_rank[:, mini].ravel()) == list(range(mini * 8, mini * 8 + 8))
+def equal_runs(rows: int, minis: int) -> list[np.ndarray]:
+    return np.split(np.arange(rows), minis)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 5), min_size=1, max_size=9),
+    size=st.integers(1, 4),
+    ranks=st.integers(1, 4),
+    balance=st.booleans(),
+)
+def test_a_mini_batch_holds_the_same_rows_whatever_the_number_of_ranks(prompts, size, ranks, balance):
+    """`prompts` are the rows of each; every row is sent once, besides fillers, which are of its own mini-batch."""
+    uids = np.repeat([f"p{number}" for number in range(len(prompts))], prompts)
+    minis = mini_batches_by_prompt(uids, size)
+    assert np.concatenate(minis).tolist() == list(range(sum(prompts)))
+    assert [len(set(uids[rows])) for rows in minis][:-1] == [size] * (len(minis) - 1)
+    costs = np.random.default_rng(0).integers(1, 100, len(uids)).astype(float)
+    arranged = arrange(costs, minis, ranks, balance)
+    assert sum(arranged.sizes) * ranks == len(arranged.order)
+    fillers = np.split(arranged.filler.reshape(ranks, -1), np.cumsum(arranged.sizes)[:-1], axis=1)
+    for rows, here, filler in zip(minis, arranged.on_ranks(ranks), fillers, strict=True):
+        assert sorted(here[~filler]) == rows.tolist()
+        assert filler.sum() == -len(rows) % ranks
+        assert set(costs[here[filler]]) <= {costs[rows].min()}, "the cheapest row fills up"
+    sent = DataProto.from_dict({"row": torch.from_numpy(arranged.order)})
+    assert arranged.results(sent).batch["row"].tolist() == list(range(len(uids)))
+
+
+def test_rows_of_a_prompt_need_not_stand_together():
+    assert [rows.tolist() for rows in mini_batches_by_prompt(["b", "a", "b", "c"], 2)] == [[0, 1, 2], [3]]
 
 
 def test_balancing_evens_out_tokens_over_ranks():
     costs = np.array([100, 1, 100, 1, 100, 1, 100, 1])
-    plain = rank_major_order(costs, 2, mini_batches=1, balance=False).reshape(2, -1)
-    even = rank_major_order(costs, 2, mini_batches=1, balance=True).reshape(2, -1)
+    (plain,) = arrange(costs, equal_runs(8, 1), 2, balance=False).on_ranks(2)
+    (even,) = arrange(costs, equal_runs(8, 1), 2, balance=True).on_ranks(2)
     skewed = np.array([100, 100, 100, 100, 1, 1, 1, 1])
-    balanced = rank_major_order(skewed, 2, mini_batches=1, balance=True).reshape(2, -1)
+    (balanced,) = arrange(skewed, equal_runs(8, 1), 2, balance=True).on_ranks(2)
     assert costs[plain].sum(1).tolist() == [202, 202]
     assert costs[even].sum(1).tolist() == [202, 202]
     assert skewed[balanced].sum(1).tolist() == [202, 202]
-
-
-def test_what_does_not_divide_is_refused_for_updates_and_left_alone_for_passes():
-    with pytest.raises(ValueError, match="10 rows do not divide into 4 mini-batches over 2 ranks"):
-        rank_major_order(np.ones(10, dtype=int), 2, 4, balance=True)
-    assert balanced_order(np.ones(5, dtype=int), 2, balance=True).tolist() == [0, 1, 2, 3, 4]
 
 
 def batch_of(prompts: list[int], answers: list[int], width: int = 8) -> DataProto:
@@ -57,15 +75,17 @@ def test_balancing_by_cost_does_not_put_the_long_rows_on_one_rank():
     """As many tokens as the eight short rows have, the long one has 16 times the attention: it stands nearly alone."""
     lengths = np.array([800, 100, 100, 100, 100, 100, 100, 100])
     by_tokens, by_cost = (SequenceCost(1.0, 0.0, pair)(lengths) for pair in (0.0, 1.0))
-    order = rank_major_order(by_cost, 2, mini_batches=1, balance=True)
-    found = evenness(by_cost, order, 2, 1)
+    minis = equal_runs(8, 1)
+    found = evenness(by_cost, minis, arrange(by_cost, minis, 2, balance=True), 2)
     assert 1 <= found["global_seqlen/balanced_max_over_mean"] <= found["global_seqlen/max_over_mean"]
-    assert evenness(by_tokens, np.arange(8), 2, 1)["global_seqlen/max_over_mean"] == pytest.approx(1100 / 750)
+    plain = evenness(by_tokens, minis, arrange(by_tokens, minis, 2, balance=False), 2)
+    assert plain["global_seqlen/max_over_mean"] == pytest.approx(1100 / 750)
 
 
 def test_evenness_is_taken_where_ranks_wait_for_each_other():
     """Over the whole step both ranks do 4; in every mini-batch one of them does 3 of 4."""
     costs = np.array([3.0, 1.0, 1.0, 3.0])
-    order = rank_major_order(costs, 2, mini_batches=2, balance=False)
-    assert evenness(costs, order, 2, 2)["global_seqlen/balanced_max_over_mean"] == pytest.approx(1.5)
-    assert evenness(costs, order, 2, 1)["global_seqlen/max_over_mean"] == 1.0
+    two, one = equal_runs(4, 2), equal_runs(4, 1)
+    found = evenness(costs, two, arrange(costs, two, 2, balance=False), 2)
+    assert found["global_seqlen/balanced_max_over_mean"] == pytest.approx(1.5)
+    assert evenness(costs, one, arrange(costs, one, 2, balance=False), 2)["global_seqlen/max_over_mean"] == 1.0

@@ -1,13 +1,37 @@
-"""Which rank gets which rows: mini-batches are fixed by the order of prompts, balancing moves rows only inside them."""
+"""Which rank gets which rows: mini-batches are whole prompts in the batch's order, balancing moves rows inside them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from verl.protocol import DataProto
 from verl.single_controller.ray import BatchRef
-from verl.utils.balancing import get_seqlen_balanced_partitions
+from verl.utils.balancing import ceildiv, get_seqlen_balanced_partitions
 from verl.utils.flops import TOKENS, SequenceCost
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Rows in an order such that an equal split gives every rank its part of mini-batch 0, then of 1 and so on."""
+
+    order: np.ndarray
+    """[sent]: which row of the batch is sent there."""
+    filler: np.ndarray
+    """[sent], bool: sent only to make the ranks' parts equal; it is another time in the same mini-batch."""
+    sizes: list[int]
+    """The rows that each rank has of every mini-batch."""
+
+    def results(self, sent: DataProto) -> DataProto:
+        """What came back for the rows sent, in the batch's order and without fillers."""
+        real = np.flatnonzero(~self.filler)
+        return sent.select_idxs(real[np.argsort(self.order[real])])
+
+    def on_ranks(self, ranks: int) -> list[np.ndarray]:
+        """The rows of each mini-batch as the ranks have them: [ranks, rows]."""
+        return np.split(self.order.reshape(ranks, -1), np.cumsum(self.sizes)[:-1], axis=1)
 
 
 def row_costs(batch: DataProto, cost: SequenceCost = TOKENS) -> np.ndarray:
@@ -21,48 +45,49 @@ def row_costs(batch: DataProto, cost: SequenceCost = TOKENS) -> np.ndarray:
     return cost(attention.sum(-1).cpu().numpy(), answers.sum(-1).cpu().numpy())
 
 
-def rank_major_order(costs: np.ndarray, dp_size: int, mini_batches: int, balance: bool) -> np.ndarray:
-    """Order of rows such that an equal split over `dp_size` ranks gives every rank its part of mini-batch 0, then of
-    mini-batch 1 and so on: [rows].
+def mini_batches_by_prompt(uids: Sequence[str] | np.ndarray, prompts: int) -> list[np.ndarray]:
+    """The rows of each mini-batch: those of the first `prompts` prompts, of the next ones and so on; `uids` [rows]."""
+    _, first, inverse = np.unique(np.asarray(uids).astype(str), return_index=True, return_inverse=True)
+    number = np.argsort(np.argsort(first))[inverse.reshape(-1)]
+    return [np.flatnonzero(number // prompts == mini) for mini in range(ceildiv(len(first), prompts))]
 
-    A mini-batch is a run of consecutive rows, whatever the number of ranks, so results do not depend on it.
+
+def arrange(costs: np.ndarray, mini_batches: Sequence[np.ndarray], ranks: int, balance: bool) -> Arrangement:
+    """The rows of every mini-batch in equal numbers on all ranks, as even in cost as may be where `balance` is set.
+
+    Where they do not divide, the cheapest row fills up. A mini-batch is the same whatever the number of ranks, so
+    results do not depend on it.
     """
-    rows = len(costs)
-    if rows % mini_batches or (rows // mini_batches) % dp_size:
-        raise ValueError(f"{rows} rows do not divide into {mini_batches} mini-batches over {dp_size} ranks.")
-    size = rows // mini_batches
-    per_rank: list[list[np.ndarray]] = [[] for _ in range(dp_size)]
-    for start in range(0, rows, size):
-        members = np.arange(start, start + size)
-        parts = np.split(members, dp_size)
-        if balance and dp_size > 1:
-            chosen = get_seqlen_balanced_partitions(costs[members].tolist(), dp_size, equal_size=True)
-            parts = [members[np.asarray(part, dtype=np.int64)] for part in chosen]
+    per_rank: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+    fillers: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+    for members in mini_batches:
+        missing = -len(members) % ranks
+        filled = np.concatenate([members, np.repeat(members[np.argmin(costs[members])], missing)])
+        parts: Sequence[Sequence[int] | np.ndarray] = np.split(np.arange(len(filled)), ranks)
+        if balance and ranks > 1:
+            parts = get_seqlen_balanced_partitions(costs[filled].tolist(), ranks, equal_size=True)
         for rank, part in enumerate(parts):
-            per_rank[rank].append(part)
-    return np.concatenate([part for parts in per_rank for part in parts])
+            places = np.asarray(part, dtype=np.int64)
+            per_rank[rank].append(filled[places])
+            fillers[rank].append(places >= len(members))
+    order, filler = (np.concatenate([part for parts in each for part in parts]) for each in (per_rank, fillers))
+    return Arrangement(order, filler, [len(part) for part in per_rank[0]])
 
 
-def balanced_order(costs: np.ndarray, dp_size: int, balance: bool) -> np.ndarray:
-    """Order of rows for a pass without an update; any number of rows."""
-    if not balance or dp_size == 1 or len(costs) % dp_size:
-        return np.arange(len(costs))
-    return rank_major_order(costs, dp_size, mini_batches=1, balance=True)
-
-
-def evenness(costs: np.ndarray, order: np.ndarray, dp_size: int, mini_batches: int) -> dict[str, float]:
+def evenness(
+    costs: np.ndarray, mini_batches: Sequence[np.ndarray], arrangement: Arrangement, ranks: int
+) -> dict[str, float]:
     """How long ranks wait for each other in an update: the costliest rank's work over the mean, before and after.
 
     1 is even. Ranks meet at the end of every mini-batch, so it is taken there.
     """
 
-    def ratio(rows: np.ndarray) -> float:
-        """`rows` [mini_batches, dp_size, rows of a rank]."""
-        work = costs[rows].sum(-1)
+    def ratio(minis: list[list[np.ndarray]]) -> float:
+        """`minis`: of each mini-batch the rows of every rank."""
+        work = np.array([[costs[rows].sum() for rows in parts] for parts in minis])
         return float(work.max(1).sum() / max(work.mean(1).sum(), 1e-12))
 
-    shape = (mini_batches, dp_size, -1)
     return {
-        "global_seqlen/max_over_mean": ratio(np.arange(len(costs)).reshape(shape)),
-        "global_seqlen/balanced_max_over_mean": ratio(order.reshape(dp_size, mini_batches, -1).swapaxes(0, 1)),
+        "global_seqlen/max_over_mean": ratio([np.array_split(members, ranks) for members in mini_batches]),
+        "global_seqlen/balanced_max_over_mean": ratio([list(parts) for parts in arrangement.on_ranks(ranks)]),
     }

@@ -13,7 +13,7 @@ from verl.config import PPOConfig
 from verl.config.plan import layout_of
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager, create_colocated_worker_cls
-from verl.trainer.ppo.arrange import balanced_order, evenness, rank_major_order, row_costs
+from verl.trainer.ppo.arrange import arrange, evenness, mini_batches_by_prompt, row_costs
 from verl.trainer.ppo.utils import Role
 from verl.types.schema import Call, columns_read_by, selected_for
 from verl.utils.flops import SequenceCost
@@ -78,34 +78,35 @@ class WorkerGroups:
 
     def infer(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
         """A pass without an update: its columns for every row."""
-        order = balanced_order(row_costs(batch, self._cost), self.dp_sizes[role], self._config.trainer.balance_batch)
-        sent = select_read_by(batch, "reward_model" if role == "reward_model" else "infer").select_idxs(order)
+        costs, rows = row_costs(batch, self._cost), [np.arange(len(batch))]
+        arranged = arrange(costs, rows, self.dp_sizes[role], self._config.trainer.balance_batch)
+        sent = select_read_by(batch, "reward_model" if role == "reward_model" else "infer").select_idxs(arranged.order)
         sent.meta_info = {"temperature": self._config.actor_rollout_ref.rollout.temperature}
-        return _in_order(method(sent), order)
+        return _without_meta(arranged.results(method(sent)))
 
     def update(self, method: Callable[..., Any], batch: DataProto, role: str, step: int) -> dict[str, float]:
-        """Mini-batches are runs of whole prompts in the batch's order; every rank gets its part of each.
+        """Mini-batches are whole prompts in the batch's order, however many rows each has; every rank gets its part.
 
         Returns metrics; columns that the update gives are added to `batch`.
         """
         block = self._config.critic if role == "critic" else self._config.actor_rollout_ref.actor
-        minis = max(1, len(batch) // (block.ppo_mini_batch_size * self._config.actor_rollout_ref.rollout.n))
+        minis = mini_batches_by_prompt(_prompts(batch, self._config), block.ppo_mini_batch_size)
         costs, ranks = row_costs(batch, self._cost), self.dp_sizes[role]
-        order = rank_major_order(costs, ranks, minis, self._config.trainer.balance_batch)
+        arranged = arrange(costs, minis, ranks, self._config.trainer.balance_batch)
         # Objects stay here: ground truths may be large. Tensors of the user's own go along.
         read = selected_for("update_critic" if role == "critic" else "update_actor", batch.batch.keys())
-        arranged = batch.select(read, []).select_idxs(order)
-        arranged.meta_info = {
+        sent = arranged.take(batch, read)
+        sent.meta_info = {
             "temperature": self._config.actor_rollout_ref.rollout.temperature,
-            "mini_batches": minis,
+            "mini_batches": arranged.sizes,
             "global_steps": step,
         }
-        result = method(arranged)
+        result = method(sent)
         metrics = reduce_metrics(result.meta_info["metrics"])
         if role == "actor" and ranks > 1:
-            metrics |= evenness(costs, order, ranks, minis)
+            metrics |= evenness(costs, minis, arranged, ranks)
         if len(result):
-            batch.union(_in_order(result, order))
+            batch.union(_without_meta(arranged.results(result)))
         return metrics
 
     def _spawned(self) -> dict[Role, Any]:
@@ -155,7 +156,12 @@ def local_columns(batch: DataProto, names: Iterable[str], objects: Iterable[str]
     return DataProto.from_dict(tensors, kept, batch.meta_info)
 
 
-def _in_order(result: DataProto, order: np.ndarray) -> DataProto:
-    result.reorder(np.argsort(order))
+def _prompts(batch: DataProto, config: PPOConfig) -> np.ndarray:
+    """[rows]: which prompt each answers; in a batch without names every `rollout.n` rows are one's."""
+    named = "uid" in batch.non_tensor_batch
+    return batch.non_tensor_batch["uid"] if named else np.arange(len(batch)) // config.actor_rollout_ref.rollout.n
+
+
+def _without_meta(result: DataProto) -> DataProto:
     result.meta_info = {}
     return result
