@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from verl.protocol import DataProto
 from verl.single_controller.ray import BatchRef
+from verl.trainer.ppo.advantage import trajectories_of
 from verl.utils.balancing import ceildiv, get_seqlen_balanced_partitions
 from verl.utils.flops import TOKENS, SequenceCost
 
@@ -23,6 +25,19 @@ class Arrangement:
     """[sent], bool: sent only to make the ranks' parts equal; it is another time in the same mini-batch."""
     sizes: list[int]
     """The rows that each rank has of every mini-batch."""
+
+    def take(self, batch: DataProto, names: Sequence[str]) -> DataProto:
+        """The rows to send, of the named tensors, and what they weigh by the masks as they are now: fillers nothing,
+        rows of trajectories with several by `trajectory_tokens`."""
+        order, whole = torch.from_numpy(self.order), trajectories_of(batch)
+        sent = batch.select(list(names), []).select_idxs(self.order)
+        if self.filler.any():
+            mask = batch.batch["response_mask"][order]
+            mask[torch.from_numpy(self.filler)] = 0
+            sent.batch["response_mask"] = mask
+        if not whole.one_row_each:
+            sent.batch["trajectory_tokens"] = whole.tokens()[order]
+        return sent
 
     def results(self, sent: DataProto) -> DataProto:
         """What came back for the rows sent, in the batch's order and without fillers."""
