@@ -6,9 +6,9 @@ A face: the check itself is `verl.workers.reward_manager.check`, the command `ve
 import sys
 
 from verl.trainer.ppo.reward_check import check_files, main, show
-from verl.workers.reward_manager.check import Finding, Report, Row, check_reward
+from verl.workers.reward_manager.check import Finding, RewardReport, Row, check_reward
 
-__all__ = ["Finding", "Report", "Row", "check_files", "check_reward", "main", "show"]
+__all__ = ["Finding", "RewardReport", "Row", "check_files", "check_reward", "main", "show"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,9 +18,8 @@ from tensordict import TensorDict
 from verl.protocol import DataProto, DataProtoItem
 from verl.protocol.checks import renaming
 from verl.protocol.joins import concat_meta, union_meta
-from verl.single_controller.ray.packing import Lengths
 from verl.single_controller.ray.stored import (
-    Column,
+    StoredColumn,
     StoredRows,
     concat_columns,
     prune_parts,
@@ -29,6 +28,7 @@ from verl.single_controller.ray.stored import (
     take_rows,
     traffic,
 )
+from verl.single_controller.ray.trimming import Lengths
 from verl.types.schema import OBJECT
 from verl.utils.nested import same
 
@@ -38,7 +38,7 @@ __all__ = ["BatchRef", "StoredRows", "store_rows", "traffic"]
 class BatchRef(DataProto):
     """A batch by reference. Behaves like a DataProto; `fetch()` makes one."""
 
-    def __init__(self, stored: dict[str, Column], rows: int, meta_info: dict[str, Any]) -> None:
+    def __init__(self, stored: dict[str, StoredColumn], rows: int, meta_info: dict[str, Any]) -> None:
         self._columns, self._rows, self.meta_info = stored, rows, meta_info
         # Values on the controller, each with torch's count of writes to it when it was stored (None: it is not).
         self._held: dict[str, tuple[Any, int | None]] = {}
@@ -265,7 +265,7 @@ class BatchRef(DataProto):
         self._columns.pop(name, None)
         self._held.pop(name, None)
 
-    def _stored(self, names: Sequence[str] | None = None) -> dict[str, Column]:
+    def _stored(self, names: Sequence[str] | None = None) -> dict[str, StoredColumn]:
         """The named columns (None: all) as they are now: what is held here and not in the store is put there."""
         names = self._names() if names is None else names
         for name in names:

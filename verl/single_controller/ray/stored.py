@@ -10,7 +10,7 @@ import numpy as np
 import ray
 
 from verl.protocol import DataProto
-from verl.single_controller.ray.packing import ColumnType, Lengths, Picks, lengths_of, pack, unpack
+from verl.single_controller.ray.trimming import ColumnType, Lengths, Picks, lengths_of, padded, trimmed
 from verl.types.schema import OBJECT
 
 
@@ -68,14 +68,14 @@ class RowMap:
 
 
 @dataclass(frozen=True)
-class Column:
+class StoredColumn:
     """A column of a batch: its stored parts, and which of their rows it has."""
 
     type: ColumnType
     refs: tuple[Any, ...]
     rows: RowMap
 
-    def same_as(self, other: Column) -> bool:
+    def same_as(self, other: StoredColumn) -> bool:
         """Whether both are the same stored rows (equal values stored twice are not)."""
         return self.refs == other.refs and (
             self.rows is other.rows or np.array_equal(self.rows.index, other.rows.index)
@@ -87,7 +87,7 @@ class StoredRows:
     """What a worker returns in place of a DataProto."""
 
     rows: int
-    columns: dict[str, Column]
+    columns: dict[str, StoredColumn]
     meta_info: dict[str, Any]
 
 
@@ -101,13 +101,13 @@ def store_rows(data: DataProto, known: Lengths | None = None) -> StoredRows:
     if lengths is None and known is not None and len(known) == len(data):
         lengths, widths = known, known.widths
     row_map = RowMap((len(data),), np.arange(len(data)), lengths)
-    packed = {name: pack(name, value, lengths, widths) for name, value in tensors.items()}
-    packed |= {name: (ColumnType(OBJECT), array) for name, array in data.non_tensor_batch.items()}
-    columns = {name: Column(kind, (_put(content),), row_map) for name, (kind, content) in packed.items()}
+    found = {name: trimmed(name, value, lengths, widths) for name, value in tensors.items()}
+    found |= {name: (ColumnType(OBJECT), array) for name, array in data.non_tensor_batch.items()}
+    columns = {name: StoredColumn(kind, (_put(content),), row_map) for name, (kind, content) in found.items()}
     return StoredRows(len(data), columns, data.meta_info)
 
 
-def read_columns(columns: Mapping[str, Column]) -> dict[str, Any]:
+def read_columns(columns: Mapping[str, StoredColumn]) -> dict[str, Any]:
     """The columns' values; all references are fetched in one go."""
     picks = {id(column.rows): column.rows.picks() for column in columns.values()}
     refs = [column.refs[part] for column in columns.values() for part in picks[id(column.rows)][0]]
@@ -116,28 +116,28 @@ def read_columns(columns: Mapping[str, Column]) -> dict[str, Any]:
     for name, column in columns.items():
         used, chosen = picks[id(column.rows)]
         parts = [next(contents) for _ in used]
-        values[name] = unpack(column.type, parts, chosen, len(column.rows.index), column.rows.lengths)
+        values[name] = padded(column.type, parts, chosen, len(column.rows.index), column.rows.lengths)
         traffic.fetched += values[name].nbytes
     return values
 
 
-def take_rows(columns: Mapping[str, Column], rows: slice | np.ndarray) -> dict[str, Column]:
+def take_rows(columns: Mapping[str, StoredColumn], rows: slice | np.ndarray) -> dict[str, StoredColumn]:
     """Some rows of every column; columns that shared a map still do."""
     taken = {key: row_map.take(rows) for key, row_map in _maps(columns).items()}
     return {name: replace(column, rows=taken[id(column.rows)]) for name, column in columns.items()}
 
 
-def prune_parts(columns: Mapping[str, Column]) -> dict[str, Column]:
+def prune_parts(columns: Mapping[str, StoredColumn]) -> dict[str, StoredColumn]:
     """The same columns without the parts that their rows do not use."""
     pruned = {key: row_map.pruned() for key, row_map in _maps(columns).items()}
     kept = {}
     for name, column in columns.items():
         row_map, used = pruned[id(column.rows)]
-        kept[name] = Column(column.type, tuple(column.refs[part] for part in used), row_map)
+        kept[name] = StoredColumn(column.type, tuple(column.refs[part] for part in used), row_map)
     return kept
 
 
-def concat_columns(batches: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
+def concat_columns(batches: Sequence[Mapping[str, StoredColumn]]) -> dict[str, StoredColumn]:
     """The columns of batches end to end; they must have the same names and types."""
     for number, batch in enumerate(batches[1:], start=1):
         if difference := batches[0].keys() ^ batch.keys():
@@ -150,11 +150,11 @@ def concat_columns(batches: Sequence[Mapping[str, Column]]) -> dict[str, Column]
         if key not in maps:
             maps[key] = RowMap.concat([part.rows for part in parts])
         refs = tuple(ref for part in parts for ref in part.refs)
-        joined[name] = Column(ColumnType.merged(name, [part.type for part in parts]), refs, maps[key])
+        joined[name] = StoredColumn(ColumnType.merged(name, [part.type for part in parts]), refs, maps[key])
     return joined
 
 
-def _maps(columns: Mapping[str, Column]) -> dict[int, RowMap]:
+def _maps(columns: Mapping[str, StoredColumn]) -> dict[int, RowMap]:
     return {id(column.rows): column.rows for column in columns.values()}
 
 

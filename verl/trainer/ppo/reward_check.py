@@ -22,7 +22,7 @@ from verl.utils.dataset.problems import ground_truth_of
 from verl.utils.dataset.rows import Rows
 from verl.utils.reward_score import default_compute_score, known_data_sources
 from verl.utils.reward_score.registry import matching, unknown_source
-from verl.workers.reward_manager.check import Report, Row, check_reward
+from verl.workers.reward_manager.check import RewardReport, Row, check_reward
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _START_SECONDS = 1.5
 _COLORS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
-def check_files(data_files: Sequence[str], overrides: Sequence[str] = (), n: int = 64, seed: int = 0) -> Report:
+def check_files(data_files: Sequence[str], overrides: Sequence[str] = (), n: int = 64, seed: int = 0) -> RewardReport:
     """Check the reward function that a run with these `key=value` overrides would use, on `n` rows of the files."""
     config = load_config(
         {"data": {"train_files": list(data_files)}, "actor_rollout_ref": {"model": {"path": "unused"}}},
@@ -74,7 +74,7 @@ def check_at_start(manager: Any, dataset: Any, reward_fn_key: str) -> None:
             logger.warning("reward check: %s: %s. Train on if that is meant.", finding.question, finding.answer)
 
 
-def show(report: Report) -> None:
+def show(report: RewardReport) -> None:
     """The report as a table on the terminal."""
     from rich.console import Console
     from rich.markup import escape

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from verl.utils.dataset.chat import Messages, PromptEncoder, PromptRefused, as_messages, prompt_digest
-from verl.utils.dataset.check_report import JUDGED, Column, Lengths, Report, Sample, Wiring, show
+from verl.utils.dataset.check_report import JUDGED, DataColumn, DataReport, PromptLengths, ShownRow, Wiring, show
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import (
     DataError,
@@ -45,14 +45,14 @@ def check_files(
     any_source: bool = False,
     scored_rows: int = 20_000,
     samples: int = 2,
-) -> Report:
+) -> DataReport:
     """Look at every row.
 
     Prompts are counted in tokens of `tokenizer`, else in characters, and compared with `limits`. `any_source`: a reward
     function of the user takes any data source. Of every source, `scored_rows` ground truths, evenly spread, are scored
     against themselves.
     """
-    report = Report()
+    report = DataReport()
     rows = Rows.of(_readable(data_files, report.problems))
     report.files = [(part.file, len(part)) for part in rows.parts]
     report.columns = _columns(rows)
@@ -131,11 +131,11 @@ def _readable(data_files: str | Sequence[str], problems: list[str]) -> Iterator[
                 problems.append(str(error))
 
 
-def _columns(rows: Rows) -> list[Column]:
-    found: dict[str, Column] = {}
+def _columns(rows: Rows) -> list[DataColumn]:
+    found: dict[str, DataColumn] = {}
     for part in rows.parts:
         for name in part.columns:
-            column = found.setdefault(name, Column(name))
+            column = found.setdefault(name, DataColumn(name))
             if isinstance(part, ArrowPart):
                 column.types.setdefault(str(part.table.schema.field(name).type))
                 column.nulls += part.table.column(name).null_count
@@ -177,7 +177,7 @@ def _try(row: dict[str, Any], source: str, where: str, wiring: Wiring) -> None:
         wiring.first_wrong = f"{where}: the ground truth {str(truth)[:60]!r} {trial.problem}"
 
 
-def _look_for_repetitions(rows: Rows, prompt_key: str, report: Report) -> None:
+def _look_for_repetitions(rows: Rows, prompt_key: str, report: DataReport) -> None:
     """Prompts that come again: in the same file, in another one, or with another ground truth."""
     seen: dict[bytes, tuple[int, Any]] = {}
     again: list[tuple[int, int]] = []
@@ -203,11 +203,13 @@ def _look_for_repetitions(rows: Rows, prompt_key: str, report: Report) -> None:
             report.notices.append(f"{len(pairs)} of {len(rows)} prompts {what} ({place}).")
 
 
-def _measure(rows: Rows, prompt_key: str, encoder: PromptEncoder | None, limits: Sequence[int], report: Report) -> None:
+def _measure(
+    rows: Rows, prompt_key: str, encoder: PromptEncoder | None, limits: Sequence[int], report: DataReport
+) -> None:
     if encoder is None:
         texts = (value_at(row, prompt_key) for _, batch in rows.batches([prompt_key.split(".")[0]]) for row in batch)
         values = np.array([sum(len(str(message.get("content"))) for message in as_messages(text)) for text in texts])
-        report.lengths = Lengths(values, "characters", [])
+        report.lengths = PromptLengths(values, "characters", [])
         return
     from verl.utils.dataset.prompt_tokens import encode_prompts  # it needs torch, which takes its time
 
@@ -216,7 +218,7 @@ def _measure(rows: Rows, prompt_key: str, encoder: PromptEncoder | None, limits:
     except DataError as error:
         report.problems += error.problems
         return
-    report.lengths = Lengths(values, "tokens", sorted(limits))
+    report.lengths = PromptLengths(values, "tokens", sorted(limits))
     for limit in sorted(limits):
         over = int((values > limit).sum())
         if over:
@@ -226,13 +228,13 @@ def _measure(rows: Rows, prompt_key: str, encoder: PromptEncoder | None, limits:
             )
 
 
-def _samples(rows: Rows, prompt_key: str, encoder: PromptEncoder | None, count: int) -> Iterator[Sample]:
+def _samples(rows: Rows, prompt_key: str, encoder: PromptEncoder | None, count: int) -> Iterator[ShownRow]:
     """The first row and others, evenly spread; the prompt as the model will see it where that is known."""
     for number in np.unique(np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)).tolist():
         row = rows[number]
         messages = as_messages(value_at(row, prompt_key))
         fields = {name: str(value)[:_SHOWN_CHARACTERS] for name, value in row.items() if name != prompt_key}
-        yield Sample(rows.where(number), _shown(messages, encoder)[:_SHOWN_CHARACTERS], fields)
+        yield ShownRow(rows.where(number), _shown(messages, encoder)[:_SHOWN_CHARACTERS], fields)
 
 
 def _shown(messages: Messages, encoder: PromptEncoder | None) -> str:

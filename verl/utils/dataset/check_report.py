@@ -18,7 +18,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 @dataclass
-class Column:
+class DataColumn:
     """A column over all files; the keys of `types` are its types, in the order of the files."""
 
     name: str
@@ -46,7 +46,7 @@ class Wiring:
 
 
 @dataclass
-class Lengths:
+class PromptLengths:
     """[rows] lengths of the prompts, and the limits they are held against."""
 
     values: np.ndarray
@@ -55,7 +55,7 @@ class Lengths:
 
 
 @dataclass
-class Sample:
+class ShownRow:
     """One row: its place, the prompt, the other fields."""
 
     where: str
@@ -64,23 +64,23 @@ class Sample:
 
 
 @dataclass
-class Report:
+class DataReport:
     """What was found; `problems` is empty for files that train."""
 
     files: list[tuple[str, int]] = field(default_factory=list)
-    columns: list[Column] = field(default_factory=list)
+    columns: list[DataColumn] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     wiring: dict[str, Wiring] = field(default_factory=dict)
-    lengths: Lengths | None = None
-    samples: list[Sample] = field(default_factory=list)
+    lengths: PromptLengths | None = None
+    samples: list[ShownRow] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
         return sum(rows for _, rows in self.files)
 
 
-def show(report: Report, console: Console | None = None) -> None:
+def show(report: DataReport, console: Console | None = None) -> None:
     """Everything, the verdict last."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
@@ -106,7 +106,7 @@ def show(report: Report, console: Console | None = None) -> None:
     console.print(verdict)
 
 
-def _schema(report: Report) -> Table:
+def _schema(report: DataReport) -> Table:
     table = Table("column", "type", "null", title="columns", title_justify="left")
     for column in report.columns:
         nulls = f"[yellow]{column.nulls}[/]" if column.nulls else "0"
@@ -114,13 +114,13 @@ def _schema(report: Report) -> Table:
     return table
 
 
-def _panel(sample: Sample) -> Panel:
+def _panel(sample: ShownRow) -> Panel:
     lines = [escape(sample.prompt), ""]
     lines += [f"[cyan]{escape(name)}[/]: {escape(value)}" for name, value in sample.fields.items()]
     return Panel(Group(*lines), title=escape(sample.where), title_align="left")
 
 
-def _histogram(lengths: Lengths) -> Group:
+def _histogram(lengths: PromptLengths) -> Group:
     values = lengths.values
     quantiles = ", ".join(f"{q:.0%} ≤ {int(np.quantile(values, q))}" for q in _QUANTILES)
     shares = "".join(f"; over {limit}: {(values > limit).mean():.2%}" for limit in lengths.limits)

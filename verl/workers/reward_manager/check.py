@@ -37,7 +37,7 @@ class Finding:
 
 
 @dataclass
-class Report:
+class RewardReport:
     """What was found; `hopeless`: no sample could be scored at all."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -73,13 +73,13 @@ class _Case:
 
 def check_reward(
     submit: Submit, rows: Sequence[Row], *, own_function: bool, budget_seconds: float | None = None, quick: bool = False
-) -> Report:
+) -> RewardReport:
     """Try a reward function on rows; `submit` is a reward manager's.
 
     `own_function`: one of the user, whose answer format and highest score are not known; what may be due to that is a
     warning. `budget_seconds` ends the check early. `quick` leaves out formatted answers that need much thought.
     """
-    report = Report()
+    report = RewardReport()
     cases = list(_cases(rows, own_function, quick, report))
     first_call = _FIRST_CALL_SECONDS if budget_seconds is None else _FIRST_CALL_SECONDS_WITH_BUDGET
     if not cases or not _answers_at_all(submit, cases[0].sample, first_call, report):
@@ -103,7 +103,7 @@ def check_reward(
     return report
 
 
-def _cases(rows: Sequence[Row], own_function: bool, quick: bool, report: Report) -> Iterator[_Case]:
+def _cases(rows: Sequence[Row], own_function: bool, quick: bool, report: RewardReport) -> Iterator[_Case]:
     broken = []
     others = [row.ground_truth for row in rows if isinstance(row.ground_truth, str) and len(row.ground_truth) < 20]
     for number, row in enumerate(rows):
@@ -125,7 +125,7 @@ def _cases(rows: Sequence[Row], own_function: bool, quick: bool, report: Report)
         report.findings.append(Finding("ground truths", text, "failed"))
 
 
-def _answers_at_all(submit: Submit, sample: Sample, patience: float, report: Report) -> bool:
+def _answers_at_all(submit: Submit, sample: Sample, patience: float, report: RewardReport) -> bool:
     """The first call, whose time is not the function's alone."""
     try:
         submit(sample).result(timeout=patience)

@@ -20,7 +20,7 @@ from tiny import tiny_tokenizer
 
 from verl.utils.dataset import prompt_tokens
 from verl.utils.dataset.check import check_files, main
-from verl.utils.dataset.check_report import Lengths, Report, show
+from verl.utils.dataset.check_report import DataReport, PromptLengths, show
 
 DAPO = Path(__file__).parents[5] / "shared" / "data" / "dapo_math_17k" / "dapo_math_17k.parquet"
 GOOD = {
@@ -184,7 +184,7 @@ def test_ground_truths_to_score_are_spread_evenly_over_each_source(tmp_path):
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=60), st.integers(1, 4000))
 def test_the_bars_of_the_histogram_count_every_row_once(values, limit):
     console = Console(file=io.StringIO(), width=200)
-    show(Report(files=[("a", len(values))], lengths=Lengths(np.array(values), "tokens", [limit])), console)
+    show(DataReport(files=[("a", len(values))], lengths=PromptLengths(np.array(values), "tokens", [limit])), console)
     lines = console.file.getvalue().splitlines()
     bars = [line.split() for line in lines if line.endswith("%") and not line.startswith("prompt")]
     assert sum(int(bar[-2]) for bar in bars) == len(values)

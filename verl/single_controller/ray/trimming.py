@@ -1,4 +1,4 @@
-"""Columns without their padding: how one is packed, and how any rows of several are read back.
+"""Columns without their padding: how one is trimmed, and how any rows of several are read back.
 
 With P and R the padded prompt and response widths, row i of a batch is real on the window [P - prompt_i,
 P + response_i) of a sequence column ([rows, P + R]), and on the matching parts of a prompt column ([rows, P],
@@ -96,7 +96,7 @@ def lengths_of(tensors: Mapping[str, torch.Tensor]) -> tuple[Lengths, tuple[int,
     return Lengths(prompt.sum(1).numpy(), response.sum(1).numpy()), (prompt_width, response_width)
 
 
-def pack(name: str, value: torch.Tensor, lengths: Lengths | None, widths: tuple[int, int]) -> tuple[ColumnType, Any]:
+def trimmed(name: str, value: torch.Tensor, lengths: Lengths | None, widths: tuple[int, int]) -> tuple[ColumnType, Any]:
     """A token column's real tokens end to end and their offsets, (values, offsets); any other column as it is."""
     array, dtype = as_numpy(value), str(value.dtype).removeprefix("torch.")
     axis = _axis_of(name, value, widths)
@@ -106,14 +106,14 @@ def pack(name: str, value: torch.Tensor, lengths: Lengths | None, widths: tuple[
         # A column of the user's own that is not blank in the padding may be no token column at all.
         if name in COLUMNS or _is_blank_outside(value, starts, ends, pad):
             offsets = np.concatenate([[0], np.cumsum(ends - starts)])
-            packed = np.empty((int(offsets[-1]), *array.shape[2:]), dtype=array.dtype)
+            values = np.empty((int(offsets[-1]), *array.shape[2:]), dtype=array.dtype)
             for row, start, end, at in zip(array, starts.tolist(), ends.tolist(), offsets.tolist(), strict=False):
-                packed[at : at + end - start] = row[start:end]
-            return ColumnType(axis, dtype, tuple(value.shape[2:]), pad), (packed, offsets)
+                values[at : at + end - start] = row[start:end]
+            return ColumnType(axis, dtype, tuple(value.shape[2:]), pad), (values, offsets)
     return ColumnType(ROW, dtype, tuple(value.shape[1:])), np.ascontiguousarray(array)
 
 
-def unpack(column: ColumnType, parts: list[Any], picks: Picks, rows: int, lengths: Lengths | None) -> Any:
+def padded(column: ColumnType, parts: list[Any], picks: Picks, rows: int, lengths: Lengths | None) -> Any:
     """Rows of a column's parts, in memory of our own."""
     if column.axis == OBJECT:
         inner = parts[0].shape[1:] if parts else ()
@@ -123,13 +123,13 @@ def unpack(column: ColumnType, parts: list[Any], picks: Picks, rows: int, length
         target = as_numpy(result)
     else:
         assert lengths is not None, "a token column is stored with its lengths"
-        return _unpack_tokens(column, parts, picks, lengths)
+        return _padded_tokens(column, parts, picks, lengths)
     for part, (places, chosen) in zip(parts, picks, strict=True):
         target[places] = part[chosen]
     return result
 
 
-def _unpack_tokens(column: ColumnType, parts: list[Any], picks: Picks, lengths: Lengths) -> torch.Tensor:
+def _padded_tokens(column: ColumnType, parts: list[Any], picks: Picks, lengths: Lengths) -> torch.Tensor:
     """Padded to the longest prompt and response among the rows."""
     prompt_width, response_width = lengths.widths
     width = _widths(prompt_width, response_width)[column.axis]
