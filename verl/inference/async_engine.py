@@ -60,6 +60,9 @@ class StepEngine(Protocol):
     def requeue_all(self) -> None:
         """Drop all KV; what runs is computed again and goes on."""
 
+    def forget_prefixes(self) -> None:
+        """Whoever comes later takes over nobody's KV."""
+
     def clear(self) -> None:
         """Forget everybody."""
 
@@ -180,10 +183,13 @@ class AsyncEngine:
             self._last_admitted = math.inf
             self.go(_PAUSE)
 
-    def recompute(self) -> None:
-        """Drop all KV; what runs is computed again from its tokens. Only while halted."""
+    def recompute(self, running: bool = True) -> None:
+        """Cached KV is void; what runs is computed again from its tokens, if its own is too. Only while halted."""
         with self._changed:
-            self._engine.requeue_all()
+            if running:
+                self._engine.requeue_all()
+            else:
+                self._engine.forget_prefixes()
 
     def fail(self, error: BaseException) -> None:
         """Every request known now ends with this error."""

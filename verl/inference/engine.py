@@ -82,6 +82,10 @@ class Engine:
         """The KV memory is void: what runs is computed again from its tokens, and goes on."""
         self.scheduler.requeue_all()
 
+    def forget_prefixes(self) -> None:
+        """Whoever comes later takes over nobody's KV."""
+        self.scheduler.blocks.flush()
+
     def clear(self) -> None:
         """Forget everybody."""
         self._pending.clear()

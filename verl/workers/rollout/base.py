@@ -23,9 +23,10 @@ from verl.utils.weight_fingerprint import tensor_fingerprint
 from verl.workers.rollout.output import rows_from_trajectories
 from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
 
-__all__ = ["PAUSE_MODES", "RELEASE_TAGS", "BaseRollout"]
+__all__ = ["KV_MODES", "PAUSE_MODES", "RELEASE_TAGS", "BaseRollout"]
 
 PAUSE_MODES = ("finish", "keep", "abort")
+KV_MODES = ("keep", "recompute")
 RELEASE_TAGS = ("weights", "kv_cache")
 
 
@@ -61,10 +62,12 @@ class BaseRollout(ABC):
         """End these requests (None: all) at the next token; their outputs carry what there is, reason `abort`."""
 
     @abstractmethod
-    def pause_generation(self, mode: str = "keep") -> None:
+    def pause_generation(self, mode: str = "keep", kv: str = "recompute") -> None:
         """Stop sampling, and return when it has stopped; later requests wait for `resume_generation`.
 
         `finish` completes what was submitted before, `keep` leaves it where it is, `abort` ends it with what there is.
+        What is left goes on after an update of the weights with its KV computed again, or, with kv="keep", with that
+        of the old weights: cheaper, and another distribution. Released KV is always computed again.
         """
 
     @abstractmethod
@@ -143,7 +146,7 @@ class BaseRollout(ABC):
     def finish_update(self, fingerprint: Mapping[str, int]) -> None:
         """Check that every weight arrived and is the trainer's, bit for bit; then sampling goes on with `version`.
 
-        Sequences that were under way continue; their KV is computed again. Raises WeightMismatchError.
+        Sequences that were under way continue; a pause says what becomes of their KV. Raises WeightMismatchError.
         """
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> None:

@@ -15,7 +15,7 @@ from verl.inference.tensor_parallel import FollowingEngine
 from verl.inference.weights import EngineWeights
 from verl.types.request import Output, Request
 from verl.types.weights import Manifest, WeightMismatchError
-from verl.workers.rollout.base import PAUSE_MODES, RELEASE_TAGS, BaseRollout
+from verl.workers.rollout.base import KV_MODES, PAUSE_MODES, RELEASE_TAGS, BaseRollout
 
 __all__ = ["SLEEP_MODES", "EmbeddedRollout", "Releasable"]
 
@@ -60,6 +60,7 @@ class EmbeddedRollout(BaseRollout):
         if config.load_format == "dummy":
             self._unfit = "load_format=dummy: the first weights come from the trainer, by an update."
         self._pending_version = 0
+        self._keep_kv = False
 
     @property
     def version(self) -> int:
@@ -84,12 +85,15 @@ class EmbeddedRollout(BaseRollout):
     def abort(self, ids: Iterable[str] | None = None) -> None:
         self._loop.abort(ids)
 
-    def pause_generation(self, mode: str = "keep") -> None:
-        if mode not in PAUSE_MODES:
-            raise ValueError(f"pause_generation: mode {mode!r} is unknown. Use one of {PAUSE_MODES}.")
+    def pause_generation(self, mode: str = "keep", kv: str = "recompute") -> None:
+        for name, value, known in (("mode", mode, PAUSE_MODES), ("kv", kv, KV_MODES)):
+            if value not in known:
+                raise ValueError(f"pause_generation: {name} {value!r} is unknown. Use one of {known}.")
         self._loop.pause(mode)
+        self._keep_kv = kv == "keep"
 
     def resume_generation(self) -> None:
+        self._keep_kv = False
         self._loop.unpause()
 
     def _require_ready(self) -> None:
@@ -121,7 +125,7 @@ class EmbeddedRollout(BaseRollout):
         except WeightMismatchError as error:
             self._stop_with(error)
             raise
-        self._loop.recompute()
+        self._loop.recompute(running=not self._keep_kv)
         self._loop.version = self._pending_version
         self._unfit = None
         self._loop.go("update")

@@ -76,6 +76,9 @@ class HFEngine:
         self._running = []
         self._runner.clear()
 
+    def forget_prefixes(self) -> None:
+        """There are none: only what joins together shares a prompt."""
+
     def clear(self) -> None:
         self._waiting.clear()
         self._running = []

@@ -151,9 +151,10 @@ def test_pause_abort_returns_what_there_is(start):
     assert only(later).finish_reason == "length", "finishing works from a paused engine too"
 
 
-def test_an_unknown_pause_mode_is_refused(start):
-    with pytest.raises(ValueError, match="mode 'stop' is unknown"):
-        start().pause_generation("stop")
+@pytest.mark.parametrize(("how", "wrong"), [({"mode": "stop"}, "mode 'stop'"), ({"kv": "drop"}, "kv 'drop'")])
+def test_an_unknown_pause_mode_is_refused(start, how, wrong):
+    with pytest.raises(ValueError, match=f"{wrong} is unknown"):
+        start().pause_generation(**how)
 
 
 @pytest.mark.parametrize("pause", [True, False], ids=["paused", "in passing"])
@@ -180,6 +181,30 @@ def test_new_weights_in_the_middle_continue_the_sequence_under_the_new_version(s
             torch.tensor(output.versions) == 0, old.gather(1, picked)[:, 0], new.gather(1, picked)[:, 0]
         )
         torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_kept_kv_goes_on_under_new_weights_and_newcomers_take_none_of_it(start):
+    engine, new_model = start(), tiny_model(seed=1)
+    prompt = list(range(10, 50))  # two blocks that a newcomer would share
+    futures = engine.submit([request(prompt_ids=prompt)])
+    tokens_so_far(engine, 20)
+    engine.pause_generation("keep", kv="keep")
+    newcomer = engine.submit([request("b", replace(LONG, max_new_tokens=1), prompt_ids=prompt)])
+    engine.update_weights(new_model.state_dict().items())
+    engine.resume_generation()
+    kept, fresh = only(futures), only(newcomer)
+    changed_at = kept.versions.index(1)
+    assert kept.versions == [0] * changed_at + [1] * (240 - changed_at)
+
+    def difference(output: Output, first: int = 0) -> float:
+        """The largest of its log-probs, from `first` on, from those under the new weights alone."""
+        with torch.no_grad():
+            logits = new_model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(output.token_ids).unsqueeze(1))[:, 0]
+        return (expected - torch.tensor(output.log_probs)).abs()[first:].max().item()
+
+    assert difference(kept, changed_at) > 1e-2, "its context is still the old weights'"
+    assert difference(fresh) < 1e-5
 
 
 def test_released_memory_must_be_resumed_before_new_requests_and_running_ones_survive(start):
