@@ -44,7 +44,7 @@ class NativeOptions:
     @classmethod
     def of(cls, config: RolloutConfig) -> NativeOptions:
         given = dict(config.engine_kwargs["native"] if "native" in config.engine_kwargs else {})
-        where, known = "actor_rollout_ref.rollout.engine_kwargs.native", [field.name for field in fields(cls)]
+        where, known = "engine_kwargs.native", [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(known))
         if unknown:
             raise ValueError(f"{where}.{unknown[0]}: there is no such option. There are {', '.join(known)}.")

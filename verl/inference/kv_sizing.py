@@ -40,14 +40,14 @@ def choose_num_blocks(
     wanted = max_num_seqs * per_sequence
     if model.device.type == "cuda":
         room = _device_room(model, max_num_seqs, gpu_memory_utilization, weight_bytes)
-        remedy = "Raise actor_rollout_ref.rollout.gpu_memory_utilization, or lower max_model_len"
+        remedy = "Raise gpu_memory_utilization, or lower max_model_len"
     else:
         room = int(_HOST_SHARE * host_memory_available())
-        remedy = "Free host memory, or lower actor_rollout_ref.rollout.max_model_len"
+        remedy = "Free host memory, or lower max_model_len"
     blocks = min(wanted, max(0, room) // each)
     if blocks < per_sequence:
         raise ValueError(
-            f"actor_rollout_ref.rollout.max_model_len: the KV of one sequence of {max_model_len} tokens takes"
+            f"max_model_len: the KV of one sequence of {max_model_len} tokens takes"
             f" {_gb(per_sequence * each)}, and there is room for {_gb(max(0, room))}. {remedy}."
         )
     logger.info(

@@ -145,7 +145,7 @@ class _VirtualRange:
             raise torch.cuda.OutOfMemoryError(
                 f"rollout: {self._size / 2**30:.1f} GB of device memory could not be taken ({error};"
                 f" {free / 2**30:.1f} of {total / 2**30:.1f} GB are free). Lower"
-                " actor_rollout_ref.rollout.gpu_memory_utilization, or offload the trainer."
+                " gpu_memory_utilization, or offload the trainer."
             ) from error
 
     def unmap(self) -> None:

@@ -76,7 +76,7 @@ class Scheduler:
             raise ValueError(
                 f"request {request.id!r}: {len(request.prompt_ids)} prompt and {request.params.max_new_tokens} new"
                 f" tokens need {needed} KV blocks of {self.blocks.block_size} tokens, and there are {there_are}."
-                " Raise actor_rollout_ref.rollout.gpu_memory_utilization, or lower max_new_tokens."
+                " Raise gpu_memory_utilization, or lower max_new_tokens."
             )
 
     def add(self, sequences: Iterable[Sequence]) -> None:

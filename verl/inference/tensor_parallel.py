@@ -45,14 +45,12 @@ class TensorParallel:
             return SINGLE
         if not dist.is_initialized():
             raise ValueError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size: {size} ranks share an engine, and this one is"
-                " alone. Start it in a process group, or set it to 1."
+                f"tensor_model_parallel_size: {size} ranks share an engine, and this one is alone. Start it in a"
+                " process group, or set it to 1."
             )
         world, rank = dist.get_world_size(), dist.get_rank()
         if world % size:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size: {size} does not divide the {world} ranks."
-            )
+            raise ValueError(f"tensor_model_parallel_size: {size} does not divide the {world} ranks.")
         mine: dict[str, Any] = {}
         for first in range(0, world, size):
             ranks = list(range(first, first + size))
@@ -172,7 +170,7 @@ class FollowingEngine:
     def go(self, reason: str) -> None: ...
     def pause(self, mode: str) -> None: ...
     def unpause(self) -> None: ...
-    def recompute(self) -> None: ...
+    def recompute(self, running: bool = True) -> None: ...
     def fail(self, error: BaseException) -> None: ...
 
     def close(self) -> None:

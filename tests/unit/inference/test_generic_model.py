@@ -129,7 +129,7 @@ def test_weights_lie_in_one_region_and_ties_stay_ties():
     ],
 )
 def test_models_that_cannot_run_paged_are_refused_by_name(family, changes, cause):
-    with pytest.raises(ValueError, match=f"the native engine cannot run {cause}.*rollout.name=hf"):
+    with pytest.raises(ValueError, match=f"the native engine cannot run {cause}.*Set name=hf"):
         GenericModel(tiny_model(family, **changes), max_length=513)
 
 

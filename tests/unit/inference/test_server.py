@@ -317,5 +317,5 @@ def test_what_cannot_be_started_says_why(folder, tmp_path, capsys):
 
 
 def test_errors_of_the_engine_name_options_of_this_program():
-    told = "actor_rollout_ref.rollout.max_model_len: too long. Raise actor_rollout_ref.rollout.gpu_memory_utilization."
-    assert in_options(told) == "--max-model-len: too long. Raise --gpu-memory-utilization."
+    told = "max_model_len: too long. Raise gpu_memory_utilization, or lower max_new_tokens."
+    assert in_options(told) == "--max-model-len: too long. Raise --gpu-memory-utilization, or lower max_new_tokens."

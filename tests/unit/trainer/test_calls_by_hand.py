@@ -6,6 +6,8 @@ import pytest
 import torch
 from training_harness import close, make_task, make_trainer, overrides
 
+from verl.protocol import DataProto
+
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "data.val_files=[]")
 
 
@@ -40,6 +42,13 @@ def test_generation_takes_sampling_parameters_of_the_call(trainer, answered):
     assert torch.equal(*again)
     with pytest.raises(RuntimeError, match="no sampling parameter 'heat'"):
         generate(prompts, heat=1.0)
+
+
+def test_an_engines_error_names_the_whole_key(trainer, answered):
+    limit = trainer.config.actor_rollout_ref.rollout.max_model_len
+    long = dict.fromkeys(("input_ids", "attention_mask"), torch.ones(2, limit, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match=f"no room in actor_rollout_ref.rollout.max_model_len={limit}"):
+        trainer.rollout_wg.generate_sequences(DataProto.from_dict(long))
 
 
 def test_rewards_advantages_and_updates_are_called_without_metrics(trainer, answered):

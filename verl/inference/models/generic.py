@@ -102,14 +102,11 @@ def _unsupported_reason(hf: Any, config: Any, max_length: int) -> str | None:
         if kind in _BATCH_DEPENDENT_ROTARY and max_length > limit:
             return (
                 f"beyond {limit} tokens its {kind} rotary embedding depends on who else is in the batch"
-                f" (rollout.max_model_len is {max_length})"
+                f" (max_model_len is {max_length})"
             )
     return None
 
 
 def _refuse(hf: Any, reason: str | None) -> None:
     if reason is not None:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.name: the native engine cannot run {type(hf).__name__}: {reason}."
-            " Set actor_rollout_ref.rollout.name=hf."
-        )
+        raise ValueError(f"name: the native engine cannot run {type(hf).__name__}: {reason}. Set name=hf.")

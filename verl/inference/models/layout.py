@@ -44,14 +44,11 @@ class Layout:
         size = parallel.size
         for what, count in {"attention heads": heads, "intermediate size": config.intermediate_size}.items():
             if count % size:
-                raise ValueError(
-                    f"actor_rollout_ref.rollout.tensor_model_parallel_size: {size} does not divide the model's {what}"
-                    f" ({count})."
-                )
+                raise ValueError(f"tensor_model_parallel_size: {size} does not divide the model's {what} ({count}).")
         if max(kv_heads, size) % min(kv_heads, size):
             raise ValueError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size: {size} and the model's {kv_heads} key/value"
-                " heads: one must divide the other."
+                f"tensor_model_parallel_size: {size} and the model's {kv_heads} key/value heads: one must divide the"
+                " other."
             )
         self.heads, self.kv_heads = heads // size, max(1, kv_heads // size)
         # A vocabulary that cannot be cut evenly is kept whole by every rank.

@@ -45,13 +45,13 @@ def load_inference_model(
     against = "its code comes with the checkpoint" if foreign else unsupported_reason(hf_config, max_length)
     if kind == "fused" and against:
         raise ValueError(
-            f"actor_rollout_ref.rollout.engine_kwargs.native.model: fused cannot run this {hf_config.model_type} model:"
-            f" {against}. Set it to auto."
+            f"engine_kwargs.native.model: fused cannot run this {hf_config.model_type} model: {against}. Set it to"
+            " auto."
         )
     if parallel.size > 1 and (kind == "generic" or against):
         raise ValueError(
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size: {parallel.size}; only fused models run on several"
-            f" ranks, and this {hf_config.model_type} is not one ({against or 'generic was asked for'}). Set it to 1."
+            f"tensor_model_parallel_size: {parallel.size}; only fused models run on several ranks, and this"
+            f" {hf_config.model_type} is not one ({against or 'generic was asked for'}). Set it to 1."
         )
     if kind == "generic" or against:
         logger.info("rollout: %s runs by its own module (%s)", hf_config.model_type, against or "asked for")

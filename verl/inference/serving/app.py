@@ -7,7 +7,6 @@ import contextlib
 import hmac
 import json
 import logging
-import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from verl.inference.serving.openai_replies import Replies, usage
 from verl.inference.serving.openai_requests import ApiError, Ask, ModelFacts, parse_chat, parse_completion, parse_json
 from verl.inference.serving.text_stream import TextStream
 from verl.types.request import Output, Request
+from verl.utils.field_errors import respelled
 
 __all__ = ["OpenAIApp", "in_options"]
 
@@ -25,7 +25,7 @@ _PARSERS = {"/v1/completions": parse_completion, "/v1/chat/completions": parse_c
 # Enough tokens before an answer for a decoder to know that a word does not begin the text.
 _CONTEXT_TOKENS = 4
 _DONE = "[DONE]"
-_CONFIG_KEY = re.compile(r"actor_rollout_ref\.\w+\.(\w+)")
+_OPTIONS = ("max_model_len", "max_num_seqs", "gpu_memory_utilization")
 
 logger = logging.getLogger(__name__)
 
@@ -185,8 +185,8 @@ async def _forward(
 
 
 def in_options(message: str) -> str:
-    """An error of the engine in the words of this program: its keys are command-line options."""
-    return _CONFIG_KEY.sub(lambda key: f"--{key[1].replace('_', '-')}", message)
+    """An error of the engine in the words of this program: its fields are command-line options."""
+    return respelled(message, _OPTIONS, lambda name: f"--{name.replace('_', '-')}")
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.device import resolve_dtype
+from verl.utils.field_errors import keys_under
 from verl.utils.fs import resolve_model_path
 from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.engines import inferred, start_engine
@@ -135,7 +136,8 @@ class ActorRolloutRefWorker(Worker):
             rows, finished = prompts.non_tensor_batch["row"], self._finished
             telling["on_finished"] = lambda place, output: finished.append((int(rows[place]), output.token_ids))
         try:
-            return self.rollout.generate_sequences(prompts, **telling, **sampling)
+            with keys_under("actor_rollout_ref.rollout", RolloutConfig):
+                return self.rollout.generate_sequences(prompts, **telling, **sampling)
         finally:
             # After a failure too: the run may go on, and ranks that share an engine release together.
             # A new one: what an engine's thread still says of this generation is nobody's business any more.
@@ -229,8 +231,9 @@ class ActorRolloutRefWorker(Worker):
         self.ref_engine.park()
 
     def _init_rollout(self) -> None:
-        rollout_class: Any = get_rollout_class(self.config.rollout.name)
-        self.rollout = rollout_class(self.model_path, self.config.model, self.config.rollout, self.device)
+        with keys_under("actor_rollout_ref.rollout", RolloutConfig):
+            rollout_class: Any = get_rollout_class(self.config.rollout.name)
+            self.rollout = rollout_class(self.model_path, self.config.model, self.config.rollout, self.device)
         # The ranks of a tensor-parallel engine get the same rows; the first of them answers.
         ranks = self.config.rollout.tensor_model_parallel_size
         self.register_mesh_place("rollout", self.rank // ranks, collect=self.rank % ranks == 0)

@@ -17,11 +17,11 @@ ROLLOUT_CLASSES: dict[str, str] = {
 
 
 def get_rollout_class(name: str) -> type[BaseRollout]:
-    """The class behind `actor_rollout_ref.rollout.name`."""
+    """The class behind `rollout.name`."""
     if name not in ROLLOUT_CLASSES:
         raise ValueError(
-            f"actor_rollout_ref.rollout.name: the engine {name!r} does not exist in this version"
-            f" (there is: {', '.join(sorted(ROLLOUT_CLASSES))}). Set actor_rollout_ref.rollout.name=hf."
+            f"name: the engine {name!r} does not exist in this version (there is:"
+            f" {', '.join(sorted(ROLLOUT_CLASSES))}). Set name=hf."
         )
     module, _, attribute = ROLLOUT_CLASSES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -32,18 +32,15 @@ class HFRollout(EmbeddedRollout):
     ) -> None:
         if config.tensor_model_parallel_size > 1:
             raise ValueError(
-                f"actor_rollout_ref.rollout.tensor_model_parallel_size: {config.tensor_model_parallel_size}; the hf"
-                " engine runs on one device. Set it to 1."
+                f"tensor_model_parallel_size: {config.tensor_model_parallel_size}; the hf engine runs on one device."
+                " Set it to 1."
             )
         device = torch.device(device)
         dtype = resolve_dtype(config.dtype, device) if dtype is None else dtype
         hf_config = read_model_config(model_path, model_config)
         self.model = load_module(model_path, hf_config, model_config, config.load_format, device, dtype)
         if getattr(self.model, "_is_stateful", False):
-            raise ValueError(
-                f"actor_rollout_ref.rollout.name: hf cannot decode {type(self.model).__name__}, whose state is no KV"
-                " cache."
-            )
+            raise ValueError(f"name: hf cannot decode {type(self.model).__name__}, whose state is no KV cache.")
         region = pack_module(self.model, device, dtype)
         self.model.eval().requires_grad_(False)
         runner = HFRunner(self.model, config.max_num_batched_tokens)

@@ -120,8 +120,8 @@ def _limit(given: Any, index: int, most: int) -> int:
     if isinstance(given, Sequence | np.ndarray):
         if index >= len(given):
             raise ValueError(
-                f"max_new_tokens: a row has {len(given)} limits, and there is a sample number {index}. Give one "
-                "number, or as many as actor_rollout_ref.rollout.n."
+                f"column 'max_new_tokens': a row has {len(given)} limits, and there is a sample number {index}. Give"
+                " one number, or as many as a prompt has samples."
             )
         given = given[index]
     return min(most, int(given))

@@ -135,7 +135,7 @@ def _begin(rollout: BaseRollout, header: dict[str, Any]) -> None:
     if header["dtype"] != _dtype_name(rollout.weight_dtype):
         raise WeightMismatchError(
             f"weights: the trainer sends {header['dtype']}, the rollout holds {_dtype_name(rollout.weight_dtype)}."
-            " Both sides take actor_rollout_ref.rollout.dtype; set it (auto depends on the device)."
+            " Both sides take the rollout's dtype; set it (auto depends on the device)."
         )
     manifest = {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in header["manifest"]}
     rollout.begin_update(header["version"], manifest)

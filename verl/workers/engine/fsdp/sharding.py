@@ -123,7 +123,7 @@ def compiling_explained(model: ResponseModel) -> Iterator[None]:
     except TorchDynamoException as error:
         raise RuntimeError(
             f"use_torch_compile: the layers of {type(model.hf).__name__} could not be compiled "
-            f"({str(error).strip().splitlines()[0]}). Set actor_rollout_ref.actor.use_torch_compile=False."
+            f"({str(error).strip().splitlines()[0]}). Set use_torch_compile=False."
         ) from error
 
 
