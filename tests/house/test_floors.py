@@ -110,6 +110,53 @@ def test_imports_go_downward_only():
     assert not wrong, "\n".join(wrong)
 
 
+def import_graph(modules: dict[str, str]) -> dict[str, set[str]]:
+    """Module name → modules it imports, wherever the import stands: in functions and under TYPE_CHECKING too."""
+    graph: dict[str, set[str]] = {}
+    for name, source in modules.items():
+        targets = [target for target, _ in imported_modules(ast.parse(source))]
+        # `from a.b import c` is of a.b.c where that is a module, else of a.b.
+        found = {target if target in modules else target.rpartition(".")[0] for target in targets}
+        graph[name] = (found & modules.keys()) - {name}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or not; what is left when leaves and roots are taken off, again and
+    again, is on a circle or between two of them."""
+    left = {name: set(targets) for name, targets in graph.items()}
+    while True:
+        imported = {target for targets in left.values() for target in targets}
+        off = {name for name, targets in left.items() if not targets or name not in imported}
+        if not off:
+            return [[name, *sorted(targets)] for name, targets in sorted(left.items())]
+        left = {name: targets - off for name, targets in left.items() if name not in off}
+
+
+def test_no_import_circles_not_even_for_types_or_inside_functions():
+    modules = {module_name(path): path.read_text() for path in python_files("verl")}
+    assert not circles(import_graph(modules))
+
+
+def test_a_circle_through_a_function_and_a_type_is_found():
+    modules = {
+        "a": "from b import x",
+        "b": "def f():\n    import c",
+        "c": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from a import T",
+        "d": "import a",
+        "e": "",
+    }
+    assert [names[0] for names in circles(import_graph(modules))] == ["a", "b", "c"]
+
+
+def test_the_collaborators_do_not_know_the_trainer():
+    """They are told what they need; the asynchronous trainer composes the same ones."""
+    for name in ("groups", "generator", "validator", "weight_sync", "state", "dynamic_sampling", "prompts"):
+        source = (ROOT / f"verl/trainer/ppo/{name}.py").read_text()
+        assert "RayPPOTrainer" not in source, name
+        assert "ray_trainer" not in source, name
+
+
 def test_every_module_stands_on_a_floor():
     for path in python_files("verl"):
         if not is_face(path):

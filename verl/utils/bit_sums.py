@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from verl.utils.index_mix import BLOCK, high_weights, low_weights
-
-if TYPE_CHECKING:
-    from verl.utils.weight_fingerprint import Place
+from verl.utils.index_mix import BLOCK, Place, high_weights, low_weights
 
 __all__ = ["bit_sums"]
 

@@ -8,15 +8,36 @@ tensor of any size, and a sum over a block needs one of the factors only once.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-__all__ = ["BLOCK", "high_weights", "low_weights"]
+__all__ = ["BLOCK", "Place", "high_weights", "low_weights"]
 
 BLOCK = 4096
 _LOW, _HIGH = 0, 1 << 63  # where each table begins in the sequence of the hash
 _grown: dict[torch.device, torch.Tensor] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part lies in the whole tensor: runs of `run` consecutive elements (None: one of all), the first at index
+    `start`, each `stride` after the one before."""
+
+    start: int = 0
+    run: int | None = None
+    stride: int = 0
+
+    @classmethod
+    def of_part(cls, shape: Sequence[int], dim: int, start: int, full: int) -> Place:
+        """Of a part of this shape, which has the entries from `start` on of the `full` ones of dimension `dim`."""
+        inner = math.prod(shape[dim + 1 :])
+        if math.prod(shape[:dim]) == 1:
+            return cls(start * inner)
+        return cls(start * inner, shape[dim] * inner, full * inner)
 
 
 @functools.cache

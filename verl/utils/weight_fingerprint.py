@@ -6,14 +6,12 @@ changed bit, a transposed, permuted or shifted tensor has another one (but for a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 import torch
 
-from verl.utils.index_mix import BLOCK, high_weights, low_weights
+from verl.utils.index_mix import BLOCK, Place, high_weights, low_weights
 
 __all__ = ["Place", "fingerprints", "tensor_fingerprint"]
 
@@ -22,24 +20,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Elements at a time: as int64 they are 256 MB of a device; on a CPU they stay in its cache.
 _CHUNK = {"cpu": 32 * BLOCK}
 _LARGE_CHUNK = 8192 * BLOCK
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a part lies in the whole tensor: runs of `run` consecutive elements (None: one of all), the first at index
-    `start`, each `stride` after the one before."""
-
-    start: int = 0
-    run: int | None = None
-    stride: int = 0
-
-    @classmethod
-    def of_part(cls, shape: Sequence[int], dim: int, start: int, full: int) -> Place:
-        """Of a part of this shape, which has the entries from `start` on of the `full` ones of dimension `dim`."""
-        inner = math.prod(shape[dim + 1 :])
-        if math.prod(shape[:dim]) == 1:
-            return cls(start * inner)
-        return cls(start * inner, shape[dim] * inner, full * inner)
 
 
 WHOLE = Place()

@@ -5,17 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from verl.protocol import DataProto, DataProtoConfig
 
-if TYPE_CHECKING:
-    from verl.single_controller.base.worker import MeshPlace
-    from verl.single_controller.base.worker_group import WorkerGroup
-
 PerRank = tuple[list[list[Any]], dict[str, list[Any]]]
+
+
+@dataclass(frozen=True)
+class MeshPlace:
+    """A rank's place in a named mesh: which data shard it gets, and whether its result stands for that shard."""
+
+    dp_rank: int
+    collect: bool
+
+
+class Group(Protocol):
+    """What splitting and joining need to know of a worker group."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def mesh_places(self, name: str) -> list[MeshPlace]: ...
 
 
 @dataclass(frozen=True)
@@ -29,12 +42,12 @@ class Shard:
     """Whether this rank's result is wanted (one rank of each tp/sp/pp group)."""
 
 
-def repeat_for_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> PerRank:
+def repeat_for_all(group: Group, *args: Any, **kwargs: Any) -> PerRank:
     """The same arguments for every rank."""
     return [[arg] * group.world_size for arg in args], {key: [arg] * group.world_size for key, arg in kwargs.items()}
 
 
-def one_entry_per_rank(group: WorkerGroup, *args: Any, **kwargs: Any) -> PerRank:
+def one_entry_per_rank(group: Group, *args: Any, **kwargs: Any) -> PerRank:
     """The caller gives lists with one entry per rank."""
     named = [*((f"argument {i}", arg) for i, arg in enumerate(args)), *kwargs.items()]
     for name, arg in named:
@@ -46,32 +59,32 @@ def one_entry_per_rank(group: WorkerGroup, *args: Any, **kwargs: Any) -> PerRank
     return [list(arg) for arg in args], {key: list(arg) for key, arg in kwargs.items()}
 
 
-def split_over_ranks(group: WorkerGroup, *args: Any, **kwargs: Any) -> PerRank:
+def split_over_ranks(group: Group, *args: Any, **kwargs: Any) -> PerRank:
     """Every rank is data-parallel: rank i gets shard i of each DataProto; other arguments are repeated."""
     return _split([(rank, True) for rank in range(group.world_size)], args, kwargs)
 
 
-def split_over_mesh(mesh_name: str, group: WorkerGroup, *args: Any, **kwargs: Any) -> PerRank:
+def split_over_mesh(mesh_name: str, group: Group, *args: Any, **kwargs: Any) -> PerRank:
     """Shards over the dp dimension of a registered mesh; ranks at one dp position get the same shard."""
     return _split([(place.dp_rank, place.collect) for place in _places(group, mesh_name)], args, kwargs)
 
 
-def only_result(group: WorkerGroup, outputs: list[Any]) -> Any:
+def only_result(group: Group, outputs: list[Any]) -> Any:
     """What the one rank returned."""
     return outputs[0]
 
 
-def list_results(group: WorkerGroup, outputs: list[Any]) -> list[Any]:
+def list_results(group: Group, outputs: list[Any]) -> list[Any]:
     """What each rank returned."""
     return outputs
 
 
-def join_results(group: WorkerGroup, outputs: list[Any]) -> Any:
+def join_results(group: Group, outputs: list[Any]) -> Any:
     """One DataProto of all ranks' rows, in rank order."""
     return _join(outputs)
 
 
-def join_from_mesh(mesh_name: str, group: WorkerGroup, outputs: list[Any]) -> Any:
+def join_from_mesh(mesh_name: str, group: Group, outputs: list[Any]) -> Any:
     """One DataProto of all shards' rows, each from the rank that answers for its shard."""
     places = _places(group, mesh_name)
     collecting = sorted((place.dp_rank, rank) for rank, place in enumerate(places) if place.collect)
@@ -113,7 +126,7 @@ def _shards(data: DataProto, dp_size: int) -> list[tuple[DataProto, int]]:
     return shards
 
 
-def _places(group: WorkerGroup, mesh_name: str) -> list[MeshPlace]:
+def _places(group: Group, mesh_name: str) -> list[MeshPlace]:
     places = group.mesh_places(mesh_name)
     collecting = sorted(place.dp_rank for place in places if place.collect)
     if collecting != list(range(len(collecting))) or {place.dp_rank for place in places} != set(collecting):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.dispatch import MeshPlace
 from verl.single_controller.base.errors import CallCancelled
 from verl.utils.device_memory import memory_in_use
 from verl.utils.progress import Progress, counted_by
@@ -58,14 +59,6 @@ class RankInfo:
             master_port=int(get("MASTER_PORT", "29500")),
             device_name="cuda" if torch.cuda.is_available() else "cpu",
         )
-
-
-@dataclass(frozen=True)
-class MeshPlace:
-    """A rank's place in a named mesh: which data shard it gets, and whether its result stands for that shard."""
-
-    dp_rank: int
-    collect: bool
 
 
 _rank_info: contextvars.ContextVar[RankInfo | None] = contextvars.ContextVar("verl_rank_info", default=None)

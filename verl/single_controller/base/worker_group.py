@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.protocol import DataProtoFuture
 from verl.single_controller.base.decorator import Execute, MethodSpec, method_specs
-from verl.single_controller.base.worker import MeshPlace
+from verl.single_controller.base.dispatch import MeshPlace
 
 
 class ResourcePool:
