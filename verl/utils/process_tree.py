@@ -52,15 +52,12 @@ def cpu_seconds(pid: int) -> float | None:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def scheduled(pid: int) -> tuple[float, float] | None:
-    """Seconds that the first thread of `pid` ran, and that it could have run but had to wait for a processor, the wait
-    it may be in now not counted; None where the system does not say.
-    """
+def starved_seconds(pid: int) -> float | None:
+    """How long the first thread of `pid` could have run but had to wait for a processor; None: not known."""
     try:
-        ran, waited = Path(f"/proc/{pid}/schedstat").read_bytes().split()[:2]
-    except (OSError, ValueError):
+        return int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
         return None
-    return int(ran) / 1e9, int(waited) / 1e9
 
 
 def kill_family(pid: int) -> None:

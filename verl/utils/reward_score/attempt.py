@@ -1,28 +1,82 @@
-"""One call of a reward function, whatever it does short of ending its process: a value, extra fields, or an error."""
+"""Calls of a reward function, whatever it does short of ending its process: a value, extra fields, or an error."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verl.utils.reward_score import registry
+
 # What can go wrong; counted as reward/errors/<kind>.
 RAISED, INVALID, MEMORY, TIMEOUT, DIED = KINDS = ("raised", "invalid", "memory", "timeout", "died")
 # value, extra fields, what is wrong, its kind
 Fields = tuple[float, dict[str, Any], str | None, str | None]
+Rows = Sequence[Mapping[str, Any]]
 
 _TRACE_LINES = 6
+_loaded: Callable[[Rows], tuple[Fields, ...]]
+
+
+def load(score_rows: Callable[[Rows], tuple[Fields, ...]], users_own: dict[str, registry.ScoreFunction]) -> None:
+    """In a scorer process: what `score_loaded` is to call, and the functions that users registered."""
+    global _loaded
+    _loaded = score_rows
+    registry.add_all(users_own)
+
+
+def score_loaded(rows: Rows) -> tuple[Fields, ...]:
+    return _loaded(rows)
+
+
+def score_each(function: Callable[..., Any], rows: Rows) -> tuple[Fields, ...]:
+    """One call for each row."""
+    return tuple(attempt(functools.partial(registry.call_with_accepted, function, **row)) for row in rows)
+
+
+def score_lists(function: Callable[..., Any], rows: Rows) -> tuple[Fields, ...]:
+    """One call for all rows: `function(data_sources, solution_strs, ground_truths, extra_infos)` returns a list.
+
+    It may leave out parameters it does not need. A call that raises costs all of its rows.
+    """
+    named = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
+    lists = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
+    try:
+        returned = function(**{name: values for name, values in lists.items() if takes_any or name in named})
+        if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
+            raise TypeError(
+                f"a list of {len(rows)} scores is expected; the function returned a {type(returned).__name__}"
+            )
+        if len(returned) != len(rows):
+            raise ValueError(f"the function returned {len(returned)} scores for {len(rows)} answers")
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - counted and shown by the reward manager
+        return ((0.0, {}, of_a_call(len(rows), last_lines(traceback.format_exc())), RAISED),) * len(rows)
+    return tuple(map(normalised, returned))
+
+
+def of_a_call(count: int, error: str) -> str:
+    """The error of each of a call's rows."""
+    return f"the call with its {count} answers failed: {error}"
 
 
 def attempt(call: Callable[[], Any]) -> Fields:
-    """Call and judge; whatever it raises becomes the sample's error."""
+    """Call and judge; whatever it raises becomes the sample's error, but a lack of memory, which is the process's."""
     try:
         return normalised(call())
-    except Exception as error:  # noqa: BLE001 - counted and shown by the reward manager
-        trace = "".join(traceback.format_exc().splitlines(keepends=True)[-_TRACE_LINES:]).strip()
-        return 0.0, {}, trace, MEMORY if isinstance(error, MemoryError) else RAISED
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - counted and shown by the reward manager
+        return 0.0, {}, last_lines(traceback.format_exc()), RAISED
+
+
+def last_lines(trace: str) -> str:
+    return "".join(trace.splitlines(keepends=True)[-_TRACE_LINES:]).strip()
 
 
 def normalised(result: Any) -> Fields:
@@ -43,19 +97,3 @@ def normalised(result: Any) -> Fields:
 def invalid(error: str) -> Fields:
     """No score, because of what was given or returned."""
     return 0.0, {}, error, INVALID
-
-
-def score_lists(function: Callable[..., Any], *, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One call for all rows: `function(data_sources, solution_strs, ground_truths, extra_infos)` returns a list.
-
-    It may leave out parameters it does not need. The result holds `scores`: one `Fields` per row, in order.
-    """
-    named = inspect.signature(function).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
-    lists = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
-    returned = function(**{name: values for name, values in lists.items() if takes_any or name in named})
-    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
-        raise TypeError(f"a list of {len(rows)} scores is expected; the function returned a {type(returned).__name__}")
-    if len(returned) != len(rows):
-        raise ValueError(f"the function returned {len(returned)} scores for {len(rows)} answers")
-    return {"score": 0.0, "scores": [normalised(result) for result in returned]}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.workers.reward_manager.sample import Sample, Score
+from verl.workers.reward_manager.scorer import Sample, Score
 
 # Where rows remember their place in the generation request, whatever becomes of the batch in between.
 ROW = "row"

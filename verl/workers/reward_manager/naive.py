@@ -20,7 +20,6 @@ import torch
 from verl.protocol import DataProto
 from verl.utils.progress import counted
 from verl.utils.reward_score import default_compute_score
-from verl.utils.reward_score.registry import call_with_accepted
 from verl.workers.reward_manager.ahead import ROW, Finished, ScoresAhead
 from verl.workers.reward_manager.explain import POLICIES, describe_failures, describe_sample, why_all_zero
 from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
@@ -49,6 +48,9 @@ class NaiveRewardManager:
     # Parameters of a user's function: those it must have, and those it is given if it has them.
     required_arguments: tuple[str, ...] = ("solution_str", "ground_truth")
     optional_arguments: tuple[str, ...] = ("data_source", "extra_info")
+    # Whether it gets lists of answers, and of how many (None: all that there are).
+    takes_lists = False
+    batch_size: int | None = 1
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class NaiveRewardManager:
         self.last_failure: str | None = None  # of the last call: what could not be scored, in words
         processes = min(_MOST_PROCESSES, _available_cores()) if num_processes is None else num_processes
         memory_limit = None if memory_limit_gb is None else int(memory_limit_gb * 2**30)
-        self._pool = ScorerPool(self._call(), processes, timeout, memory_limit)
+        self._pool = ScorerPool(self.compute_score, processes, timeout, memory_limit, self.takes_lists, self.batch_size)
         self._in_processes = processes > 0
         self._ahead: ScoresAhead | None = None
         self._first_call = True
@@ -124,7 +126,7 @@ class NaiveRewardManager:
         """
         own = [name for name in _ONE_BY_ONE if getattr(type(self), name) is not getattr(NaiveRewardManager, name)]
         self._ahead = None
-        if not own and self._in_processes and self.reward_fn_key in columns:
+        if not (own or self.takes_lists) and self._in_processes and self.reward_fn_key in columns:
             self._ahead = ScoresAhead(functools.partial(self._finished_samples, columns), self.submit)
         return self._ahead
 
@@ -151,10 +153,6 @@ class NaiveRewardManager:
     def _finished_samples(self, columns: Mapping[str, Any], finished: Finished) -> list[Sample]:
         texts = self.tokenizer.batch_decode([tokens for _, tokens in finished], skip_special_tokens=True)
         return [self._sample(columns, row, text) for (row, _), text in zip(finished, texts, strict=True)]
-
-    def _call(self) -> Callable[..., Any]:
-        """What the scorer processes run."""
-        return functools.partial(call_with_accepted, self.compute_score)
 
     def _sample(self, columns: Mapping[str, Any], row: int, text: str) -> Sample:
         if self.reward_fn_key not in columns:

@@ -173,7 +173,7 @@ def test_only_a_finite_number_is_a_score(pool):
 def test_a_sample_that_cannot_be_sent_costs_itself(pool):
     scores = pool.score([sample("fine"), sample("fine", lock=threading.Lock()), sample("fine")])
     assert [score.kind for score in scores] == [None, "invalid", None]
-    assert "cannot be sent to a scorer process" in scores[1].error
+    assert "cannot be sent to another process" in scores[1].error
 
 
 def test_samples_that_wait_for_ever_wait_out_their_time_side_by_side(function, tmp_path):
@@ -295,7 +295,7 @@ def test_closing_ends_every_process_and_a_closed_pool_can_be_used_again(function
     time.sleep(0.1)
     pool.close()
     wait_until(lambda: not alive(told["pid"]) and not alive(told["server"]))
-    with pytest.raises(RuntimeError, match="the scorer pool was closed before the sample was scored"):
+    with pytest.raises(RuntimeError, match="the process pool was closed"):
         hanging.result(timeout=5)
     assert pool.submit(sample("fine")).result().value == 0.5
     pool.close()
@@ -307,7 +307,7 @@ def test_a_lost_server_is_an_error_for_what_it_had_and_the_pool_starts_anew(pool
     hanging = pool.submit(sample("command", file=str(tmp_path / "pid")))
     wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     os.kill(server, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="the process that starts scorers is gone"):
+    with pytest.raises(RuntimeError, match="the process that starts workers is gone"):
         hanging.result(timeout=20)
     wait_until(lambda: not alive(int((tmp_path / "pid").read_text())))
     assert pool.submit(sample("fine")).result(timeout=20).value == 0.5

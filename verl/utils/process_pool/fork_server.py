@@ -1,21 +1,23 @@
-"""The far side of a scorer pool: a process that loads the reward function once and forks scorers from there.
+"""The far side of a process pool: a process that runs the initializer once and forks workers from there.
 
-Forking makes a fresh scorer in a millisecond, whatever the function imports, so a hanging one can be killed without
-regret. Nothing of the trainer is inherited: this process starts from scratch, with one thread. It ends, and takes its
-scorers and all they started with it, when the pool closes the control socket or the pool's process is gone.
+Forking makes a fresh worker in a millisecond, whatever the initializer loads, so a hanging one can be killed without
+regret. Nothing of the pool's process is inherited: this one starts from scratch, with one thread. It ends, and takes
+its workers and all they started with it, when the pool closes the control socket or the pool's process is gone.
 
 Control messages are a letter and a number: `F` (fork; a socket comes along; the answer is the process id), `K` + id
-(clear up after a scorer that the pool killed; no answer), `E` + id (the same for one that ended by itself; the answer
+(clear up after a worker that the pool killed; no answer), `E` + id (the same for one that ended by itself; the answer
 is how, as in `subprocess.Popen.returncode`) and `P` + length (import the modules whose names follow; no answer).
 
-A scorer gets lists of pickled arguments and answers with frames (a letter, a length, seconds, a pickle): `S`, the
-fields of a Score and how long it took, for one sample after the other; and `I` with names while a sample makes it
-import something, which takes time that is not the sample's fault, and which the next scorers need not do again.
+A worker gets lists of calls (function and arguments, both pickled) and answers each with a frame (a letter, a length,
+seconds, a pickle): `R`, what was returned; `X`, what was raised; `O`, out of memory. Before that come `I` with a name
+while a call imports something, which takes time that is not its fault, and `M` with the modules it has imported, which
+fresh workers shall have.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -29,15 +31,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
 
 from verl.utils import process_tree
-from verl.utils.reward_score.attempt import MEMORY, Fields, attempt, invalid
+from verl.utils.process_pool.errors import CannotSend
 
 FORK, KILLED, ENDED, PRELOAD = b"F", b"K", b"E", b"P"
-SCORE, IMPORTED = b"S", b"I"
+CALLS, RETURNED, RAISED, MEMORY, IMPORTING, MODULES = b"C", b"R", b"X", b"O", b"I", b"M"
 CONTROL = struct.Struct("!cq")
 FRAME = struct.Struct("!cIf")
 _LOOK_FOR_PARENT_SECONDS = 2.0
@@ -47,35 +47,27 @@ _TELL_SECONDS = 0.05
 
 
 def main(control_fd: int) -> None:
-    """Load the function that comes first over the control socket, say whether that worked, then serve."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which may still want scores
+    """Run the initializer that comes first over the control socket, say whether that worked, then serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool's process, which may still want results
     control = socket.socket(fileno=control_fd)
     with Connection(os.dup(control_fd)) as pipe:
         try:
-            compute, memory_limit = _load(pipe.recv_bytes())
+            initializer, memory_limit = pickle.loads(pipe.recv_bytes())
+            if initializer is not None:
+                initializer()
         except Exception:  # noqa: BLE001 - told to the pool, which raises it
             pipe.send(traceback.format_exc())
             return
         pipe.send(None)
-    _Server(control, compute, memory_limit).serve()
-
-
-def _load(payload: bytes) -> tuple[Callable[..., Any], int | None]:
-    from verl.utils.reward_score import registry
-
-    compute, users_own, memory_limit = pickle.loads(payload)
-    registry.add_all(users_own)
-    return compute, memory_limit
+    _Server(control, memory_limit).serve()
 
 
 class _Server:
-    def __init__(self, control: socket.socket, compute: Callable[..., Any], memory_limit: int | None) -> None:
+    def __init__(self, control: socket.socket, memory_limit: int | None) -> None:
         self._control = control
-        self._compute = compute
         self._memory_limit = memory_limit
-        self._scorers: set[int] = set()
+        self._workers: set[int] = set()
         self._dying: set[int] = set()
-        self._looked_for: set[str] = set()
 
     def serve(self) -> None:
         parent = os.getppid()
@@ -100,8 +92,8 @@ class _Server:
         elif order == PRELOAD:
             self._preload(pickle.loads(self._control.recv(number, socket.MSG_WAITALL)))
         else:
-            self._scorers.remove(number)
-            code = _ending(number, _ENDING_SECONDS) if order == ENDED else None
+            self._workers.remove(number)
+            code = _ending(number) if order == ENDED else None
             if code is None:
                 process_tree.kill_family(number)
                 self._dying.add(number)
@@ -116,13 +108,12 @@ class _Server:
 
     def _settle(self) -> None:
         """What is here now belongs to the server for good: children to leave alone, and objects that forks share."""
-        self._own = set(process_tree.children(os.getpid())) - self._scorers - self._dying
+        self._own = set(process_tree.children(os.getpid())) - self._workers - self._dying
         gc.collect()
         gc.freeze()
 
     def _preload(self, names: list[str]) -> None:
-        """Import what a scorer needed while scoring, for those still to be forked. What fails here, fails there."""
-        self._looked_for.update(names)
+        """Import what a worker needed, for those still to be forked. What fails here, fails there."""
         for name in names:
             with contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(name)
@@ -131,15 +122,15 @@ class _Server:
     def _clear_up(self) -> None:
         """Reap the killed; kill what they left behind, which this process adopted whatever session it is in."""
         self._dying = {pid for pid in self._dying if not os.waitpid(pid, os.WNOHANG)[0]}
-        for orphan in set(process_tree.children(os.getpid())) - self._own - self._scorers - self._dying:
+        for orphan in set(process_tree.children(os.getpid())) - self._own - self._workers - self._dying:
             process_tree.kill_family(orphan)
             self._dying.add(orphan)
 
     def _end_all(self) -> None:
-        for pid in self._scorers:
+        for pid in self._workers:
             process_tree.kill_family(pid)
-        self._dying |= self._scorers
-        self._scorers = set()
+        self._dying |= self._workers
+        self._workers = set()
         give_up = time.monotonic() + _ENDING_SECONDS
         while self._dying and time.monotonic() < give_up:
             self._clear_up()
@@ -149,9 +140,9 @@ class _Server:
         pid = os.fork()
         if pid:
             os.close(descriptor)
-            self._scorers.add(pid)
+            self._workers.add(pid)
             return pid
-        # The child never returns from here: it is a scorer and nothing of the server's may run in it.
+        # The child never returns from here: it is a worker and nothing of the server's may run in it.
         status = 1
         try:
             self._control.close()
@@ -160,7 +151,7 @@ class _Server:
             os.setpgid(0, 0)  # killed together with whatever it starts
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             _limit_memory(self._memory_limit)
-            _score_until_closed(self._compute, socket.socket(fileno=descriptor), self._looked_for)
+            _work_until_closed(socket.socket(fileno=descriptor))
             status = 0
         except BaseException:  # noqa: BLE001 - a process that is about to end
             traceback.print_exc()
@@ -182,43 +173,52 @@ def _limit_memory(limit: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (wanted, most))
 
 
-def _lift_memory_limit() -> None:
-    """Room to say that the memory was used up. The pool kills a scorer that says so."""
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-
-
-def _score_until_closed(compute: Callable[..., Any], link: socket.socket, looked_for: set[str]) -> None:
-    me = os.getpid()
-    imports = _ImportWatch(link, looked_for)
+def _work_until_closed(link: socket.socket) -> None:
+    # What a call forks must not hold the socket, whose end is how the pool learns that this process has ended.
+    os.register_at_fork(after_in_child=link.close)
+    imports = _ImportWatch(link)
     sys.meta_path.insert(0, imports)
-    with contextlib.suppress(EOFError, ConnectionError):
+    with contextlib.suppress(EOFError, OSError):
         while True:
-            for payload in pickle.loads(_receive(link)):
+            for function, arguments in pickle.loads(_receive(link)):
                 began = time.perf_counter()
-                fields = _attempt(compute, payload)
+                letter, content = _outcome(function, arguments)
                 seconds = time.perf_counter() - began
-                if os.getpid() != me:
-                    os._exit(0)  # forked by the function, and came back from it: there is one answer already
-                link.sendall(imports.news() + _frame(SCORE, fields, seconds))
+                link.sendall(imports.news() + frame(letter, content, seconds))
 
 
-def _attempt(compute: Callable[..., Any], payload: bytes) -> Fields:
+_load_function = functools.lru_cache(pickle.loads)
+
+
+def _outcome(function: bytes, arguments: bytes) -> tuple[bytes, bytes]:
+    """How a call ended: a letter and its pickle."""
     try:
-        fields = attempt(lambda: compute(**pickle.loads(payload)))
-    except MemoryError:  # not even the error could be put into words
-        fields = 0.0, {}, "MemoryError", MEMORY
-    if fields[3] == MEMORY:
-        _lift_memory_limit()
-    return fields
-
-
-def _frame(kind: bytes, content: Any, seconds: float = 0.0) -> bytes:
+        value = _load_function(function)(*pickle.loads(arguments))
+    except MemoryError as error:
+        # Room to say so. The pool kills a process that does.
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        return MEMORY, _pickled_error(error)
+    except Exception as error:  # noqa: BLE001 - raised where the result is asked for
+        return RAISED, _pickled_error(error)
     try:
-        body = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # noqa: BLE001 - becomes the sample's error
-        body = pickle.dumps(invalid(f"what the reward function returned cannot be sent: {error}"))
-    return FRAME.pack(kind, len(body), seconds) + body
+        return RETURNED, pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # noqa: BLE001 - raised where the result is asked for
+        return RAISED, _pickled_error(CannotSend(f"returned what cannot be sent: {error}"))
+
+
+def _pickled_error(error: Exception) -> bytes:
+    text = "".join(traceback.format_exception(error)).strip()
+    try:
+        content = pickle.dumps((error, text))
+        pickle.loads(content)
+        return content
+    except Exception:  # noqa: BLE001 - it is said in words instead
+        return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), text))
+
+
+def frame(letter: bytes, content: bytes, seconds: float = 0.0) -> bytes:
+    return FRAME.pack(letter, len(content), seconds) + content
 
 
 def _receive(link: socket.socket) -> bytearray:
@@ -239,39 +239,31 @@ def _exactly(link: socket.socket, size: int) -> bytearray:
 
 
 class _ImportWatch:
-    """First in `sys.meta_path`, where it finds nothing and notices what is looked for, other than what is `known`."""
+    """First in `sys.meta_path`, where it finds nothing and notices what is looked for."""
 
-    def __init__(self, link: socket.socket, known: set[str]) -> None:
+    def __init__(self, link: socket.socket) -> None:
         self._link = link
-        self._known = known
+        self._seen: set[str] = set()
         self._new: list[str] = []
         self._told_at = 0.0
 
     def find_spec(self, name: str, *_: object) -> None:
         # Once per name: a module that is missing is looked for in every call. Other threads have nothing to say here.
-        if name in self._known or threading.current_thread() is not threading.main_thread():
+        if name in self._seen or threading.current_thread() is not threading.main_thread():
             return
-        self._known.add(name)
+        self._seen.add(name)
         self._new.append(name)
         if time.monotonic() - self._told_at >= _TELL_SECONDS:
             self._told_at = time.monotonic()
-            self._link.sendall(self.news())
+            self._link.sendall(frame(IMPORTING, name.encode()))
 
     def news(self) -> bytes:
-        """A frame with what was imported since the last one, or looked for in vain; nothing if there was nothing."""
+        """A frame with what was imported since the last one; nothing if there was nothing."""
         if not self._new:
             return b""
-        # An import may hang, or start a thread. The server, which is to do it again, must do neither.
-        done = [name for name in self._new if _is_over(name)] if _threads() == 1 else []
-        self._new = [name for name in self._new if not _is_over(name)]
-        return _frame(IMPORTED, done)
-
-
-def _is_over(module: str) -> bool:
-    """Whether a module and all it lies in are imported, or missing."""
-    parts = module.split(".")
-    lines = (sys.modules.get(".".join(parts[:end])) for end in range(1, len(parts) + 1))
-    return not any(getattr(getattr(each, "__spec__", None), "_initializing", False) for each in lines)
+        names, self._new = [name for name in self._new if name in sys.modules], []
+        # An import may start a thread. The server, which is to do it again and forks, must not.
+        return frame(MODULES, pickle.dumps(names)) if _threads() == 1 else b""
 
 
 def _threads() -> int:
@@ -281,9 +273,9 @@ def _threads() -> int:
         return 1
 
 
-def _ending(pid: int, patience: float) -> int | None:
-    """How a process ended, if it does so within `patience` seconds."""
-    give_up = time.monotonic() + patience
+def _ending(pid: int) -> int | None:
+    """How a process ended, if it does so soon."""
+    give_up = time.monotonic() + _ENDING_SECONDS
     ended, status = os.waitpid(pid, os.WNOHANG)
     while not ended and time.monotonic() < give_up:
         time.sleep(0.002)

@@ -1,0 +1,145 @@
+"""The process pool: values and errors of calls come back, limits hold, nothing of this process goes there.
+
+What calls do to their processes, and what that costs others: `tests/unit/workers/reward_manager/test_scorer.py`.
+Workers import this file for the functions in it: it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from verl.utils.process_pool import CannotSend, InitializerError, PoolClosed, ProcessDied, ProcessPool, TaskTimeout
+
+_loaded: list[str] = []
+
+
+def load(*what):
+    _loaded.extend(what)
+
+
+def loaded():
+    return list(_loaded)
+
+
+def add(a, b):
+    return a + b
+
+
+def fail(text):
+    raise KeyError(text)
+
+
+class Odd(Exception):
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+def fail_oddly():
+    raise Odd(1, 2)
+
+
+def exit_with(code):
+    os._exit(code)
+
+
+def hold_the_gil():
+    ctypes.PyDLL(None).usleep(1000_000_000)
+
+
+def surroundings(descriptor):
+    try:
+        os.fstat(descriptor)
+        reachable = True
+    except OSError:
+        reachable = False
+    return {"torch" in sys.modules, "ray" in sys.modules, threading.active_count() > 1, reachable}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ProcessPool(2) as made:
+        yield made
+
+
+def test_values_and_exceptions_come_back_to_whom_they_belong(pool):
+    futures = [pool.submit(add, i, 1) for i in range(100)]
+    missing, odd, died = pool.submit(fail, "what"), pool.submit(fail_oddly), pool.submit(exit_with, 3)
+    assert [future.result() for future in futures] == list(range(1, 101))
+    with pytest.raises(KeyError, match="what") as raised:
+        missing.result()
+    assert "in fail" in str(raised.value.__cause__), "the traceback over there"
+    with pytest.raises(RuntimeError, match="Odd: 1 and 2"):  # it cannot be made again from its pickle
+        odd.result()
+    with pytest.raises(ProcessDied, match="ended its process with exit code 3"):
+        died.result()
+
+
+def test_what_cannot_be_imported_there_travels_by_content(pool):
+    offset = 40
+    assert pool.submit(lambda x: x + offset, 2).result() == 42
+    with pytest.raises(CannotSend, match="lock"):
+        pool.submit(add, threading.Lock(), 1).result()
+    with pytest.raises(CannotSend, match="returned what cannot be sent"):
+        pool.submit(threading.Lock).result()
+
+
+@pytest.mark.parametrize(("function", "arguments"), [(time.sleep, (1000,)), (hold_the_gil, ())])
+def test_each_call_has_its_own_time_limit_whatever_it_does_with_the_interpreter(pool, function, arguments):
+    began = time.monotonic()
+    hanging = pool.submit(function, *arguments, timeout=0.3)
+    slow = pool.submit(time.sleep, 0.6)
+    with pytest.raises(TaskTimeout, match=r"took longer than 0\.3 s and was stopped"):
+        hanging.result(timeout=20)
+    assert slow.result(timeout=20) is None
+    assert time.monotonic() - began >= 0.6
+
+
+def test_many_results_are_in_order_and_hold_the_exceptions(pool):
+    results = pool.run(add, [(1, 2), (1, "2"), (3, 4)])
+    assert [results[0], type(results[1]), results[2]] == [3, TypeError, 7]
+
+
+def test_the_initializer_runs_once_and_every_worker_has_what_it_loads():
+    with ProcessPool(1, initializer=lambda: load("file", str(os.getpid()))) as pool:
+        first = pool.submit(loaded).result()
+        pool.submit(exit_with, 0).exception()
+        assert pool.submit(loaded).result() == first
+    assert first[0] == "file"
+    assert first[1] != str(os.getpid())
+
+
+def test_an_initializer_that_fails_is_an_error_of_the_first_call_that_names_the_cause():
+    def needs():
+        import no_such_module  # noqa: F401
+
+    with ProcessPool(1, initializer=needs) as pool, pytest.raises(InitializerError, match="no_such_module"):
+        pool.submit(add, 1, 2)
+
+
+def test_nothing_of_this_process_goes_into_the_workers(pool):
+    import ray  # noqa: F401
+    import torch  # noqa: F401
+
+    ours, theirs = os.pipe()
+    os.set_inheritable(theirs, True)
+    try:
+        assert pool.submit(surroundings, theirs).result() == {False}
+        with ProcessPool(1) as started_now:
+            assert started_now.submit(surroundings, theirs).result() == {False}
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_calls_that_a_closed_pool_owed_are_errors():
+    pool = ProcessPool(1)
+    owed = pool.submit(time.sleep, 1000)
+    pool.close()
+    with pytest.raises(PoolClosed, match="closed"):
+        owed.result(timeout=20)

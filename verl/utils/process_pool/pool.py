@@ -1,0 +1,367 @@
+"""ProcessPool: calls in processes of their own, where hanging or dying costs one call and no more.
+
+`submit(function, *arguments, timeout=…)` gives a future, `run(…)` waits for many. One thread deals calls out to
+workers, several per message, and watches the clock of each, which runs while the call does (not while it imports
+something, nor while others have the processor). What was sent with one that takes long goes to others.
+
+A call that takes long and only waits (for a network, a lock, for ever) needs no processor, so a fresh worker takes its
+place beside it: any number of these, up to some hundreds, cost one time limit. One that computes for ever keeps its
+place until its time is up: k of them cost k × timeout / processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pickle
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from verl.utils.process_pool.errors import CannotSend, PoolClosed, ProcessDied, RemoteTraceback, TaskTimeout
+from verl.utils.process_pool.fork_server import IMPORTING, MEMORY, MODULES, RETURNED
+from verl.utils.process_pool.processes import Done, ForkServer, Task, Worker, portable
+from verl.utils.progress import expect, tick
+
+# A call takes long when it takes this many times what calls typically take, and not less than that.
+_LONG = 20
+_FIRST_GUESS_SECONDS = 0.1
+_LONG_SECONDS = 0.005
+# So often, at most, a call that takes long is looked at: does it compute or wait.
+_LOOK_SECONDS = 0.25
+_MOST_BESIDE = 256
+# Work per message: much against the time until a busy machine lets the pool send the next one.
+_MESSAGE_SECONDS = 0.1
+_MOST_PER_MESSAGE = 256
+# How long answers may pile up before they are read: long against what reading costs.
+_PILE_SECONDS = 0.005
+_TICK_SECONDS = 0.5
+
+
+class ProcessPool:
+    """Up to `processes` workers, forked by a server that starts from scratch with the first call.
+
+    `initializer` runs once, in that server: what it loads, every worker has. It and functions that cannot be imported
+    travel by content (cloudpickle). A worker may take `memory_limit` bytes beyond what is loaded when it starts.
+    """
+
+    def __init__(
+        self, processes: int, *, initializer: Callable[[], object] | None = None, memory_limit: int | None = None
+    ) -> None:
+        self._processes = processes
+        self._initializer = initializer
+        self._memory_limit = memory_limit
+        self._waiting: deque[Task] = deque()
+        self._workers: dict[int, Worker] = {}
+        self._typical_seconds = _FIRST_GUESS_SECONDS
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    def submit(self, function: Callable[..., Any], *arguments: Any, timeout: float = math.inf) -> Future[Any]:
+        """Call a function some time soon, for at most `timeout` seconds; the future cannot be cancelled.
+
+        Where it gives no value, the future has the function's exception or one of `verl.utils.process_pool.errors`.
+        A call may be made twice, where another that was sent with it hung.
+        """
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+
+        def done(_: int, value: Any, error: Exception | None) -> None:
+            future.set_result(value) if error is None else future.set_exception(error)
+
+        self.enqueue(function, [arguments], done, timeout)
+        return future
+
+    def run(
+        self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], timeout: float = math.inf
+    ) -> list[Any]:
+        """Call it with each of these arguments and wait: what they returned, or the exception itself, in order.
+
+        Less ado per call than futures make. As they come, the results count as progress of the thread that waits.
+        """
+        results: dict[int, Any] = {}
+        total, all_done = -1, threading.Event()
+
+        def done(index: int, value: Any, error: Exception | None) -> None:
+            results[index] = value if error is None else error
+            if len(results) == total:
+                all_done.set()
+
+        total = self.enqueue(function, calls, done, timeout)
+        expect(total)
+        told = 0
+        while len(results) < total and not all_done.wait(_TICK_SECONDS):
+            now = len(results)
+            tick(now - told)
+            told = now
+        tick(total - told)
+        for result in results.values():
+            if isinstance(result, PoolClosed):
+                raise result
+        return [results[index] for index in range(total)]
+
+    def enqueue(
+        self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], done: Done, timeout: float = math.inf
+    ) -> int:
+        """The primitive: as many calls as there are arguments, each of which tells `done` its number and what became of
+        it, as a rule from the pool's own thread. How many these are.
+        """
+        tasks, count, code = [], 0, _pickled(function)
+        for count, arguments in enumerate(calls, 1):
+            try:
+                tasks.append(Task(code, _pickled(arguments), timeout, done, count - 1))
+            except CannotSend as error:
+                done(count - 1, None, CannotSend(f"got what cannot be sent to another process: {error}"))
+        if tasks:
+            with self._lock:
+                if self._thread is None:
+                    self._start()
+                self._waiting.extend(tasks)
+            self._wake()
+        return count
+
+    def close(self) -> None:
+        """Kill every process; calls still waiting are a PoolClosed. The pool may be used again."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is None:
+                return
+            self._closing = True
+        self._wake()
+        thread.join()
+
+    def __enter__(self) -> ProcessPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- starting and stopping
+
+    def _start(self) -> None:
+        self._server = ForkServer(self._initializer, self._memory_limit)
+        self._closing = False
+        self._bell, self._ringer = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ringer.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._server.control, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="process-pool", daemon=True)
+        self._thread.start()
+
+    def _wake(self) -> None:
+        # Full means that a wake-up is already on its way; closed, that nobody is left to wake.
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._ringer.send(b"\0")
+
+    def _run(self) -> None:
+        reason = "the process pool broke"
+        try:
+            while not self._closing:
+                self._deal()
+                self._let_answers_pile_up()
+                for ready, _ in self._selector.select(self._seconds_to_next_event()):
+                    self._listen(ready)
+                self._check_clocks()
+            reason = "the process pool was closed"
+        except (OSError, EOFError) as error:
+            reason = f"the process that starts workers is gone ({error})"
+        finally:
+            self._stop(reason)
+
+    def _stop(self, reason: str) -> None:
+        with self._lock:
+            if self._thread is threading.current_thread():  # not asked to: the next call starts anew
+                self._thread = None
+            abandoned = [task for worker in self._workers.values() for task in worker.tasks] + list(self._waiting)
+            self._waiting.clear()
+        self._selector.close()
+        self._server.close()
+        for worker in self._workers.values():
+            worker.link.close()
+        self._bell.close()
+        self._ringer.close()
+        self._workers.clear()
+        for task in abandoned:
+            task.tell(None, PoolClosed(reason))
+
+    # ---------------------------------------------------------------- the dealing thread
+
+    def _deal(self) -> None:
+        """Give waiting calls to idle workers, starting those that are allowed and missing."""
+        while self._waiting:
+            at_work = [worker for worker in self._workers.values() if not worker.blocked]
+            worker = next((worker for worker in at_work if not worker.tasks), None)
+            if worker is None:
+                if len(at_work) >= self._processes:
+                    return
+                worker = self._server.fork()
+                self._workers[worker.pid] = worker
+                self._selector.register(worker.link, selectors.EVENT_READ, worker)
+            worker.tasks.extend(self._waiting.popleft() for _ in range(self._share()))
+            try:
+                worker.send()
+            except OSError:  # it ended before it could read: no fault of these calls, unless they are its first
+                self._died(worker, to_blame=not worker.answered)
+
+    def _share(self) -> int:
+        """How many calls the next message carries: worth a message, and at the end evenly over the workers."""
+        waiting = len(self._waiting)
+        enough = min(_MOST_PER_MESSAGE, int(_MESSAGE_SECONDS / max(self._typical_seconds, 1e-9)))
+        return max(1, min(enough, max(waiting // (2 * self._processes), enough // 16), waiting))
+
+    def _let_answers_pile_up(self) -> None:
+        """Waking up for every answer would cost more than most calls do: sleep until a worker should be done."""
+        left = [len(worker.tasks) for worker in self._workers.values() if worker.tasks and not worker.blocked]
+        if left and min(left) > 1:
+            time.sleep(min(_PILE_SECONDS, min(left) * self._typical_seconds))
+
+    def _listen(self, ready: selectors.SelectorKey) -> None:
+        if ready.fileobj is self._bell:
+            with contextlib.suppress(BlockingIOError):
+                while self._bell.recv(4096):
+                    pass
+        elif ready.fileobj is self._server.control:  # answers are read where they are asked for: this is its end
+            raise EOFError("its process ended")
+        elif ready.data.pid in self._workers:
+            self._read(ready.data)
+
+    def _read(self, worker: Worker) -> None:
+        """Take the answers that are there."""
+        before, took, imported = worker.answered, 0.0, worker.importing is not None
+        try:
+            for letter, seconds, content in worker.receive():
+                if letter == IMPORTING:  # which is not the fault of the call that runs now: its time starts anew
+                    worker.begin()
+                    worker.importing = content.decode()
+                    imported = True
+                elif letter == MODULES:
+                    self._server.preload(content)
+                elif not worker.tasks:  # an answer to nothing: something else writes to its socket
+                    self._kill(worker)
+                    return
+                elif not self._take(worker, letter, content):
+                    return
+                else:
+                    took += seconds
+        except EOFError:
+            self._died(worker)
+            return
+        answers = worker.answered - before
+        if answers:
+            if not imported:
+                # One call that takes long must not change what is taken for long.
+                most = 4 * self._typical_seconds + 0.001
+                self._typical_seconds += 0.3 * (min(took / answers, most) - self._typical_seconds)
+            worker.begin()
+            # One that comes back from waiting may find its place taken.
+            if not worker.tasks and sum(not other.blocked for other in self._workers.values()) > self._processes:
+                self._kill(worker)
+
+    def _take(self, worker: Worker, letter: bytes, content: bytes) -> bool:
+        """Deliver one answer; False: the worker is of no further use."""
+        task = worker.tasks.popleft()
+        # Perhaps what earlier calls left behind in memory is to blame: a second chance, in a fresh process.
+        if letter == MEMORY and worker.answered and not task.again:
+            task.again = True
+            worker.tasks.appendleft(task)
+        else:
+            task.tell(*_result(letter, content))
+        worker.answered += 1
+        worker.importing = None
+        if letter != MEMORY and not worker.spent:
+            return True
+        self._kill(worker)
+        return False
+
+    def _check_clocks(self) -> None:
+        now = time.monotonic()
+        for worker in list(self._workers.values()):
+            if not worker.tasks or now < self._next_event(worker):
+                continue
+            task = worker.tasks[0]
+            self._read(worker)  # the answer may be there: this thread, too, may have been kept waiting
+            if worker.pid not in self._workers or not worker.tasks or worker.tasks[0] is not task:
+                continue
+            if now - worker.since < task.timeout:
+                self._look_at(worker, now)
+            elif not worker.excused(now, task.timeout):
+                why = f", after it had to import {worker.importing}" if worker.importing else ""
+                worker.tasks.popleft()
+                task.tell(None, TaskTimeout(f"took longer than {task.timeout:g} s and was stopped{why}"))
+                self._kill(worker)
+
+    def _look_at(self, worker: Worker, now: float) -> None:
+        """It takes long. If it only waits, its place goes to another; and so does what was sent with its call, at the
+        latest when others have nothing else to do.
+        """
+        soon = worker.looked_at == worker.since and now - worker.since < _LOOK_SECONDS
+        worker.look(now)
+        if sum(other.blocked for other in self._workers.values()) > _MOST_BESIDE:
+            worker.blocked = False
+        # One that computes is soon done, or just got little of a busy processor so far, as a rule.
+        if worker.blocked or not (soon or self._waiting):
+            worker.spent = worker.spent or len(worker.tasks) > 1
+            self._give_back(worker, keep=1)
+
+    def _seconds_to_next_event(self) -> float | None:
+        """Until some call is to be looked at or stopped; None: until a message comes."""
+        events = [self._next_event(worker) for worker in self._workers.values() if worker.tasks]
+        return max(0.0, min(events) - time.monotonic()) if events else None
+
+    def _next_event(self, worker: Worker) -> float:
+        timeout, seen = worker.tasks[0].timeout, worker.looked_at - worker.since
+        long = min(max(_LONG_SECONDS, _LONG * self._typical_seconds), timeout / 4)
+        # Hundreds may be waiting at a time: the longer one does, the less often it is looked at.
+        next_look = worker.looked_at + max(_LOOK_SECONDS, seen / 2) if seen else worker.since + long
+        return min(next_look, worker.since + timeout)
+
+    def _died(self, worker: Worker, to_blame: bool = True) -> None:
+        """A worker ended by itself: its running call is to blame, the others go to another."""
+        self._take_out(worker)
+        how = self._server.ending_of(worker)
+        if to_blame and worker.tasks:
+            worker.tasks.popleft().tell(None, ProcessDied(f"ended its process {how}"))
+        self._give_back(worker, keep=0)
+
+    def _kill(self, worker: Worker) -> None:
+        self._give_back(worker, keep=0)
+        self._take_out(worker)
+        self._server.kill(worker)
+
+    def _give_back(self, worker: Worker, keep: int) -> None:
+        while len(worker.tasks) > keep:
+            self._waiting.appendleft(worker.tasks.pop())
+
+    def _take_out(self, worker: Worker) -> None:
+        self._selector.unregister(worker.link)
+        del self._workers[worker.pid]
+
+
+def _pickled(thing: Any) -> bytes:
+    try:
+        if getattr(thing, "__module__", None) != "__main__":
+            return pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 - what cannot be found over there by its name may yet travel by content
+        pass
+    return portable(thing)
+
+
+def _result(letter: bytes, content: bytes) -> tuple[Any, Exception | None]:
+    """(value, error) of an answer."""
+    try:
+        value = pickle.loads(content)
+    except Exception as error:  # noqa: BLE001 - a class that exists only over there; becomes the call's error
+        return None, CannotSend(f"returned what cannot be read here: {error}")
+    if letter == RETURNED:
+        return value, None
+    raised, trace = value
+    raised.__cause__ = RemoteTraceback(trace)
+    return None, raised

@@ -1,0 +1,241 @@
+"""ForkServer and Worker: the pool's handles on the process that forks workers, and on each of these.
+
+The far side, with the messages between the two: `verl.utils.process_pool.fork_server`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from verl.utils import process_tree
+from verl.utils.import_utils import register_user_modules_by_value
+from verl.utils.process_pool.errors import CannotSend, InitializerError
+from verl.utils.process_pool.fork_server import CALLS, CONTROL, ENDED, FORK, FRAME, KILLED, PRELOAD, frame
+
+_READ_BYTES = 1 << 18
+# Only idle workers are sent to, and they read at once. One that does not is broken.
+_SEND_SECONDS = 30.0
+_ANSWER_SECONDS = 120.0
+_BUSY_SHARE = 0.1
+_MUCH_STARVING, _MOST_STARVING = 0.05, 10.0
+_SERVE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from verl.utils.process_pool.fork_server import main; main(int(sys.argv[1]))"
+)
+
+
+Done = Callable[[int, Any, "Exception | None"], None]
+"""Is told the number of a call, what it returned, or why it did not."""
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A call on its way through the pool."""
+
+    function: bytes  # pickled
+    arguments: bytes  # pickled
+    timeout: float
+    done: Done
+    number: int
+    again: bool = False  # its first try may have failed for what others did
+
+    def tell(self, value: Any, error: Exception | None) -> None:
+        self.done(self.number, value, error)
+
+
+class Worker:
+    """One worker process: its socket, and what the pool knows of it."""
+
+    def __init__(self, pid: int, link: socket.socket) -> None:
+        self.pid = pid
+        self.link = link
+        link.setblocking(False)
+        self.tasks: deque[Task] = deque()  # sent to it and not yet answered; the first one is running
+        self.since = self.looked_at = 0.0  # when that one began, as far as is known, and was last looked at
+        self.answered = 0
+        self.importing: str | None = None  # what the running task had it import last
+        self.blocked = False  # it takes long, and uses no processor
+        self.spent = False  # what was sent with the running task has gone to others: it must not go on to it
+        self._cpu: float | None = None
+        self._starved: float | None = None
+        self._began = 0.0
+        self._received = bytearray()
+
+    def send(self) -> None:
+        """Have it run its tasks. OSError: it has ended, or does not read."""
+        self.begin()
+        calls = pickle.dumps([(task.function, task.arguments) for task in self.tasks], pickle.HIGHEST_PROTOCOL)
+        self.link.settimeout(_SEND_SECONDS)
+        self.link.sendall(frame(CALLS, calls))
+        self.link.setblocking(False)
+
+    def receive(self) -> Iterator[tuple[bytes, float, bytes]]:
+        """The frames (letter, seconds, content) that are there. EOFError, after the last: it has ended."""
+        ended = False
+        with contextlib.suppress(BlockingIOError):
+            more = True
+            while more:
+                try:
+                    chunk = self.link.recv(_READ_BYTES)
+                except ConnectionError:
+                    chunk = b""
+                self._received += chunk
+                ended = not chunk
+                more = len(chunk) == _READ_BYTES
+        received, start = bytes(self._received), 0
+        while len(received) - start >= FRAME.size:
+            letter, size, seconds = FRAME.unpack_from(received, start)
+            end = start + FRAME.size + size
+            if len(received) < end:
+                break
+            yield letter, seconds, received[start + FRAME.size : end]
+            start = end
+        self._received = bytearray(received[start:])
+        if ended:
+            raise EOFError
+
+    def begin(self) -> None:
+        """The time of the first of its tasks starts now."""
+        self.since = self.looked_at = self._began = time.monotonic()
+        self.blocked, self._cpu, self._starved = False, None, process_tree.starved_seconds(self.pid)
+
+    def look(self, now: float) -> None:
+        """See whether it, and all it started, wait for something else than the processor."""
+        states, cpu = process_tree.states(self.pid), process_tree.cpu_seconds(self.pid)
+        # One that computes on a busy machine gets little of the processor, but could run at any time.
+        self.blocked = bool(states) and "R" not in states
+        if self.blocked and self._cpu is not None and cpu is not None:
+            self.blocked = cpu - self._cpu < _BUSY_SHARE * (now - self.looked_at)
+        self.looked_at, self._cpu = now, cpu
+
+    def excused(self, now: float, timeout: float) -> bool:
+        """Time in which others had the processor is not the task's, within reason; whether there was much of it."""
+        before, self._starved = self._starved, process_tree.starved_seconds(self.pid)
+        lost = 0.0 if before is None or self._starved is None else self._starved - before
+        if lost < _MUCH_STARVING * timeout or now - self._began > _MOST_STARVING * timeout:
+            return False
+        self.since += lost
+        self.looked_at += lost
+        return True
+
+
+class ForkServer:
+    """Starts with the initializer done, or raises an InitializerError that says why it cannot be."""
+
+    def __init__(self, initializer: Callable[[], object] | None, memory_limit: int | None) -> None:
+        payload = portable((initializer, memory_limit))
+        self.control, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVE, str(theirs.fileno()), json.dumps(_module_path())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            # Many workers on few cores need no threads of their own.
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            start_new_session=True,
+        )
+        theirs.close()
+        self._pids: set[int] = set()
+        problem = self._initialize(payload)
+        self.control.settimeout(_ANSWER_SECONDS)
+        if problem is not None:
+            self.control.close()
+            self._process.wait()
+            raise InitializerError(problem)
+
+    def fork(self) -> Worker:
+        """A fresh worker, with all that calls are known to import."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self.control, [CONTROL.pack(FORK, 0)], [theirs.fileno()])
+            pid = self._answer()
+        self._pids.add(pid)
+        return Worker(pid, ours)
+
+    def kill(self, worker: Worker) -> None:
+        """End it and all it started, now."""
+        # Not over the server, which may be busy; it reaps, so the id cannot have gone to another process.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.pid, signal.SIGKILL)
+        self._tell(KILLED, worker.pid)
+        self._forget(worker)
+
+    def ending_of(self, worker: Worker) -> str:
+        """How one that ended by itself did so, in words; what it left behind is killed."""
+        self._tell(ENDED, worker.pid)
+        self._forget(worker)
+        code = self._answer()
+        known = {number.value: number.name for number in signal.Signals}
+        return f"with exit code {code}" if code >= 0 else f"by {known.get(-code, f'signal {-code}')}"
+
+    def preload(self, names: bytes) -> None:
+        """Have it import modules (a pickled list of names), so that fresh workers need not."""
+        self._tell(PRELOAD, len(names))
+        self.control.sendall(names)
+
+    def close(self) -> None:
+        """End it, its workers, and what they started."""
+        self.control.close()  # the sign for it
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._process.returncode:  # not in order, so its workers may still be there
+            for pid in self._pids:
+                process_tree.kill_family(pid)
+
+    def _initialize(self, payload: bytes) -> str | None:
+        with Connection(os.dup(self.control.fileno())) as pipe:
+            try:
+                pipe.send_bytes(payload)
+                return pipe.recv()
+            except (EOFError, ConnectionError) as error:
+                return f"it ended before it was ready ({error or 'no reason given'})"
+
+    def _tell(self, order: bytes, number: int) -> None:
+        self.control.sendall(CONTROL.pack(order, number))
+
+    def _forget(self, worker: Worker) -> None:
+        worker.link.close()
+        self._pids.discard(worker.pid)
+
+    def _answer(self) -> int:
+        received = b""
+        while len(received) < CONTROL.size:
+            part = self.control.recv(CONTROL.size - len(received))
+            if not part:
+                raise EOFError("its process ended")
+            received += part
+        return CONTROL.unpack(received)[1]
+
+
+def portable(thing: Any) -> bytes:
+    """A pickle that a process which starts from scratch can read: users' modules and `__main__` go by content."""
+    import cloudpickle
+
+    register_user_modules_by_value()
+    try:
+        return cloudpickle.dumps(thing)
+    except Exception as error:
+        raise CannotSend(str(error)) from error
+
+
+def _module_path() -> list[str]:
+    """Where this process finds modules, the standard library first: a user's `re.py` beside the script is no `re`."""
+    library = sysconfig.get_paths()["stdlib"]
+    path = [os.path.abspath(entry) for entry in sys.path]
+    return sorted(path, key=lambda entry: not entry.startswith(library) or "site-packages" in entry)
