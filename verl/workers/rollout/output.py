@@ -10,13 +10,11 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, object_array
+from verl.types.schema import COLUMNS
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.model import compute_position_id_with_mask
 
 __all__ = ["rows_from_trajectories"]
-
-# What rollout_versions holds where nothing was sampled.
-_NO_VERSION = -1
 
 
 def rows_from_trajectories(
@@ -75,15 +73,15 @@ def rows_from_trajectories(
 def _sampled_columns(turns: Sequence[Turn], sampled: np.ndarray, with_drawn: bool) -> dict[str, np.ndarray]:
     """What the model says of its tokens; `sampled` [rows, response] is where they stand."""
     turns = [turn for turn in turns if turn.source == "model" and len(turn.token_ids)]
-    said: dict[str, tuple[list[Any], Any, float]] = {
-        "rollout_log_probs": ([turn.log_probs for turn in turns], np.float32, 0.0),
-        "rollout_versions": ([turn.versions for turn in turns], np.int64, _NO_VERSION),
+    said: dict[str, list[Any]] = {
+        "rollout_log_probs": [turn.log_probs for turn in turns],
+        "rollout_versions": [turn.versions for turn in turns],
     }
     if with_drawn:
-        said["rollout_drawn_log_probs"] = ([turn.drawn_log_probs for turn in turns], np.float32, 0.0)
+        said["rollout_drawn_log_probs"] = [turn.drawn_log_probs for turn in turns]
     return {
-        name: _table(sampled, _joined(values, dtype), fill)
-        for name, (values, dtype, fill) in said.items()
+        name: _table(sampled, _joined(values, np.dtype(COLUMNS[name].dtype)), COLUMNS[name].filler or 0)
+        for name, values in said.items()
         if not any(value is None for value in values)
     }
 
