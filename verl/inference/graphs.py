@@ -10,13 +10,20 @@ import torch
 
 from verl.inference.step_inputs import StepInputs
 
-__all__ = ["StepGraphs"]
+__all__ = ["StepGraphs", "pool_bytes"]
 
 logger = logging.getLogger(__name__)
 
 # Sizes that are recorded; a step is padded up to the next one. Above the last, launching is not what costs.
 _DECODE_SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 513, 32), *range(576, 1025, 64))
 _MIXED_SIZES = (64, *range(128, 2049, 128), *range(2304, 3073, 256), 3584, 4096)
+
+
+def pool_bytes(row_bytes: int, step_bytes: int, max_sequences: int) -> int:
+    """What all graphs keep: the hidden states [size, `row_bytes`] of each, and the activations of the largest step,
+    `step_bytes` for each of its tokens."""
+    decode = [size for size in _DECODE_SIZES if size < 2 * max_sequences]
+    return row_bytes * (sum(decode) + sum(_MIXED_SIZES)) + step_bytes * _MIXED_SIZES[-1]
 
 
 class StepGraphs:

@@ -11,13 +11,17 @@ from verl.inference.memory import Region
 from verl.inference.models import InferenceModel
 from verl.utils.device_copy import copied_together
 
-__all__ = ["KVMemory", "bytes_per_block"]
+__all__ = ["KVMemory", "bytes_per_block", "bytes_per_token"]
+
+
+def bytes_per_token(layers: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """A key and a value of every head in every layer."""
+    return 2 * layers * kv_heads * head_dim * itemsize
 
 
 def bytes_per_block(model: InferenceModel, block_size: int) -> int:
     """Keys and values of `block_size` tokens in every layer."""
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * model.dtype.itemsize
-    return block_size * per_token
+    return block_size * bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype.itemsize)
 
 
 class KVMemory:

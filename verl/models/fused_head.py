@@ -93,6 +93,12 @@ def rows_per_chunk(rows: int, vocab: int, element_size: int, device_type: str) -
     return -(-rows // (chunks * tile)) * tile or 1
 
 
+def chunk_bytes(rows: int, vocab: int, element_size: int, device_type: str) -> int:
+    """What a chunk of logits takes; `element_size` is that of what the head multiplies, logits are float32 at least."""
+    wide = max(4, element_size)
+    return min(rows, rows_per_chunk(rows, vocab, wide, device_type)) * vocab * wide
+
+
 def chunk_statistics(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, adjust: LogitAdjustment, with_entropy: bool
 ) -> RowStatistics:

@@ -11,7 +11,7 @@ from verl.config.problems import ConfigError, Problem
 from verl.config.schema import Block, pick, put
 from verl.planning.costs import GB
 from verl.planning.plan import MemoryPlan, PhaseMemory
-from verl.planning.remedies import Remedy, helpful, remedies
+from verl.planning.remedies import UNKNOWN, Remedy, helpful, remedies
 
 # How far a plan may be off: what exceeds the device by less is warned of, not refused.
 UNCERTAINTY = 0.15
@@ -103,7 +103,7 @@ def _moves(config: Block, plan: MemoryPlan, plan_of: Planner, tried: set[str]) -
     """For the fullest phase: of each remedy in turn the mildest value that makes that phase fit, or its furthest."""
     phase = plan.fullest
     for remedy, now in helpful(phase.phase, lambda key: _value(config, key)):
-        if remedy.key in tried or now is None:
+        if remedy.key in tried or now is UNKNOWN:
             continue
         best: Change | None = None
         for value in _possible(config, remedy, now):
@@ -163,4 +163,4 @@ def _value(config: Block, key: str) -> Any:
     try:
         return pick(config, key)
     except (KeyError, AttributeError):
-        return None
+        return UNKNOWN

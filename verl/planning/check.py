@@ -10,6 +10,7 @@ from typing import Any
 from verl.config import PPOConfig, SFTConfig
 from verl.config.devices import gpu_memory, host_memory_available
 from verl.config.plan import active_roles
+from verl.models.loading import ModelKind
 from verl.planning.advice import refuse_what_cannot_fit
 from verl.planning.plan import DeviceMemory, MemoryPlan, memory_plan, sft_memory_plan
 from verl.planning.shapes import ModelShape
@@ -26,19 +27,19 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
     policy = config.actor_rollout_ref
     if policy.actor.strategy == "megatron":
         return None
-    paths: dict[str, tuple[str | None, Any]] = {"actor": (policy.model.path, policy.model.override_config)}
+    models: dict[str, tuple[str | None, Any, ModelKind]] = {"actor": (policy.model.path, policy.model, "causal_lm")}
     if config.critic.enable:
-        paths["critic"] = (config.critic.model.path, config.critic.model.override_config)
+        models["critic"] = (config.critic.model.path, config.critic.model, "value")
     if "reward_model" in active_roles(config):
-        paths["reward_model"] = (config.reward_model.path, config.reward_model.model.override_config)
+        models["reward_model"] = (config.reward_model.path, config.reward_model.model, "sequence_classification")
     shapes = {
         role: shape
-        for role, (path, changes) in paths.items()
-        if (shape := _shape((folders or {}).get(path or "", path), changes))
+        for role, (path, model, kind) in models.items()
+        if (shape := _shape((folders or {}).get(path or "", path), model, kind))
     }
     if "actor" not in shapes:
         return None
-    for role in sorted(set(paths) - set(shapes)):
+    for role in sorted(set(models) - set(shapes)):
         logger.info("memory plan: without the %s, whose shape is not known here", role)
     device = _device(config.trainer.device, config.trainer.n_gpus_per_node)
     return _checked(config, lambda changed: memory_plan(changed, shapes, device))
@@ -46,7 +47,7 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
 
 def check_sft_memory(config: SFTConfig) -> MemoryPlan | None:
     """The same of supervised fine-tuning."""
-    shape = _shape(config.model.path, config.model.override_config)
+    shape = _shape(config.model.path, config.model)
     if shape is None:
         return None
     device = _device(config.trainer.device, config.trainer.n_gpus_per_node)
@@ -61,11 +62,11 @@ def _checked(config: Any, plan_of: Callable[[Any], MemoryPlan]) -> MemoryPlan:
     return plan
 
 
-def _shape(path: str | None, changes: Any) -> ModelShape | None:
+def _shape(path: str | None, model: Any, kind: ModelKind = "causal_lm") -> ModelShape | None:
     """Of a model that is on this machine; nothing is fetched for the plan's sake."""
     if path is None or not os.path.isdir(expand_path(path)):
         return None
-    return ModelShape.of_folder(resolve_model_path(path), dict(changes or {}))
+    return ModelShape.of_folder(resolve_model_path(path), model, kind)
 
 
 def _device(kind: str, ranks: int) -> DeviceMemory | None:

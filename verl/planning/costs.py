@@ -6,34 +6,16 @@ of queries and keys, I the MLP's, V the vocabulary, N parameters, S the ranks th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from verl.models.fused_head import chunk_bytes
 from verl.planning.shapes import ModelShape
+from verl.workers.engine.common.half_moments import working_bytes
+from verl.workers.engine.fsdp.sharding import grouping
 
 GB = 2**30
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Constants that were measured, in bytes unless said otherwise; everything else follows from shapes."""
-
-    context: int = int(0.6 * GB)
-    """A process on a GPU: driver context, library workspaces."""
-    collectives: int = int(0.4 * GB)
-    """Buffers of nccl where several ranks work together."""
-    graphs: int = int(0.3 * GB)
-    """Captured graphs and tables of the rollout engine."""
-    slack: float = 0.03
-    """Share of what torch allocates that is lost between blocks."""
-    logit_chunk: dict[str, int] = field(default_factory=lambda: {"cuda": 1 << 30, "cpu": 64 << 20})
-    """Logits held at once by the output head (`verl.models.fused_head.CHUNK_BYTES`)."""
-    gathered_layers: int = 3
-    """Layers whose parameters are gathered at once: the one that computes, the next one's transfer and its copy."""
-    working_elements: int = 1 << 25
-    """Elements whose bf16 moments are in float32 at a time in an optimizer step."""
-
-
-COSTS = Costs()
+# Layers whose parameters are gathered at once: the one that computes, the next one's transfer and its copy.
+_GATHERED_LAYERS = 3
 
 
 @dataclass(frozen=True)
@@ -45,8 +27,6 @@ class TrainedModel:
     compute_bytes: int = 2
     shards: int = 1
     frozen: bool = False
-    trained_parameters: int | None = None
-    """Those of LoRA adapters; None: all."""
     checkpointing: bool = True
     compiled: bool = False
     reshard: bool | None = None
@@ -55,26 +35,23 @@ class TrainedModel:
     """Of one moment of one parameter."""
     grad_offload: bool = False
     device: str = "cuda"
-    costs: Costs = COSTS
 
     # ---------------------------------------------------------------- what stays between passes
 
     @property
-    def parameters(self) -> int:
-        return self.shape.parameters(self.kind)
+    def adapted(self) -> bool:
+        return not self.frozen and self.shape.adapter_parameters is not None
 
     @property
     def learning(self) -> int:
         """Parameters that learn."""
         if self.frozen:
             return 0
-        return self.parameters if self.trained_parameters is None else self.trained_parameters
+        return self.shape.parameters if self.shape.adapter_parameters is None else self.shape.adapter_parameters
 
     def weights(self) -> float:
         """float32 masters of what learns; everything that is frozen in the compute dtype."""
-        if self.frozen:
-            return self.compute_bytes * self.parameters / self.shards
-        base = 0 if self.trained_parameters is None else self.compute_bytes * self.parameters
+        base = self.compute_bytes * self.shape.parameters if self.frozen or self.adapted else 0
         return (base + 4 * self.learning) / self.shards
 
     def moments(self) -> float:
@@ -90,25 +67,11 @@ class TrainedModel:
     def gathered(self) -> float:
         """Whole parameters in the compute dtype: those outside the layers for all of a pass, and a few layers.
 
-        One rank has nothing to gather, but still casts: the layer that computes, or everything at once.
+        One rank has nothing to gather, but still casts.
         """
-        c, layers = self.compute_bytes, self.shape.layer_parameters
-        root = c * self.shape.root_parameters(self.kind)
-        if not self._reshards:
-            return root + c * layers
-        return root + c * layers / self.shape.layers * (1 if self.shards == 1 else self.costs.gathered_layers)
-
-    @property
-    def _reshards(self) -> bool:
-        return self.shards > 1 if self.reshard is None else self.reshard
-
-    @property
-    def _last_group(self) -> int:
-        """Parameters whose gradients are summed together at the end: those outside the layers, or all on one rank."""
-        if self.trained_parameters is not None:
-            return self.trained_parameters
-        whole = self.shards == 1 and not self._reshards
-        return self.parameters if whole else self.shape.root_parameters(self.kind)
+        freed, _ = grouping(self.shards, self.reshard)
+        layers = self._layer * _GATHERED_LAYERS if freed else self.shape.layer_parameters
+        return self.compute_bytes * (self.shape.root_parameters + layers)
 
     def layer_activations(self) -> float:
         """Bytes per token that one layer keeps for its backward pass, computed plainly.
@@ -142,73 +105,92 @@ class TrainedModel:
 
     def inference(self, tokens: int, answers: int) -> dict[str, float]:
         """Parts of a pass without gradient over `tokens`, of which `answers` give log-probs or values."""
-        c, hidden = self.compute_bytes, self.shape.hidden
-        head = c * hidden * (tokens + answers) + self._logits(answers)
-        inside = tokens * self.inference_activations()
-        return {
-            "gathered": self.gathered(),
-            "activations": inside if inside >= head else c * hidden * (tokens + answers),
-            "head": 0.0 if inside >= head else self._logits(answers),
-        }
+        ends = self.compute_bytes * self.shape.hidden * (tokens + answers)
+        layers, head = tokens * self.inference_activations(), self._logits(answers)
+        fullest = {"activations": layers, "head": 0.0} if layers >= ends + head else {"activations": ends, "head": head}
+        return {"gathered": self.gathered(), **fullest}
 
     def update(self, tokens: int, answers: int, several: bool) -> dict[str, float]:
-        """Parts at the fullest moment of an update: when the backward pass begins, when it ends, or in the step.
+        """Parts at the fullest moment of an update.
 
         `several`: micro-batches per optimizer step, so that gradients of earlier ones are there already.
         """
+        moments = self._backward(tokens, answers, several) if self.adapted else self._whole(tokens, answers, several)
+        return max(moments, key=lambda parts: sum(parts.values()))
+
+    # ---------------------------------------------------------------- the moments of an update
+
+    def _whole(self, tokens: int, answers: int, several: bool) -> list[dict[str, float]]:
+        """Of a model that learns as a whole: new gradients pile up while activations go, so a backward pass is fullest
+        when it begins or when it ends; then they are summed over ranks in float32, and then comes the step."""
+        s, c, n = self.shape, self.compute_bytes, self.shape.parameters
+        earlier = self._earlier(several)
+        one_layer = tokens * (self.layer_activations() + self.backward_temporaries())
+        embeddings = c * s.embedding_parameters
+        tied = s.tied and self.kind == "causal_lm"
+        _, one_group = grouping(self.shards, self.reshard)
+        if one_group:
+            # All gradients stay in the compute dtype to the end. The embedding's comes last, after the layers; that of
+            # a head tied to it is there already, and they are added.
+            new = float(c * n - (0 if tied else embeddings))
+            last = float(c * n + (embeddings if tied else 0))
+            # The float32 sums so far (or the new gradients) and their copy; then that copy and the result.
+            summed = 8.0 * n
+        else:
+            # A layer's: new ones, their float32 copy, its sum, and the copy of the layer before it.
+            layer = (c + 8 + 4 / self.shards) * self._layer
+            done = self.gradients() if not earlier else 0.0
+            new = last = done + c * s.root_parameters + layer
+            summed = (earlier or self.gradients()) + (4 + max(c, 4 / self.shards)) * s.root_parameters
+        gathered = self.gathered()
+        return [
+            *self._backward(tokens, answers, several),
+            {"gradients": earlier + new, "gathered": gathered, "activations": one_layer, "head": 0.0},
+            {"gradients": earlier + last, "gathered": gathered, "activations": 0.0, "head": 0.0},
+            {"gradients": summed, "gathered": 0.0, "activations": 0.0, "head": 0.0},
+            {"gradients": self.gradients() + self._working(), "gathered": 0.0, "activations": 0.0, "head": 0.0},
+        ]
+
+    def _backward(self, tokens: int, answers: int, several: bool) -> list[dict[str, float]]:
+        """The beginning of a backward pass: in the head, and in the last layer."""
         s, c = self.shape, self.compute_bytes
-        layer = self._layer_gradients()
-        root = c * s.root_parameters(self.kind) if self.trained_parameters is None else 0
         kept = tokens * (c * s.hidden if self.checkpointing else self.layer_activations()) * s.layers
         kept += tokens * (4 + 2 * c) * s.hidden + answers * c * s.hidden + tokens * 2 * c * s.head_dim
-        one_layer = tokens * (self.backward_temporaries() + (self.layer_activations() if self.checkpointing else 0))
-        earlier = self.gradients() if several and not self.grad_offload else 0.0
-        last = self._last_group
-        # float32 in and out of the sum over ranks; the sum's outputs become the gradients where there are none yet.
-        summed = 4 * last + (earlier + 4 * last / self.shards if earlier else self.gradients())
-        if last == self.parameters:  # one group: what was added up before goes into the sum, and is freed with it
-            summed = (8 + c) * last
-        gathered = self.gathered()
-        moments = [
-            {"gradients": earlier, "gathered": gathered, "activations": kept, "head": self._head_backward(answers)},
-            {"gradients": earlier + root, "gathered": gathered, "activations": kept + one_layer + layer, "head": 0.0},
-            {"gradients": summed, "gathered": 0.0, "activations": 0.0, "head": 0.0},
-            {"gradients": self.gradients() + self._working_moments(), "gathered": 0.0, "activations": 0.0, "head": 0.0},
+        again = self.layer_activations() if self.checkpointing else 0
+        head = 0 if self.adapted or self.kind != "causal_lm" else c * s.embedding_parameters
+        common = {"gathered": self.gathered(), "gradients": self._earlier(several)}
+        return [
+            {**common, "activations": kept, "head": self._head_backward(answers)},
+            {**common, "activations": kept + tokens * (again + self.backward_temporaries()), "head": float(head)},
         ]
-        return max(moments, key=lambda parts: sum(parts.values()))
+
+    def _earlier(self, several: bool) -> float:
+        return self.gradients() if several and not self.grad_offload else 0.0
+
+    def _working(self) -> float:
+        if self.state_bytes == 4:
+            return 0.0
+        return float(working_bytes(self.learning // self.shards, self.shape.embedding_parameters // self.shards))
 
     # ---------------------------------------------------------------- parts
 
-    def _layer_gradients(self) -> float:
-        """Of one layer, whole: in the compute dtype, and in float32 for the sum over ranks if it has one of its own."""
-        if self.trained_parameters is not None:
-            return 0.0
-        each = self.compute_bytes + (4 if self._last_group < self.parameters else 0)
-        return each * self.shape.layer_parameters / self.shape.layers
+    @property
+    def _layer(self) -> float:
+        """Parameters of one layer."""
+        return self.shape.layer_parameters / self.shape.layers
 
     def _logits(self, answers: int) -> float:
+        """A chunk of them, and five numbers per row."""
         if self.kind != "causal_lm":
             return 4.0 * answers
-        return self._logit_chunk(answers) + 20.0 * answers
-
-    def _logit_chunk(self, answers: int) -> float:
-        """Logits are float32 at least, whatever the compute dtype."""
-        return min(float(answers) * self.shape.vocab * 4, self.costs.logit_chunk[self.device])
+        return chunk_bytes(answers, self.shape.vocab, self.compute_bytes, self.device) + 20.0 * answers
 
     def _head_backward(self, answers: int) -> float:
         """A chunk of logits and its gradient, that of hidden states, and the head's: float32 over several chunks."""
         if self.kind != "causal_lm":
             return 4.0 * answers
-        c, head = self.compute_bytes, self.shape.vocab * self.shape.hidden
-        learns = self.trained_parameters is None
-        several = float(answers) * self.shape.vocab * 4 > self.costs.logit_chunk[self.device]
-        weight = (4 + c if several else c) * head if learns else 0
-        gradient = self._logit_chunk(answers) * (c / 4 if c < 4 else 0)
-        return self._logits(answers) + gradient + answers * c * self.shape.hidden + weight
-
-    def _working_moments(self) -> float:
-        """bf16 moments are float32 in a step, portion by portion, with as much noise to round them."""
-        if self.state_bytes == 4 or not self.learning:
-            return 0.0
-        largest = max(self.shape.vocab * self.shape.hidden / self.shards, self.costs.working_elements)
-        return 16 * min(largest, self.learning / self.shards)
+        c, s = self.compute_bytes, self.shape
+        chunk = chunk_bytes(answers, s.vocab, c, self.device)
+        several = chunk < answers * s.vocab * max(4, c)
+        weight = 0 if self.adapted else (4 + c if several else c) * s.embedding_parameters
+        return self._logits(answers) + (chunk * c / 4 if c < 4 else 0) + answers * c * s.hidden + weight

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config.plan import BLOCK_OF_ROLE, active_roles, actor_is_reference, layout_of, needs_reference
 from verl.config.schema import pick
-from verl.planning.costs import COSTS, GB, TrainedModel
+from verl.inference.build import NativeOptions
+from verl.inference.graphs import pool_bytes
+from verl.inference.kv_memory import bytes_per_token
+from verl.inference.kv_sizing import device_room, host_room, logit_bytes, step_bytes
+from verl.planning.costs import GB, TrainedModel
 from verl.planning.shapes import ModelShape
 
 if TYPE_CHECKING:
@@ -33,8 +37,10 @@ ROLE_OF_PHASE = {
     "update_actor": "actor",
 }
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
-# As `verl.inference.kv_sizing` and `NativeOptions` have them.
-_KV_BLOCK, _LOGIT_COPIES, _HOST_SHARE, _DEVICE_RESERVE = 16, 3, 0.25, 0.03
+# Measured: a process on a GPU (driver context, library workspaces), and buffers of nccl where ranks work together.
+_CONTEXT, _COLLECTIVES = int(0.6 * GB), int(0.4 * GB)
+# Share of what torch allocates that is lost between blocks.
+_SLACK = 0.03
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class PhaseMemory:
     @property
     def total(self) -> float:
         """Of the device: with its context, and what is lost between blocks."""
-        return self.parts["context"] + self.allocated * (1 + COSTS.slack)
+        return self.parts["context"] + self.allocated * (1 + _SLACK)
 
 
 @dataclass(frozen=True)
@@ -183,13 +189,11 @@ def _trained(
     block: Any, model: Any, shape: ModelShape, world: int, device: str, kind: str = "causal_lm"
 ) -> TrainedModel:
     fsdp, optim = block["fsdp_config"], block["optim"]
-    rank = model["lora_rank"]
     return TrainedModel(
         shape=shape,
         kind=kind,
         compute_bytes=_compute(block),
         shards=_shards(block, world),
-        trained_parameters=_adapter_parameters(shape, rank) if rank else None,
         checkpointing=model["enable_gradient_checkpointing"],
         compiled=block["use_torch_compile"] and device == "cuda",
         reshard=fsdp.reshard_after_forward,
@@ -211,7 +215,8 @@ def _phase(
         if layout_of(config, other).pool == layout.pool:
             _add(parts, _at_rest(config, other, model, phase, working=other == role))
     if layout_of(config, "rollout").pool == layout.pool and "actor" in models:
-        parts["rollout"] += _rollout(config, models["actor"].shape, phase, device)
+        beside = sum(model.weights() for role, model in models.items() if _rests_here(config, role, layout.pool))
+        parts["rollout"] += _rollout(config, models["actor"].shape, phase, device, beside)
     if role in models:
         tokens, answers, several = micro_batch_tokens(config, phase)
         model = models[role]
@@ -221,6 +226,11 @@ def _phase(
         )
     parts["context"] = _context(config.trainer.device, layout.world_size)
     return PhaseMemory(phase, layout.pool, parts)
+
+
+def _rests_here(config: PPOConfig, role: str, pool: str) -> bool:
+    """Whether a role's weights stay on the pool's devices between its phases."""
+    return layout_of(config, role).pool == pool and not pick(config, BLOCK_OF_ROLE[role]).fsdp_config.param_offload
 
 
 def _at_rest(config: PPOConfig, role: str, model: TrainedModel, phase: str, working: bool) -> dict[str, float]:
@@ -235,24 +245,33 @@ def _at_rest(config: PPOConfig, role: str, model: TrainedModel, phase: str, work
     }
 
 
-def _rollout(config: PPOConfig, shape: ModelShape, phase: str, device: DeviceMemory | None) -> float:
-    """The engine's weights, always; KV, logits and a prompt pass while generating (KV also if it is not freed)."""
+def _rollout(config: PPOConfig, shape: ModelShape, phase: str, device: DeviceMemory | None, beside: float) -> float:
+    """The engine's weights and graphs, always; KV, logits and a step while generating (KV also if it is not freed).
+
+    `beside`: what was on the device when the engine chose its KV.
+    """
     rollout, on_gpu = config.actor_rollout_ref.rollout, config.trainer.device == "cuda"
     c, ranks = _BYTES[rollout.dtype], rollout.tensor_model_parallel_size
-    weights = c * shape.parameters("causal_lm") / ranks + (COSTS.graphs if on_gpu else 0)
-    logits = rollout.max_num_seqs * shape.vocab * (c + 4 * _LOGIT_COPIES)
-    per_block = _KV_BLOCK * 2 * shape.layers * shape.key_width * c / ranks
-    wanted = rollout.max_num_seqs * math.ceil(rollout.max_model_len / _KV_BLOCK) * per_block
-    kv = wanted
+    weights = c * shape.parameters / ranks
+    wide = shape.intermediate // ranks
+    graphs = 0
+    if on_gpu and not rollout.enforce_eager:
+        graphs = pool_bytes(c * shape.hidden, step_bytes(1, shape.hidden, wide, c), rollout.max_num_seqs)
+    block = NativeOptions.of(rollout).block_size
+    per_token = bytes_per_token(shape.layers, max(1, shape.kv_heads // ranks), shape.head_dim, c)
+    kv = float(rollout.max_num_seqs * math.ceil(rollout.max_model_len / block) * block * per_token)
     if device is not None and on_gpu:
-        kv = min(wanted, max(0.0, rollout.gpu_memory_utilization * device.total - weights - logits))
+        logits = logit_bytes(rollout.max_num_seqs, shape.vocab)
+        free = device.total - int(weights + beside)
+        kv = min(kv, device_room(device.total, free, rollout.gpu_memory_utilization, int(weights), logits))
     elif device is not None:
-        kv = min(wanted, _HOST_SHARE * device.total)
+        kv = min(kv, host_room(device.total))
     if phase != "gen":
-        return weights + (0.0 if rollout.free_cache_engine and rollout.name == "native" else kv)
+        return weights + graphs + (0.0 if rollout.free_cache_engine and rollout.name == "native" else kv)
     running = min(rollout.max_num_seqs, math.ceil(_samples(config) / layout_of(config, "rollout").dp_size))
-    step = rollout.max_num_batched_tokens * (2 * c * shape.hidden + 3 * c * shape.intermediate / ranks)
-    return weights + kv + running * shape.vocab * (c + 4 * _LOGIT_COPIES) + step
+    truncated = not on_gpu or rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+    step = step_bytes(rollout.max_num_batched_tokens, shape.hidden, wide, c)
+    return weights + graphs + kv + logit_bytes(running, shape.vocab, truncated) + step
 
 
 def _samples(config: PPOConfig) -> int:
@@ -262,14 +281,7 @@ def _samples(config: PPOConfig) -> int:
 def _context(device: str, ranks: int) -> float:
     if device != "cuda":
         return 0.0
-    return float(COSTS.context + (COSTS.collectives if ranks > 1 else 0))
-
-
-def _adapter_parameters(shape: ModelShape, rank: int) -> int:
-    """Two matrices beside every linear layer: rank × (in + out)."""
-    s = shape
-    ends = 2 * (s.hidden + s.query_width) + 2 * (s.hidden + s.key_width) + 3 * (s.hidden + s.intermediate)
-    return rank * ends * s.layers
+    return float(_CONTEXT + (_COLLECTIVES if ranks > 1 else 0))
 
 
 def _compute(block: Any) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 _POLICY, _CRITIC, _REWARD = "actor_rollout_ref", "critic", "reward_model"
 _ACTOR, _REF, _ROLLOUT = f"{_POLICY}.actor", f"{_POLICY}.ref", f"{_POLICY}.rollout"
+UNKNOWN: Any = object()
+"""The value of a key that is not in the configuration at hand."""
 # Smaller shares leave an engine no room for its weights and a few sequences.
 _LEAST_UTILIZATION = 0.1
 
@@ -23,7 +25,7 @@ class Remedy:
 
     def values(self, now: Any, least: int = 1, most: int = 1 << 30) -> Iterator[Any]:
         """Values to try after `now`, mildest first; none where it has gone all the way."""
-        if self.way == "on" and now is False:
+        if self.way == "on" and not now:
             yield True
         if self.way == "bf16" and now == "fp32":
             yield "bf16"
@@ -42,7 +44,7 @@ class Remedy:
         if self.way in ("on", "bf16"):
             return f"{self.key}={'True' if self.way == 'on' else self.way}"
         what = {"halve": "lower it", "double": "raise it", "lower": "lower it"}[self.way]
-        return f"{self.key}{f' (now {now})' if now is not None else ''}: {what}"
+        return f"{self.key}{'' if now is UNKNOWN else f' (now {now})'}: {what}"
 
 
 def remedies(phase: str) -> tuple[Remedy, ...]:
@@ -51,14 +53,14 @@ def remedies(phase: str) -> tuple[Remedy, ...]:
 
 
 def helpful(phase: str, value_of: Callable[[str], Any]) -> Iterator[tuple[Remedy, Any]]:
-    """Those that can still move, with the key's value; `value_of` gives None where a key is not known."""
+    """Those that can still move, with the key's value; `value_of` gives UNKNOWN where there is none."""
     for remedy in remedies(phase):
         if remedy.only_if is not None:
             other = value_of(remedy.only_if[0])
-            if other is not None and other != remedy.only_if[1]:
+            if other is not UNKNOWN and other != remedy.only_if[1]:
                 continue
         now = value_of(remedy.key)
-        if now is None or next(remedy.values(now), None) is not None:
+        if now is UNKNOWN or next(remedy.values(now), None) is not None:
             yield remedy, now
 
 
@@ -105,6 +107,7 @@ def _update(block: str, model: str, beside: str) -> tuple[Remedy, ...]:
         *_cut(block, *_UPDATE),
         Remedy(f"{model}.enable_gradient_checkpointing", "on"),
         *_KV_STAYS,
+        Remedy(f"{block}.fsdp_config.reshard_after_forward", "on"),
         Remedy(f"{block}.ulysses_sequence_parallel_size", "double"),
         *_offload(
             f"{beside}.fsdp_config.optimizer_offload",
@@ -149,6 +152,7 @@ _TABLE: dict[str, tuple[Remedy, ...]] = {
     "sft": (
         *_cut("data", "micro_batch_size_per_gpu", "max_token_len_per_gpu"),
         Remedy("model.enable_gradient_checkpointing", "on"),
+        Remedy("fsdp_config.reshard_after_forward", "on"),
         Remedy("ulysses_sequence_parallel_size", "double"),
         *_offload("fsdp_config.grad_offload"),
         Remedy("optim.state_dtype", "bf16"),

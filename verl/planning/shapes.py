@@ -1,25 +1,15 @@
-"""The shape of a model, as far as its memory goes: from config.json, and parameter counts from the weight files."""
+"""The shape of a model, as far as its memory goes: asked of the empty model that an engine would build."""
 
 from __future__ import annotations
 
-import json
-import math
-import re
-import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-_LAYER = re.compile(r"\.\d+\.")
-_HEADS = ("lm_head.", "score.", "classifier.", "embed_out.")
-# Older models say the same under other names.
-_OTHER_NAMES = {
-    "hidden_size": ("n_embd", "d_model"),
-    "num_hidden_layers": ("n_layer", "num_layers"),
-    "num_attention_heads": ("n_head", "num_heads"),
-    "intermediate_size": ("n_inner", "ffn_dim", "d_ff"),
-}
+import torch
+
+from verl.models.loading import ModelKind, empty_model, read_config
+from verl.models.lora import Adapters
+from verl.workers.engine.fsdp.sharding import outermost_layers
 
 
 @dataclass(frozen=True)
@@ -37,8 +27,10 @@ class ModelShape:
     tied: bool
     layer_parameters: int
     """Of all layers together."""
-    embedding_parameters: int
-    """Embeddings, final norm and what else stands outside the layers, without the output head."""
+    root_parameters: int
+    """Those outside the layers (embeddings, head), which are gathered for the whole of a pass."""
+    adapter_parameters: int | None = None
+    """Of LoRA; None without."""
     gated: bool = True
     """Whether the MLP multiplies two projections."""
     norms_per_layer: int = 2
@@ -48,18 +40,12 @@ class ModelShape:
     """Whether queries and keys have norms of their own (Qwen3)."""
 
     @property
-    def head_parameters(self) -> int:
-        """Of an output head of its own."""
-        return 0 if self.tied else self.vocab * self.hidden
+    def parameters(self) -> int:
+        return self.layer_parameters + self.root_parameters
 
-    def parameters(self, kind: str) -> int:
-        """Of a `causal_lm`, a `value` model or a `sequence_classification` one."""
-        return self.layer_parameters + self.root_parameters(kind)
-
-    def root_parameters(self, kind: str) -> int:
-        """Those outside the layers, which are gathered for the whole of a pass."""
-        head = self.head_parameters if kind == "causal_lm" else self.hidden + 1
-        return self.embedding_parameters + head
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab * self.hidden
 
     @property
     def query_width(self) -> int:
@@ -70,69 +56,47 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @classmethod
-    def of_folder(cls, folder: str | Path, changes: Mapping[str, Any] | None = None) -> ModelShape | None:
-        """Of the model in a local folder, with `changes` to its config; None where its shape is not told."""
-        file = Path(folder).expanduser() / "config.json"
-        if not file.is_file():
-            return None
-        config = json.loads(file.read_text(encoding="utf-8"))
-        shape = cls.of_config({**config, **(changes or {})})
-        return shape if shape is None or changes else shape._counted(Path(folder).expanduser())
+    def of_folder(cls, folder: str, model_config: Any, kind: ModelKind = "causal_lm") -> ModelShape | None:
+        """Of the model in a local folder, with the overrides and adapters of its configuration; None where its config
+        has not the usual names."""
+        trusted = model_config.trust_remote_code
+        config = read_config(folder, trusted, model_config.override_config)
+        shape = cls.of_config(config, kind, trusted)
+        rank = model_config["lora_rank"] if "lora_rank" in model_config else 0
+        if shape is None or not rank:
+            return shape
+        model = empty_model(config, kind, torch.bfloat16, trusted)
+        Adapters(model, kind, model_config)
+        learning = sum(value.numel() for value in model.parameters() if value.requires_grad)
+        return replace(shape, adapter_parameters=learning)
 
     @classmethod
-    def of_config(cls, told: Mapping[str, Any]) -> ModelShape | None:
-        """From what a config.json holds; None where the usual names are missing."""
-        text = told.get("text_config") or told
-        found = {name: _first(text, name, *others) for name, others in _OTHER_NAMES.items()}
-        vocab = text.get("vocab_size")
-        hidden, layers, heads = (found[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-        if not (hidden and layers and heads and vocab):
+    def of_config(cls, config: Any, kind: ModelKind = "causal_lm", trusted: bool = False) -> ModelShape | None:
+        """Of the model that transformers builds from a config; None where the usual names are missing."""
+        text = config.get_text_config()
+        if not all(hasattr(text, name) for name in ("hidden_size", "num_attention_heads", "vocab_size")):
             return None
-        family = str(text.get("model_type", ""))
-        gated = family not in ("gpt2", "gpt_neox", "opt", "bert", "roberta", "deberta", "deberta-v2", "phi")
-        inner = found["intermediate_size"] or 4 * hidden
-        head_dim = text.get("head_dim") or hidden // heads
-        kv_heads = text.get("num_key_value_heads") or heads
-        tied = bool(text.get("tie_word_embeddings", told.get("tie_word_embeddings", True)))
-        experts = text.get("num_experts") or text.get("num_local_experts") or 0
-        wide = text.get("moe_intermediate_size") or inner if experts else inner
-        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        mlp = (3 if gated else 2) * hidden * wide * max(1, experts)
-        norms = 4 if family in ("gemma2", "gemma3", "gemma3_text") else 2
+        model = empty_model(config, kind, torch.bfloat16, trusted)
+        layers = outermost_layers(model)
+        norms = [part.weight.numel() for part in layers[0].modules() if "Norm" in type(part).__name__]
+        inside = sum(value.numel() for layer in layers for value in layer.parameters())
+        hidden, heads = text.hidden_size, text.num_attention_heads
+        inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
+        if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
+            inner = (getattr(text, "moe_intermediate_size", None) or inner) * (text.num_experts_per_tok or 1)
         return cls(
             hidden=hidden,
-            layers=layers,
+            layers=len(layers),
             heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate=wide * (text.get("num_experts_per_tok") or 1) if experts else inner,
-            vocab=vocab,
-            tied=tied,
-            layer_parameters=layers * (attention + mlp + norms * hidden + hidden * experts),
-            embedding_parameters=vocab * hidden + hidden,
-            gated=gated,
-            norms_per_layer=norms,
-            norm_in_float32=family.startswith("gemma"),
-            head_norms=family in ("qwen3", "qwen3_moe", "gemma3", "gemma3_text"),
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or hidden // heads,
+            intermediate=inner,
+            vocab=text.vocab_size,
+            tied=bool(text.tie_word_embeddings),
+            layer_parameters=inside,
+            root_parameters=sum(value.numel() for value in model.parameters()) - inside,
+            gated=any("gate" in name for name, _ in layers[0].named_modules()),
+            norms_per_layer=norms.count(hidden),
+            norm_in_float32=text.model_type.startswith("gemma"),
+            head_norms=any(size != hidden for size in norms),
         )
-
-    def _counted(self, folder: Path) -> ModelShape:
-        """With the parameters that the folder's safetensors files really hold, where there are such files."""
-        sizes = {name: size for file in sorted(folder.glob("*.safetensors")) for name, size in _tensor_sizes(file)}
-        in_layers = sum(size for name, size in sizes.items() if _LAYER.search(name))
-        outside = sum(size for name, size in sizes.items() if not _LAYER.search(name) and not name.startswith(_HEADS))
-        if not in_layers or not outside:
-            return self
-        return replace(self, layer_parameters=in_layers, embedding_parameters=outside)
-
-
-def _tensor_sizes(file: Path) -> list[tuple[str, int]]:
-    """(name, elements) of every tensor: the header of a safetensors file is a length and that many bytes of JSON."""
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    return [(name, math.prod(entry["shape"])) for name, entry in header.items() if name != "__metadata__"]
-
-
-def _first(told: Mapping[str, Any], *names: str) -> int | None:
-    return next((told[name] for name in names if isinstance(told.get(name), int)), None)

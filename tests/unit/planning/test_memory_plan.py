@@ -5,27 +5,28 @@ import logging
 import pytest
 import torch
 from tiny import save_tiny_model, tiny_config, tiny_model
+from transformers import AutoConfig, PretrainedConfig
 
 from verl.config import ConfigError, SFTConfig, load_config
-from verl.models.fused_head import CHUNK_BYTES
 from verl.planning.advice import cheapest_changes, refuse_what_cannot_fit
 from verl.planning.check import check_memory, check_sft_memory
-from verl.planning.costs import COSTS, GB, TrainedModel
+from verl.planning.costs import GB, TrainedModel
 from verl.planning.plan import DeviceMemory, memory_plan, micro_batch_tokens, sft_memory_plan
 from verl.planning.shapes import ModelShape
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-QWEN_05B = {
-    "model_type": "qwen2",
-    "hidden_size": 896,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "intermediate_size": 4864,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-SHAPE = ModelShape.of_config(QWEN_05B)
+SHAPE = ModelShape.of_config(
+    AutoConfig.for_model(
+        "qwen2",
+        hidden_size=896,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+    )
+)
 
 
 def load(*overrides, device="cuda"):
@@ -69,39 +70,31 @@ def test_what_a_layer_keeps_is_what_autograd_keeps_of_it(family, dtype):
     for layers in (1, 3):
         model = tiny_model(family, num_hidden_layers=layers, intermediate_size=192).to(dtype).train()
         kept.append(bytes_kept(model, tokens))
-    shape = ModelShape.of_config(model.config.to_dict())
+    shape = ModelShape.of_config(model.config)
     planned = TrainedModel(shape, compute_bytes=dtype.itemsize).layer_activations()
     assert (kept[1] - kept[0]) / 2 / tokens == pytest.approx(planned, rel=0.01)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "mistral", "gpt2"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_counted_from_the_config_and_exactly_from_the_files(family, tied, tmp_path):
+def test_parameters_are_those_of_the_model_that_is_built(family, tied):
     model = tiny_model(family, tie_word_embeddings=tied)
     wanted = sum(parameter.numel() for parameter in model.parameters())
-    guessed = ModelShape.of_config(model.config.to_dict())
-    if family != "gpt2":  # its learned positions are in no formula
-        assert guessed.parameters("causal_lm") == pytest.approx(wanted, rel=0.01)
-    model.save_pretrained(tmp_path)
-    counted = ModelShape.of_folder(tmp_path)
-    assert counted.parameters("causal_lm") == wanted
-    assert counted.parameters("value") < wanted + counted.hidden + 2
-    assert ModelShape.of_folder(tmp_path / "nowhere") is None
-    assert ModelShape.of_config({"model_type": "unheard of"}) is None
-
-
-def test_the_chunk_of_logits_is_the_one_that_the_head_holds():
-    assert COSTS.logit_chunk == CHUNK_BYTES
+    shape = ModelShape.of_config(model.config)
+    assert shape.parameters == wanted
+    value = ModelShape.of_config(model.config, "value")
+    assert value.parameters == sum(parameter.numel() for parameter in model.base_model.parameters()) + shape.hidden + 1
+    assert ModelShape.of_config(PretrainedConfig()) is None, "nothing is known of its shape"
 
 
 def test_training_takes_sixteen_bytes_per_parameter_and_bf16_moments_twelve():
     exact, half = TrainedModel(SHAPE), TrainedModel(SHAPE, state_bytes=2)
     for model, each in ((exact, 16), (half, 12)):
-        assert model.weights() + model.moments() + model.gradients() == each * model.parameters
+        assert model.weights() + model.moments() + model.gradients() == each * model.shape.parameters
     sharded = TrainedModel(SHAPE, shards=4)
     assert sharded.weights() * 4 == exact.weights()
     frozen = TrainedModel(SHAPE, frozen=True)
-    assert (frozen.weights(), frozen.moments(), frozen.gradients()) == (2 * frozen.parameters, 0, 0)
+    assert (frozen.weights(), frozen.moments(), frozen.gradients()) == (2 * frozen.shape.parameters, 0, 0)
 
 
 def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others():
@@ -133,12 +126,12 @@ def test_phases_are_those_of_the_run():
 
 def test_offloaded_parts_are_there_only_in_their_own_phases():
     here, away = plan_of(load()), plan_of(load("critic.fsdp_config.optimizer_offload=True"))
-    moments = 8 * SHAPE.parameters("value")
+    moments = 8 * SHAPE.parameters
     for name in ("gen", "old_log_prob", "values", "update_actor"):
         assert phase(here, name).parts["optimizer"] - phase(away, name).parts["optimizer"] == moments
     assert phase(here, "update_critic") == phase(away, "update_critic")
     weights = plan_of(load(f"{ACTOR}.fsdp_config.param_offload=True"))
-    assert phase(weights, "gen").parts["weights"] == 4 * SHAPE.parameters("value")
+    assert phase(weights, "gen").parts["weights"] == 4 * SHAPE.parameters
     assert phase(weights, "update_actor") == phase(here, "update_actor")
 
 
@@ -146,7 +139,7 @@ def test_a_reference_takes_half_precision_weights_and_none_with_lora_or_offload(
     base = ["algorithm=grpo", f"{ACTOR}.use_kl_loss=True"]
     without = phase(plan_of(load("algorithm=grpo")), "gen").parts["weights"]
     with_reference = phase(plan_of(load(*base)), "gen").parts["weights"]
-    assert with_reference - without == 2 * SHAPE.parameters("causal_lm")
+    assert with_reference - without == 2 * SHAPE.parameters
     offloaded = plan_of(load(*base, "actor_rollout_ref.ref.fsdp_config.param_offload=True"))
     assert phase(offloaded, "gen").parts["weights"] == without
     assert phase(offloaded, "ref").parts["weights"] == with_reference
@@ -237,7 +230,7 @@ def test_supervised_fine_tuning_has_one_phase():
     config = load_config(None, given, check_files=False, root=SFTConfig)
     plan = sft_memory_plan(config, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU"))
     assert [found.phase for found in plan.phases] == ["sft"]
-    assert plan.fullest.total > 16 * SHAPE.parameters("causal_lm") * 0.5
+    assert plan.fullest.total > 16 * SHAPE.parameters * 0.5
     with pytest.raises(ConfigError):
         refuse_what_cannot_fit(config, lambda c: sft_memory_plan(c, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU")))
 
@@ -257,4 +250,4 @@ def test_the_plan_of_a_run_on_this_machine_is_logged(tmp_path, caplog):
         None, ["data.train_files=x", f"model.path={folder}", "trainer.device=cpu"], check_files=False, root=SFTConfig
     )
     assert check_sft_memory(sft) is not None
-    assert tiny_config().hidden_size == ModelShape.of_folder(folder).hidden
+    assert tiny_config().hidden_size == ModelShape.of_folder(str(folder), config.actor_rollout_ref.model).hidden

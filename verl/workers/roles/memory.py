@@ -12,13 +12,13 @@ import torch
 from verl.config.devices import host_memory_available
 from verl.config.names import TRAINING_ENGINES
 from verl.config.schema import pick
-from verl.planning.remedies import Remedy, helpful, remedies
+from verl.planning.remedies import UNKNOWN, Remedy, helpful, remedies
 from verl.utils.device_memory import memory_in_use
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
-_MOST_REMEDIES = 8
+_MOST_REMEDIES = 10
 _HOST = "DefaultCPUAllocator"  # what torch's message has when the machine's own memory is full
 
 
@@ -87,13 +87,13 @@ def _in_use(device: torch.device) -> str:
 
 
 def _value(config: Any, key: str, at: str) -> Any:
-    """The value of a key if it lies below `at`, where this worker's configuration begins; else None."""
+    """The value of a key if it lies below `at`, where this worker's configuration begins; else UNKNOWN."""
     if at and not key.startswith(f"{at}."):
-        return None
+        return UNKNOWN
     try:
         return pick(config, key.removeprefix(f"{at}.") if at else key)
     except (KeyError, AttributeError):
-        return None
+        return UNKNOWN
 
 
 def _helpful(phase: str, config: Any, at: str) -> Iterator[tuple[Remedy, Any]]:

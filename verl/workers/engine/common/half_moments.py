@@ -32,6 +32,12 @@ def portions(sizes: Iterable[tuple[str, int]]) -> Iterator[list[str]]:
         yield run
 
 
+def working_bytes(elements: int, largest: int) -> int:
+    """What a step takes beside moments of so many elements, of which the largest tensor has `largest`: both moments of
+    a portion in float32, and as many random numbers to round them with."""
+    return 16 * min(elements, max(largest, PORTION))
+
+
 class WorkingMoments:
     """The moments of some parameters, in float32 for one step; `states` hold them in between."""
 

@@ -65,10 +65,8 @@ def shard(
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     gathers = mesh["shard"].size() > 1
-    reshards = gathers if reshard_after_forward is None else reshard_after_forward
-    # Where nothing is gathered and all weights may stay in the compute dtype, they are one group: the host, which is
-    # what small models wait for, does nothing between layers.
-    layers: list[Any] = outermost_layers(model.hf) if gathers or reshards else []
+    reshards, one_group = grouping(mesh["shard"].size(), reshard_after_forward)
+    layers: list[Any] = [] if one_group else outermost_layers(model.hf)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
     if prefetch and gathers:
@@ -86,7 +84,17 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)
         if dist.get_world_size() > 1:  # one rank has nothing to divide by, and dividing by 1 takes a copy of all
             module.set_gradient_divide_factor(1.0)
-    return not layers
+    return one_group
+
+
+def grouping(ranks: int, reshard_after_forward: bool | None) -> tuple[bool, bool]:
+    """(whether layers are freed after their pass, whether all weights are one group).
+
+    Where nothing is gathered and all weights may stay in the compute dtype, they are one group: the host, which is what
+    small models wait for, does nothing between layers.
+    """
+    reshards = ranks > 1 if reshard_after_forward is None else reshard_after_forward
+    return reshards, not (ranks > 1 or reshards)
 
 
 def finish_with(model: Any, last: bool) -> None:
