@@ -32,6 +32,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
         },
     ),
+    "qwen2.5-7b": (
+        "qwen2",
+        {
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
     "smollm2-135m": (
         "llama",
         {
@@ -58,11 +70,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def shape_config(shape: str, **more: Any) -> Any:
-    """The transformers config of a shape: tied embeddings, 4096 positions, `more` on top."""
+    """The transformers config of a shape: tied embeddings unless it says otherwise, 4096 positions, `more` on top."""
     from transformers import AutoConfig
 
     family, sizes = SHAPES[shape]
-    return AutoConfig.for_model(family, **sizes, tie_word_embeddings=True, max_position_embeddings=4096, **more)
+    common = {"tie_word_embeddings": True, "max_position_embeddings": 4096}
+    return AutoConfig.for_model(family, **{**common, **sizes, **more})
 
 
 def save_random_model(folder: Path, config: Any, dtype: torch.dtype, device: str = "cpu") -> None:

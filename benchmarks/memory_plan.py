@@ -1,202 +1,360 @@
-"""The memory plan against the device: planned and measured peak of every phase, on the engine itself without Ray.
+"""The memory plan against the machine: planned and measured peak of every phase of a GRPO step, by shape.
 
-    python benchmarks/memory_plan.py            # a 0.5B shape with random weights, about a minute on one GPU
-    python benchmarks/memory_plan.py --compile  # the same with compiled layers (half a minute more)
+    python benchmarks/memory_plan.py                    # 0.5B, 1.5B and 7B with random weights: 5 minutes on one H200
+    python benchmarks/memory_plan.py --cases tiny       # what a machine without a GPU runs: proves that it works
 
-Measured is what torch allocated; the plan's figure is without the device's context and what is lost between blocks.
+The worker is the one that `main_ppo` starts, with the same configuration, in a process per case without Ray; rows have
+full length. A device's measure is what torch allocated and the rollout engine mapped, as `memory_gb/<phase>` has it,
+the plan's the same without context and slack; "reserved" is what torch took of the device, to hold against the plan's
+total. The host's measure is how much less memory was available than before the worker was built. On a CPU the
+allocations of torch are added up (those of the rollout engine's own thread are not seen).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
+import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from _report import report
-from _shapes import shape_config
+from _shapes import save_random_model, shape_config
 
-from verl.config import FSDPConfig, ModelConfig, OptimConfig, as_config
-from verl.models.heads import ValueModel
-from verl.planning.costs import GB, TrainedModel
+from verl.config import PPOConfig, load_config
+from verl.config.devices import gpu_memory, host_memory_available
+from verl.config.schema import put
+from verl.planning.advice import cheapest_changes
+from verl.planning.costs import GB
+from verl.planning.plan import DeviceMemory, MemoryPlan, memory_plan
 from verl.planning.shapes import ModelShape
 from verl.protocol import DataProto
-from verl.workers.engine.base import MicroBatching
+from verl.single_controller.base.worker_group import ClassWithInitArgs
+from verl.single_controller.local import LocalWorkerGroup
+from verl.utils.device_memory import memory_in_use
 from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
-SHAPE = "qwen2.5-0.5b"
-PROMPT, ANSWER = 256, 768
 ACTOR = "actor_rollout_ref.actor"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration of the engine."""
+    """A shape and its settings; `save`: a checkpoint is written, too; `answers`: how far generation really goes."""
 
-    name: str
-    tokens: int = 8192
-    checkpointing: bool = False
-    state_dtype: str = "fp32"
-    grad_offload: bool = False
-    reshard: bool | None = None
-    compiled: bool = False
+    shape: str
+    overrides: tuple[str, ...] = ()
+    prompts: int = 32
+    n: int = 8
+    lengths: tuple[int, int] = (256, 512)
+    answers: int = 24
+    save: bool = False
 
 
-CASES = (
-    Case("plain layers, 8k tokens"),
-    Case("plain layers, layer by layer", reshard=True),
-    Case("checkpointing, 8k tokens", checkpointing=True),
-    Case("checkpointing, 32k tokens", tokens=32768, checkpointing=True),
-    Case("bf16 moments", checkpointing=True, state_dtype="bf16"),
-    Case("gradients offloaded", grad_offload=True),
+_PLAIN = (
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    f"{ACTOR}.use_dynamic_bsz=True",
+    f"{ACTOR}.ppo_max_token_len_per_gpu=15360",  # twenty rows of full length
 )
+_BUDGET = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=7680")
+CASES = {
+    "0.5b": Case("qwen2.5-0.5b", save=True),
+    "0.5b, no checkpointing": Case("qwen2.5-0.5b", _PLAIN),
+    "1.5b": Case("qwen2.5-1.5b"),
+    "7b": Case("qwen2.5-7b", _BUDGET),
+    "tiny": Case("tiny", prompts=8, n=4, lengths=(16, 32), answers=8, save=True),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", action="store_true", help="compile the layers")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=None, help="which (default: all that fit here)")
     parser.add_argument("--json", default=None, help="append the result to this file")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks/memory_plan.py measures a GPU's memory, and there is none here.")
+    wanted = options.cases or ([name for name in CASES if name != "tiny"] if torch.cuda.is_available() else ["tiny"])
+    if options.alone:
+        print("ROWS " + json.dumps(rows_of(wanted[0])), flush=True)
+        return
     rows: list[dict[str, Any]] = []
-    for case in CASES:
-        rows += measure(replace(case, compiled=options.compile))
-    rows += beside_a_critic(Case("a critic beside it", checkpointing=True, compiled=options.compile))
+    for name in wanted:  # what one case leaves behind is no part of the next
+        begin = time.monotonic()
+        command = [sys.executable, __file__, "--alone", "--cases", name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout or ():
+                if line.startswith("ROWS "):
+                    rows += json.loads(line.removeprefix("ROWS "))
+                else:
+                    print(line, end="", flush=True)
+        print(f"{name}: {time.monotonic() - begin:.0f} s, exit code {process.returncode}", flush=True)
     report("memory plan: planned against measured peak, GB", rows, options.json)
 
 
-def measure(case: Case) -> list[dict[str, Any]]:
-    """Log-probs and an update; then log-probs with the optimizer offloaded."""
-    baseline = torch.cuda.memory_allocated()
-    engine, planned = build(case, "causal_lm")
-    data, micro = batch(case.tokens), MicroBatching(max_tokens=case.tokens)
-    answers = case.tokens * ANSWER // (PROMPT + ANSWER)
-    update(engine, data, "log_probs", micro)  # moments exist from now on; compiled layers are compiled
-    rest = planned.weights() + planned.moments()
-    found = []
-
-    def row(phase: str, plan: float, *, work: Any) -> None:
-        found.append(compare(case.name, phase, plan, peak(work) - baseline))
-
-    inference = sum(planned.inference(case.tokens, answers).values())
-    row("old_log_prob", rest + inference, work=lambda: engine.infer(data, ["log_probs", "entropy"], micro=micro))
-    plan = rest + sum(planned.update(case.tokens, answers, several=True).values())
-    row("update_actor", plan, work=lambda: update(engine, data, "log_probs", micro))
-    engine.to("cpu", model=False)
-    row(
-        "old_log_prob, offload",
-        planned.weights() + inference,
-        work=lambda: engine.infer(data, ["log_probs"], micro=micro),
-    )
-    engine.to("cpu")
-    found.append(compare(case.name, "all offloaded", 0.0, torch.cuda.memory_allocated() - baseline))
-    return found
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """Every phase of one case; what cannot be run is a row that says so."""
+    case = CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        save_random_model(Path(folder) / "model", shape_config(case.shape, pad_token_id=0), dtype, device)
+        config, plan = configured(case, Path(folder), device)
+        print(f"\n{name}\n{plan.render()}", flush=True)
+        measure = Measure(torch.device(device))
+        try:
+            with measure:
+                walk(config, case, Path(folder), measure)
+        except (RuntimeError, MemoryError) as error:
+            print(error, file=sys.stderr, flush=True)
+            measure.note("failed", str(error).splitlines()[0][:80])
+    return [{"case": name, **row} for row in measure.rows(plan)]
 
 
-def beside_a_critic(case: Case) -> list[dict[str, Any]]:
-    """Both on one device: each other's weights and moments count."""
-    baseline = torch.cuda.memory_allocated()
-    (actor, planned), (critic, planned_critic) = build(case, "causal_lm"), build(case, "value")
-    data, micro = batch(case.tokens), MicroBatching(max_tokens=case.tokens)
-    answers = case.tokens * ANSWER // (PROMPT + ANSWER)
-    engines = {"update_actor": (actor, planned, "log_probs"), "update_critic": (critic, planned_critic, "values")}
-    for engine, _, field in engines.values():
-        update(engine, data, field, micro)
-    rest = sum(model.weights() + model.moments() for model in (planned, planned_critic))
-    found = []
-    for phase, (engine, model, field) in engines.items():
-        plan = rest + sum(model.update(case.tokens, answers, several=True).values())
-        measured = peak(lambda engine=engine, field=field: update(engine, data, field, micro)) - baseline
-        found.append(compare(case.name, phase, plan, measured))
-    return found
-
-
-def build(case: Case, kind: str) -> tuple[FSDPEngine, TrainedModel]:
-    from transformers import AutoModelForCausalLM
-
-    config = shape_config(SHAPE)
-    with torch.device("cuda"):
-        source: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if kind == "value":
-        source = ValueModel(source.base_model).to("cuda")
-    fsdp = {"reshard_after_forward": case.reshard, "grad_offload": case.grad_offload, "mixed_precision": "bf16"}
-    optim = {"lr": 1e-6, "state_dtype": case.state_dtype}
-    engine = FSDPEngine(
-        source,
-        kind,  # type: ignore[arg-type]
-        model_config=as_config(ModelConfig, {"path": "given", "enable_gradient_checkpointing": case.checkpointing}),
-        engine_config=as_config(FSDPConfig, fsdp, at=f"{ACTOR}.fsdp_config"),
-        optim=as_config(OptimConfig, optim, at=f"{ACTOR}.optim"),
-        grad_clip=1.0,
-        device="cuda",
-        compile_layers=case.compiled,
-    )
-    del source
-    clean()
-    shape = ModelShape.of_config(config.to_dict())
+def configured(case: Case, folder: Path, device: str) -> tuple[PPOConfig, MemoryPlan]:
+    """The configuration, with the changes that make its plan fit where it does not; and that plan."""
+    given = [
+        "algorithm.adv_estimator=grpo",
+        "data.train_files=x",
+        f"data.train_batch_size={case.prompts}",
+        f"data.max_prompt_length={case.lengths[0]}",
+        f"data.max_response_length={case.lengths[1]}",
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"actor_rollout_ref.rollout.n={case.n}",
+        "actor_rollout_ref.rollout.ignore_eos=True",
+        f"{ACTOR}.ppo_mini_batch_size={case.prompts}",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.device={device}",
+        *case.overrides,
+    ]
+    config = load_config(None, given, check_files=False)
+    shape = ModelShape.of_folder(str(folder / "model"), config.actor_rollout_ref.model)
     assert shape is not None
-    return engine, TrainedModel(
-        shape,
-        kind,
-        checkpointing=case.checkpointing,
-        compiled=case.compiled,
-        reshard=case.reshard,
-        state_bytes=2 if case.state_dtype == "bf16" else 4,
-        grad_offload=case.grad_offload,
-    )
+    found = gpu_memory() if device == "cuda" else (host_memory_available(), "host memory")
+    memory = None if found is None else DeviceMemory(device, *found)
+
+    def plan_of(changed: PPOConfig) -> MemoryPlan:
+        return memory_plan(changed, {"actor": shape}, memory)
+
+    changes, fits = cheapest_changes(config, plan_of)
+    for change in changes:
+        print(f"{case.shape}: {change}{'' if fits else ' (still does not fit)'}", flush=True)
+        put(config, change.key, change.value)
+    return config, plan_of(config)
 
 
-def batch(tokens: int) -> DataProto:
-    """Two micro-batches of this many tokens, all rows of full length."""
-    rows, width = 2 * tokens // (PROMPT + ANSWER), PROMPT + ANSWER
-    ids = torch.randint(
-        5, shape_config(SHAPE).vocab_size - 1, (rows, width), generator=torch.Generator().manual_seed(0)
+def walk(config: PPOConfig, case: Case, folder: Path, measure: Measure) -> None:
+    """Two steps: from the second update on everything that a run holds is there."""
+    policy = config.actor_rollout_ref
+    with measure("load"):
+        group: Any = LocalWorkerGroup(
+            ray_cls_with_init=ClassWithInitArgs(ActorRolloutRefWorker, config=policy, role="actor_rollout"),
+            device_name=config.trainer.device,
+        )
+        group.init_model()
+    data = batch(case, shape_config(case.shape).vocab_size)
+    prompts = data.select(["prompts", "prompt_mask"]).rename(
+        ["prompts", "prompt_mask"], ["input_ids", "attention_mask"]
     )
+    prompts.meta_info = {"step": 1, "seed": 1, "eos_token_id": [1], "pad_token_id": 0}
+    update = data.select([key for key in data.batch.keys() if key != "prompt_mask"])
+    with steps_apart(measure):
+        for step in range(2):
+            with measure("update_weights"):
+                group.update_rollout_weights(step)
+            with measure("gen"):
+                group.generate_sequences(prompts, max_new_tokens=case.answers)
+            with measure("old_log_prob"):
+                group.compute_log_prob(update)
+            with measure("update_actor"):
+                group.update_actor(update)
+    if case.save:
+        with measure("save_checkpoint"):
+            group.save_checkpoint(str(folder / "step"))
+    group.shutdown()
+
+
+@contextmanager
+def steps_apart(measure: Measure) -> Iterator[None]:
+    """Within it the optimizer's steps are measured as a phase of their own inside `update_actor`."""
+    plain: Callable[..., Any] = FSDPEngine.optimizer_step
+
+    def step(self: FSDPEngine) -> dict[str, float]:
+        measure.mark("update_actor: passes")
+        found = plain(self)
+        measure.mark("update_actor: step")
+        return found
+
+    FSDPEngine.optimizer_step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FSDPEngine.optimizer_step = plain  # type: ignore[method-assign]
+
+
+def batch(case: Case, vocabulary: int) -> DataProto:
+    """A step's rows, all of full length, as the trainer sends them."""
+    rows, (before, after) = case.prompts * case.n, case.lengths
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, vocabulary, (rows, before + after), generator=draw)
     ones = torch.ones_like(ids)
-    return DataProto.from_dict(
-        {
-            "input_ids": ids,
-            "attention_mask": ones,
-            "position_ids": ones.cumsum(1) - 1,
-            "responses": ids[:, PROMPT:],
-            "response_mask": ones[:, PROMPT:],
+    tensors = {
+        "prompts": ids[:, :before],
+        "prompt_mask": ones[:, :before],
+        "responses": ids[:, before:],
+        "input_ids": ids,
+        "attention_mask": ones,
+        "position_ids": ones.cumsum(1) - 1,
+        "response_mask": ones[:, before:],
+        "old_log_probs": torch.full((rows, after), -12.0),
+        "advantages": torch.randn(rows, 1, generator=draw).expand(rows, after).contiguous(),
+    }
+    return DataProto.from_dict(tensors, meta_info={"temperature": 1.0, "mini_batches": 1, "global_steps": 1})
+
+
+class Measure:
+    """Peaks by phase, the largest of all rounds: of the device, of what torch reserved there, and of the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._device_peak: dict[str, float] = {}
+        self._reserved: dict[str, float] = {}
+        self._host_peak: dict[str, float] = {}
+        self._after: dict[str, float] = {}
+        self._notes: dict[str, str] = {}
+        self._inside: list[str] = []  # parts of the phase that runs
+        self._host = _HostWatch()
+        self._profiler: Any = nullcontext()
+        if not self._cuda:
+            self._profiler = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+            )
+
+    def __enter__(self) -> Measure:
+        self._profiler.__enter__()
+        self._host.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._host.close()
+        self._profiler.__exit__(None, None, None)
+        if not self._cuda:
+            self._device_peak = _peaks_by_mark(self._profiler)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._reset()
+        self._inside = []
+        with torch.profiler.record_function(f"phase:{phase}"):
+            yield
+        self.mark(phase)
+        for part in self._inside:  # the peak of the whole is that of its fullest part
+            for found in (self._device_peak, self._reserved, self._host_peak):
+                found[phase] = max(found.get(phase, 0.0), found.get(part, 0.0))
+        if self._cuda:
+            self._after[phase] = memory_in_use(self._device)[1]
+
+    def mark(self, name: str) -> None:
+        """What happened since the last mark is called so."""
+        self._inside.append(name)
+        if self._cuda:
+            torch.cuda.synchronize()
+            peak, _ = memory_in_use(self._device)
+            mapped = peak - torch.cuda.max_memory_allocated()
+            reserved = torch.cuda.max_memory_reserved() + mapped
+            self._device_peak[name] = max(self._device_peak.get(name, 0.0), peak)
+            self._reserved[name] = max(self._reserved.get(name, 0.0), reserved)
+        self._host_peak[name] = max(self._host_peak.get(name, 0.0), self._host.most())
+        self._reset()
+
+    def note(self, phase: str, text: str) -> None:
+        self._notes[phase] = text
+
+    def rows(self, plan: MemoryPlan) -> list[dict[str, Any]]:
+        """One per phase: planned beside measured."""
+        planned = {phase.phase: phase for phase in plan.phases}
+        names = [*self._host_peak, *(name for name in self._notes if name not in self._host_peak)]
+        return [self._row(name, planned.get(name)) for name in names]
+
+    def _row(self, name: str, planned: Any) -> dict[str, Any]:
+        def gb(size: float | None) -> float | None:
+            return None if size is None else size / GB
+
+        measured = self._device_peak.get(name)
+        return {
+            "phase": name,
+            "planned": gb(planned.allocated) if planned else None,
+            "measured": gb(measured),
+            "ratio": planned.allocated / measured if planned and measured else None,
+            "planned total": gb(planned.total) if planned else None,
+            "reserved": gb(self._reserved.get(name)),
+            "after": gb(self._after.get(name)),
+            "host": gb(self._host_peak.get(name)),
+            "note": self._notes.get(name),
         }
-    )
+
+    def _reset(self) -> None:
+        self._host.reset()
+        if self._cuda:
+            torch.cuda.synchronize()
+            memory_in_use(self._device, reset=True)
 
 
-def update(engine: FSDPEngine, data: DataProto, field: str, micro: MicroBatching) -> None:
-    engine.forward_backward(data, _mean_of(field), [field], micro=micro)
-    engine.optimizer_step()
+class _HostWatch:
+    """How much less of the host's memory is available than at the start, at most; looked at twenty times a second."""
+
+    def __init__(self) -> None:
+        self._before = host_memory_available()
+        self._least = self._before
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        self._before = self._least = host_memory_available()
+        self._thread.start()
+
+    def most(self) -> float:
+        self._least = min(self._least, host_memory_available())
+        return float(self._before - self._least)
+
+    def reset(self) -> None:
+        self._least = host_memory_available()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.05):
+            self._least = min(self._least, host_memory_available())
 
 
-def _mean_of(field: str) -> Any:
-    def loss(output: Mapping[str, torch.Tensor], part: DataProto, counts: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-        return -output[field].sum() / counts.tokens, {}
-
-    return loss
-
-
-def peak(work: Any) -> int:
-    clean()
-    torch.cuda.reset_peak_memory_stats()
-    work()
-    return torch.cuda.max_memory_allocated()
-
-
-def clean() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def compare(case: str, phase: str, planned: float, measured: float) -> dict[str, Any]:
-    ratio = planned / measured if planned and measured > 0 else None
-    row = {"case": case, "phase": phase, "planned": planned / GB, "measured": measured / GB, "ratio": ratio}
-    print(row, flush=True)
-    return row
+def _peaks_by_mark(profiler: Any) -> dict[str, float]:
+    """The most that torch had allocated on the CPU within each phase, from a profile of the whole run."""
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    spans = [
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name().removeprefix("phase:"))
+        for event in events
+        if event.name().startswith("phase:")
+    ]
+    found: dict[str, float] = {}
+    held = 0
+    for event in events:
+        if event.name() != "[memory]":
+            continue
+        held += event.nbytes()
+        at = event.start_ns()
+        phase = next((name for begin, end, name in spans if begin <= at <= end), None)
+        if phase is not None:
+            found[phase] = max(found.get(phase, 0.0), held)
+    return found
 
 
 if __name__ == "__main__":
