@@ -151,8 +151,8 @@ KL_LOSS_TYPES = KL_PENALTIES + tuple(f"{name}+" for name in KL_PENALTIES)
 class TrainingEngine:
     """A row of the table of training engines."""
 
-    target: str
-    """`module:Class` of its `TrainEngine`, imported when it is chosen; "" while it is not built."""
+    at: str
+    """Its `TrainEngine`, imported when it is chosen; "" while it is not built."""
     block: str
     """The block of a role's configuration that holds its own keys."""
 
@@ -161,8 +161,23 @@ _FSDP = TrainingEngine("verl.workers.engine.fsdp.engine:FSDPEngine", "fsdp_confi
 TRAINING_ENGINES = {"fsdp": _FSDP, "fsdp2": _FSDP, "megatron": TrainingEngine("", "megatron_config")}
 STRATEGIES = tuple(TRAINING_ENGINES)
 
-BUILT_ROLLOUTS, UNBUILT_ROLLOUTS = ("native", "hf"), ("vllm", "sglang", "trtllm")
-ROLLOUTS = BUILT_ROLLOUTS + UNBUILT_ROLLOUTS
+
+@dataclass(frozen=True)
+class RolloutEngine:
+    """A row of the table of rollout engines."""
+
+    at: str = ""
+    """Its `BaseRollout`, imported when it is chosen; "" while it is not built."""
+
+
+ROLLOUTS = {
+    "native": RolloutEngine("verl.workers.rollout.native_rollout:NativeRollout"),
+    "hf": RolloutEngine("verl.workers.rollout.hf_rollout:HFRollout"),
+    "vllm": RolloutEngine(),
+    "sglang": RolloutEngine(),
+    "trtllm": RolloutEngine(),
+}
+BUILT_ROLLOUTS = {name: row for name, row in ROLLOUTS.items() if row.at}
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 ROLES = ("actor", "rollout", "ref", "critic", "reward_model")

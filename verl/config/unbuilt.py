@@ -17,10 +17,14 @@ from verl.config.problems import Report
 from verl.config.schema import pick
 
 NOT_BUILT = "is not built yet in this version"
-_ENGINES = {name: row for name, row in names.TRAINING_ENGINES.items() if not row.target}
+_ENGINES = {name: row for name, row in names.TRAINING_ENGINES.items() if not row.at}
+_ROLLOUTS = tuple(name for name in names.ROLLOUTS if name not in names.BUILT_ROLLOUTS)
 # Values that stand for something to come: key -> (values, what to set instead).
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    f"{ROLLOUT}.name": (names.UNBUILT_ROLLOUTS, f"Set {ROLLOUT}.name=native, which needs no install"),
+    f"{ROLLOUT}.name": (
+        _ROLLOUTS,
+        f"Set {ROLLOUT}.name=native, which needs no install",
+    ),
     f"{ROLLOUT}.multi_turn.enable": ((True,), "Leave it out: every answer is one turn"),
     "do_search": ((True,), "Leave it out: the model answers without searching"),
     f"{ACTOR}.strategy": (tuple(_ENGINES), f"Set {ACTOR}.strategy=fsdp2"),

@@ -188,7 +188,7 @@ def _engine(config: GenerationConfig, model_path: str) -> BaseRollout:
     # Training never samples at temperature 0; requests say it themselves.
     settings = {**config.rollout.to_dict(), "temperature": config.rollout.temperature or 1.0}
     rollout = get_rollout_class(config.rollout.name)
-    return rollout(model_path, model, as_config(RolloutConfig, settings), config.trainer.device)  # type: ignore[call-arg]
+    return rollout(model_path, model, as_config(RolloutConfig, settings), config.trainer.device)
 
 
 def _refuse_overlong(rows: Rows, prompts: PromptTokens, config: GenerationConfig) -> None:

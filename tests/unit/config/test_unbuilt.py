@@ -23,7 +23,7 @@ def problems(*overrides: str):
 @pytest.mark.parametrize(
     "asked",
     [
-        *(f"{ROLLOUT}.name={name}" for name in names.UNBUILT_ROLLOUTS),
+        *(f"{ROLLOUT}.name={name}" for name in names.ROLLOUTS if name not in names.BUILT_ROLLOUTS),
         f"{ROLLOUT}.multi_turn.enable=True",
         "do_search=True",
         f"{ACTOR}.strategy=megatron",

@@ -23,10 +23,10 @@ def start_engine(
     grad_clip: float | None = None,
 ) -> TrainEngine:
     """The engine of `block.strategy` for a model, frozen without `optim`. Calls dispatched over `mesh` reach it."""
-    target = TRAINING_ENGINES[block.strategy].target
-    if not target:
+    at = TRAINING_ENGINES[block.strategy].at
+    if not at:
         raise ValueError(f"strategy = {block.strategy}: this engine is not built yet. Set it to fsdp2.")
-    engine: TrainEngine = resolve_name(target).of_block(
+    engine: TrainEngine = resolve_name(at).of_block(
         model_path, kind, model_config, block, worker.device, optim=optim, grad_clip=grad_clip
     )
     worker.register_mesh_place(mesh, engine.dp_rank, collect=engine.collects)

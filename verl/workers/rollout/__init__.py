@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from verl.workers.rollout.base import BaseRollout
+from verl.config.names import BUILT_ROLLOUTS
+from verl.utils.registry import Registry
 
-__all__ = ["ROLLOUT_CLASSES", "get_rollout_class"]
-
-ROLLOUT_CLASSES: dict[str, str] = {
-    "native": "verl.workers.rollout.native_rollout:NativeRollout",
-    "hf": "verl.workers.rollout.hf_rollout:HFRollout",
-}
+__all__ = ["ROLLOUTS", "get_rollout_class"]
 
 
-def get_rollout_class(name: str) -> type[BaseRollout]:
-    """The class behind `rollout.name`."""
-    if name not in ROLLOUT_CLASSES:
-        raise ValueError(
-            f"name: the engine {name!r} does not exist in this version (there is:"
-            f" {', '.join(sorted(ROLLOUT_CLASSES))}). Set name=hf."
-        )
-    module, _, attribute = ROLLOUT_CLASSES[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+ROLLOUTS: Registry[type[Any]] = Registry("rollout.name", BUILT_ROLLOUTS)
+get_rollout_class = ROLLOUTS.lookup

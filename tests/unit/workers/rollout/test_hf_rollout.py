@@ -322,7 +322,7 @@ def test_closing_a_stream_ends_what_is_left(start, make_prompts):
 
 def test_engines_are_chosen_by_name():
     assert get_rollout_class("hf") is HFRollout
-    with pytest.raises(ValueError, match=r"^name: the engine 'vllm' does not exist.*name=hf"):
+    with pytest.raises(ValueError, match=r"^rollout.name: 'vllm' is not known.*Known: native, hf"):
         get_rollout_class("vllm")
 
 
