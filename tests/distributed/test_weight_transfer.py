@@ -15,6 +15,7 @@ from tiny import save_tiny_model, tiny_model
 
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
+from verl.types.weights import TensorSlice
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 from verl.workers.sharding_manager import (
@@ -40,7 +41,7 @@ class ShardedModel:
     def manifest(self) -> dict[str, torch.Tensor]:
         return self.whole
 
-    def buckets(self, dtype: torch.dtype, max_bytes: int) -> Any:
+    def buckets(self, dtype: torch.dtype, max_bytes: int, wanted: Any = None) -> Any:
         names = list(self.shards)
         for start in range(0, len(names), 5):
             if self.fail_after is not None and start >= self.fail_after:
@@ -50,7 +51,28 @@ class ShardedModel:
                 parts = [torch.empty_like(self.shards[name]) for _ in range(self.world_size)]
                 dist.all_gather(parts, self.shards[name])
                 bucket[name] = torch.cat(parts).view(self.whole[name].shape).to(dtype)
-            yield bucket
+            yield from in_pieces(bucket)
+
+
+def in_pieces(bucket: dict[str, torch.Tensor]) -> Any:
+    """The rows of one tensor of a bucket come apart, the last of them first."""
+    name = next((name for name, tensor in bucket.items() if len(tensor) > 100), None)
+    if name is not None:
+        tensor = bucket.pop(name)
+        yield {TensorSlice(name, 70, len(tensor)): tensor[70:]}
+        yield {TensorSlice(name, 0, 70): tensor[:70]}
+    yield bucket
+
+
+def of_whole_tensors_only(engine: Any) -> None:
+    """As an engine is that knows nothing of rows."""
+    load = engine.load_bucket
+
+    def load_whole(bucket: dict[Any, torch.Tensor]) -> None:
+        assert all(isinstance(key, str) for key in bucket)
+        load(bucket)
+
+    engine.wanted, engine.load_bucket = (lambda: None), load_whole
 
 
 def join_own_group(port: int, rank: int, size: int) -> None:
@@ -89,6 +111,8 @@ def rollout(
     model = as_config(ModelConfig, {"path": path}, "actor_rollout_ref.model")
     config = as_config(RolloutConfig, {"name": name, "load_format": "dummy"})
     engine: Any = get_rollout_class(name)(path, model, config)
+    if rank == 1:
+        of_whole_tensors_only(engine)
     receiver = BroadcastReceiver(group)
     said: list[Any] = []
     for seed in (11, 12):

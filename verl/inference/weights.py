@@ -11,7 +11,7 @@ from torch import nn
 
 from verl.inference.memory import Region
 from verl.inference.tensor_parallel import SINGLE, TensorParallel
-from verl.types.weights import Manifest, WeightMismatchError
+from verl.types.weights import Bucket, Manifest, TensorSlice, Wanted, WeightMismatchError
 from verl.utils.weight_fingerprint import Place, fingerprints
 
 __all__ = ["EngineWeights", "Shard", "pack_module"]
@@ -35,7 +35,8 @@ class Shard:
 class EngineWeights:
     """Tensors by HF name, all of them in one region. Tied weights may come under any or all of their names.
 
-    On a tensor-parallel rank `shards` says of which tensors only a part is here; whole ones come in, parts are kept.
+    On a tensor-parallel rank `shards` says of which tensors only a part is here. What comes in may be whole or rows of
+    it: of what this rank does not have, nothing is kept.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class EngineWeights:
         self._groups: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
             self._groups.setdefault(tensor.data_ptr(), []).append(name)
-        self._arrived: set[str] = set()
+        self._arrived: dict[str, int] = {}  # rows that came of each
         self._host_copy: torch.Tensor | None = None
         self._offloaded = False
 
@@ -74,23 +75,32 @@ class EngineWeights:
             self._check(name, tuple(spec.shape))
         self._require_all(set(manifest), "is not in the trainer's manifest")
 
+    def wanted(self) -> Wanted:
+        """The rows of each tensor that are here."""
+        return {name: self._rows(name) for name in self._tensors}
+
     def begin(self) -> None:
-        self._arrived = set()
+        self._arrived = {}
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Bucket) -> None:
         """One cast-copy of all of them, in place."""
-        for name, tensor in tensors.items():
-            self._check(name, tuple(tensor.shape))
-        if tensors:
-            parts = [self._part(name, tensor) for name, tensor in tensors.items()]
-            torch._foreach_copy_([self._tensors[name] for name in tensors], parts)
-        self._arrived.update(tensors)
+        places, parts = [], []
+        for key, tensor in tensors.items():
+            name = key if isinstance(key, str) else key.name
+            self._check(name, self._whole_shape(key, tensor))
+            place, part = self._place_and_part(name, 0 if isinstance(key, str) else key.start, tensor)
+            places.append(place)
+            parts.append(part)
+            self._arrived[name] = self._arrived.get(name, 0) + _rows(tensor.shape)
+        if parts:
+            torch._foreach_copy_(places, parts)
 
     def verify(self, expected: Mapping[str, int]) -> None:
         """Raise unless every weight arrived and has the trainer's bits, each in its place."""
-        self._require_all(self._arrived, "never arrived")
-        unchecked = sorted(self._arrived - set(expected))
+        whole = {name for name, rows in self._arrived.items() if rows >= len(self._rows(name))}
+        self._require_all(whole, "never arrived, or not all of its rows")
+        unchecked = sorted(set(self._arrived) - set(expected))
         if unchecked:
             raise WeightMismatchError(f"weights: the trainer sent {unchecked[0]!r} without a fingerprint.")
         found = self._fingerprints([name for name in expected if name in self._tensors])
@@ -136,19 +146,51 @@ class EngineWeights:
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._tensors:
             raise WeightMismatchError(f"weights: the rollout's model has no {name!r}. Both must be the same model.")
-        here = tuple(self._tensors[name].shape)
-        if name in self._shards:
-            shard = self._shards[name]
-            here = (*here[: shard.dim], shard.full, *here[shard.dim + 1 :])
+        here = self._full_shape(name)
         if here != shape:
             raise WeightMismatchError(f"weights: {name!r} is {list(shape)} in the trainer and {list(here)} here.")
 
-    def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _full_shape(self, name: str) -> tuple[int, ...]:
+        """In the whole model."""
+        here = tuple(self._tensors[name].shape)
+        if name not in self._shards:
+            return here
+        shard = self._shards[name]
+        return (*here[: shard.dim], shard.full, *here[shard.dim + 1 :])
+
+    def _whole_shape(self, key: str | TensorSlice, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Of the tensor that this is, or is a part of."""
+        if isinstance(key, str) or key.name not in self._tensors:
+            return tuple(tensor.shape)
+        rows = _rows(self._full_shape(key.name))
+        if not 0 <= key.start < key.stop <= rows or key.stop - key.start != len(tensor):
+            raise WeightMismatchError(
+                f"weights: {len(tensor)} rows came as rows {key.start} to {key.stop} of {key.name!r}, which has {rows}."
+            )
+        return (rows, *tensor.shape[1:])
+
+    def _rows(self, name: str) -> range:
+        """Those of the whole tensor that are here."""
         shard = self._shards.get(name)
-        return tensor if shard is None else tensor.narrow(shard.dim, shard.start, shard.length)
+        if shard is None or shard.dim:
+            return range(_rows(self._tensors[name].shape))
+        return range(shard.start, shard.start + shard.length)
+
+    def _place_and_part(self, name: str, start: int, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of rows that begin at `start`: where those that are here go, and they themselves."""
+        place, shard, own = self._tensors[name], self._shards.get(name), self._rows(name)
+        if shard is not None and shard.dim:
+            tensor = tensor.narrow(shard.dim, shard.start, shard.length)
+        if len(own) == _rows(tensor.shape) and start == own.start:
+            return place, tensor
+        first, end = max(start, own.start), min(start + len(tensor), own.stop)
+        count = max(0, end - first)
+        return place[first - own.start :][:count], tensor[first - start :][:count]
 
     def _fingerprints(self, names: Sequence[str]) -> dict[str, int]:
-        """Of the whole tensors: parts, each at its place, add up over the ranks that share the model."""
+        """Of what was sent: parts of a tensor that came whole, each at its place, add up over the ranks that share the
+        model; where only the rows of this rank came, they are compared alone.
+        """
         places = {
             name: Place.of_part(self._tensors[name].shape, shard.dim, shard.start, shard.full)
             for name, shard in self._shards.items()
@@ -158,14 +200,19 @@ class EngineWeights:
             return here
         first = self._parallel.rank == 0
         counted = {name: self._shards[name].counted if name in self._shards else first for name in names}
-        sums = torch.tensor([here[name] if counted[name] else 0 for name in names], dtype=torch.int64)
+        whole = [name for name in names if self._arrived.get(name) == _rows(self._full_shape(name))]
+        sums = torch.tensor([here[name] if counted[name] else 0 for name in whole], dtype=torch.int64)
         dist.all_reduce(sums, group=self._parallel.meeting)
-        return dict(zip(names, sums.tolist(), strict=True))
+        return here | dict(zip(whole, sums.tolist(), strict=True))
 
     def _require_all(self, names: set[str], trouble: str) -> None:
         for group in self._groups.values():
             if not names.intersection(group):
                 raise WeightMismatchError(f"weights: {group[0]!r} {trouble}. The engine would mix two models.")
+
+
+def _rows(shape: Sequence[int]) -> int:
+    return shape[0] if len(shape) else 1
 
 
 def pack_module(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> Region:

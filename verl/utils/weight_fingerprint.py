@@ -6,8 +6,9 @@ changed bit, a transposed, permuted or shifted tensor has another one (but for a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +23,8 @@ _CHUNK = {"cpu": 32 * BLOCK}
 _LARGE_CHUNK = 8192 * BLOCK
 
 
+_Key = TypeVar("_Key", bound=Hashable)
+
 WHOLE = Place()
 
 
@@ -33,11 +36,11 @@ def tensor_fingerprint(tensor: torch.Tensor, dtype: torch.dtype | None = None, p
 
 
 def fingerprints(
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[_Key, torch.Tensor],
     dtype: torch.dtype | None = None,
-    places: Mapping[str, Place] | None = None,
-) -> dict[str, int]:
-    """Name → fingerprint, with one transfer from the device for all of them. `places`: of those that are parts."""
+    places: Mapping[_Key, Place] | None = None,
+) -> dict[_Key, int]:
+    """Key → fingerprint, with one transfer from the device for all of them. `places`: of those that are parts."""
     if not tensors:
         return {}
     device = next(iter(tensors.values())).device

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from verl.protocol import DataProto
-from verl.types.weights import Manifest
+from verl.types.weights import Bucket, Manifest, Wanted
 
 Metrics: TypeAlias = dict[str, tuple[float, float | None]]
 """(sum, count) per name: parts of any size add up. A count of None: a part of one number of the whole step."""
@@ -116,10 +116,15 @@ class TrainEngine(Protocol):
     def manifest(self) -> Manifest:
         """Every weight of the whole model under its Hugging Face name, with adapters added in."""
 
-    def buckets(self, dtype: torch.dtype | None, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Those weights, whole, in parts of at most `max_bytes` (a larger tensor comes alone), as `dtype` if given.
+    def buckets(
+        self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None = None
+    ) -> Iterator[Bucket]:
+        """Those weights in parts of at most `max_bytes`, as `dtype` if given. All ranks walk in lockstep.
 
-        All ranks walk in lockstep. Tensors may alias the live weights: read or copy them, do not write.
+        `wanted` says for every rank what of them it gets, the same on all ranks; rows of a tensor above `max_bytes` may
+        then come apart. None: every rank gets all of them whole (and a larger tensor alone).
+
+        Tensors may alias the live weights: read or copy them, do not write.
         """
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:

@@ -26,10 +26,10 @@ from verl.workers.rollout import get_rollout_class
 from verl.workers.sharding_manager import (
     BroadcastReceiver,
     BroadcastSender,
+    InProcessTransfer,
     TransferAddress,
     TransferGroup,
     TransferHost,
-    WeightSync,
 )
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class ActorRolloutRefWorker(Worker):
         if version == self._rollout_version:
             return
         with self.engine.awake(optimizer=False):
-            WeightSync().sync(self.engine, self.rollout, version)
+            self._transfer.sync(version)
         self._rollout_version = version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -234,6 +234,8 @@ class ActorRolloutRefWorker(Worker):
         with keys_under("actor_rollout_ref.rollout", RolloutConfig):
             rollout_class: Any = get_rollout_class(self.config.rollout.name)
             self.rollout = rollout_class(self.model_path, self.config.model, self.config.rollout, self.device)
+        if "actor" in self.parts:
+            self._transfer = InProcessTransfer(self.engine, self.rollout)
         # The ranks of a tensor-parallel engine get the same rows; the first of them answers.
         ranks = self.config.rollout.tensor_model_parallel_size
         self.register_mesh_place("rollout", self.rank // ranks, collect=self.rank % ranks == 0)

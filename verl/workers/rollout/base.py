@@ -17,7 +17,7 @@ from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.types.request import Output, Request
 from verl.types.trajectory import Trajectory, Turn
-from verl.types.weights import Manifest
+from verl.types.weights import Bucket, Manifest, Wanted
 from verl.utils.progress import counted
 from verl.utils.weight_fingerprint import tensor_fingerprint
 from verl.workers.rollout.output import rows_from_trajectories
@@ -138,13 +138,19 @@ class BaseRollout(ABC):
     def begin_update(self, version: int, manifest: Manifest | None) -> None:
         """Sampling stands still from here to `finish_update`. A manifest that does not fit the model is refused."""
 
+    def wanted(self) -> Wanted | None:
+        """The rows of each weight that this rank's engine takes; it then takes `TensorSlice`s too. None: all, whole."""
+        return None
+
     @abstractmethod
-    def load_bucket(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy these HF-named tensors into place."""
+    def load_bucket(self, tensors: Bucket) -> None:
+        """Copy these HF-named tensors, or rows of them, into place."""
 
     @abstractmethod
     def finish_update(self, fingerprint: Mapping[str, int]) -> None:
         """Check that every weight arrived and is the trainer's, bit for bit; then sampling goes on with `version`.
+
+        `fingerprint`, by name, is of what was sent here: of a whole tensor, or of those rows of it that are `wanted`.
 
         Sequences that were under way continue; a pause says what becomes of their KV. Raises WeightMismatchError.
         """

@@ -14,7 +14,7 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.tensor_parallel import FollowingEngine
 from verl.inference.weights import EngineWeights
 from verl.types.request import Output, Request
-from verl.types.weights import Manifest, WeightMismatchError
+from verl.types.weights import Bucket, Manifest, Wanted, WeightMismatchError
 from verl.workers.rollout.base import KV_MODES, PAUSE_MODES, RELEASE_TAGS, BaseRollout
 
 __all__ = ["SLEEP_MODES", "EmbeddedRollout", "Releasable"]
@@ -112,7 +112,10 @@ class EmbeddedRollout(BaseRollout):
         self._unfit = f"An update to version {version} was begun and has not been finished."
         self._weights.begin()
 
-    def load_bucket(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def wanted(self) -> Wanted:
+        return self._weights.wanted()
+
+    def load_bucket(self, tensors: Bucket) -> None:
         try:
             self._weights.load(tensors)
         except WeightMismatchError as error:

@@ -2,16 +2,16 @@
 
 from verl.workers.sharding_manager.base import SyncStats, WeightSource
 from verl.workers.sharding_manager.broadcast import BroadcastReceiver, BroadcastSender
-from verl.workers.sharding_manager.in_process import WeightSync
+from verl.workers.sharding_manager.in_process import InProcessTransfer
 from verl.workers.sharding_manager.transfer_group import TransferAddress, TransferGroup, TransferHost
 
 __all__ = [
     "BroadcastReceiver",
     "BroadcastSender",
+    "InProcessTransfer",
     "SyncStats",
     "TransferAddress",
     "TransferGroup",
     "TransferHost",
     "WeightSource",
-    "WeightSync",
 ]

@@ -1,16 +1,18 @@
-"""What a hand-over needs of the trainer, and what it tells afterwards."""
+"""What a hand-over needs of the trainer, what goes along with the weights, and what it tells afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
-from verl.types.weights import Manifest
+from verl.types.weights import Bucket, Manifest, TensorSlice, Wanted
+from verl.utils.weight_fingerprint import Place, fingerprints
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "SyncStats", "WeightSource"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "SentWeights", "SyncStats", "WeightSource", "wanted_by_rank"]
 
 # Large enough that a bucket's fixed costs vanish, small enough beside a model shard.
 DEFAULT_BUCKET_BYTES = 512 * 1024**2
@@ -21,7 +23,9 @@ class WeightSource(Protocol):
 
     def manifest(self) -> Manifest: ...
 
-    def buckets(self, dtype: torch.dtype | None, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]: ...
+    def buckets(
+        self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None = None
+    ) -> Iterator[Bucket]: ...
 
 
 @dataclass(frozen=True)
@@ -31,3 +35,41 @@ class SyncStats:
     tensors: int
     bytes: int
     seconds: float
+
+
+@dataclass
+class SentWeights:
+    """What has been handed over so far: the fingerprint of each weight, rows added up, and the bytes of all."""
+
+    dtype: torch.dtype
+    fingerprint: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+
+    def add(self, bucket: Bucket) -> None:
+        """One more bucket."""
+        slices = {key: tensor for key, tensor in bucket.items() if isinstance(key, TensorSlice)}
+        places: dict[str | TensorSlice, Place]
+        places = {key: Place.of_part(tensor.shape, 0, key.start, 0) for key, tensor in slices.items()}
+        for key, found in fingerprints(bucket, self.dtype, places).items():
+            name = key.name if isinstance(key, TensorSlice) else key
+            total = self.fingerprint.get(name, 0) + found
+            self.fingerprint[name] = (total + 2**63) % 2**64 - 2**63  # as 64-bit sums of a device wrap
+        self.bytes += sum(tensor.nbytes for tensor in bucket.values())
+
+
+def wanted_by_rank(mine: Wanted | None) -> list[Wanted] | None:
+    """What the engine beside each training rank takes; None where one takes only whole tensors. A collective."""
+    everyone: list[Wanted | None] = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    # Equal ones as one object: trainers look at each kind once.
+    kinds: list[Wanted] = []
+    found: list[Wanted] = []
+    for each in everyone:
+        if each is None:
+            return None
+        same = next((kind for kind in kinds if kind == each), None)
+        kinds += [each] if same is None else []
+        found.append(each if same is None else same)
+    return found

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from verl.types.weights import Manifest, TensorSpec, WeightMismatchError
-from verl.utils.weight_fingerprint import fingerprints
+from verl.types.weights import Bucket, Manifest, TensorSlice, TensorSpec, Wanted, WeightMismatchError
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.sharding_manager.base import DEFAULT_BUCKET_BYTES, SyncStats, WeightSource
+from verl.workers.sharding_manager.base import DEFAULT_BUCKET_BYTES, SentWeights, SyncStats, WeightSource
 from verl.workers.sharding_manager.transfer_group import TransferGroup
 
 __all__ = ["BroadcastReceiver", "BroadcastSender"]
@@ -40,39 +40,41 @@ class BroadcastSender:
     def send(self, engine: WeightSource, version: int) -> SyncStats:
         """A collective of all training ranks. Raises on rank 0 when a rollout refused the weights."""
         start = time.perf_counter()
-        manifest = engine.manifest()
+        manifest, sent = engine.manifest(), SentWeights(self.dtype)
+        nothing: Wanted = {}
+        wanted = [nothing] * (dist.get_world_size() if dist.is_initialized() else 1)
+        wanted[0] = {name: range(spec.shape[0] if spec.shape else 1) for name, spec in manifest.items()}
+        buckets = engine.buckets(self.dtype, self.bucket_bytes, wanted)
         if self.group is None:
-            sizes = [len(bucket) for bucket in engine.buckets(self.dtype, self.bucket_bytes)]
-            return SyncStats(sum(sizes), 0, time.perf_counter() - start)
+            for _ in buckets:
+                pass  # this rank only gives its part
+            return SyncStats(0, 0, time.perf_counter() - start)
         group = self.group
-        size = 0
-        expected: dict[str, int] = {}
         try:
             group.broadcast_json({"version": version, "dtype": _dtype_name(self.dtype), "manifest": _plain(manifest)})
-            for bucket in engine.buckets(self.dtype, self.bucket_bytes):
-                size += self._send_bucket(group, bucket)
-                expected |= fingerprints(bucket, self.dtype)
+            for bucket in buckets:
+                self._send_bucket(group, bucket)
+                sent.add(bucket)
         except Exception as error:
             group.broadcast_json({"error": f"{type(error).__name__}: {error}"})
             group.failed_members(True)
             raise
-        group.broadcast_json({"fingerprint": expected})
+        group.broadcast_json({"fingerprint": sent.fingerprint})
         refused = group.failed_members(False)
         if refused:
             raise WeightMismatchError(
                 f"weights: version {version} was refused by rollout rank(s) {[rank - 1 for rank in refused]};"
                 " the error there says which tensor."
             )
-        return SyncStats(len(expected), size, time.perf_counter() - start)
+        return SyncStats(len(sent.fingerprint), sent.bytes, time.perf_counter() - start)
 
-    def _send_bucket(self, group: TransferGroup, bucket: Mapping[str, torch.Tensor]) -> int:
+    def _send_bucket(self, group: TransferGroup, bucket: Bucket) -> None:
         layout = _layout(bucket)
         group.broadcast_json({"tensors": [vars(piece) for piece in layout]})
         flat = torch.zeros(_end(layout), dtype=torch.uint8, device=group.device)
         for piece in layout:
-            piece.view(flat).copy_(bucket[piece.name])
+            piece.view(flat).copy_(bucket[piece.key])
         group.broadcast(flat)
-        return flat.numel()
 
 
 class BroadcastReceiver:
@@ -85,18 +87,19 @@ class BroadcastReceiver:
         """Take one version in. After an error of its own it keeps receiving: the others must not wait for it."""
         start = time.perf_counter()
         steps = _UntilError()
-        tensors = size = 0
-        steps.run(_begin, rollout, self.group.broadcast_json())
+        size = 0
+        loader = _Loader(rollout)
+        steps.run(loader.begin, self.group.broadcast_json())
         while "tensors" in (header := self.group.broadcast_json()):
             layout = [_Piece(**piece) for piece in header["tensors"]]
             flat = self.group.broadcast(torch.empty(_end(layout), dtype=torch.uint8, device=self.group.device))
-            steps.run(rollout.load_bucket, {piece.name: piece.view(flat) for piece in layout})
-            tensors, size = tensors + len(layout), size + flat.numel()
-        steps.run(_finish, rollout, header)
+            steps.run(loader.load, {piece.key: piece.view(flat) for piece in layout})
+            size += flat.numel()
+        steps.run(loader.finish, header)
         self.group.failed_members(steps.error is not None)
         if steps.error is not None:
             raise steps.error
-        return SyncStats(tensors, size, time.perf_counter() - start)
+        return SyncStats(len(header["fingerprint"]), size, time.perf_counter() - start)
 
 
 class _UntilError:
@@ -114,12 +117,18 @@ class _UntilError:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor's place in a bucket's bytes."""
+    """A tensor's place in a bucket's bytes; of rows of one also the first of them."""
 
     name: str
+    first_row: int | None
     shape: list[int]
     dtype: str
     start: int
+
+    @property
+    def key(self) -> str | TensorSlice:
+        row = self.first_row
+        return self.name if row is None else TensorSlice(self.name, row, row + self.shape[0])
 
     @property
     def size(self) -> int:
@@ -129,30 +138,74 @@ class _Piece:
         return flat[self.start : self.start + self.size].view(getattr(torch, self.dtype)).view(self.shape)
 
 
-def _begin(rollout: BaseRollout, header: dict[str, Any]) -> None:
-    if "error" in header:
-        _finish(rollout, header)
-    if header["dtype"] != _dtype_name(rollout.weight_dtype):
-        raise WeightMismatchError(
-            f"weights: the trainer sends {header['dtype']}, the rollout holds {_dtype_name(rollout.weight_dtype)}."
-            " Both sides take the rollout's dtype; set it (auto depends on the device)."
-        )
-    manifest = {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in header["manifest"]}
-    rollout.begin_update(header["version"], manifest)
+class _Loader:
+    """One version on its way into an engine, which gets of it what it wants."""
+
+    def __init__(self, rollout: BaseRollout) -> None:
+        self._rollout, self._wanted = rollout, rollout.wanted()
+        self._manifest: Manifest = {}
+        # For an engine that takes whole tensors only: those of which rows are missing, and how many.
+        self._waiting: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def begin(self, header: dict[str, Any]) -> None:
+        self._raise_senders(header)
+        here = _dtype_name(self._rollout.weight_dtype)
+        if header["dtype"] != here:
+            raise WeightMismatchError(
+                f"weights: the trainer sends {header['dtype']}, the rollout holds {here}."
+                " Both sides take the rollout's dtype; set it (auto depends on the device)."
+            )
+        specs = header["manifest"]
+        self._manifest = {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in specs}
+        self._rollout.begin_update(header["version"], self._manifest)
+
+    def load(self, bucket: Bucket) -> None:
+        if self._wanted is None:
+            bucket = self._whole_tensors(bucket)
+        else:
+            bucket = {key: tensor for key, tensor in bucket.items() if _name(key) in self._wanted}
+        self._rollout.load_bucket(bucket)
+
+    def finish(self, header: dict[str, Any]) -> None:
+        self._raise_senders(header)
+        sent = header["fingerprint"]
+        wanted = sent if self._wanted is None else self._wanted
+        self._rollout.finish_update({name: total for name, total in sent.items() if name in wanted})
+
+    def _whole_tensors(self, bucket: Bucket) -> Bucket:
+        """Rows stay here until all of their tensor have come."""
+        found: dict[str | TensorSlice, torch.Tensor] = {}
+        for key, tensor in bucket.items():
+            if isinstance(key, str):
+                found[key] = tensor
+                continue
+            rows = self._manifest[key.name].shape[0]
+            if key.name not in self._waiting:
+                self._waiting[key.name] = tensor.new_empty(rows, *tensor.shape[1:]), rows
+            whole, missing = self._waiting.pop(key.name)
+            whole[key.start : key.stop] = tensor
+            if missing > len(tensor):
+                self._waiting[key.name] = whole, missing - len(tensor)
+            else:
+                found[key.name] = whole
+        return found
+
+    def _raise_senders(self, header: dict[str, Any]) -> None:
+        if "error" in header:
+            raise WeightMismatchError(f"weights: the trainer stopped in the middle of sending: {header['error']}")
 
 
-def _finish(rollout: BaseRollout, header: dict[str, Any]) -> None:
-    if "error" in header:
-        raise WeightMismatchError(f"weights: the trainer stopped in the middle of sending: {header['error']}")
-    rollout.finish_update(header["fingerprint"])
-
-
-def _layout(bucket: Mapping[str, torch.Tensor]) -> list[_Piece]:
+def _layout(bucket: Bucket) -> list[_Piece]:
     pieces: list[_Piece] = []
-    for name, tensor in bucket.items():
+    for key, tensor in bucket.items():
         start = -(-_end(pieces) // _ALIGNMENT) * _ALIGNMENT
-        pieces.append(_Piece(name, list(tensor.shape), _dtype_name(tensor.dtype), start))
+        row = None if isinstance(key, str) else key.start
+        pieces.append(_Piece(_name(key), row, list(tensor.shape), _dtype_name(tensor.dtype), start))
     return pieces
+
+
+def _name(key: str | TensorSlice) -> str:
+    return key if isinstance(key, str) else key.name
 
 
 def _end(pieces: Sequence[_Piece]) -> int:

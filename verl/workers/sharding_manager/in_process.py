@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import time
 
-from verl.utils.weight_fingerprint import fingerprints
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.sharding_manager.base import DEFAULT_BUCKET_BYTES, SyncStats, WeightSource
+from verl.workers.sharding_manager.base import (
+    DEFAULT_BUCKET_BYTES,
+    SentWeights,
+    SyncStats,
+    WeightSource,
+    wanted_by_rank,
+)
 
-__all__ = ["WeightSync"]
+__all__ = ["InProcessTransfer"]
 
 
-class WeightSync:
-    """Hands a training engine's weights to the rollout engine of the same process."""
+class InProcessTransfer:
+    """Hands a training engine's weights to the rollout engine of the same process: what that wants, and no more."""
 
-    def __init__(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
-        self.bucket_bytes = bucket_bytes
+    def __init__(self, engine: WeightSource, rollout: BaseRollout, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+        """A collective: every training rank makes one, with the rollout of its own process."""
+        self._engine, self._rollout, self._bucket_bytes = engine, rollout, bucket_bytes
+        self._wanted = wanted_by_rank(rollout.wanted())
 
-    def sync(self, engine: WeightSource, rollout: BaseRollout, version: int) -> SyncStats:
-        """After this the rollout generates with exactly the trainer's weights, or it raises WeightMismatchError.
-
-        A collective: every training rank calls it, each with the rollout of its own process.
-        """
+    def sync(self, version: int) -> SyncStats:
+        """After this the rollout generates with exactly the trainer's weights, or it raises WeightMismatchError."""
         start = time.perf_counter()
-        rollout.begin_update(version, engine.manifest())
-        expected: dict[str, int] = {}
-        size = 0
-        for bucket in engine.buckets(rollout.weight_dtype, self.bucket_bytes):
+        rollout = self._rollout
+        rollout.begin_update(version, self._engine.manifest())
+        sent = SentWeights(rollout.weight_dtype)
+        for bucket in self._engine.buckets(rollout.weight_dtype, self._bucket_bytes, self._wanted):
             rollout.load_bucket(bucket)
-            expected |= fingerprints(bucket, rollout.weight_dtype)
-            size += sum(tensor.nbytes for tensor in bucket.values())
-        rollout.finish_update(expected)
-        return SyncStats(len(expected), size, time.perf_counter() - start)
+            sent.add(bucket)
+        rollout.finish_update(sent.fingerprint)
+        return SyncStats(len(sent.fingerprint), sent.bytes, time.perf_counter() - start)

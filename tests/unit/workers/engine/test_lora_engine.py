@@ -26,7 +26,7 @@ from verl.types.weights import TensorSpec
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.checkpoint import stored_tensors
 from verl.workers.rollout import get_rollout_class
-from verl.workers.sharding_manager import WeightSync
+from verl.workers.sharding_manager import InProcessTransfer
 
 BOTH = ["log_probs", "entropy"]
 DATA = make_batch()
@@ -119,7 +119,7 @@ def test_an_engine_that_generates_samples_from_what_training_scores(name, folder
     config = as_config(RolloutConfig, {"name": name, "max_new_tokens": 9, "dtype": "float32"})
     rollout = get_rollout_class(name)(str(folder), model, config)
     try:
-        WeightSync().sync(trained, rollout, 1)  # checks the fingerprint of every tensor
+        InProcessTransfer(trained, rollout).sync(1)  # checks the fingerprint of every tensor
         mask = DATA.batch["attention_mask"].bool()
         prompts = [
             row[keep][: int(keep[:7].sum())].tolist() for row, keep in zip(DATA.batch["input_ids"], mask, strict=True)

@@ -8,7 +8,7 @@ from tiny import save_tiny_model, tiny_model
 
 from verl.inference.weights import EngineWeights, pack_module
 from verl.types.request import Request, SamplingParams
-from verl.types.weights import WeightMismatchError
+from verl.types.weights import TensorSlice, WeightMismatchError
 from verl.utils.weight_fingerprint import fingerprints
 
 ASK = Request("a", [5, 6, 7], SamplingParams(max_new_tokens=5))
@@ -92,6 +92,48 @@ def test_the_right_numbers_in_another_order_are_refused(start, order):
         engine.load_bucket(good | {name: order(good[name]).contiguous()})
         with pytest.raises(WeightMismatchError, match=rf"'{name}' differs .* 1 of 27 tensors"):
             engine.finish_update(fingerprints(good))
+
+
+def in_rows(weights, name, *cuts):
+    """The same with one tensor in pieces, last rows first."""
+    rows = zip((0, *cuts), (*cuts, len(weights[name])), strict=True)
+    pieces = [(TensorSlice(name, start, stop), weights[name][start:stop]) for start, stop in rows]
+    return {key: tensor for key, tensor in weights.items() if key != name} | dict(reversed(pieces))
+
+
+def update(engine, weights, bucket):
+    engine.begin_update(1, weights)
+    engine.load_bucket(bucket)
+    engine.finish_update(fingerprints(weights))
+
+
+def test_rows_of_a_tensor_may_come_apart_and_in_any_order(start):
+    engine, name = start(), "model.embed_tokens.weight"
+    good = tiny_model(seed=9).state_dict()
+    update(engine, good, in_rows(good, name, 3, 100))
+    assert torch.equal(engine.weights[name], good[name])
+    assert engine.wanted()[name] == range(len(good[name]))
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda rows: rows.pop(next(key for key in rows if not isinstance(key, str))), "never arrived, or not all of"),
+        (lambda rows: rows.update({key: t.flip(0) for key, t in rows.items() if not isinstance(key, str)}), "differs"),
+        (
+            lambda rows: rows.update({TensorSlice("model.embed_tokens.weight", 260, 270): torch.ones(10, 64)}),
+            "which has",
+        ),
+    ],
+    ids=["missing", "in another order", "beyond the end"],
+)
+def test_wrong_rows_are_named(start, change, cause):
+    engine, name = start(), "model.embed_tokens.weight"
+    good = tiny_model(seed=9).state_dict()
+    rows = in_rows(good, name, 3, 100)
+    change(rows)
+    with pytest.raises(WeightMismatchError, match=rf"'{name}',? {cause}"):
+        update(engine, good, rows)
 
 
 def test_a_weight_that_never_arrives_is_named(start):

@@ -11,7 +11,7 @@ from verl.types.request import Request, SamplingParams
 from verl.types.weights import WeightMismatchError
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
-from verl.workers.sharding_manager import WeightSync
+from verl.workers.sharding_manager import InProcessTransfer
 
 
 class WholeModel:
@@ -24,7 +24,7 @@ class WholeModel:
     def manifest(self):
         return self.weights
 
-    def buckets(self, dtype, max_bytes):
+    def buckets(self, dtype, max_bytes, wanted=None):
         bucket, size = {}, 0
         for name, tensor in self.weights.items():
             tensor = tensor.to(dtype)
@@ -59,7 +59,7 @@ def make_rollout(request, tmp_path):
 def test_after_a_sync_the_rollout_has_the_trainers_weights_bit_for_bit(make_rollout, tied, dtype, load_format):
     rollout = make_rollout(tied, dtype=dtype, load_format=load_format)
     trainer = WholeModel(tiny_model(seed=5, tie_word_embeddings=tied))
-    stats = WeightSync(bucket_bytes=20_000).sync(trainer, rollout, version=7)
+    stats = InProcessTransfer(trainer, rollout, bucket_bytes=20_000).sync(version=7)
     assert trainer.buckets_sent > 3
     assert rollout.version == 7
     assert (stats.tensors, stats.bytes) == (
@@ -75,7 +75,7 @@ def test_after_a_sync_the_rollout_has_the_trainers_weights_bit_for_bit(make_roll
 def test_a_sync_wakes_released_weights_and_leaves_the_kv_asleep(make_rollout):
     rollout = make_rollout()
     rollout.release()
-    WeightSync().sync(WholeModel(tiny_model(seed=5)), rollout, version=1)
+    InProcessTransfer(WholeModel(tiny_model(seed=5)), rollout).sync(version=1)
     with pytest.raises(RuntimeError, match=r"\['kv_cache'\] are released"):
         rollout.submit([Request("a", [5, 6], SamplingParams())])
 
@@ -92,11 +92,11 @@ def test_data_damaged_on_the_way_is_named(make_rollout):
     with pytest.raises(
         WeightMismatchError, match=r"'model.layers.0.self_attn.q_proj.weight' differs from the trainer's"
     ):
-        WeightSync().sync(WholeModel(tiny_model(seed=5)), rollout, version=1)
+        InProcessTransfer(WholeModel(tiny_model(seed=5)), rollout).sync(version=1)
 
 
 def test_another_architecture_is_refused_before_anything_is_sent(make_rollout):
     trainer = WholeModel(tiny_model(num_hidden_layers=3))
     with pytest.raises(WeightMismatchError, match=r"the rollout's model has no 'model.layers.2"):
-        WeightSync().sync(trainer, make_rollout(), version=1)
+        InProcessTransfer(trainer, make_rollout()).sync(version=1)
     assert trainer.buckets_sent == 0

@@ -27,7 +27,7 @@ from verl.models.packing import packed_rows
 from verl.models.sharing import shared_rows
 from verl.models.ulysses import check_heads
 from verl.protocol import DataProto
-from verl.types.weights import TensorSpec
+from verl.types.weights import Bucket, TensorSpec, Wanted
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.utils.device_copy import copied_together
 from verl.utils.flops import SequenceCost
@@ -39,7 +39,6 @@ from verl.workers.engine.common.offload import EngineMemory
 from verl.workers.engine.common.optim import LossScale, build_schedule, restore_schedule
 from verl.workers.engine.common.same_model import ABOUT, ModelDescription, differences
 from verl.workers.engine.common.step_checks import reason_against, step_metrics
-from verl.workers.engine.common.weights import bucketed
 from verl.workers.engine.fsdp import sharding
 from verl.workers.engine.fsdp.expected import about
 from verl.workers.engine.fsdp.export import write_hf_model
@@ -260,10 +259,12 @@ class FSDPEngine:
         """Every weight of the whole model under its Hugging Face name (tied ones under each of their names)."""
         return {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self._weights.named().items()}
 
-    def buckets(self, dtype: torch.dtype | None, max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Those weights, whole and on the engine's device, where they stay; all ranks walk in lockstep."""
+    def buckets(
+        self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None = None
+    ) -> Iterator[Bucket]:
+        """Those weights, or what each rank wants of them, on the engine's device; all ranks walk in lockstep."""
         self.to("device", optimizer=False)
-        return bucketed(self.manifest(), self._weights.bucket(), dtype, max_bytes)
+        return self._weights.buckets(dtype, max_bytes, wanted)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move weights (with any gradients) and moments to host memory ("cpu") or back ("device")."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from verl.models.lora import Adapters
+from verl.types.weights import TensorSlice, Wanted
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.safetensors_files import write_safetensors
-from verl.workers.engine.fsdp import sharding
+from verl.workers.engine.common.weights import bucketed
+from verl.workers.engine.fsdp.gathering import Route, Strip, cut, gathered, whole_tensor
 
 
 class ModelWeights:
@@ -39,26 +42,38 @@ class ModelWeights:
         """What a checkpoint must hold to continue, under the names it has here: what learns."""
         return self.unique() if self._adapters is None else self._adapters.trained(self._hf.state_dict())
 
-    def bucket(self) -> Callable[[dict[str, torch.dtype]], dict[str, torch.Tensor]]:
-        """Gives the whole weights of the names it is called with, in their dtypes; a collective, and as a rule one."""
-        named = self.named()
+    def buckets(
+        self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None
+    ) -> Iterator[dict[str | TensorSlice, torch.Tensor]]:
+        """See `TrainEngine.buckets`. A weight with an adapter is put together whole on every rank."""
+        route = None if wanted is None else Route(wanted)
+        for bucket in bucketed(self._strips(dtype, max_bytes, route), max_bytes):
+            adapted = [strip for strip in bucket if self._has_adapter(strip.name)]
+            found = gathered([strip for strip in bucket if strip not in adapted], self._device, route)
+            for strip in adapted:
+                whole = self.whole(strip.name, strip.value, strip.dtype)
+                found |= {strip.name: whole} if route is None else route.own_rows(strip.name, whole)
+            yield found
 
-        def gathered(dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
-            adapted = {name for name in dtypes if self._adapters is not None and self._adapters.has(name)}
-            plain = {name: (named[name], dtype) for name, dtype in dtypes.items() if name not in adapted}
-            found = sharding.whole_tensors(plain, self._device)
-            return {
-                name: self.whole(name, named[name], dtype) if name in adapted else found[name]
-                for name, dtype in dtypes.items()
-            }
+    def _strips(self, dtype: torch.dtype | None, max_bytes: int, route: Route | None) -> Iterator[tuple[Strip, int]]:
+        """What is sent, with its size. Buckets depend only on names and shapes: every rank cuts the same ones."""
+        for name, value in self.named().items():
+            if route is not None and not route.leads_anywhere(name):
+                continue
+            target = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            size = target.itemsize * value.numel()
+            parts = 1 if route is None or self._has_adapter(name) else math.ceil(size / max_bytes)
+            for strip in cut(Strip(name, value, target), parts):
+                yield strip, size // parts
 
-        return gathered
+    def _has_adapter(self, name: str) -> bool:
+        return self._adapters is not None and self._adapters.has(name)
 
     def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight `name`, of which `value` is the shard, with its adapter, on the engine's device; a collective."""
         if self._adapters is None or not self._adapters.has(name):
-            return sharding.whole_tensor(value, dtype, self._device)
-        base = sharding.whole_tensor(value, value.dtype, self._device)
+            return whole_tensor(value, dtype, self._device)
+        base = whole_tensor(value, value.dtype, self._device)
         return self._adapters.merged(name, base, self._gathered).to(dtype)
 
     def write_adapter(self, folder: Path, source: str) -> None:
@@ -77,4 +92,4 @@ class ModelWeights:
                 self._adapters.peft_config(source).save_pretrained(str(folder))
 
     def _gathered(self, value: torch.Tensor) -> torch.Tensor:
-        return sharding.whole_tensor(value, value.dtype, self._device)
+        return whole_tensor(value, value.dtype, self._device)

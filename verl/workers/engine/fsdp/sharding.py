@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -184,59 +183,6 @@ def fill(
         _copy_into(target, whole)
     if adapters is not None:
         adapters.start(_copy_into)
-
-
-def whole_tensors(
-    values: Mapping[str, tuple[torch.Tensor, torch.dtype]], device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Full tensors of the given dtypes on `device`, by name. Those sharded alike are gathered by one collective."""
-    alike: dict[tuple[DeviceMesh, torch.dtype], list[str]] = {}
-    found: dict[str, torch.Tensor] = {}
-    for name, (value, dtype) in values.items():
-        if isinstance(value, DTensor) and value.ndim and value.device_mesh["shard"].size() > 1:
-            alike.setdefault((value.device_mesh, dtype), []).append(name)
-        else:
-            found[name] = whole_tensor(value, dtype, device)
-    for (mesh, dtype), names in alike.items():
-        whole = _gathered([values[name][0] for name in names], mesh["shard"], dtype, device)
-        found |= zip(names, whole, strict=True)
-    return found
-
-
-# torch 2.13 gave it a new name and warns of the old one.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-
-def _gathered(values: list[Any], mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """Of tensors cut along their first dimension into chunks of one size, of which the last ranks may lack some."""
-    ranks = mesh.size()
-    rows = [-(-value.shape[0] // ranks) for value in values]
-    sizes = [count * math.prod(value.shape[1:]) for count, value in zip(rows, values, strict=True)]
-    mine = torch.empty(sum(sizes), dtype=dtype, device=device)
-    for place, value in zip(mine.split(sizes), values, strict=True):
-        shard = value.detach().to_local()
-        place[: shard.numel()].copy_(shard.flatten())
-    parts = torch.empty(ranks, len(mine), dtype=dtype, device=device)
-    _all_gather(parts.view(-1), mine, group=mesh.get_group())
-    return [
-        part.reshape(ranks * count, *value.shape[1:])[: value.shape[0]]
-        for part, count, value in zip(parts.split(sizes, dim=1), rows, values, strict=True)
-    ]
-
-
-def whole_tensor(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The full tensor on `device`, also when shards wait in host memory; a collective for sharded ones."""
-    value = value.detach()
-    if not isinstance(value, DTensor):
-        return value.to(device, dtype)
-    # The shard, not the sharded tensor: an operation on that costs the host more than a small weight's copy.
-    local = value.to_local().to(device, dtype)
-    if value.device_mesh.size() == 1:
-        return local
-    moved = DTensor.from_local(
-        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-    )
-    return moved.full_tensor()
 
 
 def _copy_into(target: torch.Tensor, whole: torch.Tensor) -> None:

@@ -1,0 +1,84 @@
+"""What each training rank does in a hand-over of weights; the processes import it by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_cases import make_engine, whole_weights
+from tensor_parallel_ranks import make_rollout
+from tiny import tiny_model
+
+from verl.types.weights import TensorSlice
+from verl.workers.sharding_manager import InProcessTransfer
+
+# Rows that divide over a tensor-parallel engine's ranks, and rows that do not.
+SIZES = {
+    kind: {"vocab_size": vocab, "intermediate_size": 150, "num_hidden_layers": 1}
+    for kind, vocab in (("plain", 270), ("adapters", 269), ("hybrid", 269))
+}
+LIMIT = 12_000  # bytes: less than the embeddings, more than most others
+
+
+def some_rows(weights: dict[str, torch.Tensor], rank: int) -> dict[str, range]:
+    """Uneven parts: a middle piece of most tensors, all of some, none of others; the last rank wants nothing."""
+    found = {}
+    for place, (name, tensor) in enumerate(weights.items()):
+        start = min(place % 3 + rank, len(tensor) - 1)
+        found[name] = range(len(tensor)) if place % 4 == 0 else range(start, len(tensor) - place % 2)
+        if place % 5 == rank:
+            del found[name]
+    return found
+
+
+def run_rank(rank: int, ranks: int, folder: str, kind: str) -> None:
+    """Ask for rows, for everything, and for what a tensor-parallel engine beside the trainer takes."""
+    changes: dict[str, Any] = {"hybrid": {"fsdp_size": 2}, "adapters": {"lora_rank": 4}}.get(kind, {})
+    engine = make_engine(tiny_model(**SIZES[kind]), **changes)
+    whole = whole_weights(engine)
+    wanted: list[dict[str, range]] = [some_rows(whole, each) for each in range(ranks - 1)]
+    asked: dict[str, list[dict[str, range]]] = {
+        "rows": [*wanted, {}],
+        "all": [{name: range(len(tensor)) for name, tensor in whole.items()}] * ranks,
+        "one": [{name: range(len(tensor)) for name, tensor in whole.items()}, *[{}] * (ranks - 1)],
+    }
+    found = {
+        name: checked(whole, [*engine.buckets(torch.bfloat16, LIMIT, each)], each[rank]) for name, each in asked.items()
+    }
+    if kind == "plain":
+        found["tensor parallel"] = handed_over(engine, whole, f"{folder}/model", ranks)
+    torch.save(found, Path(folder) / f"handover-{rank}.pt")
+
+
+def checked(whole: dict[str, torch.Tensor], buckets: list[Any], wanted: dict[str, range]) -> dict[str, Any]:
+    """Whether exactly the wanted rows came, and the sizes of what did."""
+    seen: dict[str, list[int]] = {}
+    right, largest = True, 0
+    for bucket in buckets:
+        largest = max(largest, sum(tensor.nbytes for tensor in bucket.values()))
+        for key, tensor in bucket.items():
+            name = key if isinstance(key, str) else key.name
+            rows = slice(0, None) if isinstance(key, str) else slice(key.start, key.stop)
+            right &= torch.equal(tensor.cpu(), whole[name][rows].to(torch.bfloat16))
+            seen.setdefault(name, []).extend(range(len(whole[name]))[rows])
+    complete = {name: sorted(rows) for name, rows in seen.items()} == {
+        n: list(rows) for n, rows in wanted.items() if rows
+    }
+    slices = sum(isinstance(key, TensorSlice) for bucket in buckets for key in bucket)
+    return {"right": right, "complete": complete, "largest": largest, "slices": slices}
+
+
+def handed_over(engine: Any, whole: dict[str, torch.Tensor], path: str, ranks: int) -> dict[str, Any]:
+    """To a tensor-parallel engine of all ranks: what it holds is compared by fingerprints, and a part here."""
+    rollout = make_rollout(path, tensor_model_parallel_size=ranks)
+    stats = InProcessTransfer(engine, rollout, bucket_bytes=LIMIT).sync(3)
+    own = {name: whole[name][rows.start : rows.stop] for name, rows in rollout.wanted().items()}
+    same = [
+        torch.equal(rollout.weights[name], rows)
+        for name, rows in own.items()
+        if rollout.weights[name].shape == rows.shape
+    ]
+    found = {"version": rollout.version, "same": all(same), "compared": len(same), "bytes": stats.bytes}
+    rollout.close()
+    return found

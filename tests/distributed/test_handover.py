@@ -1,0 +1,53 @@
+"""Weights leave a sharded trainer as its receivers want them: these rows on that rank, large tensors piece by piece."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_cases import run_ranks
+from handover_ranks import LIMIT, SIZES, run_rank
+from tiny import save_tiny_model, tiny_model
+
+LAYOUTS = {"plain": 2, "adapters": 2, "hybrid": 4}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def found(request, tmp_path_factory):
+    folder: Path = tmp_path_factory.mktemp("handover")
+    save_tiny_model(folder / "model", **SIZES[request.param])
+    run_ranks(run_rank, folder, request.param, ranks=LAYOUTS[request.param])
+    ranks = [torch.load(folder / f"handover-{rank}.pt") for rank in range(LAYOUTS[request.param])]
+    return request.param, ranks
+
+
+@pytest.mark.parametrize("asked", ["rows", "all", "one"])
+def test_every_rank_gets_exactly_the_rows_it_wants(found, asked):
+    _, ranks = found
+    for rank, seen in enumerate(ranks):
+        assert seen[asked]["right"], rank
+        assert seen[asked]["complete"], rank
+    assert ranks[0][asked]["slices"], "tensors above a bucket come in pieces"
+    if asked != "all":
+        assert ranks[-1][asked]["largest"] == 0, "a rank that wants nothing gathers nothing"
+
+
+def test_nothing_larger_than_a_bucket_is_put_together(found):
+    kind, ranks = found
+    # Pieces are whole rows of every shard; a tensor with an adapter is put together whole.
+    room = 38_400 if kind == "adapters" else LIMIT + 4 * 64 * 2
+    for asked in ("rows", "all", "one"):
+        assert max(seen[asked]["largest"] for seen in ranks) <= room
+
+
+def test_a_tensor_parallel_engine_takes_only_its_part_and_it_is_exact(found):
+    kind, ranks = found
+    if kind != "plain":
+        return  # one layout is enough
+    whole = sum(tensor.nbytes for tensor in tiny_model(**SIZES[kind]).state_dict().values())
+    for seen in (rank["tensor parallel"] for rank in ranks):
+        assert seen["version"] == 3
+        assert seen["same"]
+        assert seen["compared"] > 8
+        assert seen["bytes"] < 0.75 * whole

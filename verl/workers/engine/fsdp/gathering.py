@@ -1,0 +1,204 @@
+"""Sharded weights brought together: whole on every rank, or on each rank those rows that it wants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from verl.types.weights import TensorSlice, Wanted
+
+Found = dict["str | TensorSlice", torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Strip:
+    """A weight on its way in `dtype`: the rows `start` to `stop` of every rank's shard of it (None: all)."""
+
+    name: str
+    value: Any
+    dtype: torch.dtype
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks its rows are spread; 1 where each has all of them."""
+        return self.value.device_mesh["shard"].size() if isinstance(self.value, DTensor) and self.value.ndim else 1
+
+    @property
+    def height(self) -> int:
+        """Rows of a shard; the last ranks may have fewer."""
+        return math.ceil(_rows(self.value) / self.shards)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.value.shape[1:])
+
+    def rows_of(self, rank: int) -> range:
+        """Which rows of the whole tensor a rank of those that share it gives."""
+        first = rank * self.height
+        stop = self.height if self.stop is None else min(self.stop, self.height)
+        return range(first + self.start, min(first + stop, _rows(self.value)))
+
+
+class Route:
+    """Where the rows of each weight go."""
+
+    def __init__(self, wanted: Sequence[Wanted]) -> None:
+        """`wanted`: of every rank, the same on all; ranks that want the same may share one object."""
+        self._wanted = wanted
+        self._kinds = list({id(each): each for each in wanted}.values())
+        self._mine = wanted[dist.get_rank()]
+
+    def leads_anywhere(self, name: str) -> bool:
+        return any(name in each for each in self._kinds)
+
+    def is_whole(self, name: str, rows: int) -> bool:
+        """Whether every rank wants all of it."""
+        return all(len(each.get(name, ())) == rows for each in self._kinds)
+
+    def of_group(self, group: dist.ProcessGroup) -> list[Wanted]:
+        """What the ranks of a group want."""
+        return [self._wanted[rank] for rank in dist.get_process_group_ranks(group)]
+
+    def own_rows(self, name: str, rows: torch.Tensor, start: int = 0, full: int | None = None) -> Found:
+        """Those of the rows from `start` on that this rank wants."""
+        full = _rows(rows) if full is None else full
+        if len(self._mine.get(name, ())) == full == _rows(rows):
+            return {name: rows}
+        mine = _common(range(start, start + len(rows)), self._mine.get(name, range(0)))
+        return {TensorSlice(name, mine.start, mine.stop): rows[mine.start - start : mine.stop - start]} if mine else {}
+
+
+def cut(strip: Strip, parts: int) -> Iterator[Strip]:
+    """About `parts` strips of the same number of rows of every shard."""
+    if parts <= 1:
+        yield strip
+        return
+    step = math.ceil(strip.height / parts)
+    for start in range(0, strip.height, step):
+        yield replace(strip, start=start, stop=min(start + step, strip.height))
+
+
+def gathered(strips: Sequence[Strip], device: torch.device, route: Route | None) -> Found:
+    """What this rank gets of the strips; those that go the same way share one collective."""
+    found: Found = {}
+    alike: dict[tuple[DeviceMesh, torch.dtype, bool], list[Strip]] = {}
+    for strip in strips:
+        if strip.shards > 1:
+            whole = route is None or (strip.stop is None and route.is_whole(strip.name, _rows(strip.value)))
+            alike.setdefault((strip.value.device_mesh, strip.dtype, whole), []).append(strip)
+        elif route is None:
+            found[strip.name] = whole_tensor(strip.value, strip.dtype, device)
+        else:
+            whole_value = whole_tensor(strip.value, strip.value.dtype, device)
+            part = whole_value if strip.stop is None else whole_value[strip.start : strip.stop]
+            own = route.own_rows(strip.name, part, strip.start, _rows(whole_value))
+            found |= {key: value.to(strip.dtype) for key, value in own.items()}
+    for (mesh, dtype, whole), group in alike.items():
+        if whole:
+            tensors = _all_gathered([strip.value for strip in group], mesh["shard"], dtype, device)
+            found |= zip((strip.name for strip in group), tensors, strict=True)
+        elif route is not None:
+            found |= _exchanged(group, mesh["shard"], dtype, device, route.of_group(mesh["shard"].get_group()))
+    return found
+
+
+# torch 2.13 gave it a new name and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def _all_gathered(values: list[Any], mesh: DeviceMesh, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Of tensors cut along their first dimension into chunks of one size, of which the last ranks may lack some."""
+    ranks = mesh.size()
+    rows = [-(-value.shape[0] // ranks) for value in values]
+    sizes = [count * math.prod(value.shape[1:]) for count, value in zip(rows, values, strict=True)]
+    mine = torch.empty(sum(sizes), dtype=dtype, device=device)
+    for place, value in zip(mine.split(sizes), values, strict=True):
+        shard = value.detach().to_local()
+        place[: shard.numel()].copy_(shard.flatten())
+    parts = torch.empty(ranks, len(mine), dtype=dtype, device=device)
+    _all_gather(parts.view(-1), mine, group=mesh.get_group())
+    return [
+        part.reshape(ranks * count, *value.shape[1:])[: value.shape[0]]
+        for part, count, value in zip(parts.split(sizes, dim=1), rows, values, strict=True)
+    ]
+
+
+def _exchanged(
+    strips: Sequence[Strip], mesh: DeviceMesh, dtype: torch.dtype, device: torch.device, wanted: Sequence[Wanted]
+) -> Found:
+    """Every rank of the mesh sends every other those of its rows that the other wants."""
+    if not any(strip.name in each for strip, each in product(strips, wanted)):
+        return {}  # another copy of the weights serves those that want them
+    me = mesh.get_local_rank()
+    outgoing = [_overlaps(strips, me, theirs) for theirs in wanted]
+    incoming = [_overlaps(strips, rank, wanted[me]) for rank in range(mesh.size())]
+    sizes = [[sum(len(rows) * strip.width for strip, rows in rank) for rank in way] for way in (outgoing, incoming)]
+    sent, received = (torch.empty(sum(way), dtype=dtype, device=device) for way in sizes)
+    at = 0
+    for strip, rows in chain(*outgoing):
+        first = me * strip.height
+        shard = strip.value.detach().to_local()[rows.start - first : rows.stop - first].flatten()
+        sent[at : at + len(shard)].copy_(shard)
+        at += len(shard)
+    dist.all_to_all_single(received, sent, sizes[1], sizes[0], group=mesh.get_group())
+    parts: dict[Strip, list[tuple[range, torch.Tensor]]] = {}
+    at = 0
+    for strip, rows in chain(*incoming):
+        size = len(rows) * strip.width
+        part = received[at : at + size].view(len(rows), *strip.value.shape[1:])
+        parts.setdefault(strip, []).append((rows, part))
+        at += size
+    found: Found = {}
+    for strip, each in parts.items():
+        found |= _joined(strip, each)
+    return found
+
+
+def _overlaps(strips: Sequence[Strip], giver: int, wanted: Wanted) -> list[tuple[Strip, range]]:
+    """Which rows of the strips a rank has that are wanted."""
+    found = ((strip, _common(strip.rows_of(giver), wanted.get(strip.name, range(0)))) for strip in strips)
+    return [(strip, rows) for strip, rows in found if rows]
+
+
+def _joined(strip: Strip, parts: list[tuple[range, torch.Tensor]]) -> Found:
+    """Rows of a whole tensor follow each other: they are one piece. Those of a strip do not."""
+    if strip.stop is not None:
+        return {TensorSlice(strip.name, rows.start, rows.stop): part for rows, part in parts}
+    rows = range(parts[0][0].start, parts[-1][0].stop)
+    tensor = torch.cat([part for _, part in parts]) if len(parts) > 1 else parts[0][1]
+    key = strip.name if len(rows) == _rows(strip.value) else TensorSlice(strip.name, rows.start, rows.stop)
+    return {key: tensor}
+
+
+def whole_tensor(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The full tensor on `device`, also when shards wait in host memory; a collective for sharded ones."""
+    value = value.detach()
+    if not isinstance(value, DTensor):
+        return value.to(device, dtype)
+    # The shard, not the sharded tensor: an operation on that costs the host more than a small weight's copy.
+    local = value.to_local().to(device, dtype)
+    if value.device_mesh.size() == 1:
+        return local
+    moved = DTensor.from_local(
+        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+    return moved.full_tensor()
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _rows(value: torch.Tensor) -> int:
+    return value.shape[0] if value.ndim else 1
