@@ -23,7 +23,7 @@ import pyarrow as pa
 from verl.config import GenerationConfig, ModelConfig, RolloutConfig, as_config
 from verl.config.context_length import refuse_long_sequences
 from verl.trainer.answer_store import RESPONSES, AnswerStore
-from verl.trainer.common.answer_ends import ends_in_generation
+from verl.trainer.common.answer_ends import answer_ends
 from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.types.request import Output, Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
@@ -103,7 +103,7 @@ class _Prompts:
         encoder = PromptEncoder(self.tokenizer, data.apply_chat_template_kwargs, None, data.system_prompt)
         self._tokens = encode_prompts(rows, self.count, data.prompt_key, encoder)
         _refuse_overlong(rows, self._tokens, config)
-        self.ends = ends_in_generation(config, self.tokenizer)
+        self.ends = answer_ends(config.model, config.rollout, self.tokenizer, data.apply_chat_template_kwargs)
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides the answers."""

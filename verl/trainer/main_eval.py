@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-from typing import Any
-
-import hydra
 from omegaconf import DictConfig
 
-from verl.config import EvalConfig, load_config
-from verl.config.command_line import prepared_arguments
-from verl.trainer.common.ending import ends_in_words
-
-logger = logging.getLogger("verl.trainer.main_eval")  # not "__main__", which is outside the one logging setup
-
-_CONFIG_NAME = "evaluation"
+from verl.config import EvalConfig
+from verl.config.load import Given
+from verl.trainer.common.command_line import checked, command
 
 
-def main() -> None:
-    """Compose the command line with Hydra and run; a wrong configuration or wrong data lists every problem, exit 2."""
-    with ends_in_words((ValueError,)), prepared_arguments(_CONFIG_NAME):
-        _main()
+@command("evaluation", wrong_input=(ValueError,))
+def main(config: DictConfig) -> None:
+    """Score the answers of a file."""
+    run_eval(config)
 
 
-@hydra.main(config_path="config", config_name=_CONFIG_NAME, version_base=None)
-def _main(config: DictConfig) -> None:
-    from verl.utils.logging_setup import setup_logging
-
-    setup_logging()
-    with ends_in_words((ValueError,)):  # before Hydra says something of its own
-        run_eval(config)
-
-
-def run_eval(config: EvalConfig | DictConfig | Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+def run_eval(config: Given) -> dict[str, dict[str, dict[str, float]]]:
     """Check the configuration, score, show a table; returns data source → variable → metric."""
-    config = load_config(config, root=EvalConfig)
-    for notice in config.notices:
-        logger.warning(notice)
+    config = checked(config, EvalConfig)
 
     from rich.console import Console
 

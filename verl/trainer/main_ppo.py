@@ -10,11 +10,9 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig
 
 from verl.config import PPOConfig, batch_plan, load_config
-from verl.config.command_line import prepared_arguments
 from verl.config.load import Config
 from verl.config.plan import active_roles
 from verl.trainer.common.cluster import (
@@ -25,7 +23,8 @@ from verl.trainer.common.cluster import (
     stop_head,
     wait_for_nodes,
 )
-from verl.trainer.common.ending import ends_in_words, tells_of_restart, what_the_same_command_does
+from verl.trainer.common.command_line import checked, command
+from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
 from verl.trainer.common.own_ray import OwnRay, result_of
 from verl.trainer.common.signals import Asked, stop_on_signals
 from verl.trainer.common.status_line import progress_bar
@@ -36,24 +35,20 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Compose the command line with Hydra and run; a wrong configuration lists every problem and exits with 2."""
+    """Train a model by reinforcement learning; a wrong configuration lists every problem and exits with 2."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    with ends_in_words(), prepared_arguments():
-        _main()
+    _main()
 
 
-@hydra.main(config_path="config", config_name="ppo_trainer", version_base=None)
+@command("ppo_trainer", sets_up_logging=False)
 def _main(config: DictConfig) -> None:
-    with ends_in_words():  # before Hydra says something of its own
-        run_ppo(config)
+    run_ppo(config)
 
 
 @shown_messages()
 def run_ppo(config: Config, task_runner_class: Any = None) -> None:
     """Check the configuration, start or join Ray, and wait for a TaskRunner (plain or Ray remote class) to finish."""
-    config = load_config(config)
-    for notice in config.notices:
-        logger.warning(notice)
+    config = checked(config, PPOConfig)
     logger.info(batch_plan(config).render())
 
     if joins_a_head(config):
@@ -230,11 +225,19 @@ class TaskRunner:
 
     def _trainer_class(self, config: PPOConfig) -> Any:
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-        from verl.trainer.ppo.trainer_class import load_trainer_class
+        from verl.utils.import_utils import load_user_object
 
-        if config.trainer.cls_path is not None:
-            return load_trainer_class(config.trainer.cls_path)
-        return RayPPOTrainer if self.trainer_cls is None else self.trainer_cls
+        key, cls_path = "trainer.cls_path", config.trainer.cls_path
+        if cls_path is None:
+            return RayPPOTrainer if self.trainer_cls is None else self.trainer_cls
+        path, _, name = cls_path.rpartition(":" if ":" in cls_path.removeprefix("pkg://") else ".")
+        if not path or not name:
+            raise ValueError(f"{key}: {cls_path!r} names no class. Write file.py:Class or package.module.Class.")
+        found: Any = load_user_object(path, name, key=key)
+        if not isinstance(found, type) or not issubclass(found, RayPPOTrainer):
+            module = RayPPOTrainer.__module__
+            raise ValueError(f"{key}: {name} in {path} is no RayPPOTrainer. Derive it from {module}.RayPPOTrainer.")
+        return found
 
     def _model_paths(self, config: PPOConfig) -> dict[str, str]:
         """The models of the run by the keys that name them."""

@@ -6,29 +6,16 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from verl.config import GenerationConfig, PPOConfig
 from verl.config.rollout import GeneratorConfig
 from verl.models.loading import read_config
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.fs import resolve_model_path
 
-__all__ = ["ends_in_generation", "ends_in_training"]
-
 logger = logging.getLogger(__name__)
 
 
-def ends_in_training(config: PPOConfig, tokenizer: Any) -> list[int]:
-    """Token ids that end an answer, in training as in validation."""
-    policy = config.actor_rollout_ref
-    return _ends(policy.model, policy.rollout, tokenizer, config.data.apply_chat_template_kwargs)
-
-
-def ends_in_generation(config: GenerationConfig, tokenizer: Any) -> list[int]:
-    """The same of answers to the prompts of a file."""
-    return _ends(config.model, config.rollout, tokenizer, config.data.apply_chat_template_kwargs)
-
-
-def _ends(model: Any, rollout: GeneratorConfig, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
+def answer_ends(model: Any, rollout: GeneratorConfig, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
+    """Token ids that end an answer of this model; `model` and `rollout` are blocks of the configuration."""
     folder = resolve_model_path(model.path)
     hf_config = read_config(folder, model.trust_remote_code, model.override_config)
     found = find_end_tokens(folder, hf_config, tokenizer, template_kwargs, rollout.stop_token_ids)

@@ -1,5 +1,5 @@
-"""Updates that cannot be taken never reach the weights; too many of them, or weights that are lost, end the run with
-cause and remedy."""
+"""Updates that cannot be taken never reach the weights; too many of them, weights that are lost, and ranks that were
+killed for memory end the run with cause and remedy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from verl.config import PPOConfig, SFTConfig
+from verl.planning.remedies import PHASES
+from verl.single_controller.base.errors import WorkerDiedError
 from verl.trainer.common.ending import what_the_same_command_does
 from verl.utils.exceptions import causes
+from verl.workers.roles.memory import host_advice
 from verl.workers.roles.updates import LOST_AT
 
 logger = logging.getLogger(__name__)
@@ -17,6 +21,9 @@ logger = logging.getLogger(__name__)
 ROLES = ("actor", "critic")
 # Shares of a training step's optimizer steps that were not taken, by reason (see `engine.common.step_checks`).
 _NOT_TAKEN = ("skipped_steps", "empty_steps", "loss_scale_search_steps", "refused_steps")
+
+# Phases that do the work of another.
+_SAME = {"validation rollout": "gen", "validation reward": "reward"}
 
 REMEDIES = (
     "Lower, in this order: actor_rollout_ref.actor.optim.lr (1e-6 → 5e-7), critic.optim.lr (→ 5e-6),"
@@ -141,6 +148,23 @@ def explained(step: int, trainer: Any) -> Iterator[None]:
             f"step {step}: {found}. The updates before it left weights that cannot be used, and they are not saved;"
             f" {what_the_same_command_does(trainer)}. {REMEDIES}"
         ) from error
+
+
+@contextmanager
+def advises_on_memory(config: PPOConfig | SFTConfig) -> Iterator[None]:
+    """Around a run: a rank killed for the machine's memory ends it with the keys of its phase, cheapest first.
+
+    The group that lost the rank knows neither its phase nor the configuration.
+    """
+    try:
+        yield
+    except Exception as error:
+        died = next((cause for cause in causes(error) if isinstance(cause, WorkerDiedError)), None)
+        if died is not None and died.advice and died.phase is not None:
+            phase = "sft" if isinstance(config, SFTConfig) else _SAME.get(died.phase, died.phase)
+            if phase in PHASES:
+                died.advise(host_advice(phase, config))
+        raise
 
 
 def _who(metrics: Mapping[str, float], name: str, at_least: float = 0.0) -> str:

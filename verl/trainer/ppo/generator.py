@@ -15,7 +15,7 @@ import torch
 from verl.algos import takes_argument
 from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
-from verl.trainer.common.answer_ends import ends_in_training
+from verl.trainer.common.answer_ends import answer_ends
 from verl.trainer.ppo.correctness import say_right_of_step
 from verl.trainer.ppo.dynamic_sampling import RollOut, fill_batch
 from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
@@ -48,7 +48,9 @@ class Generator:
 
     def start(self) -> None:
         """Find what ends an answer, and say it."""
-        self._end_token_ids = ends_in_training(self._config, self._tokenizer)
+        policy, data = self._config.actor_rollout_ref, self._config.data
+        template = data.apply_chat_template_kwargs
+        self._end_token_ids = answer_ends(policy.model, policy.rollout, self._tokenizer, template)
 
     def answer_rows(self, prompts: DataProto) -> DataProto:
         """The rows to be answered: `rollout.n` of each prompt, together; for some estimators one more, greedily."""

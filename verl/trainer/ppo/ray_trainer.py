@@ -14,8 +14,7 @@ from verl.config.plan import actor_is_reference, batch_plan, needs_reference
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.common.dumps import dump_batch, dump_rows
-from verl.trainer.common.guard import StepGuard, check_weights, explained
-from verl.trainer.common.killed_ranks import advises_on_memory
+from verl.trainer.common.guard import StepGuard, advises_on_memory, check_weights, explained
 from verl.trainer.common.phases import Phases, memory_gb, verdict
 from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks
 from verl.trainer.common.status_line import StatusLine

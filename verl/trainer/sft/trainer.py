@@ -17,8 +17,7 @@ from verl.config.context_length import refuse_long_sequences
 from verl.protocol import DataProto
 from verl.trainer.common.checkpoint import load_step, save_step
 from verl.trainer.common.dumps import dump_batch
-from verl.trainer.common.guard import NonFiniteError
-from verl.trainer.common.killed_ranks import advises_on_memory
+from verl.trainer.common.guard import NonFiniteError, advises_on_memory
 from verl.trainer.common.phases import Phases
 from verl.trainer.common.run_start import RunStart, run_parts
 from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks

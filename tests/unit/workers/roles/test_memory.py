@@ -15,7 +15,7 @@ from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs
 from verl.single_controller.ray.worker_group import _death
-from verl.trainer.common.killed_ranks import advises_on_memory
+from verl.trainer.common.guard import advises_on_memory
 from verl.trainer.common.status_line import StatusLine
 from verl.workers.roles.memory import phase_memory
 
