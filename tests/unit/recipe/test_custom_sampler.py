@@ -15,7 +15,7 @@ from training_harness import make_task, overrides, run_training
 from verl import DataProto
 from verl.config import DataConfig, as_config
 from verl.trainer.main_ppo import create_rl_sampler
-from verl.trainer.ppo.prompts import learn_from, make_dataloader
+from verl.trainer.ppo.prompts import PromptStream, make_dataloader
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 FILE = str(Path(__file__).parents[3] / "recipe" / "custom" / "sampler.py")
@@ -70,7 +70,7 @@ def test_prompts_that_are_always_solved_or_never_make_way_for_the_others(tmp_pat
     for epoch in range(6):
         right = {0, 1, 2, 3} | (set(range(8, 12)) if epoch % 2 else set())  # 4-7 never, 8-11 every other time
         for batch in loader:
-            learn_from(loader, scored(batch, right.__contains__))
+            PromptStream(loader, 1).learn_from(scored(batch, right.__contains__))
     counts = np.zeros(12)
     for _ in range(50):
         for batch in loader:
@@ -86,7 +86,7 @@ def test_a_restored_sampler_draws_what_the_uninterrupted_one_would(tmp_path, nam
         epochs = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
         for batch in itertools.islice(epochs, batches):
             seen.append(batch["index"].tolist())
-            learn_from(loader, scored(batch, lambda index: index % 3 == 0))
+            PromptStream(loader, 1).learn_from(scored(batch, lambda index: index % 3 == 0))
         return seen
 
     def loader():

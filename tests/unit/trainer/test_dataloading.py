@@ -13,7 +13,8 @@ from tiny import tiny_tokenizer
 from torch.utils.data import Sampler, SequentialSampler
 
 from verl.config import DataConfig, as_config
-from verl.trainer.ppo.prompts import PromptLoader, learn_from, make_dataloader, make_sampler
+from verl.trainer.common.loader import BatchLoader
+from verl.trainer.ppo.prompts import PromptStream, make_dataloader, make_sampler
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.dataset.sampler import AbstractCurriculumSampler, EpochSampler
 from verl.utils.plain_store import load_plain, save_plain
@@ -34,7 +35,7 @@ class Numbers:
 
 def loader_of(rows, batch_size, workers, sampler=None, drop_last=True):
     sampler = sampler or EpochSampler(range(rows), seed=3, batch_size=batch_size)
-    return PromptLoader(
+    return BatchLoader(
         Numbers(rows), sampler, batch_size=batch_size, drop_last=drop_last, num_workers=workers, collate_fn=list
     )
 
@@ -158,11 +159,11 @@ def test_a_sampler_that_learns_draws_nothing_ahead_and_is_saved_with_what_it_lea
     loader = loader_of(6, 1, 2, Learner(None, None))
     batches = iter(loader)
     assert next(batches) == [(0, os.getpid())]
-    learn_from(loader, 5)
+    PromptStream(loader, 1).learn_from(5)
     assert next(batches) == [(5, os.getpid())]
-    learn_from(loader, 3)
+    PromptStream(loader, 1).learn_from(3)
     assert loader.state_dict()["sampler"] == {"told": 3}
-    learn_from(object(), 1)  # a dataloader of the user's may be anything
+    PromptStream(object(), 1).learn_from(1)  # a dataloader of the user's may be anything
 
 
 def test_rows_are_loaded_by_other_processes_but_no_more_than_there_are_batches_or_cores():

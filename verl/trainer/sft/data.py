@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.config import SFTDataConfig
+from verl.trainer.common.loader import BatchLoader
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.sampler import EpochSampler
 from verl.utils.dataset.sft_dataset import SFTDataset
@@ -36,7 +36,7 @@ def create_sft_dataset(config: SFTDataConfig, tokenizer: Any, is_train: bool) ->
     return own(files, tokenizer, config.to_dict(), max_samples=limit, split="train" if is_train else "validation")
 
 
-def train_loader(dataset: Any, config: SFTDataConfig, pad_token_id: int) -> StatefulDataLoader:
+def train_loader(dataset: Any, config: SFTDataConfig, pad_token_id: int) -> BatchLoader:
     """Whole batches in an order fixed by `data.seed`; the position in it can be saved and restored."""
     if len(dataset) < config.train_batch_size:
         raise ValueError(
@@ -44,12 +44,12 @@ def train_loader(dataset: Any, config: SFTDataConfig, pad_token_id: int) -> Stat
             f"Set it to {len(dataset)} or less, or give more data."
         )
     sampler = EpochSampler(dataset, config.seed, config.shuffle, config.train_batch_size)
-    return StatefulDataLoader(
+    return BatchLoader(
         dataset,
+        sampler,
         batch_size=config.train_batch_size,
-        sampler=sampler,
-        num_workers=config.dataloader_num_workers,
         drop_last=True,
+        num_workers=config.dataloader_num_workers,
         collate_fn=partial(prompt_response_batch, pad_token_id=pad_token_id),
     )
 
