@@ -71,6 +71,7 @@ class RewardModelConfig(Block):
     reward_kwargs: dict[str, Any] = key(
         "Arguments for the manager: timeout (s per call), num_processes, memory_limit_gb (each), batch_size (of batch)."
     )
+    skip_special_tokens: bool = key("Leave special tokens (end of turn, think, tool call …) out of the text it reads.")
     overlap: bool = key("Score answers as they are finished, while others are still being generated.")
     overlong_buffer: OverlongBufferConfig = key("Penalty for answers that are too long.")
     on_error: str = key(

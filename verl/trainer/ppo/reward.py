@@ -29,8 +29,9 @@ Config = PPOConfig | DictConfig | Mapping[str, Any]
 def load_reward_manager(config: Config, tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any) -> Any:
     """The manager named by `reward_model.reward_manager`, with the user's reward function if one is set.
 
-    It gets `reward_model.reward_kwargs`, then `reward_kwargs`; and, where it takes them, `on_error`, `reward_fn_key`,
-    `max_resp_len` and `overlong_buffer_cfg` from the keys of these names and of `data`.
+    It gets `reward_model.reward_kwargs`, then `reward_kwargs`; and, where it takes them, `on_error`,
+    `skip_special_tokens`, `reward_fn_key`, `max_resp_len` and `overlong_buffer_cfg` from the keys of these names and of
+    `data`.
     """
     block = as_config(RewardModelConfig, _block(config, "reward_model"))
     cls = get_reward_manager_cls(block.reward_manager)
@@ -42,7 +43,11 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int = 0, **
             f"reward_model.reward_kwargs: {cls.__name__} does not take {', '.join(unknown)}. "
             f"It takes: {', '.join(accepted[2:])}."
         )
-    offered = {"on_error": block.on_error, "overlong_buffer_cfg": block.overlong_buffer}
+    offered = {
+        "on_error": block.on_error,
+        "skip_special_tokens": block.skip_special_tokens,
+        "overlong_buffer_cfg": block.overlong_buffer,
+    }
     data = _block(config, "data") or {}
     for name, key in (("reward_fn_key", "reward_fn_key"), ("max_resp_len", "max_response_length")):
         if key in data:

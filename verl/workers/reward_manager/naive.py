@@ -43,6 +43,7 @@ class NaiveRewardManager:
     hangs, dies or returns no finite number costs its own sample: `on_error` says whether the run stops (`fail`), the
     sample scores 0 (`zero`), or is also taken out of training (`mask`, done by
     `verl.trainer.ppo.reward.compute_reward`). `num_examine` samples per data source are logged in every call.
+    `skip_special_tokens=False` keeps special tokens in the text that the function reads.
     """
 
     # Parameters of a user's function: those it must have, and those it is given if it has them.
@@ -63,6 +64,7 @@ class NaiveRewardManager:
         timeout: float = 60.0,
         num_processes: int | None = None,
         memory_limit_gb: float | None = None,
+        skip_special_tokens: bool = True,
     ) -> None:
         if on_error not in POLICIES:
             raise ValueError(f"reward_model.on_error: {on_error!r} is not one of {', '.join(POLICIES)}.")
@@ -72,6 +74,7 @@ class NaiveRewardManager:
         self.compute_score = compute_score or default_compute_score
         self.reward_fn_key = reward_fn_key
         self.on_error = on_error
+        self.skip_special_tokens = skip_special_tokens
         self.last_failure: str | None = None  # of the last call: what could not be scored, in words
         processes = min(_MOST_PROCESSES, _available_cores()) if num_processes is None else num_processes
         memory_limit = None if memory_limit_gb is None else int(memory_limit_gb * 2**30)
@@ -115,8 +118,7 @@ class NaiveRewardManager:
 
     def samples(self, data: DataProto) -> list[Sample]:
         """What the reward function is told of each row; text is decoded from the tokens that are there, no padding."""
-        texts = self.tokenizer.batch_decode(_answer_tokens(data), skip_special_tokens=True)
-        return [self._sample(data.non_tensor_batch, row, text) for row, text in enumerate(texts)]
+        return self._samples(data.non_tensor_batch, list(enumerate(_answer_tokens(data))))
 
     def score_ahead(self, columns: Mapping[str, Any]) -> ScoresAhead | None:
         """Where answers to rows with these columns can be scored as they are finished; the next call finds them there,
@@ -127,7 +129,7 @@ class NaiveRewardManager:
         own = [name for name in _ONE_BY_ONE if getattr(type(self), name) is not getattr(NaiveRewardManager, name)]
         self._ahead = None
         if not (own or self.takes_lists) and self._in_processes and self.reward_fn_key in columns:
-            self._ahead = ScoresAhead(functools.partial(self._finished_samples, columns), self.submit)
+            self._ahead = ScoresAhead(functools.partial(self._samples, columns), self.submit)
         return self._ahead
 
     def close(self) -> None:
@@ -150,9 +152,10 @@ class NaiveRewardManager:
         pairs = [next(rest) if found is None else (found[0], next(values)) for found in known]
         return [sample for sample, _ in pairs], [score for _, score in pairs]
 
-    def _finished_samples(self, columns: Mapping[str, Any], finished: Finished) -> list[Sample]:
-        texts = self.tokenizer.batch_decode([tokens for _, tokens in finished], skip_special_tokens=True)
-        return [self._sample(columns, row, text) for (row, _), text in zip(finished, texts, strict=True)]
+    def _samples(self, columns: Mapping[str, Any], answers: Finished) -> list[Sample]:
+        tokens = [each for _, each in answers]
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=self.skip_special_tokens)
+        return [self._sample(columns, row, text) for (row, _), text in zip(answers, texts, strict=True)]
 
     def _sample(self, columns: Mapping[str, Any], row: int, text: str) -> Sample:
         if self.reward_fn_key not in columns:

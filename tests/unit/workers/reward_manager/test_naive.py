@@ -120,7 +120,22 @@ def test_managers_are_registered_by_name():
         pass
 
     assert get_reward_manager_cls("mine") is Mine
-    with pytest.raises(ValueError, match=r"'nave' is not registered \(known: .*naive"):
+    with pytest.raises(ValueError, match=r"'nave' is not known\. Did you mean 'naive'"):
         get_reward_manager_cls("nave")
-    with pytest.raises(ValueError, match="NaiveRewardManager has this name"):
+    with pytest.raises(ValueError, match="NaiveRewardManager"):
         register("naive")(Mine)
+
+
+@pytest.mark.parametrize("name", ["naive", "batch", "prime", "dapo"])
+def test_special_tokens_are_in_the_text_where_that_is_asked_for(manager, batch, name):
+    """Also in what is scored ahead. The tokenizer is a real one, with an end of turn that is a special token."""
+    texts = {True: ["#### 72", ""], False: ["#### 72<|end|>", "<|end|>"]}
+    for skip, expected in texts.items():
+        made = manager(name, num_processes=1, skip_special_tokens=skip)
+        data = batch(["#### 72", ""])
+        assert [sample.solution_str for sample in made.samples(data)] == expected
+    ahead = made.score_ahead(data.non_tensor_batch)
+    ahead.add([(0, data.batch["responses"][0, :5].numpy())])
+    sample, future = ahead.take(0, data.batch["responses"][0, :5].numpy())
+    assert sample.solution_str == made.tokenizer.decode(data.batch["responses"][0, :5])
+    assert future.result().error is None
