@@ -12,7 +12,7 @@ from workers import Roller, prompt_length, response_length, rollout_batch
 
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import BatchRef, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.single_controller.ray.batch_ref import traffic
+from verl.single_controller.ray.stored import traffic
 from verl.utils.nested import same
 
 PROMPT, RESPONSE, PAD = 8, 16, 99

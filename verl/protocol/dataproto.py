@@ -208,13 +208,11 @@ class DataProto:
     ) -> DataProto:
         """Move the named columns out of this batch into a new one. An unknown key changes nothing."""
         popped = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
-        if names := popped._tensor_keys():
-            self._td = self._td.exclude(*names)
-        else:
-            popped = self._like(None, popped.non_tensor_batch, popped.meta_info)
-        for columns, gone in ((self.non_tensor_batch, popped.non_tensor_batch), (self.meta_info, popped.meta_info)):
-            for key in gone:
-                del columns[key]
+        if not popped._tensor_keys():
+            popped.batch = None
+        self._drop([*popped._tensor_keys(), *popped.non_tensor_batch])
+        for key in popped.meta_info:
+            del self.meta_info[key]
         return popped
 
     def rename(self, old_keys: Keys = None, new_keys: Keys = None) -> DataProto:
@@ -422,6 +420,12 @@ class DataProto:
 
     def _names(self) -> list[str]:
         return [*self._tensor_keys(), *self.non_tensor_batch]
+
+    def _drop(self, names: Sequence[str]) -> None:
+        if self._td is not None:
+            self._td = self._td.exclude(*names)
+        for name in names:
+            self.non_tensor_batch.pop(name, None)
 
     def _has_columns(self) -> bool:
         return self._td is not None or bool(self.non_tensor_batch)

@@ -18,28 +18,20 @@ from tensordict import TensorDict
 from verl.protocol import DataProto, DataProtoItem
 from verl.protocol.checks import renaming
 from verl.protocol.joins import concat_meta, union_meta
-from verl.single_controller.ray.stored import (
-    StoredColumn,
-    StoredRows,
-    concat_columns,
-    prune_parts,
-    read_columns,
-    store_rows,
-    take_rows,
-    traffic,
-)
+from verl.single_controller.ray import stored
+from verl.single_controller.ray.stored import StoredColumn, StoredRows, store_rows
 from verl.single_controller.ray.trimming import Lengths
 from verl.types.schema import OBJECT
 from verl.utils.nested import same
 
-__all__ = ["BatchRef", "StoredRows", "store_rows", "traffic"]
+__all__ = ["BatchRef"]
 
 
 class BatchRef(DataProto):
     """A batch by reference. Behaves like a DataProto; `fetch()` makes one."""
 
-    def __init__(self, stored: dict[str, StoredColumn], rows: int, meta_info: dict[str, Any]) -> None:
-        self._columns, self._rows, self.meta_info = stored, rows, meta_info
+    def __init__(self, columns: dict[str, StoredColumn], rows: int, meta_info: dict[str, Any]) -> None:
+        self._columns, self._rows, self.meta_info = columns, rows, meta_info
         # Values on the controller, each with torch's count of writes to it when it was stored (None: it is not).
         self._held: dict[str, tuple[Any, int | None]] = {}
         self._borrowed = False
@@ -133,14 +125,6 @@ class BatchRef(DataProto):
         meta = self._picked(self.meta_info, meta_info_keys, "meta_info")
         return BatchRef(self._stored([*tensor_names, *object_names]), len(self), meta)
 
-    def pop(self, batch_keys: Any = None, non_tensor_batch_keys: Any = None, meta_info_keys: Any = None) -> BatchRef:
-        popped = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
-        for name in popped._columns:
-            self._drop(name)
-        for key in popped.meta_info:
-            del self.meta_info[key]
-        return popped
-
     def rename(self, old_keys: Any = None, new_keys: Any = None) -> BatchRef:
         mapping = renaming(old_keys, new_keys, self._names(), "BatchRef.columns")
         self._columns = {mapping.get(name, name): column for name, column in self._columns.items()}
@@ -153,13 +137,15 @@ class BatchRef(DataProto):
         meta = union_meta(self.meta_info, other.meta_info)
         if other._has_columns():
             theirs = BatchRef.from_dataproto(other, self.lengths)
-            mine = set(self._names())
-            for name in mine.intersection(theirs._names()):
-                if not self._is_stored_alike(name, theirs) and not same(self._read([name]), theirs._read([name])):
-                    raise ValueError(f"union: {name!r} differs in the two batches.")
+            new = [name for name in theirs._names() if name not in self._names()]
             for name in theirs._names():
-                if name not in mine:
-                    self._adopt(name, theirs)
+                if name not in new and not self._is_same(name, theirs):
+                    raise ValueError(f"union: {name!r} differs in the two batches.")
+            for name in new:
+                if theirs._is_ahead(name):
+                    self._hold(name, theirs._held[name][0], stored=False)
+                else:
+                    self._columns[name] = theirs._columns[name]
             self._rows = len(other)
         self.meta_info = meta
         return self
@@ -168,7 +154,7 @@ class BatchRef(DataProto):
 
     def _take(self, rows: slice | np.ndarray) -> BatchRef:
         count = len(range(*rows.indices(len(self)))) if isinstance(rows, slice) else len(rows)
-        return BatchRef(take_rows(self._stored(), rows), count, dict(self.meta_info))
+        return BatchRef(stored.take_rows(self._stored(), rows), count, dict(self.meta_info))
 
     @classmethod
     def _concat(cls, parts: Sequence[DataProto]) -> BatchRef:
@@ -176,7 +162,7 @@ class BatchRef(DataProto):
         meta = concat_meta([batch.meta_info for batch in batches])
         # Ranks that were given fillers only return no rows: nothing in them tells a token column from another.
         filled = [batch for batch in batches if len(batch)] or batches[:1]
-        return cls(concat_columns([batch._stored() for batch in filled]), sum(map(len, filled)), meta)
+        return cls(stored.concat_columns([batch._stored() for batch in filled]), sum(map(len, filled)), meta)
 
     def _item(self, row: int) -> DataProtoItem:
         if not -len(self) <= row < len(self):
@@ -185,12 +171,10 @@ class BatchRef(DataProto):
         return self._take(slice(row, row + 1)).fetch()[0]
 
     def _chosen(self, batch_keys: Any, non_tensor_batch_keys: Any) -> tuple[list[str], list[str]]:
-        tensor_names, object_names = self._tensor_keys(), self._object_keys()
-        if batch_keys is not None:
-            tensor_names = self._known(batch_keys, tensor_names, "batch")
-        if non_tensor_batch_keys is not None:
-            object_names = self._known(non_tensor_batch_keys, object_names, "non_tensor_batch")
-        return tensor_names, object_names
+        tensors, objects = self._tensor_keys(), self._object_keys()
+        tensor_names = self._known(tensors if batch_keys is None else batch_keys, tensors, "batch")
+        wanted = objects if non_tensor_batch_keys is None else non_tensor_batch_keys
+        return tensor_names, self._known(wanted, objects, "non_tensor_batch")
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return list(self._read(self._tensor_keys()).items())
@@ -214,7 +198,7 @@ class BatchRef(DataProto):
 
     def _read(self, names: Sequence[str]) -> dict[str, Any]:
         """The named columns' values."""
-        fetched = read_columns({name: self._columns[name] for name in names if name not in self._held})
+        fetched = stored.read_columns({name: self._columns[name] for name in names if name not in self._held})
         return {name: self._held[name][0] if name in self._held else fetched[name] for name in names}
 
     def _get_column(self, name: str) -> Any:
@@ -236,17 +220,11 @@ class BatchRef(DataProto):
         self._hold(name, value, stored=False)
         self._rows = len(value)
 
-    def _adopt(self, name: str, other: BatchRef) -> None:
-        """A column of another batch of the same rows becomes one of this."""
-        if other._is_ahead(name):
-            self._hold(name, other._held[name][0], stored=False)
-        else:
-            self._columns[name] = other._columns[name]
-
-    def _is_stored_alike(self, name: str, other: BatchRef) -> bool:
-        if self._is_ahead(name) or other._is_ahead(name):
-            return False
-        return self._columns[name].same_as(other._columns[name])
+    def _is_same(self, name: str, other: BatchRef) -> bool:
+        ahead = self._is_ahead(name) or other._is_ahead(name)
+        if not ahead and self._columns[name].same_as(other._columns[name]):
+            return True
+        return same(self._read([name]), other._read([name]))
 
     def _is_ahead(self, name: str) -> bool:
         """Whether the column's value is held here and is not, or no longer, what the store has."""
@@ -256,14 +234,14 @@ class BatchRef(DataProto):
     def _replace(self, names: list[str], value: Any) -> None:
         """Put the columns of a mapping in the place of the named ones."""
         new = {} if value is None else dict(value.items())
-        for name in names:
-            self._drop(name)
+        self._drop(names)
         for name, column in new.items():
             self._set_column(name, column)
 
-    def _drop(self, name: str) -> None:
-        self._columns.pop(name, None)
-        self._held.pop(name, None)
+    def _drop(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._columns.pop(name, None)
+            self._held.pop(name, None)
 
     def _stored(self, names: Sequence[str] | None = None) -> dict[str, StoredColumn]:
         """The named columns (None: all) as they are now: what is held here and not in the store is put there."""
@@ -279,7 +257,7 @@ class BatchRef(DataProto):
 
     def __getstate__(self) -> dict[str, Any]:
         """References only, and only to the parts that the rows use."""
-        return {"columns": prune_parts(self._stored()), "rows": self._rows, "meta_info": self.meta_info}
+        return {"columns": stored.prune_parts(self._stored()), "rows": self._rows, "meta_info": self.meta_info}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         BatchRef.__init__(self, state["columns"], state["rows"], state["meta_info"])
@@ -305,7 +283,7 @@ class _Columns(MutableMapping[str, Any]):
     def __delitem__(self, name: str) -> None:
         if name not in self._names():
             raise KeyError(name)
-        self._owner._drop(name)
+        self._owner._drop([name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names())

@@ -23,8 +23,9 @@ from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerD
 from verl.single_controller.base.host import RankHost
 from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.base.worker_group import ClassWithInitArgs, WorkerGroup, check_prefixes, specs_of
-from verl.single_controller.ray.batch_ref import BatchRef, StoredRows, store_rows
+from verl.single_controller.ray.batch_ref import BatchRef
 from verl.single_controller.ray.resource_pool import RayResourcePool
+from verl.single_controller.ray.stored import StoredRows, store_rows
 from verl.utils.import_utils import register_user_modules_by_value
 from verl.utils.quiet_warnings import quiet_warnings
 
