@@ -7,7 +7,6 @@ file is written when all are there, and carries the same settings.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
+
+from verl.utils.atomic_file import replacing
 
 __all__ = ["RESPONSES", "AnswerStore"]
 
@@ -94,7 +95,8 @@ class AnswerStore:
         if file.exists():
             self._refuse_others(self.folder, json.loads(file.read_text()))
         else:
-            _replace(file, json.dumps(self._settings, indent=1).encode())
+            with replacing(file) as stream:
+                stream.write(json.dumps(self._settings, indent=1).encode())
 
     def _refuse_others(self, there: Path, settings: Any) -> None:
         if settings == self._settings:
@@ -114,14 +116,5 @@ class AnswerStore:
 def _write(table: pa.Table, file: Path) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
-    _replace(file, sink.getvalue())
-
-
-def _replace(file: Path, content: Any) -> None:
-    """Write beside and rename: whoever is killed leaves the file as it was, or as it shall be."""
-    partial = file.with_name(f".{file.name}.partial")
-    with partial.open("wb") as sink:
-        sink.write(content)
-        sink.flush()
-        os.fsync(sink.fileno())
-    os.replace(partial, file)
+    with replacing(file) as stream:
+        stream.write(sink.getvalue())

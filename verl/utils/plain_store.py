@@ -10,13 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from verl.utils.atomic_file import replacing
 
 _FORMAT = "verl.plain/1"
 _ALIGNMENT = 16
@@ -50,18 +51,9 @@ def load_plain(path: str | os.PathLike) -> Any:
 
 
 def _write(content: Any, target: Path) -> None:
-    """Beside its place and then renamed into it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with temporary.open("xb") as stream:
-            torch.save(content, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(target) as stream:
+        torch.save(content, stream)
 
 
 class _Encoder:

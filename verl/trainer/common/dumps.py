@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 
 from verl.protocol import DataProto
 from verl.types.schema import selected_for
+from verl.utils.atomic_file import replacing
 from verl.utils.plain_store import save_tensors
 
 # JSON leaves these as they are, but readers that split text into lines do not.
@@ -43,17 +43,12 @@ def dump_rows(batch: DataProto, tokenizer: Any, folder: str, step: int) -> Path:
 
 
 def write_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> Path:
-    """Written beside and renamed into place."""
+    """One JSON object per line; the file is there as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            for row in rows:
-                stream.write(json.dumps(row, ensure_ascii=False, default=_plain).translate(_LINE_BREAKS) + "\n")
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as stream:
+        for row in rows:
+            line = json.dumps(row, ensure_ascii=False, default=_plain).translate(_LINE_BREAKS)
+            stream.write(f"{line}\n".encode())
     return path
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from verl.utils.atomic_file import replacing
+
 MANIFEST = "manifest.json"
 
 _FORMAT = "verl.checkpoint/1"
@@ -171,13 +173,9 @@ def damaged_files(folder: Path, manifest: Manifest, contents: bool = True) -> li
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a small file: readers see the old content or the new, also after a crash."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as file:
+    """Replace a small file, and bring that to disk."""
+    with replacing(path) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
     sync_folder(path.parent)
 
 

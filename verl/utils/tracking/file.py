@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.utils.atomic_file import replacing
 from verl.utils.tracking.tracker import Generation, Run, Tracker
 
 
@@ -95,10 +95,8 @@ class _JsonLines:
         return True
 
     def _rewrite(self, lines: Sequence[bytes]) -> None:
-        """Readers see the old file or the new one."""
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        partial.write_bytes(b"".join(lines))
-        os.replace(partial, self._path)
+        with replacing(self._path) as stream:
+            stream.writelines(lines)
 
     def _end_torn_line(self) -> None:
         """A run that died inside a write left a line without its end; keep it from swallowing the next record."""
