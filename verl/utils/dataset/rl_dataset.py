@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from verl.config.data import DataConfig
 from verl.config.load import as_config
+from verl.types.schema import RESERVED
 from verl.utils.dataset.chat import ChatTemplate, PromptEncoder
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import (
@@ -28,7 +29,6 @@ from verl.utils.dataset.problems import (
     text_rule,
 )
 from verl.utils.dataset.prompt_tokens import encode_prompts
-from verl.utils.dataset.reserved import RESERVED, names_in_batch
 from verl.utils.dataset.rows import Rows, value_at
 from verl.utils.dataset.tokens import left_padded, truncated
 from verl.utils.model import compute_position_id_with_mask
@@ -142,7 +142,7 @@ class RLHFDataset(Dataset):
 
     def _names_in_batch(self) -> dict[str, str]:
         """Column of the files → field of a row, for all but the prompt; says which have another name there."""
-        names = names_in_batch(name for name in self.rows.columns if name != self.config.prompt_key)
+        names = _names_in_batch(name for name in self.rows.columns if name != self.config.prompt_key)
         for column, name in names.items():
             if column != name:
                 logger.warning(
@@ -206,6 +206,20 @@ class RLHFDataset(Dataset):
         if self.config.return_raw_chat:
             fields["raw_prompt"] = self._encoder.messages(value_at(row, key))
         return fields
+
+
+def _names_in_batch(columns: Iterable[str]) -> dict[str, str]:
+    """For every column of the data the name that it has in a batch: its own, or with `data_` before a reserved one."""
+    columns = list(columns)
+    taken, names = {*columns, *RESERVED}, {}
+    for column in columns:
+        name = column
+        if column in RESERVED:
+            while name in taken:
+                name = f"data_{name}"
+            taken.add(name)
+        names[column] = name
+    return names
 
 
 RLDataset = RLHFDataset
