@@ -101,6 +101,7 @@ _TABLE = (
            "the answer: rows with the same one are its parts, in order"),
     Column("finish_reason", OBJECT, "str", None, "rollout", ("advantage", "metrics", "dump"),
            "what ended the row: stop, length or abort"),
+    Column("num_turns", OBJECT, "int", None, "rollout", ("metrics", "dump"), "turns of its trajectory, of agents"),
     Column("index", OBJECT, "Any", None, "dataset", ("dump",), "`extra_info.index`, or the row's number in the data"),
     Column("raw_prompt", OBJECT, "list", None, "dataset", ("reward_model",), "the prompt's messages"),
     Column("row", OBJECT, "int", None, "trainer", ("generate",), "its place among those generated: scores come early"),

@@ -320,7 +320,7 @@ class RayPPOTrainer:
             "max_response_length": self.config.data.max_response_length,
             "max_prompt_length": self.config.data.max_prompt_length,
         }
-        local = local.union(local_columns(batch, ("attention_mask", "responses"), ()))
+        local = local.union(local_columns(batch, ("attention_mask", "responses"), ("num_turns",)))
         metrics |= compute_data_metrics(local, self.use_critic)
         return batch
 
