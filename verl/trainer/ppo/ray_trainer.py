@@ -16,9 +16,8 @@ from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.common.dumps import dump_batch, dump_rows
 from verl.trainer.common.guard import StepGuard, advises_on_memory, check_weights, explained
 from verl.trainer.common.phases import Phases, memory_gb, verdict
-from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks
+from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks, StepEnd, is_due
 from verl.trainer.common.status_line import StatusLine
-from verl.trainer.common.step_end import StepEnd, is_due
 from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask, reward_column
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.groups import WorkerGroups, local_columns

@@ -20,9 +20,8 @@ from verl.trainer.common.dumps import dump_batch
 from verl.trainer.common.guard import NonFiniteError, advises_on_memory
 from verl.trainer.common.phases import Phases
 from verl.trainer.common.run_start import RunStart, run_parts
-from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks
+from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks, StepEnd, is_due
 from verl.trainer.common.status_line import StatusLine, progress_bar
-from verl.trainer.common.step_end import StepEnd, is_due
 from verl.trainer.sft.data import create_sft_dataset, train_loader, val_loader
 from verl.trainer.sft.ranks import Ranks
 from verl.utils import hf_tokenizer
