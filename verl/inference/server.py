@@ -8,30 +8,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.config.context_length import context_limit
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.serving.app import OpenAIApp, in_options
-from verl.inference.serving.http_server import HttpServer
+from verl.inference.serving.http_protocol import Limits, asgi_server
 from verl.inference.serving.openai_requests import ModelFacts
+from verl.inference.serving.parsers import Parsers
 from verl.utils.fs import resolve_model_path
 from verl.utils.logging_setup import setup_logging
+from verl.utils.tokenizer import hf_tokenizer
+
+if TYPE_CHECKING:
+    from verl.inference.build import BuiltEngine
 
 __all__ = ["main", "serve"]
 
 logger = logging.getLogger("verl.inference.server")  # not "__main__", which is outside the one logging setup
 
 DEFAULT_PORT = 8001
-_GRACE_SECONDS = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,33 +66,31 @@ def serve(options: argparse.Namespace) -> None:
         length = _longest(options.max_model_len, read_model_config(path, model_config))
         device = get_device_name() if options.device == "auto" else options.device
         dtype = resolve_dtype(options.dtype, device)
-        built = build_engine(path, model_config, _rollout_config(options, length), device, dtype)
-        tokenizer = built.load_tokenizer()
-        # A tokenizer of its own for stop strings: the engine looks for them in its thread.
-        engine = AsyncEngine(built.engine, built.load_tokenizer)
-        names = _names(options)
-        facts = ModelFacts(tokenizer, names, length, built.model.vocab_size, built.end_tokens.ids)
-        logger.info(built.end_tokens.described(tokenizer))
-        app = OpenAIApp(engine, built.engine.check, facts, options.api_key)
-        try:
-            asyncio.run(_answer_until_signalled(app, bound, f"{names[0]} ({built.dtype}, {built.device})"))
-        finally:
-            engine.close()
+        load_tokenizer = partial(hf_tokenizer, path, trust_remote_code=options.trust_remote_code)
+        with contextlib.closing(Parsers(load_tokenizer, options.max_parse_seconds)) as parsers:
+            built = build_engine(path, model_config, _rollout_config(options, length), device, dtype)
+            tokenizer = load_tokenizer()
+            logger.info(built.end_tokens.described(tokenizer))
+            # A tokenizer of its own for stop strings: the engine looks for them in its thread.
+            with contextlib.closing(AsyncEngine(built.engine, load_tokenizer)) as engine:
+                facts = _facts(options, built, length, tokenizer)
+                body = options.max_body_mb * 2**20
+                app = OpenAIApp(engine, built.engine.check, facts, tokenizer, parsers, body, options.api_key)
+                what = f"{facts.names[0]} ({built.dtype}, {built.device})"
+                parsers.wait_until_ready()
+                asyncio.run(asgi_server(app, what, Limits(connections=options.max_connections)).serve([bound]))
 
 
-async def _answer_until_signalled(app: OpenAIApp, bound: socket.socket, what: str) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    server = HttpServer(app.handle)
-    await server.start(bound)
-    host, port = bound.getsockname()[:2]
-    logger.info("serving %s at http://%s:%d/v1", what, f"[{host}]" if ":" in host else host, port)
-    await stop.wait()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(number)
-    logger.info("stopping: requests under way have %g s (again to stop at once)", _GRACE_SECONDS)
-    await server.close(_GRACE_SECONDS)
+def _facts(options: argparse.Namespace, built: BuiltEngine, length: int, tokenizer: Any) -> ModelFacts:
+    return ModelFacts(
+        _names(options),
+        length,
+        built.model.vocab_size,
+        built.end_tokens.ids,
+        max_answers=options.max_answers,
+        client_templates=options.allow_client_templates,
+        longest_token=max(map(len, tokenizer.get_vocab())),
+    )
 
 
 def _rollout_config(options: argparse.Namespace, length: int) -> RolloutConfig:
@@ -156,6 +159,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-model-len", type=_positive, help="longest prompt and answer together (default: the model's own limit)")
     add("--max-num-seqs", type=_positive, default=256, help="answers generated at once (default: %(default)s)")
     add("--gpu-memory-utilization", type=float, default=0.9, help="share of GPU memory to take (default: %(default)s)")
+    add("--max-answers", type=_positive, default=1024, help="prompts × n of one request (default: %(default)s)")
+    add("--max-body-mb", type=_positive, default=8, help="size of one request (default: %(default)s)")
+    add("--max-connections", type=_positive, default=1024, help="clients at once (default: %(default)s)")
+    add("--max-parse-seconds", type=float, default=10, help="for reading one request (default: %(default)s)")
+    add(
+        "--allow-client-templates", action="store_true", help="run chat templates that clients send, which are programs"
+    )
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     return parser

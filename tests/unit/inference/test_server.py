@@ -3,37 +3,80 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 
 import openai
+import psutil
 import pytest
 import torch
-from tiny import save_tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from tiny import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.inference.server import main
 from verl.inference.serving.app import in_options
+from verl.inference.serving.fields import ApiError
+from verl.inference.serving.openai_requests import ModelFacts, parse
 
 KEY = "a secret"
 MAX_LENGTH = 50_000
-TOKENIZER = tiny_tokenizer()
+PARSE_SECONDS = 3
 PROMPT = "The quick brown fox"
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}"
+    "<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}{% if tools %}<|caller|>{% else %}<|assistant|>{% endif %}{% endif %}"
+)
+# What the model says after <|caller|>, token by token.
+CALL = ["Let me see.\n", "<tool_call>", '{"name": "weather", ', '"arguments": ', '{"city": "Bonn"}}', "</tool_call>"]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
-# The command sets up logging.
-pytestmark = pytest.mark.usefixtures("logging_as_before")
+
+def calling_tokenizer():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<|caller|>", *CALL])
+    tokenizer.chat_template = TOOL_TEMPLATE
+    return tokenizer
+
+
+TOKENIZER = calling_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=MAX_LENGTH)
+    """A random model that has one thing to say by heart.
+
+    Dimensions of their own, which no layer writes, carry the tokens of CALL from the embedding to the head.
+    """
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    model = tiny_model(vocab_size=288, max_position_embeddings=MAX_LENGTH)
+    links = [*TOKENIZER.convert_tokens_to_ids(["<|caller|>", *CALL]), TOKENIZER.eos_token_id]
+    with torch.no_grad():
+        own = slice(0, len(links) - 1)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[own] = 0
+            layer.mlp.down_proj.weight[own] = 0
+        model.model.embed_tokens.weight[:, own] = 0
+        model.lm_head.weight[:, own] = 0
+        for place, (token, following) in enumerate(itertools.pairwise(links)):
+            model.model.embed_tokens.weight[token, place] = 10
+            model.lm_head.weight[following, place] = 10
+    model.save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +86,28 @@ def log(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def address(folder, log):
-    """http://…: the server runs while this module's tests do, and ends with 0 when it is told to."""
+def server(folder, log):
+    """The process: it runs while this module's tests do, and ends with 0 when it is told to."""
     command = [sys.executable, "-m", "verl.inference.server", "--model", str(folder), "--port", "0", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VERL_API_KEY": KEY}
     with log.open("wb") as sink:
-        process = subprocess.Popen([*command, "--max-num-seqs", "32"], stdout=sink, stderr=sink, env=environment)
+        options = ["--max-num-seqs", "32", "--allow-client-templates", "--max-parse-seconds", str(PARSE_SECONDS)]
+        process = subprocess.Popen([*command, *options], stdout=sink, stderr=sink, env=environment)
     try:
-        while not (found := re.search(r"serving .* at (http://127\.0\.0\.1:\d+)/v1", log.read_text())):
+        while not re.search(r"serving .* at http", log.read_text()):
             assert process.poll() is None, log.read_text()
             time.sleep(0.1)
-        yield found[1]
+        yield process
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0, log.read_text()
         assert "Traceback" not in log.read_text()
     finally:
         process.kill()
+
+
+@pytest.fixture(scope="module")
+def address(server, log):
+    return re.search(r"serving .* at (http://127\.0\.0\.1:\d+)/v1", log.read_text())[1]
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +169,7 @@ def test_a_chat_is_answered(client):
         model="tiny", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=6, seed=1
     )
     (choice,) = answer.choices
+    assert choice.message.tool_calls is None
     assert (choice.message.role, choice.index) == ("assistant", 0)
     assert choice.finish_reason in ("stop", "length")
     assert answer.usage.prompt_tokens == len(TOKENIZER.encode("<|user|>hi<|end|><|assistant|>"))
@@ -243,7 +293,8 @@ def test_a_client_that_leaves_aborts_its_request(address, client, complete):
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"echo": True}, "echo", "not done"),
+        ({"echo": 1}, "echo", "true or false"),
+        ({"suffix": "x"}, "suffix", "not done"),
         ({"n": 0}, "n", "from 1 to 128"),
         ({"n": True}, "n", "whole number"),
         ({"temperature": "hot"}, "temperature", "must be a number"),
@@ -251,11 +302,16 @@ def test_a_client_that_leaves_aborts_its_request(address, client, complete):
         ({"top_p": 0}, None, "top_p"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"stop": [""]}, "stop", "none of them empty"),
-        ({"logprobs": 5}, "logprobs", "only 0"),
+        ({"logprobs": 21}, "logprobs", "from 0 to 20"),
+        ({"presence_penalty": 3}, "presence_penalty", "from -2 to 2"),
+        ({"repetition_penalty": 0}, None, "repetition_penalty"),
+        ({"logit_bias": {"999": 5}}, "logit_bias", "token ids from 0 to 287"),
+        ({"logit_bias": {"9": 500}}, "logit_bias", "from -100 to 100"),
+        ({"stop_token_ids": [2**70]}, "stop_token_ids", "token ids"),
+        ({"temperature": 10**400}, "temperature", "must be a number"),
         ({"stream": "yes"}, "stream", "true or false"),
         ({"stream_options": 1}, "stream_options", "object"),
         ({"seed": 1.5}, "seed", "whole number"),
-        ({"logit_bias": {"1": 5}}, "logit_bias", "not done"),
         ({"tempreature": 1}, "tempreature", "Did you mean temperature?"),
         ({"prompt": [1, 999]}, "prompt", "no token 999"),
         ({"prompt": ""}, "prompt", "empty"),
@@ -277,8 +333,13 @@ def test_a_bad_request_is_refused_with_its_own_message(client, fields, param, wo
         ({"messages": [{"content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text"),
         ({"messages": [{"role": "user", "content": None}]}, "must be a text"),
-        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 3}, "needs logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": "later"}, "tool_choice"),
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "may not set tokenize"),
+        ({"chat_template": "{{ messages[7].content }}"}, "the chat template refuses"),
+        ({"chat_template": "hello", "tools": [WEATHER]}, "not written by the chat template"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
@@ -288,7 +349,7 @@ def test_a_bad_chat_is_refused(client, fields, words):
 
 
 def test_fields_that_ask_for_nothing_are_let_through(complete):
-    neutral = {"user": "me", "best_of": 1, "frequency_penalty": 0, "logit_bias": {}, "suffix": None}
+    neutral = {"user": "me", "best_of": 1, "frequency_penalty": 0, "logit_bias": {}, "suffix": None, "echo": False}
     assert complete(seed=1, extra=neutral).choices[0].text == complete(seed=1).choices[0].text
 
 
@@ -302,6 +363,232 @@ def test_other_refusals_have_the_status_clients_expect(client, address):
     form = urllib.request.Request(f"{address}/v1/completions", b"prompt=x", {"Authorization": f"Bearer {KEY}"})
     with pytest.raises(urllib.error.HTTPError, match="400"):
         urllib.request.urlopen(form)
+
+
+# ---------------------------------------------------------------- log-probs, penalties, echo
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_likeliest_tokens_and_an_echoed_prompt_are_those_of_transformers(complete, folder, stream):
+    answer = complete(temperature=0, logprobs=3, echo=True, stream=stream, max_tokens=5)
+    told = [event.choices[0] for event in answer] if stream else answer.choices
+    prompt, decode = TOKENIZER.encode(PROMPT), AutoTokenizer.from_pretrained(folder).decode
+    ids = prompt + greedy(folder, prompt, 5)[0]
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        log_probs = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    assert "".join(choice.text for choice in told) == decode(ids, skip_special_tokens=True)
+    assert [token for choice in told for token in choice.logprobs.tokens] == [decode([i]) for i in ids]
+    values = [value for choice in told for value in choice.logprobs.token_logprobs]
+    assert values[0] is None
+    expected = log_probs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert torch.allclose(torch.tensor(values[1:]), expected, atol=1e-5)
+    tops = [top for choice in told for top in choice.logprobs.top_logprobs]
+    assert tops[0] is None
+    for top, row, token in zip(tops[1:], log_probs, ids[1:], strict=True):
+        # Several tokens may have the same text (half a character): the likeliest counts.
+        likeliest = {decode([i]): row[i].item() for i in [token, *row.topk(3).indices.tolist()[::-1]]}
+        assert top == pytest.approx(likeliest, abs=1e-5)
+
+
+def test_a_prompt_can_be_scored_without_an_answer(complete, folder):
+    """As evaluation harnesses ask for it: echo, logprobs, max_tokens=0."""
+    answer = complete(prompt=[PROMPT, "abc"], logprobs=1, echo=True, max_tokens=0)
+    assert [choice.text for choice in answer.choices] == [PROMPT, "abc"]
+    assert [len(choice.logprobs.tokens) for choice in answer.choices] == [len(PROMPT), 3]
+    assert answer.usage.completion_tokens == 0
+    again = complete(prompt=TOKENIZER.encode("abc"), logprobs=1, echo=True, max_tokens=2)
+    assert again.choices[0].logprobs.token_logprobs[:3] == answer.choices[1].logprobs.token_logprobs
+
+
+def test_a_chat_is_told_the_likeliest_tokens(client):
+    fields = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0}
+    answer = client.chat.completions.create(**fields, logprobs=True, top_logprobs=4)
+    for entry in answer.choices[0].logprobs.content:
+        assert len(entry.top_logprobs) == 4
+        assert entry.top_logprobs[0].token == entry.token
+        assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob, abs=1e-5)
+        assert [top.logprob for top in entry.top_logprobs] == sorted(t.logprob for t in entry.top_logprobs)[::-1]
+    streamed = client.chat.completions.create(**fields, logprobs=True, top_logprobs=4, stream=True)
+    entries = [entry for event in streamed if event.choices[0].logprobs for entry in event.choices[0].logprobs.content]
+    assert entries == answer.choices[0].logprobs.content
+
+
+def test_penalties_and_biases_reach_the_sampler(complete):
+    forced = complete(logit_bias={str(TOKENIZER.encode("z")[0]): 100}).choices[0].text
+    assert forced == "z" * 12
+    varied = complete(logit_bias={str(TOKENIZER.encode(c)[0]): 100 for c in "xyz"}, presence_penalty=2, temperature=0)
+    assert set(varied.choices[0].text[:3]) == set("xyz")
+    plain, penalised = (
+        complete(max_tokens=200, temperature=0, extra={"repetition_penalty": penalty}, logprobs=0).choices[0].logprobs
+        for penalty in (1.0, 1.5)
+    )
+    assert len(set(penalised.tokens)) > len(set(plain.tokens))
+
+
+# ---------------------------------------------------------------- tools
+
+
+@pytest.fixture
+def call(client):
+    def ask(**fields):
+        messages = [{"role": "user", "content": "How is it in Bonn?"}]
+        given = {"model": "tiny", "temperature": 0, "tools": [WEATHER], "messages": messages, "max_tokens": 20}
+        return client.chat.completions.create(**{**given, **fields})
+
+    return ask
+
+
+def test_a_called_tool_is_told_as_a_call(call):
+    choice = call().choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    (called,) = choice.message.tool_calls
+    assert (called.type, called.function.name) == ("function", "weather")
+    assert json.loads(called.function.arguments) == {"city": "Bonn"}
+    assert called.id.startswith("call_")
+
+
+def test_a_streamed_call_is_the_same(call):
+    content, calls, reasons = "", [], []
+    for event in call(stream=True):
+        delta = event.choices[0].delta
+        content += delta.content or ""
+        calls += delta.tool_calls or []
+        reasons.append(event.choices[0].finish_reason)
+    assert content == "Let me see."
+    assert [(c.index, c.function.name, json.loads(c.function.arguments)) for c in calls] == [
+        (0, "weather", {"city": "Bonn"})
+    ]
+    assert reasons[-1] == "tool_calls"
+    assert set(reasons[:-1]) == {None}
+
+
+def test_a_tool_that_must_be_called_is_begun_for_the_model(call):
+    named = call(tool_choice={"type": "function", "function": {"name": "weather"}})
+    assert json.loads(named.choices[0].message.tool_calls[0].function.arguments) == {"city": "Bonn"}
+    assert named.choices[0].message.content is None
+    begun = TOKENIZER.encode('<tool_call>\n{"name": "')
+    assert call(tool_choice="required").usage.prompt_tokens == call().usage.prompt_tokens + len(begun)
+
+
+def test_a_tool_that_may_not_be_called_is_not_offered(call, client):
+    fields = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
+    without = client.chat.completions.create(**fields)
+    assert call(**fields, tool_choice="none").usage.prompt_tokens == without.usage.prompt_tokens
+
+
+def test_earlier_calls_and_their_results_are_written_by_the_template(client):
+    called = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "c", "content": "rain"},
+    ]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+    text = "<|user|>hi<|end|><|assistant|><tool_call>weather(Bonn)<|end|><|tool|>rain<|end|><|assistant|>"
+    assert answer.usage.prompt_tokens == len(TOKENIZER.encode(text))
+    called["function"]["arguments"] = "{city"
+    with pytest.raises(openai.BadRequestError, match=r"messages\[1\].tool_calls: arguments of weather are not JSON"):
+        client.chat.completions.create(model="tiny", messages=messages)
+
+
+# ---------------------------------------------------------------- what one client may not do to the others
+
+
+@contextlib.contextmanager
+def answering(address, seconds=2.0):
+    """While this is open, /health is asked all the time, and answers each time within `seconds`."""
+    slowest, ended = [0.0], threading.Event()
+
+    def ask():
+        while not ended.is_set():
+            began = time.monotonic()
+            unfinished(address)
+            slowest.append(time.monotonic() - began)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    assert len(slowest) > 2
+    assert max(slowest) < seconds
+
+
+def raw(address, body, path="/v1/completions"):
+    """(status, what came) of a body that a client would not send."""
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address + path, body, headers), timeout=100) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+HUGE = "{{ 'x' * 9000000000 }}"
+
+
+@pytest.mark.parametrize(("template", "words"), [(ENDLESS, "could not be read in 3 s"), (HUGE, "too much memory")])
+def test_a_template_that_takes_too_much_is_ended(client, address, template, words):
+    ask = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    with answering(address):
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.chat.completions.create(**ask, extra_body={"chat_template": template})
+        assert client.chat.completions.create(**ask).usage.completion_tokens == 1
+
+
+def test_too_many_answers_are_refused_before_they_cost_anything(address):
+    body = json.dumps({"prompt": ["hello"] * 20_000, "n": 128}).encode()
+    with answering(address):
+        status, told = raw(address, body)
+    assert (status, told["error"]["param"]) == (400, "n")
+    assert "2560000 answers; one request may ask for 1024" in told["error"]["message"]
+    assert unfinished(address) == 0
+
+
+def test_a_prompt_that_is_far_too_long_costs_neither_time_nor_memory(address, server):
+    before = psutil.Process(server.pid).memory_info().rss
+    with answering(address):
+        assert raw(address, json.dumps({"prompt": "x " * 10_000_000}).encode())[0] == 413
+        status, told = raw(address, json.dumps({"prompt": "x " * 3_900_000}).encode())
+    assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+    assert psutil.Process(server.pid).memory_info().rss - before < 100 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"prompt": "a\\ud800b"}', "half a character"),
+        (b'{"prompt": "a\xed\xa0\x80b"}', "half a character"),
+        (b'{"prompt": "a\xffb"}', "not valid JSON"),
+        (b'{"prompt": "x", "\\udc00": 1}', "half a character"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "nested too deeply"),
+        (b'{"temperature": 1e999}', "must be a number"),
+        (b'{"prompt": "x", "temperature": NaN}', "NaN is not a number"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}", "not valid JSON"),
+        (b"[]", "not a JSON object"),
+        (b"", "not valid JSON"),
+    ],
+)
+def test_what_is_no_request_is_refused_in_the_shape_of_the_api(address, body, words):
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        status, told = raw(address, body, path)
+        assert status == 400
+        assert words in told["error"]["message"]
+        assert told["error"]["type"] == "invalid_request_error"
+
+
+def test_templates_of_clients_are_not_run_unless_the_operator_says_so():
+    facts = ModelFacts(("tiny",), 100, 288, frozenset(), max_answers=1, client_templates=False, longest_token=20)
+    messages = [{"role": "user", "content": "hi"}]
+    for own in ({"chat_template": "x"}, {"chat_template_kwargs": {"chat_template": "x"}}):
+        with pytest.raises(ApiError, match="--allow-client-templates"):
+            parse("/v1/chat/completions", json.dumps({"messages": messages, **own}).encode(), facts, TOKENIZER)
 
 
 def test_what_cannot_be_started_says_why(folder, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The OpenAI API on an engine: /v1/completions, /v1/chat/completions, /v1/models, /health."""
+"""The OpenAI API on an engine, as an ASGI app: /v1/completions, /v1/chat/completions, /v1/models, /health."""
 
 from __future__ import annotations
 
@@ -8,67 +8,112 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.serving.http_server import EventStream, HttpRequest, Reply
-from verl.inference.serving.openai_replies import Replies, usage
-from verl.inference.serving.openai_requests import ApiError, Ask, ModelFacts, parse_chat, parse_completion, parse_json
+from verl.inference.serving.fields import ApiError
+from verl.inference.serving.openai_replies import Part, Replies, Token, prompt_tokens, sampled_tokens
+from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, Ask, ModelFacts
+from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.text_stream import TextStream
+from verl.inference.serving.tool_calls import ToolText
 from verl.types.request import Output, Request
 from verl.utils.field_errors import respelled
 
 __all__ = ["OpenAIApp", "in_options"]
 
-_PARSERS = {"/v1/completions": parse_completion, "/v1/chat/completions": parse_chat}
 # Enough tokens before an answer for a decoder to know that a word does not begin the text.
 _CONTEXT_TOKENS = 4
-_DONE = "[DONE]"
 _OPTIONS = ("max_model_len", "max_num_seqs", "gpu_memory_utilization")
+_JSON, _EVENTS = b"application/json", b"text/event-stream"
 
 logger = logging.getLogger(__name__)
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
 
 
 class OpenAIApp:
     """Answers HTTP requests with an engine's tokens. With an `api_key`, only who sends it is answered.
 
-    `check` raises a ValueError for a request that the engine can never answer.
+    `check` raises a ValueError for a request that the engine can never answer. What a client wrote is read by
+    `parsers`, never here: this is the event loop that everybody waits for.
     """
 
     def __init__(
-        self, engine: AsyncEngine, check: Callable[[Request], None], facts: ModelFacts, api_key: str | None = None
+        self,
+        engine: AsyncEngine,
+        check: Callable[[Request], None],
+        facts: ModelFacts,
+        tokenizer: Any,
+        parsers: Parsers,
+        max_body: int,
+        api_key: str | None = None,
     ) -> None:
-        self._engine, self._check, self._facts, self._api_key = engine, check, facts, api_key
+        self._engine, self._check, self._facts, self._tokenizer = engine, check, facts, tokenizer
+        self._parsers = parsers
+        self._max_body, self._api_key = max_body, api_key
         self._since = int(time.time())
 
-    async def handle(self, request: HttpRequest) -> Reply | EventStream:
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        response = _Response(send)
         try:
-            return await self._answer(request)
+            await self._answer(scope["method"], scope["path"].rstrip("/"), headers, receive, response)
+        except _Gone:
+            return
         except ApiError as error:
-            return Reply(error.status, error.content)
+            await response.whole(error.status, error.content)
+        except asyncio.CancelledError:
+            logger.info("a request was cut off: the server stops")
+        except Exception:
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if response.begun:
+                raise
+            failed = ApiError("the server failed; its log says how.", status=500)
+            await response.whole(failed.status, failed.content)
 
-    async def _answer(self, request: HttpRequest) -> Reply | EventStream:
-        path = request.path.rstrip("/")
-        if path == "/health" and request.method == "GET":
-            return Reply(200, {"status": "ok", "unfinished_requests": self._engine.unfinished})
-        self._check_key(request)
-        if path in _PARSERS:
-            _check_method(request, "POST")
-            given = parse_json(request.headers.get("content-type", ""), request.body)
-            return await self._generate(path, given)
+    async def _answer(
+        self, method: str, path: str, headers: dict[str, str], receive: Receive, response: _Response
+    ) -> None:
+        if path == "/health" and method == "GET":
+            return await response.whole(200, {"status": "ok", "unfinished_requests": self._engine.unfinished})
+        self._check_key(headers)
+        if path in (CHAT, COMPLETIONS):
+            _check_method(method, path, "POST")
+            _check_type(headers.get("content-type", ""))
+            body = await self._body(headers, receive)
+            return await _while_there(self._generate(path, body, response), receive)
         if path == "/v1/models" or path.startswith("/v1/models/"):
-            _check_method(request, "GET")
-            return Reply(200, self._models(path.removeprefix("/v1/models").lstrip("/")))
-        known = ", ".join(("/health", "/v1/models", *_PARSERS))
-        raise ApiError(f"there is no {request.method} {request.path}. There are {known}.", status=404)
+            _check_method(method, path, "GET")
+            return await response.whole(200, self._models(path.removeprefix("/v1/models").lstrip("/")))
+        known = ", ".join(("/health", "/v1/models", COMPLETIONS, CHAT))
+        raise ApiError(f"there is no {method} {path}. There are {known}.", status=404)
 
-    def _check_key(self, request: HttpRequest) -> None:
+    def _check_key(self, headers: dict[str, str]) -> None:
         if self._api_key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        given = headers.get("authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(given.encode(), self._api_key.encode()):
             raise ApiError("Incorrect API key provided.", status=401, code="invalid_api_key")
+
+    async def _body(self, headers: dict[str, str], receive: Receive) -> bytes:
+        too_large = ApiError(f"the body is larger than {self._max_body} bytes (--max-body-mb).", status=413)
+        length, body, more = int(headers.get("content-length", "0")), bytearray(), True
+        if length > self._max_body and "expect" in headers:
+            raise too_large
+        # Read to its end all the same: clients that are still sending would not see the refusal.
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _Gone
+            length = max(length, len(body) + len(message.get("body", b"")))
+            if length <= self._max_body:
+                body += message.get("body", b"")
+            more = message.get("more_body", False)
+        if length > self._max_body:
+            raise too_large
+        return bytes(body)
 
     def _models(self, name: str) -> dict[str, Any]:
         entries = [
@@ -83,20 +128,25 @@ class OpenAIApp:
 
     # ---------------------------------------------------------------- generating
 
-    async def _generate(self, path: str, given: dict[str, Any]) -> Reply | EventStream:
-        ask = _PARSERS[path](given, self._facts)
-        chat = path == "/v1/chat/completions"
-        replies = Replies(chat, given.get("model") or self._facts.names[0], self._facts.tokenizer, ask.log_probs)
+    async def _generate(self, path: str, body: bytes, response: _Response) -> None:
+        ask = await self._parsers.parse(path, body, self._facts)
+        replies = Replies(ask, path == CHAT, self._tokenizer)
         requests = ask.requests(self._facts.max_model_len)
         with _as_api_errors():
             for request in requests:
                 self._check(request)
-        choices = [_Choice(index, request, self._text_stream(request, chat)) for index, request in enumerate(requests)]
-        if ask.stream:
-            return EventStream(self._events(ask, choices, replies))
-        return Reply(200, await self._whole(ask, choices, replies))
+        chat, decoder = path == CHAT, self._tokenizer
+        choices = [_Choice(index, request, ask, chat, decoder) for index, request in enumerate(requests)]
+        if not ask.stream:
+            return await self._whole(choices, replies, response)
+        async with contextlib.aclosing(self._events(ask, choices, replies)) as events:
+            async for event in events:
+                await response.piece(f"data: {event}\n\n", _EVENTS)
+                await asyncio.sleep(0)  # others are served between two pieces, however many are ready
+        await response.end()
 
-    async def _whole(self, ask: Ask, choices: list[_Choice], replies: Replies) -> dict[str, Any]:
+    async def _whole(self, choices: list[_Choice], replies: Replies, response: _Response) -> None:
+        """The choices are written and sent one by one, in a thread: all of them may be megabytes of log-probs."""
         with _as_api_errors():
             futures = self._engine.submit([choice.request for choice in choices])
             try:
@@ -105,11 +155,15 @@ class OpenAIApp:
                 # One that failed fails the request; the others must not go on for nobody.
                 for future in futures:
                     future.cancel()
-        made = []
+        before, after = replies.frame(
+            sum(choice.counted(output) for choice, output in zip(choices, outputs, strict=True))
+        )
         for choice, output in zip(choices, outputs, strict=True):
-            text = choice.text.push(output.token_ids) + choice.text.finish()
-            made.append(replies.choice(choice.index, text, output))
-        return replies.whole(made, _usage(ask, sum(len(output.token_ids) for output in outputs)))
+            text = await asyncio.to_thread(lambda c=choice, o=output: replies.choice(c.take(o)))  # type: ignore[misc]
+            await response.piece(before + text, _JSON)
+            before = ", "
+        await response.piece(after, _JSON)
+        await response.end()
 
     async def _events(self, ask: Ask, choices: list[_Choice], replies: Replies) -> AsyncGenerator[str, None]:
         """Pieces of all answers, as they come."""
@@ -128,14 +182,14 @@ class OpenAIApp:
                         raise piece
                 if choice.finished:
                     continue
-                sampled += len(piece.token_ids)
-                event = choice.take(piece, replies)
-                if event is not None:
-                    yield event
+                sampled += choice.counted(piece)
+                part = choice.take(piece)
+                if part.text or part.calls or part.finish_reason:
+                    yield replies.piece(part)
                 unfinished -= choice.finished
             if ask.include_usage:
-                yield replies.usage_piece(_usage(ask, sampled))
-            yield _DONE
+                yield replies.usage_piece(sampled)
+            yield "[DONE]"
         except ApiError as error:
             yield json.dumps(error.content, ensure_ascii=False)
         finally:
@@ -143,35 +197,91 @@ class OpenAIApp:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _text_stream(self, request: Request, chat: bool) -> TextStream:
-        context = () if chat else request.prompt_ids[-_CONTEXT_TOKENS:]
-        return TextStream(self._facts.tokenizer, request.params.stop, context)
-
 
 class _Choice:
     """One answer under way: its text so far, and the tokens whose text is not out yet."""
 
-    def __init__(self, index: int, request: Request, text: TextStream) -> None:
-        self.index, self.request, self.text = index, request, text
+    def __init__(self, index: int, request: Request, ask: Ask, chat: bool, tokenizer: Any) -> None:
+        self.index, self.request = index, request
         self.finished = False
-        self._held = Output()
+        context = () if chat else request.prompt_ids[-_CONTEXT_TOKENS:]
+        self._text = TextStream(tokenizer, request.params.stop, context)
+        self._tools = ToolText(ask.begun) if ask.tools else None
+        self._echoed = None if ask.echoed is None else ask.echoed[index // ask.n]
+        self._scores_only = ask.scores_only
+        self._held: list[Token] = []
         self._offset = 0
 
-    def take(self, piece: Output, replies: Replies) -> str | None:
-        """What to send for this piece; None: nothing yet."""
-        self._held.token_ids += piece.token_ids
-        self._held.raw_log_probs += piece.raw_log_probs
-        text = self.text.push(piece.token_ids)
-        reason = piece.finish_reason or ("stop" if self.text.stopped else None)
-        if reason is not None:
-            text += self.text.finish()
-            self.finished = True
-        elif not text:
-            return None
-        told, self._held = self._held, Output()
-        event = replies.piece(self.index, text, told, self._offset, reason)
-        self._offset += len(text)
-        return event
+    def counted(self, piece: Output) -> int:
+        """How many of its tokens the client asked for."""
+        return 0 if self._scores_only else len(piece.token_ids)
+
+    def take(self, piece: Output) -> Part:
+        """What is to be told after this piece, which is the last one if it has a finish reason."""
+        told = ""
+        if self._echoed is not None and piece.token_ids:
+            told, self._echoed = self._echoed, None
+            if self.request.params.prompt_log_probs:
+                self._held += prompt_tokens(self.request.prompt_ids, piece)
+        if not self._scores_only:
+            self._held += sampled_tokens(piece)
+            told += self._text.push(piece.token_ids)
+        reason = piece.finish_reason or ("stop" if self._text.stopped else None)
+        self.finished = reason is not None
+        if self.finished and not self._scores_only:
+            told += self._text.finish()
+        part = Part(self.index, told, offset=self._offset, finish_reason=reason)
+        if self._tools is not None:
+            part.text, part.calls = self._tools.push(told, last=self.finished)
+            if self._tools.calls and reason == "stop":
+                part.finish_reason = "tool_calls"
+        if part.text or part.calls or part.finish_reason:
+            part.tokens, self._held = self._held, []
+            self._offset += len(part.text)
+        return part
+
+
+class _Gone(Exception):
+    """The client has left."""
+
+
+class _Response:
+    """What is sent to one client."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = False
+
+    async def whole(self, status: int, content: Any) -> None:
+        body = json.dumps(content, ensure_ascii=False).encode()
+        await self._start(status, [(b"content-type", _JSON), (b"content-length", str(len(body)).encode())])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def piece(self, text: str, kind: bytes) -> None:
+        if not self.begun:
+            await self._start(200, [(b"content-type", kind), (b"cache-control", b"no-cache")])
+        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body"})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _while_there(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do the work, and drop it when the client leaves."""
+    answer, left = asyncio.ensure_future(work), asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait({answer, left}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        answer.cancel()
+        left.cancel()
+        await asyncio.gather(answer, left, return_exceptions=True)
+    if answer.cancelled():
+        raise _Gone
+    answer.result()
 
 
 async def _forward(
@@ -201,10 +311,12 @@ def _as_api_errors() -> Iterator[None]:
         raise ApiError(f"the engine failed: {error}", status=500) from error
 
 
-def _usage(ask: Ask, completion_tokens: int) -> dict[str, int]:
-    return usage(sum(map(len, ask.prompts)), completion_tokens)
+def _check_method(method: str, path: str, wanted: str) -> None:
+    if method != wanted:
+        raise ApiError(f"{method} {path}: use {wanted}.", status=405)
 
 
-def _check_method(request: HttpRequest, method: str) -> None:
-    if request.method != method:
-        raise ApiError(f"{request.method} {request.path}: use {method}.", status=405)
+def _check_type(content_type: str) -> None:
+    # A page in somebody's browser can send a form to this address, but not JSON.
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(f"Content-Type is {content_type!r}. Send the request as application/json.")

@@ -1,4 +1,4 @@
-"""What an OpenAI client is told: choices, pieces of them, log-probs, usage."""
+"""What an OpenAI client is told: choices, pieces of them, log-probs, calls of tools, usage."""
 
 from __future__ import annotations
 
@@ -6,11 +6,40 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-from verl.types.request import Output
+from verl.inference.serving.openai_requests import Ask
+from verl.types.request import Output, TopLogProbs
 
-__all__ = ["Replies", "usage"]
+__all__ = ["Part", "Replies", "Token", "prompt_tokens", "sampled_tokens"]
+
+Token = tuple[int, "float | None", "TopLogProbs | None"]
+"""A token, its log-prob and the likeliest ones in its place; None: there is none, as before the first of a prompt."""
+
+
+@dataclass
+class Part:
+    """Some text of an answer and the tokens it comes from; `offset` counts the characters told before."""
+
+    index: int
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    offset: int = 0
+    finish_reason: str | None = None
+
+
+def sampled_tokens(output: Output) -> list[Token]:
+    tops: Sequence[TopLogProbs | None] = output.top_log_probs or [None] * len(output.token_ids)
+    return list(zip(output.token_ids, output.raw_log_probs, tops, strict=True))
+
+
+def prompt_tokens(prompt: Sequence[int], output: Output) -> list[Token]:
+    """Of an output that was asked for the prompt's log-probs."""
+    known = zip(prompt[1:], output.prompt_log_probs, output.prompt_top_log_probs, strict=True)
+    return [(prompt[0], None, None), *known]
 
 
 class Replies:
@@ -19,78 +48,93 @@ class Replies:
     There is one for every sampled token, the one that ended the answer included.
     """
 
-    def __init__(self, chat: bool, model: str, tokenizer: Any, log_probs: bool) -> None:
-        self._chat, self._tokenizer, self._log_probs = chat, tokenizer, log_probs
+    def __init__(self, ask: Ask, chat: bool, tokenizer: Any) -> None:
+        self._chat, self._ask = chat, ask
+        self._text_of = lru_cache(2**16)(lambda token: tokenizer.decode([token], clean_up_tokenization_spaces=False))
         self._kind = "chat.completion" if chat else "text_completion"
         self._base = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": model,
+            "model": ask.model,
         }
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        return {**self._base, "object": self._kind, "choices": choices, "usage": usage}
+    def frame(self, completion_tokens: int) -> tuple[str, str]:
+        """What stands before and behind the choices of a whole reply."""
+        told = {**self._base, "object": self._kind, "usage": self._usage(completion_tokens), "choices": []}
+        return json.dumps(told, ensure_ascii=False)[: -len("]}")], "]}"
 
-    def choice(self, index: int, text: str, output: Output) -> dict[str, Any]:
+    def choice(self, part: Part) -> str:
         """An answer from its beginning to its end."""
-        said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        return {
-            "index": index,
-            **said,
-            "logprobs": self._log_probs_of(output, 0),
-            "finish_reason": output.finish_reason,
-        }
+        message: dict[str, Any] = {"role": "assistant", "content": part.text}
+        if part.calls:
+            calls = [{name: value for name, value in call.items() if name != "index"} for call in part.calls]
+            message = {**message, "content": part.text or None, "tool_calls": calls}
+        return json.dumps(
+            self._choice(part, {"message": message} if self._chat else {"text": part.text}), ensure_ascii=False
+        )
 
     def first_piece(self, index: int) -> str | None:
         """Said before an answer begins: who speaks."""
-        return self._piece(index, {"role": "assistant", "content": ""}, None, None) if self._chat else None
+        part = Part(index)
+        said = {"delta": {"role": "assistant", "content": ""}}
+        return self._event([{**self._choice(part, said), "logprobs": None}]) if self._chat else None
 
-    def piece(self, index: int, text: str, output: Output, offset: int, finish_reason: str | None) -> str:
-        """Text and the tokens that came with it; `offset` counts the characters sent before."""
-        said: Any = text
-        if self._chat:
-            said = {"content": text} if text or finish_reason is None else {}
-        return self._piece(index, said, self._log_probs_of(output, offset), finish_reason)
+    def piece(self, part: Part) -> str:
+        delta: dict[str, Any] = {"content": part.text} if part.text or not (part.calls or part.finish_reason) else {}
+        if part.calls:
+            delta["tool_calls"] = part.calls
+        return self._event([self._choice(part, {"delta": delta} if self._chat else {"text": part.text})])
 
-    def usage_piece(self, usage: dict[str, int]) -> str:
-        return self._event([], usage)
+    def usage_piece(self, completion_tokens: int) -> str:
+        return self._event([], usage=self._usage(completion_tokens))
 
-    def _piece(self, index: int, said: Any, log_probs: Any, finish_reason: str | None) -> str:
-        name = "delta" if self._chat else "text"
-        return self._event([{"index": index, name: said, "logprobs": log_probs, "finish_reason": finish_reason}], None)
+    def _choice(self, part: Part, said: dict[str, Any]) -> dict[str, Any]:
+        log_probs = self._log_probs(part) if self._ask.log_probs else None
+        return {"index": part.index, **said, "logprobs": log_probs, "finish_reason": part.finish_reason}
 
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None) -> str:
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
         kind = "chat.completion.chunk" if self._chat else self._kind
-        told = {**self._base, "object": kind, "choices": choices}
-        return json.dumps(told if usage is None else {**told, "usage": usage}, ensure_ascii=False)
+        return json.dumps({**self._base, "object": kind, "choices": choices, **more}, ensure_ascii=False)
 
-    def _log_probs_of(self, output: Output, offset: int) -> dict[str, Any] | None:
-        if not self._log_probs:
+    def _usage(self, completion_tokens: int) -> dict[str, int]:
+        prompt_tokens = sum(map(len, self._ask.prompts))
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+
+    # ---------------------------------------------------------------- log-probs
+
+    def _log_probs(self, part: Part) -> dict[str, Any]:
+        if self._chat:
+            content = [
+                {**self._entry(token, log_prob), "top_logprobs": [self._entry(*other) for other in top or ()]}
+                for token, log_prob, top in part.tokens
+            ]
+            return {"content": content, "refusal": None}
+        texts = [self._text_of(token) for token, _, _ in part.tokens]
+        tops = [self._likeliest(*token) for token in part.tokens] if self._ask.params.top_log_probs else None
+        return {
+            "tokens": texts,
+            "token_logprobs": [log_prob for _, log_prob, _ in part.tokens],
+            "top_logprobs": tops,
+            "text_offset": _offsets(texts, part.offset),
+        }
+
+    def _entry(self, token: int, log_prob: float | None) -> dict[str, Any]:
+        text = self._text_of(token)
+        whole = "\ufffd" not in text  # half a character: which bytes it has is not told by its text
+        return {"token": text, "logprob": log_prob, "bytes": list(text.encode()) if whole else None}
+
+    def _likeliest(self, token: int, log_prob: float | None, top: TopLogProbs | None) -> dict[str, Any] | None:
+        """By text; of tokens with the same text the likeliest. The token itself is always among them."""
+        if top is None:
             return None
-        texts = [self._tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in output.token_ids]
-        if not self._chat:
-            return {
-                "tokens": texts,
-                "token_logprobs": output.raw_log_probs,
-                "top_logprobs": None,
-                "text_offset": _offsets(texts, offset),
-            }
-        pairs = zip(texts, output.raw_log_probs, strict=True)
-        return {"content": [_token_entry(text, log_prob) for text, log_prob in pairs], "refusal": None}
-
-
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """The count of tokens, as the API words it."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
-def _token_entry(text: str, log_prob: float) -> dict[str, Any]:
-    whole = "\ufffd" not in text  # half a character: which bytes it has is not told by its text
-    return {"token": text, "logprob": log_prob, "bytes": list(text.encode()) if whole else None, "top_logprobs": []}
+        found: dict[str, Any] = {}
+        for other, value in [*top, (token, log_prob)]:
+            found.setdefault(self._text_of(other), value)
+        return found
 
 
 def _offsets(texts: Sequence[str], start: int) -> list[int]:

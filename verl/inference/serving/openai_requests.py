@@ -1,86 +1,53 @@
-"""What an OpenAI client asks, checked and turned into requests of the engine; every mistake has its own message."""
+"""What an OpenAI client asks, checked and turned into requests of the engine."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import json
+import inspect
 import secrets
 import uuid
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
+from verl.inference.serving.fields import ApiError, Fields, read_json
+from verl.inference.serving.tool_calls import asked_tools, with_read_arguments
 from verl.types.request import Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
-from verl.utils.dataset.chat import PromptEncoder
-from verl.utils.exceptions import Travels
 
-__all__ = ["ApiError", "Ask", "ModelFacts", "parse_chat", "parse_completion", "parse_json"]
+__all__ = ["CHAT", "COMPLETIONS", "Ask", "ModelFacts", "parse"]
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
+_MOST_TOP = 20
 _COMPLETION_TOKENS = 16
-# Fields of the API that this server does not do, with the values that ask for nothing.
-_NOT_DONE: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
-}
-# Fields that change nothing in an answer.
-_WITHOUT_EFFECT = (
-    "metadata",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-)
 _NO_TEMPLATE = "this model has no chat template. Use /v1/completions."
-
-
-class ApiError(Travels):
-    """A request that is refused, as the API words it."""
-
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
-        super().__init__(message)
-        kinds = {401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error"}
-        kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-        self.status = status
-        self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+_NO_CLIENT_TEMPLATE = (
+    "is not taken: this server writes chats by the model's own template (see --allow-client-templates)"
+)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """What requests are checked against."""
 
-    tokenizer: Any
     names: tuple[str, ...]
     """What clients may call the model; the first is its name."""
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    max_answers: int
+    """Prompts × n of one request."""
+    client_templates: bool
+    longest_token: int
+    """Characters of the longest one: texts that are surely too long need not be tokenised to be refused."""
 
 
 @dataclass(frozen=True)
 class Ask:
     """A checked request: `n` answers to each prompt."""
 
+    model: str
     prompts: list[list[int]]
     n: int
     params: SamplingParams
@@ -88,6 +55,14 @@ class Ask:
     stream: bool
     include_usage: bool
     log_probs: bool
+    echoed: list[str] | None = None
+    """Texts of the prompts, with which the answers begin."""
+    scores_only: bool = False
+    """Only the prompts are told: max_tokens is 0."""
+    tools: bool = False
+    """Calls of tools are looked for in the answers."""
+    begun: str = ""
+    """The beginning of the answer that is part of the prompt, so that a tool is called."""
 
     def requests(self, max_model_len: int) -> list[Request]:
         """One per answer, those of a prompt in a row. The same seed gives the same answers to a prompt."""
@@ -104,168 +79,169 @@ class Ask:
         return made
 
 
-def parse_json(content_type: str, body: bytes) -> dict[str, Any]:
-    """The fields of a request."""
-    # A page in somebody's browser can send a form to this address, but not JSON.
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(f"Content-Type is {content_type!r}. Send the request as application/json.")
-    try:
-        fields = json.loads(body, parse_constant=_no_number)
-    except ValueError as error:
-        raise ApiError(f"the body is not valid JSON: {error}.") from error
-    if not isinstance(fields, dict):
-        raise ApiError("the body is not a JSON object.")
-    return fields
+def parse(path: str, body: bytes, facts: ModelFacts, tokenizer: Any) -> Ask:
+    """The request in a body sent to `path`."""
+    return (_chat if path == CHAT else _completion)(read_json(body), facts, tokenizer)
 
 
-def parse_completion(given: dict[str, Any], facts: ModelFacts) -> Ask:
-    """/v1/completions: a text, token ids, or a list of either."""
-    fields = _Fields(given, ("prompt", "logprobs"))
-    prompts = _prompts(given.get("prompt"), facts)
-    if given.get("logprobs") not in (None, 0) or isinstance(given.get("logprobs"), bool):
-        fields.refuse("logprobs", "is the number of likeliest tokens to list; only 0, the sampled token alone, is done")
-    ask = _ask(fields, facts, prompts, _COMPLETION_TOKENS)
-    return replace(ask, log_probs=given.get("logprobs") is not None)
+def _completion(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> Ask:
+    """A text, token ids, or a list of either."""
+    fields = Fields(given, ("prompt", "echo"))
+    prompt = fields.given.get("prompt")
+    several = isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt)
+    items: list[Any] = prompt if several and isinstance(prompt, list) else [prompt]
+    echo, top = fields.boolean("echo", False), fields.integer("logprobs", None, 0, _MOST_TOP)
+    ask = _ask(fields, facts, len(items), _COMPLETION_TOKENS, top, lowest=0 if echo else 1)
+    ask = replace(ask, prompts=[_prompt(item, facts, tokenizer) for item in items])
+    if not echo:
+        return ask
+    texts = [item if isinstance(item, str) else tokenizer.decode(item) for item in items]
+    params = replace(ask.params, prompt_log_probs=ask.log_probs)
+    return replace(ask, params=params, echoed=texts, scores_only=fields.given.get("max_tokens") == 0)
 
 
-def parse_chat(given: dict[str, Any], facts: ModelFacts) -> Ask:
-    """/v1/chat/completions: messages, written by the model's chat template."""
-    fields = _Fields(given, ("messages", "logprobs", "top_logprobs", "max_completion_tokens", "chat_template_kwargs"))
-    log_probs = fields.boolean("logprobs", False)
-    if given.get("top_logprobs") not in (None, 0):
-        fields.refuse("top_logprobs", "is not done; 0, the sampled token alone, is")
-    messages = _messages(given.get("messages"))
-    template_kwargs = given.get("chat_template_kwargs") or {}
-    if not isinstance(template_kwargs, dict):
-        fields.refuse("chat_template_kwargs", "must be an object")
-    if not facts.tokenizer.chat_template:
-        raise ApiError(_NO_TEMPLATE, "messages")
-    try:
-        prompt = PromptEncoder(facts.tokenizer, template_kwargs).encode([messages])[0]
-    except ValueError as error:
-        raise ApiError(str(error), "messages") from error
-    room = facts.max_model_len - len(prompt)
-    limit = fields.integer("max_completion_tokens", None, low=1)
-    return replace(_ask(fields, facts, [prompt], limit or max(1, room)), log_probs=log_probs)
-
-
-class _Fields:
-    """The fields of one request; null is the same as not given."""
-
-    _COMMON = (
-        "ignore_eos",
-        "max_tokens",
-        "min_p",
-        "min_tokens",
-        "model",
-        "n",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "stream",
-        "stream_options",
-        "temperature",
-        "top_k",
-        "top_p",
+def _chat(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> Ask:
+    """Messages, written by the model's chat template."""
+    fields = Fields(
+        given,
+        (
+            "chat_template",
+            "chat_template_kwargs",
+            "max_completion_tokens",
+            "messages",
+            "tool_choice",
+            "tools",
+            "top_logprobs",
+        ),
     )
-
-    def __init__(self, given: Mapping[str, Any], own: Sequence[str]) -> None:
-        self.given = {name: value for name, value in given.items() if value is not None}
-        known = {*self._COMMON, *own, *_NOT_DONE, *_WITHOUT_EFFECT}
-        for name, value in self.given.items():
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f" Did you mean {near[0]}?" if near else ""
-                raise ApiError(f"Unrecognized request argument supplied: {name}.{hint}", name)
-            if name in _NOT_DONE and value not in _NOT_DONE[name]:
-                self.refuse(name, "is not done by this server. Leave it out")
-
-    def refuse(self, name: str, why: str) -> NoReturn:
-        shown = json.dumps(self.given.get(name), ensure_ascii=False)
-        raise ApiError(f"{name}: {shown if len(shown) < 200 else shown[:200] + '…'} {why}.", name)
-
-    def boolean(self, name: str, default: bool) -> bool:
-        value = self.given.get(name, default)
-        return value if isinstance(value, bool) else self.refuse(name, "must be true or false")
-
-    def integer(self, name: str, default: Any, low: int, high: int = 2**63 - 1) -> Any:
-        value = self.given.get(name, default)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not default and not (whole and low <= value <= high):
-            limits = f"from {low} to {high}" if high < 2**63 - 1 else f"of at least {low}"
-            self.refuse(name, f"must be a whole number {limits}")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.given.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.refuse(name, "must be a number")
-        return float(value)
+    log_probs, top = fields.boolean("logprobs", False), fields.integer("top_logprobs", 0, 0, _MOST_TOP)
+    if top and not log_probs:
+        fields.refuse("top_logprobs", "needs logprobs to be true")
+    limit = fields.integer("max_completion_tokens", facts.max_model_len, low=1)
+    tools, begun = asked_tools(fields)
+    ask = _ask(fields, facts, 1, limit, top if log_probs else None)
+    messages = _messages(fields.given.get("messages"))
+    text = _written(messages, tools, fields, facts.client_templates, tokenizer) + begun
+    prompt = _tokens(text, facts, tokenizer, "messages", special=False)
+    return replace(ask, prompts=[prompt], tools=bool(tools), begun=begun)
 
 
-def _ask(fields: _Fields, facts: ModelFacts, prompts: list[list[int]], new_tokens: int) -> Ask:
-    """What both kinds of request have in common."""
-    _check_model(fields.given.get("model", facts.names[0]), facts)
-    for prompt in prompts:
-        _check_prompt(prompt, facts)
-    options = fields.given.get("stream_options", {})
-    if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
+def _ask(fields: Fields, facts: ModelFacts, prompts: int, new_tokens: int, top: int | None, lowest: int = 1) -> Ask:
+    """What both kinds of request have in common; the prompts are read last, as that takes longest."""
+    model = fields.given.get("model", facts.names[0])
+    if model not in facts.names:
+        message = f"The model {str(model)[:200]!r} does not exist; this server has {' = '.join(facts.names)}."
+        raise ApiError(message, "model", 404, "model_not_found")
+    n = fields.integer("n", 1, low=1, high=_MOST_CHOICES)
+    if prompts * n > facts.max_answers:
+        raise ApiError(
+            f"{prompts} prompts × n = {n} are {prompts * n} answers; one request may ask for {facts.max_answers}. Send"
+            " several, or start the server with a larger --max-answers.",
+            "n",
+        )
+    options = fields.mapping("stream_options")
+    if not isinstance(options.get("include_usage", False), bool):
         fields.refuse("stream_options", "must be an object such as {include_usage: true}")
     return Ask(
-        prompts,
-        n=fields.integer("n", 1, low=1, high=_MOST_CHOICES),
-        params=_params(fields, facts, new_tokens),
+        model,
+        prompts=[],
+        n=n,
+        params=_params(fields, facts, max(1, fields.integer("max_tokens", new_tokens, low=lowest)), top or 0),
         seed=fields.integer("seed", None, low=-(2**63)),
         stream=fields.boolean("stream", False),
         include_usage=options.get("include_usage", False),
-        log_probs=False,
+        log_probs=top is not None,
     )
 
 
-def _params(fields: _Fields, facts: ModelFacts, new_tokens: int) -> SamplingParams:
+def _params(fields: Fields, facts: ModelFacts, new_tokens: int, top: int) -> SamplingParams:
     try:
         return SamplingParams(
             temperature=fields.number("temperature", 1.0),
             top_p=fields.number("top_p", 1.0),
             top_k=fields.integer("top_k", -1, low=-1),
             min_p=fields.number("min_p", 0.0),
-            max_new_tokens=fields.integer("max_tokens", new_tokens, low=1),
+            max_new_tokens=new_tokens,
             min_new_tokens=fields.integer("min_tokens", 0, low=0),
             eos_token_ids=facts.eos_token_ids,
-            stop_token_ids=frozenset(_token_ids(fields, "stop_token_ids")),
-            stop=_stop(fields),
+            stop_token_ids=frozenset(fields.token_ids("stop_token_ids", facts.vocab_size)),
+            stop=fields.texts("stop", _MOST_STOPS),
             ignore_eos=fields.boolean("ignore_eos", False),
+            presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
+            frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
+            repetition_penalty=fields.number("repetition_penalty", 1.0),
+            logit_bias=fields.biases("logit_bias", facts.vocab_size),
+            top_log_probs=top,
         )
     except ValueError as error:
         raise ApiError(str(error)) from error
 
 
-def _stop(fields: _Fields) -> tuple[str, ...]:
-    stop = fields.given.get("stop", [])
-    texts = [stop] if isinstance(stop, str) else stop
-    if not isinstance(texts, list) or len(texts) > _MOST_STOPS or not all(isinstance(t, str) and t for t in texts):
-        fields.refuse("stop", f"must be a text, or up to {_MOST_STOPS} of them, none of them empty")
-    return tuple(dict.fromkeys(texts))
+# ---------------------------------------------------------------- prompts
 
 
-def _token_ids(fields: _Fields, name: str) -> list[int]:
-    value = fields.given.get(name, [])
-    if not _is_token_list(value):
-        fields.refuse(name, "must be a list of token ids")
-    return value
+def _prompt(item: Any, facts: ModelFacts, tokenizer: Any) -> list[int]:
+    if isinstance(item, str):
+        return _tokens(item, facts, tokenizer, "prompt", special=True)
+    if not isinstance(item, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in item):
+        raise ApiError("prompt: must be a text, a list of token ids, or a list of either.", "prompt")
+    wrong = next((token for token in item if not 0 <= token < facts.vocab_size), None)
+    if wrong is not None:
+        raise ApiError(f"prompt: there is no token {wrong}; ids go from 0 to {facts.vocab_size - 1}.", "prompt")
+    return _checked_length(item, facts, "prompt")
 
 
-def _prompts(given: Any, facts: ModelFacts) -> list[list[int]]:
-    several = isinstance(given, list) and given and all(isinstance(item, str | list) for item in given)
-    prompts = []
-    for item in given if several else [given]:
-        if isinstance(item, str):
-            prompts.append(facts.tokenizer(item, return_attention_mask=False)["input_ids"])
-        elif _is_token_list(item):
-            prompts.append(item)
-        else:
-            raise ApiError("prompt: must be a text, a list of token ids, or a list of either.", "prompt")
-    return prompts
+def _tokens(text: str, facts: ModelFacts, tokenizer: Any, name: str, special: bool) -> list[int]:
+    if len(text) > facts.max_model_len * facts.longest_token:
+        raise _too_long(f"{len(text)} characters", facts, name)
+    made = tokenizer(text, add_special_tokens=special, return_attention_mask=False)
+    return _checked_length(made["input_ids"], facts, name)
+
+
+def _checked_length(prompt: list[int], facts: ModelFacts, name: str) -> list[int]:
+    if not prompt:
+        raise ApiError("the prompt is empty. Give at least one token.", name)
+    if len(prompt) >= facts.max_model_len:
+        raise _too_long(f"{len(prompt)} tokens", facts, name)
+    return prompt
+
+
+def _too_long(length: str, facts: ModelFacts, name: str) -> ApiError:
+    return ApiError(
+        f"This model's maximum context length is {facts.max_model_len} tokens. However, your prompt has {length}."
+        " Shorten it, or start the server with a larger --max-model-len.",
+        name,
+        code="context_length_exceeded",
+    )
+
+
+def _written(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], fields: Fields, client_templates: bool, tokenizer: Any
+) -> str:
+    """The conversation as its template writes it, ready to be continued."""
+    options = dict(fields.mapping("chat_template_kwargs"))
+    own = fields.given.get("chat_template", options.pop("chat_template", None))
+    if own is not None and not (client_templates and isinstance(own, str)):
+        fields.refuse("chat_template", _NO_CLIENT_TEMPLATE)
+    reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents", "kwargs"}
+    if reserved & set(options):
+        fields.refuse("chat_template_kwargs", f"may not set {', '.join(sorted(reserved & set(options)))}")
+    template = own or tokenizer.chat_template
+    if not template:
+        raise ApiError(_NO_TEMPLATE, "messages")
+    if tools and "tools" not in str(template):
+        fields.refuse("tools", "are not written by the chat template of this model. Leave them out")
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools or None, chat_template=own, tokenize=False, add_generation_prompt=True, **options
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # a template is a program: it may raise anything
+        raise ApiError(
+            f"the chat template refuses the messages ({type(error).__name__}: {error}). Write them as it wants them.",
+            "messages",
+        ) from error
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
@@ -277,7 +253,9 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ApiError(f"{where}: must be an object with a role and a content.", where)
-    content = message.get("content")
+    # Fields that clients send along empty would read as set in a template.
+    message = {name: value for name, value in message.items() if value is not None}
+    content = message.get("content", "" if message.get("tool_calls") else None)
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(part, str) for part in parts):
@@ -285,34 +263,5 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         content = "".join(part for part in parts if part)
     if not isinstance(content, str):
         raise ApiError(f"{where}.content: must be a text.", where)
-    # Fields that clients send along empty would read as set in a template.
-    return {**{name: value for name, value in message.items() if value is not None}, "content": content}
-
-
-def _check_model(name: Any, facts: ModelFacts) -> None:
-    if name not in facts.names:
-        message = f"The model {name!r} does not exist; this server has {' = '.join(facts.names)}."
-        raise ApiError(message, "model", 404, "model_not_found")
-
-
-def _check_prompt(prompt: list[int], facts: ModelFacts) -> None:
-    if not prompt:
-        raise ApiError("the prompt is empty. Give at least one token.", "prompt")
-    if len(prompt) >= facts.max_model_len:
-        raise ApiError(
-            f"This model's maximum context length is {facts.max_model_len} tokens. However, your prompt has"
-            f" {len(prompt)} tokens. Shorten it, or start the server with a larger --max-model-len.",
-            "prompt",
-            code="context_length_exceeded",
-        )
-    wrong = next((token for token in prompt if not 0 <= token < facts.vocab_size), None)
-    if wrong is not None:
-        raise ApiError(f"prompt: there is no token {wrong}; ids go from 0 to {facts.vocab_size - 1}.", "prompt")
-
-
-def _is_token_list(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number")
+    message["content"] = content
+    return with_read_arguments(message, where) if "tool_calls" in message else message

@@ -1,0 +1,157 @@
+"""The HTTP side of the server, in a process of its own: signals, and clients that take more than their share."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+# /slow answers after a second, /endless streams without end, /block keeps the event loop busy, /echo reads the body.
+PROGRAM = """
+import asyncio, logging, socket, sys, time
+from verl.inference.serving.http_protocol import Limits, asgi_server
+
+async def app(scope, receive, send):
+    path = scope["path"]
+    if path == "/block":
+        began = time.monotonic()
+        while time.monotonic() < began + 60:
+            pass
+    elif path == "/slow":
+        await asyncio.sleep(1)
+    elif path == "/echo":
+        while (await receive()).get("more_body"):
+            pass
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    while path == "/endless":
+        await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+    await send({"type": "http.response.body", "body": b"done"})
+
+logging.basicConfig(level="INFO", stream=sys.stdout)
+bound = socket.socket()
+bound.bind(("127.0.0.1", 0))
+limits = Limits(connections=3, idle_seconds=1, request_seconds=1, stalled_seconds=1, grace_seconds=20)
+asyncio.run(asgi_server(app, "a test", limits).serve([bound]))
+"""
+
+
+@pytest.fixture
+def server():
+    """(process, port)"""
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    found = None
+    while found is None:
+        line = process.stdout.readline().decode()
+        assert line, "it ended"
+        found = re.search(r"serving a test at http://127\.0\.0\.1:(\d+)/v1", line)
+    yield process, int(found[1])
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def connection(port, data=b""):
+    made = socket.create_connection(("127.0.0.1", port), timeout=30)
+    made.sendall(data)
+    return made
+
+
+def get(path):
+    return f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+
+
+def seconds_until_closed(client):
+    began = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        while client.recv(2**20):
+            pass
+    return time.monotonic() - began
+
+
+def test_the_first_signal_lets_requests_finish_and_accepts_nobody_any_more(server):
+    process, port = server
+    client = connection(port, get("/slow"))
+    idle = connection(port)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    answer = http.client.HTTPResponse(client)
+    answer.begin()
+    assert answer.read() == b"done"
+    assert idle.recv(1) == b""
+    assert process.wait(timeout=15) == 0
+    with pytest.raises(ConnectionRefusedError):
+        connection(port)
+    assert b"Traceback" not in process.stdout.read()
+
+
+@pytest.mark.parametrize("path", ["/endless", "/block"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_ends_it_at_once_whatever_it_is_doing(server, path, number):
+    process, port = server
+    with connection(port, get(path)):
+        time.sleep(0.3)
+        process.send_signal(number)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(timeout=5) == -number, "it would have 20 s more"
+
+
+def test_connections_above_the_limit_are_told_so_and_the_others_go_on(server):
+    _, port = server
+    there = connection(port, get("/slow"))
+    half_open = [connection(port), connection(port, b"GET /slow HT")]
+    time.sleep(0.1)
+    with connection(port, get("/")) as refused:
+        assert refused.recv(2**16).startswith(b"HTTP/1.1 503 ")
+        assert seconds_until_closed(refused) < 5
+    assert b"200 OK" in there.recv(2**16)
+    assert [seconds_until_closed(client) < 5 for client in half_open] == [True, True]
+    with connection(port, get("/")) as later:
+        assert b"200 OK" in later.recv(2**16)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost:",
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nsome",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nsome",  # answered before it was sent
+    ],
+)
+def test_a_request_that_does_not_come_is_not_waited_for(server, data):
+    _, port = server
+    client = connection(port, data)
+    # Now and then a byte does not help.
+    for _ in range(4):
+        time.sleep(0.2)
+        with contextlib.suppress(ConnectionError):
+            client.sendall(data and b"x")
+    assert seconds_until_closed(client) < 3
+
+
+def test_a_connection_may_be_used_again_and_not_be_kept_for_nothing(server):
+    _, port = server
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    for path in ("/", "/slow"):
+        client.request("GET", path)
+        assert client.getresponse().read() == b"done"
+        time.sleep(0.6)  # for the first time within the second that it may be idle
+    assert seconds_until_closed(client.sock) < 5
+
+
+def test_a_reader_that_does_not_read_is_left(server):
+    _, port = server
+    client = connection(port, get("/endless"))
+    time.sleep(2.5)
+    # What was on its way is read; without the limit this would never end.
+    assert seconds_until_closed(client) < 10
