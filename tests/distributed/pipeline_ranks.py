@@ -1,0 +1,98 @@
+"""The phases of every role on one rank, whatever engine is under them; the processes import it by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_cases import make_batch
+
+from verl.config import SFTConfig, load_config
+from verl.config.names import TRAINING_ENGINES, TrainingEngine
+from verl.protocol import DataProto
+from verl.workers.roles.critic import CriticWorker
+from verl.workers.roles.policy import ActorRolloutRefWorker
+from verl.workers.roles.reward_model import RewardModelWorker
+from verl.workers.roles.sft import SFTWorker
+
+STEADY = [f"{block}.optim.eps=1e-3" for block in ("actor_rollout_ref.actor", "critic")]
+
+
+def run_stage(rank: int, ranks: int, folder: str) -> None:
+    """The phases over a pipeline of two ranks, which stands in fsdp's row of the table."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    row = TrainingEngine("pipeline_engine:PipelineEngine", "fsdp_config")
+    TRAINING_ENGINES.update(fsdp=row, fsdp2=row)
+    torch.save(phases(folder, f"{folder}/stages"), Path(folder) / f"found-{rank}.pt")
+
+
+def phases(folder: str, checkpoints: str) -> dict[str, Any]:
+    """What each role's methods give, and the weights that its training and its rollout end with."""
+    paths = [f"actor_rollout_ref.model.path={folder}/model", f"critic.model.path={folder}/model", "data.train_files=x"]
+    paths += [
+        f"reward_model.path={folder}/scorer",
+        "reward_model.enable=True",
+        "reward_model.model.input_tokenizer=null",
+    ]
+    sizes = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", "critic.ppo_micro_batch_size_per_gpu=2"]
+    config = load_config(None, [*paths, *sizes, *STEADY, "trainer.device=cpu"], check_files=False)
+    return {
+        **policy_phases(config, checkpoints),
+        **critic_phases(config),
+        **reward_phases(config),
+        **sft_phases(folder, f"{checkpoints}-sft"),
+    }
+
+
+def batch() -> DataProto:
+    data = make_batch(rows=5)
+    data.batch["advantages"] = data.batch.pop("weights")
+    data.meta_info = {"temperature": 1.0, "mini_batches": 1}
+    return data
+
+
+def policy_phases(config: Any, checkpoints: str) -> dict[str, Any]:
+    worker = ActorRolloutRefWorker(config.actor_rollout_ref, "actor_rollout_ref")
+    worker.init_model()
+    found = {"old": worker.compute_log_prob(batch()), "ref": worker.compute_ref_log_prob(batch())}
+    found["update"] = worker.update_actor(batch())
+    worker.save_checkpoint(checkpoints)
+    worker.update_rollout_weights(1)
+    found["rollout weights"] = {name: value.clone() for name, value in worker.rollout.weights.items()}
+    after = worker.compute_log_prob(batch())
+    worker.update_actor(batch())
+    worker.load_checkpoint(checkpoints)
+    found |= {"after": after, "resumed": worker.compute_log_prob(batch())}
+    found["places"] = [(place.dp_rank, place.collect) for place in map(worker.mesh_place, ("actor", "ref"))]
+    worker.rollout.close()
+    return found
+
+
+def critic_phases(config: Any) -> dict[str, Any]:
+    worker = CriticWorker(config.critic)
+    worker.init_model()
+    data = batch()
+    shape = data.batch["responses"].shape
+    data.batch["values"], data.batch["returns"] = torch.zeros(shape), torch.ones(shape)
+    return {"critic": worker.update_critic(data), "values": worker.compute_values(data)}
+
+
+def reward_phases(config: Any) -> dict[str, Any]:
+    worker = RewardModelWorker(config.reward_model)
+    worker.init_model()
+    return {"scores": worker.compute_rm_score(batch())}
+
+
+def sft_phases(folder: str, checkpoints: str) -> dict[str, Any]:
+    given = [f"model.path={folder}/model", "data.train_files=x", "optim.eps=1e-3", "optim.total_training_steps=4"]
+    config = load_config(None, [*given, "trainer.device=cpu"], check_files=False, root=SFTConfig)
+    worker = SFTWorker(config)
+    worker.init_model()
+    found = {"sft": worker.train_batch(batch())}
+    worker.save_checkpoint(checkpoints)
+    found["evaluated"] = worker.evaluate(batch())
+    worker.train_batch(batch())
+    worker.load_checkpoint(checkpoints)
+    return found | {"evaluated again": worker.evaluate(batch())}
