@@ -39,6 +39,11 @@ class Counting(RayPPOTrainer):
         self.kl_ctrl_in_reward = get_kl_controller(self.config.algorithm.kl_ctrl)
         self.kl_ctrl_in_reward.value = 0.25
 
+    def _create_dataloader(self, *datasets):
+        assert (self.global_steps, self.policy_version) == (0, 0), "public names are there from the start"
+        assert self.reward_fn is self.val_reward_fn
+        super()._create_dataloader(*datasets)
+
     def _hand_over_weights(self):
         self.calls["weights"] += 1
         super()._hand_over_weights()
@@ -82,7 +87,8 @@ def test_the_parts_generate_score_and_learn_without_a_trainer(task, tmp_path):
     reward_fn = load_reward_manager(config, tokenizer)
     generator = Generator(config, tokenizer, groups, reward_fn, groups.infer)
     dataset = create_rl_dataset(config.data.train_files, config.data, tokenizer, None)
-    state = TrainerState(config, runner.role_worker_mapping, make_dataloader(dataset, config.data))
+    state = TrainerState(config, runner.role_worker_mapping)
+    state.draw_from(make_dataloader(dataset, config.data))
     try:
         groups.start()
         generator.start()

@@ -104,8 +104,9 @@ class RayPPOTrainer:
         self._seconds: dict[str, float] = {}
         self._guard = StepGuard(self.config.trainer.max_nonfinite_steps)
         self._mismatch = RolloutMismatch(self.config.algorithm.rollout_correction)
-        self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self._compose(reward_fn, val_reward_fn)
+        self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+        self.state.draw_from(self.train_dataloader)
 
     # ---------------------------------------------------------------- setting up
 
@@ -127,7 +128,7 @@ class RayPPOTrainer:
     def _compose(self, reward_fn: Any, val_reward_fn: Any) -> None:
         """The collaborators. A phase is looked up when it is called: it may be a subclass's."""
         config, tokenizer = self.config, self.tokenizer
-        self.state = TrainerState(config, self.role_worker_mapping, self.train_dataloader)
+        self.state = TrainerState(config, self.role_worker_mapping)
         self.groups = groups = WorkerGroups(
             config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
         )

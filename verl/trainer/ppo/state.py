@@ -17,16 +17,21 @@ from verl.trainer.ppo.prompts import PromptStream
 class TrainerState:
     """What changes from step to step on the controller, with the folder it is saved in."""
 
-    def __init__(self, config: PPOConfig, workers: Mapping[Any, type], loader: Any) -> None:
-        """`workers` are the classes of the roles; `loader` gives the training prompts."""
-        self._config, self._workers, self._loader = config, workers, loader
+    prompts: PromptStream
+
+    def __init__(self, config: PPOConfig, workers: Mapping[Any, type]) -> None:
+        """`workers` are the classes of the roles."""
+        self._config, self._workers = config, workers
         self.step = 0
         """The step under way, or done last: the first is 1."""
         self.policy_version = 0
         """Updates of the actor so far: what the rollout's weights are stamped with."""
         self.kl_controller: Any = get_kl_controller(config.algorithm.kl_ctrl)
-        self.prompts = PromptStream(loader, config.trainer.total_epochs)
         self.run_start: RunStart | None = None
+
+    def draw_from(self, loader: Any) -> None:
+        """The prompts of the run come from this dataloader."""
+        self._loader, self.prompts = loader, PromptStream(loader, self._config.trainer.total_epochs)
 
     def begin(self) -> RunStart:
         """Check what the run needs before its models are loaded, unless whoever made the trainer did."""
