@@ -230,8 +230,8 @@ def hand_over_row(bench: Bench) -> dict[str, Any]:
             _synchronise(bench.device)
             times.append((time.perf_counter() - start, copied - start))
         start = time.perf_counter()
-        rollout.sleep()
-        rollout.wake_up()
+        rollout.release(["kv_cache"])
+        rollout.resume()
         _synchronise(bench.device)
         asleep = time.perf_counter() - start
     finally:

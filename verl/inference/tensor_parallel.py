@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Protocol
@@ -153,9 +153,6 @@ class FollowingEngine:
         self._thread.start()
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
-        raise RuntimeError("rollout: requests go to the first of the ranks that share an engine, not to this one.")
-
-    def stream(self, request: Request) -> AsyncIterator[Output]:
         raise RuntimeError("rollout: requests go to the first of the ranks that share an engine, not to this one.")
 
     def halt(self, reason: str) -> None:

@@ -130,14 +130,8 @@ class EngineWeights:
         self._offloaded = True
         self._region.release()
 
-    def drop(self) -> None:
-        """Free the memory and forget the values."""
-        self._offloaded = False
-        self._host_copy = None
-        self._region.release()
-
     def onload(self) -> None:
-        """Take the memory again, and the values unless they were dropped."""
+        """Take the memory again, and the values."""
         self._region.restore()
         if self._offloaded and self._host_copy is not None:
             self._region.bytes.copy_(self._host_copy)

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 import torch
 
 from verl.config import RolloutConfig
 from verl.inference.async_engine import AsyncEngine
+from verl.inference.kv_memory import KVMemory
 from verl.inference.tensor_parallel import FollowingEngine
 from verl.inference.weights import EngineWeights
 from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, Wanted, WeightMismatchError
 from verl.workers.rollout.base import KV_MODES, PAUSE_MODES, RELEASE_TAGS, BaseRollout
 
-__all__ = ["SLEEP_MODES", "EmbeddedRollout", "Releasable"]
+__all__ = ["EmbeddedRollout"]
 
 logger = logging.getLogger(__name__)
-
-SLEEP_MODES = ("keep", "offload", "drop")
-_OTHER_TAGS = {"kv": "kv_cache"}
-
-
-class Releasable(Protocol):
-    """Memory that can be given back and taken again, empty."""
-
-    @property
-    def held_bytes(self) -> int: ...
-    def release(self) -> None: ...
-    def restore(self) -> None: ...
 
 
 class EmbeddedRollout(BaseRollout):
@@ -44,7 +32,7 @@ class EmbeddedRollout(BaseRollout):
         weight_dtype: torch.dtype,
         loop: AsyncEngine | FollowingEngine,
         weights: EngineWeights,
-        kv: Releasable | None,
+        kv: KVMemory | None,
         eos_token_ids: frozenset[int],
         pad_token_id: int | None,
     ) -> None:
@@ -76,11 +64,6 @@ class EmbeddedRollout(BaseRollout):
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
         self._require_ready()
         return self._loop.submit(requests)
-
-    def stream_tokens(self, request: Request) -> AsyncIterator[Output]:
-        """The answer in pieces, as its tokens come; the last piece has a finish reason. Closing it aborts."""
-        self._require_ready()
-        return self._loop.stream(request)
 
     def abort(self, ids: Iterable[str] | None = None) -> None:
         self._loop.abort(ids)
@@ -143,16 +126,18 @@ class EmbeddedRollout(BaseRollout):
 
     def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
         """Give memory back; weights wait in host memory. What was under way goes on after `resume`."""
-        self._release(_known(tags), "offload")
-
-    def sleep(self, weights: str = "keep") -> None:
-        """Give the KV memory back, and the weights': keep them, offload them to the host, or drop them.
-
-        Dropped weights come back with the next update.
-        """
-        if weights not in SLEEP_MODES:
-            raise ValueError(f"sleep: weights={weights!r} is unknown. Use one of {SLEEP_MODES}.")
-        self._release({"kv_cache"} if weights == "keep" else set(RELEASE_TAGS), weights)
+        new = _known(tags) - self._released
+        self._loop.halt("release")
+        if "kv_cache" in new:
+            self._loop.recompute()
+            if self._kv is not None:
+                self._kv.release()
+        if "weights" in new and self.device.type != "cpu":  # host memory is where a CPU's are already
+            self._weights.offload()
+        self._released |= new
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        logger.debug("rollout: gave back %s; it holds %s", sorted(new), self.held_bytes())
 
     def resume(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
         here = _known(tags) & self._released
@@ -164,10 +149,6 @@ class EmbeddedRollout(BaseRollout):
         if not self._released:
             self._loop.go("release")
 
-    def wake_up(self, tags: Iterable[str] = RELEASE_TAGS) -> None:
-        """Take memory again after `sleep`: weights before a hand-over, kv when the trainer has moved out."""
-        self.resume(sorted(tags) if isinstance(tags, set | frozenset) else list(tags))
-
     def held_bytes(self) -> dict[str, int]:
         """Device memory of the engine by what it is for. Tables and captured graphs come on top, and stay for life."""
         return {"weights": self._weights.held_bytes, "kv_cache": 0 if self._kv is None else self._kv.held_bytes}
@@ -175,25 +156,8 @@ class EmbeddedRollout(BaseRollout):
     def close(self) -> None:
         self._loop.close()
 
-    def _release(self, tags: set[str], weights: str) -> None:
-        self._loop.halt("release")
-        if "kv_cache" in tags and "kv_cache" not in self._released:
-            self._loop.recompute()
-            if self._kv is not None:
-                self._kv.release()
-        if "weights" in tags and weights == "drop":
-            self._weights.drop()
-            self._unfit = "The weights were dropped by sleep; the next update brings them."
-        elif "weights" in tags and self.device.type != "cpu":  # host memory is where a CPU's are already
-            self._weights.offload()
-        self._released |= tags
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        logger.debug("rollout: gave back %s; it holds %s", sorted(tags), self.held_bytes())
-
 
 def _known(tags: Iterable[str]) -> set[str]:
-    found = set() if isinstance(tags, str) else {_OTHER_TAGS.get(tag, tag) for tag in tags}
-    if isinstance(tags, str) or found - set(RELEASE_TAGS):
+    if isinstance(tags, str) or not set(tags) <= set(RELEASE_TAGS):
         raise ValueError(f"release/resume: tags {tags!r}; give a list out of {RELEASE_TAGS}.")
-    return found
+    return set(tags)

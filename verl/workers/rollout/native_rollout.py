@@ -30,7 +30,7 @@ class NativeRollout(EmbeddedRollout):
     ) -> None:
         built = build_engine(model_path, model_config, config, device, dtype)
         self.model = built.model
-        self._kv_memory = built.kv
+        self._regions = (built.kv.region, built.model.region)
         super().__init__(
             config,
             built.device,
@@ -57,5 +57,5 @@ class NativeRollout(EmbeddedRollout):
 
     def close(self) -> None:
         super().close()
-        self._kv_memory.region.close()
-        self.model.region.close()
+        for region in self._regions:
+            region.close()

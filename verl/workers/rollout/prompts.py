@@ -20,44 +20,21 @@ from verl.utils.counter_noise import sample_keys
 __all__ = ["requests_of", "sampling_params", "trajectories_from_prompts"]
 
 _SERIAL = itertools.count()
-_FROM_CONFIG = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "do_sample",
-    "max_new_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-)
-# What a batch may say about its own sampling in meta_info, under these names.
-_FROM_BATCH = (
-    "do_sample",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_new_tokens",
-    "min_new_tokens",
-    "stop",
-    "ignore_eos",
-)
 _OTHER_SPELLINGS = {"response_length": "max_new_tokens", "eos_token_id": "eos_token_ids"}
 _SETTABLE = {field.name for field in fields(SamplingParams)} - {"key"}
+_FROM_CONFIG = _SETTABLE & {field.name for field in fields(RolloutConfig)}
 
 
 def sampling_params(
     config: RolloutConfig, meta_info: Mapping[str, Any], default_eos: Iterable[int] = (), **overrides: Any
 ) -> SamplingParams:
     """The configuration's parameters (validation's when `meta_info["validate"]`), then the batch's, then overrides."""
-    values: dict[str, Any] = {name: config[name] for name in _FROM_CONFIG}
-    values["eos_token_ids"] = default_eos
+    values: dict[str, Any] = {name: config[name] for name in _FROM_CONFIG} | {"eos_token_ids": default_eos}
     if meta_info.get("validate"):
         values |= {name: config.val_kwargs[name] for name in config.val_kwargs if name != "n"}
     if meta_info.get("eos_token_id") is not None:
         values["eos_token_ids"] = meta_info["eos_token_id"]
-    values |= {name: meta_info[name] for name in _FROM_BATCH if meta_info.get(name) is not None}
+    values |= {name: meta_info[name] for name in _SETTABLE if meta_info.get(name) is not None}
     for name, value in overrides.items():
         known = _OTHER_SPELLINGS.get(name, name)
         if known not in _SETTABLE:

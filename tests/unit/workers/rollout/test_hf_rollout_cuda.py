@@ -56,22 +56,20 @@ def test_float32_samples_do_not_depend_on_the_batch(start_on_gpu, make_prompts):
     assert torch.equal(torch.cat(halves), whole)
 
 
-@pytest.mark.parametrize("mode", ["keep", "offload", "drop"])
-def test_sleep_gives_memory_back_and_the_samples_come_again(start_on_gpu, make_prompts, mode):
+@pytest.mark.parametrize("tags", [["kv_cache"], ["weights", "kv_cache"]])
+def test_a_release_gives_memory_back_and_the_samples_come_again(start_on_gpu, make_prompts, tags):
     engine = start_on_gpu()
     assert engine.weight_dtype == torch.bfloat16
     before = engine.generate_sequences(make_prompts()).batch
     addresses = [tensor.data_ptr() for tensor in engine.weights.values()]
     held = torch.cuda.mem_get_info()[0]
-    engine.sleep(weights=mode)
+    engine.release(tags)
     freed = torch.cuda.mem_get_info()[0] - held
     kv = 0 if engine._kv is None else engine._kv.region.size
-    weights = 0 if mode == "keep" else sum(tensor.nbytes for tensor in engine.weights.values())
+    weights = sum(tensor.nbytes for tensor in engine.weights.values()) if "weights" in tags else 0
     assert freed >= kv + weights
-    engine.wake_up()
+    engine.resume()
     assert [tensor.data_ptr() for tensor in engine.weights.values()] == addresses
-    if mode == "drop":
-        engine.update_weights(tiny_model().state_dict().items())
     after = engine.generate_sequences(make_prompts()).batch
     assert torch.equal(after["responses"], before["responses"])
 

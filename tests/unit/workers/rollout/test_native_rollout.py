@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 
@@ -112,65 +111,20 @@ def test_cached_prefixes_are_not_used_across_an_update_or_a_release(start):
     assert ask(engine).token_ids == first.token_ids
 
 
-def test_sleep_gives_the_kv_memory_back_and_the_answers_go_on(start):
+def test_a_release_gives_the_kv_memory_back_and_the_answers_go_on(start):
     engine = start(**native(num_blocks=64))
     whole = ask(engine)
     region = engine._kv.region
     assert region.bytes.untyped_storage().nbytes() == region.size == 65 * bytes_per_block(engine.model, 16)
     weights = engine.model.region.size
     assert engine.held_bytes() == {"weights": weights, "kv_cache": region.size}
-    engine.sleep(weights="keep")
+    engine.release(["kv_cache"])
     assert region.bytes.untyped_storage().nbytes() == 0
     assert engine.held_bytes() == {"weights": weights, "kv_cache": 0}
     with pytest.raises(RuntimeError, match=r"\['kv_cache'\] are released"):
         ask(engine)
-    engine.wake_up(tags={"kv"})
+    engine.resume(["kv_cache"])
     assert ask(engine).token_ids == whole.token_ids
-
-
-def test_dropped_weights_free_their_memory_and_come_with_the_next_update(start):
-    engine = start()
-    whole = ask(engine)
-    engine.sleep(weights="drop")
-    assert engine.model.region.bytes.untyped_storage().nbytes() == 0
-    assert engine.held_bytes() == {"weights": 0, "kv_cache": 0}
-    engine.wake_up(tags={"weights"})
-    engine.wake_up(tags={"kv"})
-    with pytest.raises(RuntimeError, match="The weights were dropped by sleep; the next update brings them"):
-        ask(engine)
-    engine.update_weights(tiny_model().state_dict().items(), version=5)
-    answer = ask(engine)
-    assert answer.token_ids == whole.token_ids
-    assert set(answer.versions) == {5}
-
-
-def test_an_update_wakes_dropped_weights_by_itself(start):
-    engine = start()
-    engine.sleep(weights="drop")
-    engine.update_weights(tiny_model().state_dict().items())
-    engine.wake_up()
-    assert len(ask(engine).token_ids) == 20
-
-
-def test_tokens_can_be_had_as_they_come(start):
-    engine = start()
-    whole = ask(engine)
-
-    async def pieces() -> list:
-        return [piece async for piece in engine.stream_tokens(Request("s", PROMPT, TOKENS))]
-
-    found = asyncio.run(pieces())
-    assert [token for piece in found for token in piece.token_ids] == whole.token_ids
-    assert [piece.finish_reason for piece in found] == [""] * (len(found) - 1) + ["length"]
-    assert len(found) > 1
-    engine.release()
-    with pytest.raises(RuntimeError, match="are released"):
-        engine.stream_tokens(Request("s", PROMPT, TOKENS))
-
-
-def test_an_unknown_sleep_mode_is_refused(start):
-    with pytest.raises(ValueError, match="weights='away' is unknown"):
-        start().sleep(weights="away")
 
 
 def test_kv_memory_is_what_all_sequences_can_use(start, caplog):
