@@ -33,8 +33,8 @@ from verl.config import PPOConfig, load_config
 from verl.config.devices import gpu_memory, host_memory_available
 from verl.config.schema import put
 from verl.planning.advice import cheapest_changes
-from verl.planning.costs import GB
-from verl.planning.plan import DeviceMemory, MemoryPlan, memory_plan
+from verl.planning.phases import GB, DeviceMemory, MemoryPlan
+from verl.planning.plan import memory_plan
 from verl.planning.shapes import ModelShape
 from verl.protocol import DataProto
 from verl.single_controller.base.worker_group import ClassWithInitArgs

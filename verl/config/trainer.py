@@ -37,6 +37,9 @@ class RunConfig(Block):
         choices=("refuse", "move_aside"),
     )
     resume_from_path: str | None = key("The global_step_N folder of resume_path.", null="not set", path=True)
+    auto_memory: bool = key(
+        "Where the memory plan does not fit, make the cheapest changes that let it (each is logged with its cost)."
+    )
     max_nonfinite_steps: int = key(
         "Steps in a row without an update (NaN or infinite gradient, no sample with a score) that stop the run.", min=1
     )

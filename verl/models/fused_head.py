@@ -94,9 +94,9 @@ def rows_per_chunk(rows: int, vocab: int, element_size: int, device_type: str) -
 
 
 def chunk_bytes(rows: int, vocab: int, element_size: int, device_type: str) -> int:
-    """What a chunk of logits takes; `element_size` is that of what the head multiplies, logits are float32 at least."""
-    wide = max(4, element_size)
-    return min(rows, rows_per_chunk(rows, vocab, wide, device_type)) * vocab * wide
+    """The most that a chunk of the logits of up to `rows` rows takes; `element_size` is that of what the head
+    multiplies."""
+    return min(rows * vocab * max(4, element_size), CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]))
 
 
 def chunk_statistics(

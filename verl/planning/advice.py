@@ -1,4 +1,4 @@
-"""A plan that cannot fit is refused, with the cheapest changes that would make it fit and what each of them gives."""
+"""A plan that cannot fit is refused, or repaired, with the cheapest changes that make it fit and what each gives."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config.problems import ConfigError, Problem
+from verl.config.problems import ConfigError, Problem, Report
+from verl.config.roots import root_of
 from verl.config.schema import Block, pick, put
-from verl.planning.costs import GB
-from verl.planning.plan import MemoryPlan, PhaseMemory
-from verl.planning.remedies import UNKNOWN, Remedy, helpful, remedies
+from verl.planning.phases import GB, MemoryPlan
+from verl.planning.remedies import UNKNOWN, Remedy, helpful
 
-# How far a plan may be off: what exceeds the device by less is warned of, not refused.
-UNCERTAINTY = 0.15
+# How far a plan may be above what is measured: what exceeds the room by less is warned of, not refused.
+UNCERTAINTY = 0.07
 # A change that gives less is not worth naming.
 _WORTH = 0.005
 
@@ -23,53 +23,75 @@ Planner = Callable[[Any], MemoryPlan]
 
 @dataclass(frozen=True)
 class Change:
-    """One key set to another value, and what the fullest phase takes then."""
+    """One key set to another value for a phase's sake, and what that phase takes before and after."""
 
-    key: str
+    remedy: Remedy
     before: Any
     value: Any
     phase: str
+    was: float
     total: float
+
+    @property
+    def key(self) -> str:
+        return self.remedy.key
 
     def __str__(self) -> str:
         return f"{self.key}={self.value} (now {self.before}): {self.phase} {self.total / GB:.1f} GB"
 
+    def told(self) -> str:
+        """For the log, once it is made."""
+        saved = f"{self.phase} {self.was / GB:.1f} -> {self.total / GB:.1f} GB"
+        return f"{self.key}: {self.before} -> {self.value} ({saved}; costs: {self.remedy.cost})"
+
 
 def refuse_what_cannot_fit(config: Block, plan_of: Planner) -> list[str]:
-    """Raise ConfigError for a plan beyond its device even if it is `UNCERTAINTY` too high; else what to warn of.
+    """Raise ConfigError for a plan beyond its room even if it is `UNCERTAINTY` too high; else what to warn of.
 
     `plan_of` makes the plan of a configuration like this one.
     """
-    plan = plan_of(config)
-    worst = plan.fullest
-    if plan.device is None or worst.total <= plan.device.total:
+    worst = plan_of(config).fullest
+    if not worst.excess or worst.room is None:
         return []
     changes, fits = cheapest_changes(config, plan_of)
-    room = f"{plan.device.total / GB:.1f} GB"
-    needs = f"the {worst.phase} phase is planned to take {worst.total / GB:.1f} GB of a device's {room}"
+    needs = f"the {worst.phase} phase is planned to take {worst.total / GB:.1f} GB of {worst.where}'s"
+    needs += f" {worst.room / GB:.1f} GB"
     advice = _advice(changes, fits)
-    if worst.total * (1 - UNCERTAINTY) <= plan.device.total:
+    if worst.total * (1 - UNCERTAINTY) <= worst.room:
         return [f"Memory: {needs}. It may just fit. If it does not: {advice}."]
-    key, value = (changes[0].key, changes[0].before) if changes else _first_key(worst, config)
+    key, value = next(
+        ((change.key, change.before) for change in changes),
+        ("trainer.n_gpus_per_node", pick(config, "trainer.n_gpus_per_node")),
+    )
     raise ConfigError([Problem(key, value, needs, advice[0].upper() + advice[1:])])
 
 
-def cheapest_changes(config: Block, plan_of: Planner) -> tuple[list[Change], bool]:
+def repair(config: Block, plan_of: Planner) -> list[Change]:
+    """Make the cheapest changes that let everything fit, in place; none, and nothing changed, where that cannot be
+    without changing the training."""
+    changes, fits = cheapest_changes(config, plan_of, lambda remedy: not remedy.changes_training)
+    for change in changes if fits else ():
+        put(config, change.key, change.value)
+    return changes if fits else []
+
+
+def cheapest_changes(
+    config: Block, plan_of: Planner, allowed: Callable[[Remedy], bool] = lambda remedy: True
+) -> tuple[list[Change], bool]:
     """Changes made one after the other in the order of cost, no more and no further than needed; and whether all fits.
 
-    Each remedy in turn is used as far as it helps the fullest phase; once everything fits, what turned out not to be
-    needed is taken back, the costliest first.
+    Each remedy in turn is used as far as it helps the fullest phase without pushing another beyond its room; once
+    everything fits, what turned out not to be needed is taken back, the costliest first.
     """
     trial = copy.deepcopy(config)
     made: list[Change] = []
     plan = plan_of(trial)
-    tried: set[str] = set()
-    while not _fits(plan):
-        change = next(_moves(trial, plan, plan_of, tried), None)
+    while plan.excess:
+        tried = {change.key for change in made}
+        change = next((found for found in _moves(trial, plan, plan_of, allowed) if found.key not in tried), None)
         if change is None:
             return made, False
         put(trial, change.key, change.value)
-        tried.add(change.key)
         made.append(change)
         plan = plan_of(trial)
     return _no_more_than_needed(config, made, plan_of), True
@@ -78,18 +100,45 @@ def cheapest_changes(config: Block, plan_of: Planner) -> tuple[list[Change], boo
 def _no_more_than_needed(config: Block, made: list[Change], plan_of: Planner) -> list[Change]:
     values = {change.key: change.value for change in made}
     for change in reversed(made):
-        remedy = next(r for r in remedies(change.phase) if r.key == change.key)
-        for value in (change.before, *_possible(config, remedy, change.before)):
-            if _fits(plan_of(_with(config, values | {change.key: value}))):
+        for value in (change.before, *_possible(config, change.remedy, change.before)):
+            changed = _with(config, values | {change.key: value})
+            if not plan_of(changed).excess and _valid(changed):
                 values[change.key] = value
                 break
-    kept = [change for change in made if values[change.key] != change.before]
-    found = []
-    for number, change in enumerate(kept, start=1):
-        so_far = _with(config, {other.key: values[other.key] for other in kept[:number]})
-        phase = _phase_of(plan_of(so_far), change.phase)
-        found.append(Change(change.key, change.before, values[change.key], change.phase, phase.total))
+    found: list[Change] = []
+    so_far = config
+    for change in made:
+        if values[change.key] != change.before:
+            before, so_far = so_far, _with(so_far, {change.key: values[change.key]})
+            was, total = (plan_of(each).phase(change.phase).total for each in (before, so_far))
+            found.append(Change(change.remedy, change.before, values[change.key], change.phase, was, total))
     return found
+
+
+def _moves(config: Block, plan: MemoryPlan, plan_of: Planner, allowed: Callable[[Remedy], bool]) -> Iterator[Change]:
+    """For the fullest phase: of each remedy in turn the mildest value that makes that phase fit, or its furthest."""
+    phase = plan.fullest
+    for remedy, now in helpful(phase.phase, lambda key: _value(config, key)):
+        if now is UNKNOWN or not allowed(remedy):
+            continue
+        best: Change | None = None
+        for value in _possible(config, remedy, now):
+            changed = _with(config, {remedy.key: value})
+            after = plan_of(changed)
+            found = after.phase(phase.phase)
+            least = best.total if best is not None else phase.total
+            if found.total < least * (1 - _WORTH) and after.excess < plan.excess and _valid(changed):
+                best = Change(remedy, now, value, phase.phase, phase.total, found.total)
+            if not found.excess:
+                break
+        if best is not None:
+            yield best
+
+
+def _valid(config: Block) -> bool:
+    report = Report()
+    root_of(type(config)).validate(config, report)
+    return not report.problems
 
 
 def _with(config: Block, values: Mapping[str, Any]) -> Block:
@@ -99,29 +148,13 @@ def _with(config: Block, values: Mapping[str, Any]) -> Block:
     return changed
 
 
-def _moves(config: Block, plan: MemoryPlan, plan_of: Planner, tried: set[str]) -> Iterator[Change]:
-    """For the fullest phase: of each remedy in turn the mildest value that makes that phase fit, or its furthest."""
-    phase = plan.fullest
-    for remedy, now in helpful(phase.phase, lambda key: _value(config, key)):
-        if remedy.key in tried or now is UNKNOWN:
-            continue
-        best: Change | None = None
-        for value in _possible(config, remedy, now):
-            found = _phase_of(plan_of(_with(config, {remedy.key: value})), phase.phase)
-            if found.total < (best.total if best is not None else phase.total) * (1 - _WORTH):
-                best = Change(remedy.key, now, value, phase.phase, found.total)
-            if plan.device is not None and found.total <= plan.device.total:
-                break
-        if best is not None:
-            yield best
-
-
 def _possible(config: Block, remedy: Remedy, now: Any) -> Iterator[Any]:
     """Values that the rest of the configuration allows."""
     least, most = 1, 1
     if remedy.key.endswith("max_token_len_per_gpu"):
-        least = _longest(config)
-    elif remedy.key.endswith(("_prompt_length", "_response_length", "max_length")):
+        data = pick(config, "data")
+        least = data.max_length if "max_length" in data else data.max_prompt_length + data.max_response_length
+    elif remedy.key.endswith("_length"):
         least = 64
     elif remedy.way == "double":
         trainer = pick(config, "trainer")
@@ -129,34 +162,13 @@ def _possible(config: Block, remedy: Remedy, now: Any) -> Iterator[Any]:
     return remedy.values(now, least, most)
 
 
-def _longest(config: Block) -> int:
-    data = pick(config, "data")
-    return data.max_length if "max_length" in data else data.max_prompt_length + data.max_response_length
-
-
-def _fits(plan: MemoryPlan) -> bool:
-    return plan.device is None or plan.fullest.total <= plan.device.total
-
-
-def _phase_of(plan: MemoryPlan, name: str) -> PhaseMemory:
-    return next(phase for phase in plan.phases if phase.phase == name)
-
-
 def _advice(changes: list[Change], fits: bool) -> str:
     said = "; ".join(f"{number}) {change}" for number, change in enumerate(changes, start=1))
     if fits:
-        return f"set, cheapest first and each on top of those before: {said}"
-    rest = "use more devices, tensor parallelism over them, or a smaller model"
+        auto = "" if any(change.remedy.changes_training for change in changes) else " trainer.auto_memory=True, or"
+        return f"set{auto}, cheapest first and each on top of those before: {said}"
+    rest = "use more devices, tensor parallelism over them, a host with more memory, or a smaller model"
     return f"{said}; that is not enough: {rest}" if said else rest
-
-
-def _first_key(phase: PhaseMemory, config: Block) -> tuple[str, Any]:
-    remedy, now = next(iter(helpful(phase.phase, lambda key: _value(config, key))), (None, None))
-    return (
-        (remedy.key, now)
-        if remedy is not None
-        else ("trainer.n_gpus_per_node", pick(config, "trainer.n_gpus_per_node"))
-    )
 
 
 def _value(config: Block, key: str) -> Any:

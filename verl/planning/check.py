@@ -1,4 +1,4 @@
-"""Before any model is loaded: the memory plan in the log, and a refusal of what cannot fit."""
+"""Before any model is loaded: the memory plan in the log; what cannot fit is refused, or repaired if that is wanted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from verl.config import PPOConfig, SFTConfig
 from verl.config.devices import gpu_memory, host_memory_available
 from verl.config.plan import active_roles
 from verl.models.loading import ModelKind
-from verl.planning.advice import refuse_what_cannot_fit
-from verl.planning.plan import DeviceMemory, MemoryPlan, memory_plan, sft_memory_plan
+from verl.planning.advice import refuse_what_cannot_fit, repair
+from verl.planning.phases import DeviceMemory, MemoryPlan
+from verl.planning.plan import memory_plan, sft_memory_plan
 from verl.planning.shapes import ModelShape
 from verl.utils.fs import expand_path, resolve_model_path
+
+# Ray ends ranks from 95 % of the host's memory on.
+_KEPT_FREE = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +26,8 @@ logger = logging.getLogger(__name__)
 def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) -> MemoryPlan | None:
     """Log the plan of a run and raise ConfigError if it cannot fit; None where the model's shape is not known here.
 
-    `folders`: where models that are named otherwise (hub names, URLs) are on this machine already.
+    With `trainer.auto_memory` the cheapest changes that make it fit are made in `config` first. `folders`: where models
+    that are named otherwise (hub names, URLs) are on this machine already.
     """
     policy = config.actor_rollout_ref
     if policy.actor.strategy == "megatron":
@@ -41,8 +46,8 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
         return None
     for role in sorted(set(models) - set(shapes)):
         logger.info("memory plan: without the %s, whose shape is not known here", role)
-    device = _device(config.trainer.device, config.trainer.n_gpus_per_node)
-    return _checked(config, lambda changed: memory_plan(changed, shapes, device))
+    device, host = _room(config.trainer.device, config.trainer.n_gpus_per_node)
+    return _checked(config, lambda changed: memory_plan(changed, shapes, device, host))
 
 
 def check_sft_memory(config: SFTConfig) -> MemoryPlan | None:
@@ -50,11 +55,14 @@ def check_sft_memory(config: SFTConfig) -> MemoryPlan | None:
     shape = _shape(config.model.path, config.model)
     if shape is None:
         return None
-    device = _device(config.trainer.device, config.trainer.n_gpus_per_node)
-    return _checked(config, lambda changed: sft_memory_plan(changed, shape, device))
+    device, host = _room(config.trainer.device, config.trainer.n_gpus_per_node)
+    return _checked(config, lambda changed: sft_memory_plan(changed, shape, device, host))
 
 
 def _checked(config: Any, plan_of: Callable[[Any], MemoryPlan]) -> MemoryPlan:
+    if config.trainer.auto_memory:
+        for change in repair(config, plan_of):
+            logger.warning("trainer.auto_memory set %s", change.told())
     plan = plan_of(config)
     logger.info(plan.render())
     for warning in refuse_what_cannot_fit(config, plan_of):
@@ -69,9 +77,10 @@ def _shape(path: str | None, model: Any, kind: ModelKind = "causal_lm") -> Model
     return ModelShape.of_folder(resolve_model_path(path), model, kind)
 
 
-def _device(kind: str, ranks: int) -> DeviceMemory | None:
-    """What each rank of this machine may take."""
+def _room(kind: str, ranks: int) -> tuple[DeviceMemory | None, int]:
+    """What each rank of this machine may take of a device, and all of them of the host, with what Ray keeps free."""
+    host = int(host_memory_available() * (1 - _KEPT_FREE))
     if kind == "cpu":
-        return DeviceMemory("cpu", host_memory_available() // max(1, ranks), f"host memory for {ranks} rank(s)")
+        return DeviceMemory("cpu", host // max(1, ranks), f"host memory for {ranks} rank(s)"), host
     found = gpu_memory()
-    return None if found is None else DeviceMemory("cuda", *found)
+    return (None if found is None else DeviceMemory("cuda", *found)), host

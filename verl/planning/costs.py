@@ -13,7 +13,6 @@ from verl.planning.shapes import ModelShape
 from verl.workers.engine.common.half_moments import working_bytes
 from verl.workers.engine.fsdp.sharding import grouping
 
-GB = 2**30
 # Layers whose parameters are gathered at once: the one that computes, the next one's transfer and its copy.
 _GATHERED_LAYERS = 3
 

@@ -1,4 +1,4 @@
-"""The memory plan: what every phase of a training step takes of a device, before anything is loaded.
+"""The memory plan: what every phase of a run takes of a device and of a host, before anything is loaded.
 
 Formulas are those of `planning.costs`; sequences are taken to be as long as they may get, so it is an upper bound for
 shorter ones. Refusals and their remedies: `planning.advice`.
@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl.config.plan import BLOCK_OF_ROLE, active_roles, actor_is_reference, layout_of, needs_reference
+from verl.config.ppo import PPOConfig
 from verl.config.schema import pick
+from verl.config.sft import SFTConfig
 from verl.inference.build import NativeOptions
 from verl.inference.graphs import pool_bytes
 from verl.inference.kv_memory import bytes_per_token
 from verl.inference.kv_sizing import device_room, host_room, logit_bytes, step_bytes
-from verl.planning.costs import GB, TrainedModel
+from verl.planning.costs import TrainedModel
+from verl.planning.host import Held, Node
+from verl.planning.phases import DEVICE_PARTS, GB, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.planning.shapes import ModelShape
 
-if TYPE_CHECKING:
-    from verl.config.ppo import PPOConfig
-    from verl.config.sft import SFTConfig
-
-# The columns of the table, in order.
-PARTS = ("weights", "optimizer", "gradients", "gathered", "activations", "head", "rollout", "context")
 # Whose passes a phase runs, in the order of a step.
 ROLE_OF_PHASE = {
     "gen": "rollout",
@@ -39,89 +36,40 @@ ROLE_OF_PHASE = {
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
 # Measured: a process on a GPU (driver context, library workspaces), and buffers of nccl where ranks work together.
 _CONTEXT, _COLLECTIVES = int(0.6 * GB), int(0.4 * GB)
-# Share of what torch allocates that is lost between blocks.
-_SLACK = 0.03
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """What one rank may take: of a GPU, or its share of the host's memory on a CPU."""
+def memory_plan(
+    config: PPOConfig, shapes: Mapping[str, ModelShape], device: DeviceMemory | None, host: int | None = None
+) -> MemoryPlan:
+    """Of a resolved configuration. `shapes` by role: actor, and critic, reward_model where there are such roles.
 
-    kind: str
-    total: int
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class PhaseMemory:
-    """Bytes on one device of a pool while a phase is at its fullest, by what they are for."""
-
-    phase: str
-    pool: str
-    parts: dict[str, float]
-
-    @property
-    def allocated(self) -> float:
-        """What this process's tensors take: what `memory_gb/<phase>` will show."""
-        return sum(size for name, size in self.parts.items() if name != "context")
-
-    @property
-    def total(self) -> float:
-        """Of the device: with its context, and what is lost between blocks."""
-        return self.parts["context"] + self.allocated * (1 + _SLACK)
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Every phase, and the device they must fit into (None: not known here)."""
-
-    phases: tuple[PhaseMemory, ...]
-    device: DeviceMemory | None
-
-    @property
-    def fullest(self) -> PhaseMemory:
-        return max(self.phases, key=lambda phase: phase.total)
-
-    def render(self) -> str:
-        """A table for the log, in GB per device."""
-        where = "" if self.device is None else f" of {self.device.total / GB:.1f} ({self.device.name})"
-        shown = [name for name in PARTS if any(phase.parts[name] >= 0.005 * GB for phase in self.phases)]
-        rows = [["phase", *shown, "total"]]
-        for phase in self.phases:
-            rows.append([phase.phase, *(_gb(phase.parts[name]) for name in shown), _gb(phase.total)])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [
-            "  ".join(
-                [
-                    "",
-                    row[0].ljust(widths[0]),
-                    *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-                ]
-            )
-            for row in rows
-        ]
-        return "\n".join([f"Memory plan: GB per device at the longest sequences{where}", *lines])
-
-
-def memory_plan(config: PPOConfig, shapes: Mapping[str, ModelShape], device: DeviceMemory | None) -> MemoryPlan:
-    """Of a resolved configuration. `shapes` by role: actor, and critic, reward_model where there are such roles."""
+    `host`: what a node's own memory has to give.
+    """
     models = _models(config, shapes)
-    return MemoryPlan(tuple(_phase(config, models, phase, device) for phase in _phases(config)), device)
+    phases = [_phase(config, models, phase, device) for phase in _phases(config)]
+    return MemoryPlan((*phases, *_host(config, models, host)), device)
 
 
-def sft_memory_plan(config: SFTConfig, shape: ModelShape, device: DeviceMemory | None) -> MemoryPlan:
+def sft_memory_plan(
+    config: SFTConfig, shape: ModelShape, device: DeviceMemory | None, host: int | None = None
+) -> MemoryPlan:
     """Of supervised fine-tuning: one phase, in which nothing else needs the device."""
-    data, sharing = config.data, config.ulysses_sequence_parallel_size
-    model = _trained(config, config.model, shape, config.ranks, config.trainer.device)
+    data, sharing, kind = config.data, config.ulysses_sequence_parallel_size, config.trainer.device
+    model = _trained(config, config.model, shape, config.ranks, kind)
     rows = math.ceil(data.train_batch_size / config.dp_size)
     most = rows * data.max_length
     wanted = data.max_token_len_per_gpu * sharing if data.use_dynamic_bsz else None
     tokens = min(most, wanted or data.micro_batch_size_per_gpu * data.max_length)
     share = math.ceil(tokens / sharing)
-    parts = _resting({"weights": model.weights(), "optimizer": model.moments()})
+    parts = dict.fromkeys(DEVICE_PARTS, 0.0) | {"weights": model.weights(), "optimizer": model.moments()}
     _add(parts, model.update(share, share, several=tokens < most))
-    parts["context"] = _context(config.trainer.device, config.ranks)
-    return MemoryPlan((PhaseMemory("sft", "all ranks", parts),), device)
+    parts["context"] = _context(kind, config.ranks)
+    phase = PhaseMemory("sft", "all ranks", parts, device.total if device else None)
+    ranks = min(config.ranks, config.trainer.n_gpus_per_node)
+    held = [Held(model, ranks, saved=tuple(config.checkpoint.save_contents))]
+    batch = data.train_batch_size * data.max_length
+    node = Node(kind, ranks, config.trainer.default_local_dir, batch, room=host)
+    return MemoryPlan((phase, *node.phases(held, "sft_")), device)
 
 
 def micro_batch_tokens(config: PPOConfig, phase: str) -> tuple[int, int, bool]:
@@ -210,7 +158,7 @@ def _phase(
     if phase == "ref" and actor_is_reference(config):
         role = "actor"
     layout = layout_of(config, role)
-    parts = _resting()
+    parts = dict.fromkeys(DEVICE_PARTS, 0.0)
     for other, model in models.items():
         if layout_of(config, other).pool == layout.pool:
             _add(parts, _at_rest(config, other, model, phase, working=other == role))
@@ -225,7 +173,23 @@ def _phase(
             model.update(tokens, answers, several) if phase.startswith("update") else model.inference(tokens, answers),
         )
     parts["context"] = _context(config.trainer.device, layout.world_size)
-    return PhaseMemory(phase, layout.pool, parts)
+    return PhaseMemory(phase, layout.pool, parts, device.total if device else None)
+
+
+def _host(config: PPOConfig, models: Mapping[str, TrainedModel], room: int | None) -> list[PhaseMemory]:
+    """Of the node that has a rank of every role."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    ranks = {role: min(trainer.n_gpus_per_node, layout_of(config, role).world_size) for role in active_roles(config)}
+    held = []
+    for role, model in models.items():
+        block = pick(config, BLOCK_OF_ROLE[role])
+        saved = () if model.frozen else tuple(block.checkpoint.save_contents)
+        fsdp = block.fsdp_config
+        held.append(Held(model, ranks[role], fsdp.param_offload, fsdp.optimizer_offload and not model.frozen, saved))
+    own = ranks["rollout"] * held[0].stored() if held and rollout.load_format != "dummy" else 0.0
+    processes = sum({layout_of(config, role).pool: count for role, count in ranks.items()}.values())
+    batch = _samples(config) * (config.data.max_prompt_length + config.data.max_response_length)
+    return Node(trainer.device, processes, trainer.default_local_dir, batch, own, room).phases(held)
 
 
 def _rests_here(config: PPOConfig, role: str, pool: str) -> bool:
@@ -293,14 +257,6 @@ def _shards(block: Any, world: int) -> int:
     return world if size in (-1, 0, None) else min(size, world)
 
 
-def _resting(given: Mapping[str, float] | None = None) -> dict[str, float]:
-    return {**dict.fromkeys(PARTS, 0.0), **(given or {})}
-
-
 def _add(parts: dict[str, float], more: Mapping[str, float]) -> None:
     for name, size in more.items():
         parts[name] += size
-
-
-def _gb(size: float) -> str:
-    return f"{size / GB:.2f}"

@@ -10,13 +10,30 @@ _POLICY, _CRITIC, _REWARD = "actor_rollout_ref", "critic", "reward_model"
 _ACTOR, _REF, _ROLLOUT = f"{_POLICY}.actor", f"{_POLICY}.ref", f"{_POLICY}.rollout"
 UNKNOWN: Any = object()
 """The value of a key that is not in the configuration at hand."""
+_SETTINGS = ("bf16", "dummy")
+# Parts of keys' names, and what moving them costs.
+_COSTS = (
+    ("micro_batch_size", "smaller passes"),
+    ("max_token_len", "smaller passes"),
+    ("checkpointing", "a third more compute"),
+    ("reshard", "weights are cast layer by layer"),
+    ("offload", "transfers every step"),
+    ("state_dtype", "moments are rounded at random"),
+    ("parallel_size", "traffic between devices"),
+    ("gpu_memory", "fewer sequences at once"),
+    ("max_num", "fewer sequences at once"),
+    ("_length", "another training"),
+    ("load_format", "nothing: weights come from the trainer"),
+    ("save_contents", "no folder for transformers beside the checkpoint"),
+)
 # Smaller shares leave an engine no room for its weights and a few sequences.
 _LEAST_UTILIZATION = 0.1
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """One key, and which way it moves: `halve`, `on`, `double`, `lower`, or to `bf16`."""
+    """One key, and which way it moves: `halve`, `on`, `off`, `double`, `lower`, to `bf16` or `dummy`, or by leaving
+    `hf_model` out."""
 
     key: str
     way: str
@@ -25,10 +42,12 @@ class Remedy:
 
     def values(self, now: Any, least: int = 1, most: int = 1 << 30) -> Iterator[Any]:
         """Values to try after `now`, mildest first; none where it has gone all the way."""
-        if self.way == "on" and not now:
-            yield True
-        if self.way == "bf16" and now == "fp32":
-            yield "bf16"
+        if self.way in ("on", "off") and bool(now) != (self.way == "on"):
+            yield self.way == "on"
+        if self.way in _SETTINGS and now != self.way:
+            yield self.way
+        if self.way == "hf_model" and isinstance(now, list) and self.way in now:
+            yield [part for part in now if part != self.way]
         while self.way == "halve" and isinstance(now, int) and now > least:
             now = max(least, now // 2)
             yield now
@@ -39,16 +58,28 @@ class Remedy:
             now = round(max(_LEAST_UTILIZATION, now - 0.05), 2)
             yield now
 
+    @property
+    def cost(self) -> str:
+        """What is paid for it."""
+        name = self.key.rpartition(".")[2]
+        if self.way == "off":
+            return "device memory"
+        return next((cost for part, cost in _COSTS if part in name), "a little speed")
+
+    @property
+    def changes_training(self) -> bool:
+        return self.key.startswith("data.") and self.key.endswith("_length")
+
     def describe(self, now: Any) -> str:
-        """`key=True`, or `key (now 8): halve it`."""
-        if self.way in ("on", "bf16"):
-            return f"{self.key}={'True' if self.way == 'on' else self.way}"
-        what = {"halve": "lower it", "double": "raise it", "lower": "lower it"}[self.way]
+        """`key=True`, or `key (now 8): lower it`."""
+        if self.way in ("on", "off", *_SETTINGS):
+            return f"{self.key}={ {'on': True, 'off': False}.get(self.way, self.way) }"
+        what = {"double": "raise it", "hf_model": "leave hf_model out"}.get(self.way, "lower it")
         return f"{self.key}{'' if now is UNKNOWN else f' (now {now})'}: {what}"
 
 
 def remedies(phase: str) -> tuple[Remedy, ...]:
-    """For a phase of a training step (see `PHASES`), in the order of what they cost."""
+    """For a phase of a device or a host (see `PHASES`), in the order of what they cost."""
     return _TABLE.get(phase, ())
 
 
@@ -76,16 +107,23 @@ def _offload(*keys: str) -> list[Remedy]:
     return [Remedy(key, "on") for key in keys]
 
 
+def _others_rest(own: str) -> list[Remedy]:
+    """Moments of all, and weights of all but the role that works, wait in host memory."""
+    moments = [f"{block}.fsdp_config.optimizer_offload" for block in (_ACTOR, _CRITIC)]
+    weights = [f"{block}.fsdp_config.param_offload" for block in (_REF, _CRITIC, _REWARD, _ACTOR) if block != own]
+    return _offload(*moments, *weights)
+
+
 _UPDATE = ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
 _LOG_PROB = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz")
 _KV_STAYS = [Remedy(f"{_ROLLOUT}.free_cache_engine", "on")]
-_OTHERS_REST = _offload(
-    f"{_ACTOR}.fsdp_config.optimizer_offload",
-    f"{_CRITIC}.fsdp_config.optimizer_offload",
-    f"{_REF}.fsdp_config.param_offload",
-    f"{_CRITIC}.fsdp_config.param_offload",
-    f"{_REWARD}.fsdp_config.param_offload",
-)
+_BACK = [
+    Remedy(f"{block}.fsdp_config.{part}_offload", "off")
+    for part in ("param", "grad", "optimizer")
+    for block in (_REF, _REWARD, _CRITIC, _ACTOR)
+]
+_HALF = [Remedy(f"{block}.optim.state_dtype", "bf16") for block in (_CRITIC, _ACTOR)]
+_EXPORTS = [Remedy(f"{block}.checkpoint.save_contents", "hf_model") for block in (_CRITIC, _ACTOR)]
 _LENGTHS = [Remedy("data.max_response_length", "halve"), Remedy("data.max_prompt_length", "halve")]
 
 
@@ -95,8 +133,7 @@ def _scoring(block: str, size: str) -> tuple[Remedy, ...]:
         *_cut(block, size, "forward_max_token_len_per_gpu"),
         *_KV_STAYS,
         Remedy(f"{block}.ulysses_sequence_parallel_size", "double"),
-        *_OTHERS_REST,
-        *_offload(f"{_ACTOR}.fsdp_config.param_offload"),
+        *_others_rest(block),
         *_LENGTHS,
     )
 
@@ -124,31 +161,39 @@ _TABLE: dict[str, tuple[Remedy, ...]] = {
     "gen": (
         Remedy(f"{_ROLLOUT}.gpu_memory_utilization", "lower"),
         Remedy(f"{_ROLLOUT}.tensor_model_parallel_size", "double"),
-        *_OTHERS_REST,
-        *_offload(f"{_ACTOR}.fsdp_config.param_offload"),
+        *_others_rest(_ROLLOUT),
         Remedy(f"{_ROLLOUT}.max_num_seqs", "halve"),
         Remedy(f"{_ROLLOUT}.max_num_batched_tokens", "halve"),
-        *_LENGTHS,
     ),
     "old_log_prob": (
         *_cut(_ROLLOUT, *_LOG_PROB),
         *_KV_STAYS,
         Remedy(f"{_ACTOR}.ulysses_sequence_parallel_size", "double"),
-        *_OTHERS_REST,
+        *_others_rest(_ACTOR),
         *_LENGTHS,
     ),
     "ref": (
         *_cut(_REF, *_LOG_PROB),
         *_KV_STAYS,
         Remedy(f"{_REF}.ulysses_sequence_parallel_size", "double"),
-        *_OTHERS_REST,
-        *_offload(f"{_ACTOR}.fsdp_config.param_offload"),
+        *_others_rest(_REF),
         *_LENGTHS,
     ),
     "values": _scoring(_CRITIC, "forward_micro_batch_size_per_gpu"),
     "reward": _scoring(_REWARD, "micro_batch_size_per_gpu"),
     "update_critic": _update(_CRITIC, f"{_CRITIC}.model", beside=_ACTOR),
     "update_actor": _update(_ACTOR, f"{_POLICY}.model", beside=_CRITIC),
+    # The host's: what was moved there may come back, and a checkpoint need not hold all.
+    "load": (Remedy(f"{_ROLLOUT}.load_format", "dummy"), *_BACK),
+    "train": (*_HALF, *_BACK),
+    "save_checkpoint": (*_EXPORTS, *_HALF, *_BACK),
+    "sft_load": (),
+    "sft_train": (Remedy("fsdp_config.grad_offload", "off"),),
+    "sft_save_checkpoint": (
+        Remedy("checkpoint.save_contents", "hf_model"),
+        Remedy("optim.state_dtype", "bf16"),
+        Remedy("fsdp_config.grad_offload", "off"),
+    ),
     "sft": (
         *_cut("data", "micro_batch_size_per_gpu", "max_token_len_per_gpu"),
         Remedy("model.enable_gradient_checkpointing", "on"),

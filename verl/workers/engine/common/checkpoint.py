@@ -23,7 +23,9 @@ from verl.utils.checkpoint.manifest import ChecksumRecorder
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, recorder: ChecksumRecorder) -> None:
     """Every rank writes its shards, their checksums taken by its `recorder`; a collective."""
-    writer = dcp.FileSystemWriter(folder, sync_files=False)  # the recorder's streams do it when they close
+    # Copies made ahead would lie in page-locked memory, rounded up to powers of two and never given back. Files are
+    # brought to disk by the recorder's streams when they close.
+    writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     writer.fs = _RecordedFileSystem(recorder)
     with _plain_errors(recorder):
         dcp.save(dict(tensors), storage_writer=writer)

@@ -1,0 +1,246 @@
+"""Laws of the memory plan: it grows with what it is made of, remedies shrink it, it is what was measured; the host."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from verl.config import ConfigError, PPOConfig, load_config
+from verl.config.schema import pick, put
+from verl.planning import host
+from verl.planning.advice import cheapest_changes, refuse_what_cannot_fit, repair
+from verl.planning.costs import TrainedModel
+from verl.planning.phases import GB, DeviceMemory, MemoryPlan
+from verl.planning.plan import memory_plan
+from verl.planning.remedies import remedies
+from verl.planning.shapes import ModelShape
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def shape_of(hidden, intermediate, layers, heads, kv_heads, vocab=151936, tied=True) -> ModelShape:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab}
+    found = ModelShape.of_config(AutoConfig.for_model("qwen2", **sizes, tie_word_embeddings=tied))
+    assert found is not None
+    return found
+
+
+SHAPES = {
+    "0.5b": shape_of(896, 4864, 24, 14, 2),
+    "1.5b": shape_of(1536, 8960, 28, 12, 2),
+    "7b": shape_of(3584, 18944, 28, 28, 4, 152064, tied=False),
+}
+H200 = DeviceMemory("cuda", int(139.8 * GB), "H200")
+GRPO = ("algorithm=grpo", f"{ROLLOUT}.n=8", "data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=32")
+LENGTHS = ("data.max_prompt_length=256", "data.max_response_length=512")
+
+
+def load(*overrides: str, gpus: int = 1) -> PPOConfig:
+    given = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.device=cuda"]
+    return load_config(None, [*given, f"trainer.n_gpus_per_node={gpus}", *overrides], check_files=False)
+
+
+def plan_of(config: PPOConfig, shape: str | ModelShape, device: DeviceMemory | None = H200, host=None) -> MemoryPlan:
+    found = SHAPES[shape] if isinstance(shape, str) else shape
+    return memory_plan(config, {"actor": found, "critic": found, "reward_model": found}, device, host)
+
+
+# ---------------------------------------------------------------- it grows with what it is made of
+
+PLAIN = load()
+GROWING = {
+    "data.max_prompt_length": st.integers(64, 4096),
+    "data.max_response_length": st.integers(64, 4096),
+    f"{ROLLOUT}.max_num_seqs": st.integers(1, 1024),
+    f"{ROLLOUT}.max_model_len": st.integers(128, 8192),
+    f"{ROLLOUT}.gpu_memory_utilization": st.floats(0.1, 0.9),
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": st.integers(1, 64),
+    "critic.ppo_micro_batch_size_per_gpu": st.integers(1, 64),
+}
+
+
+@pytest.mark.parametrize("key", GROWING)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_no_phase_shrinks_when_a_length_or_a_batch_grows(key, data):
+    small, large = sorted((data.draw(GROWING[key]), data.draw(GROWING[key])))
+    plans = []
+    for value in (small, large):
+        config = copy.deepcopy(PLAIN)
+        put(config, key, value)
+        plans.append(plan_of(config, "0.5b", host=64 * GB))
+    for before, after in zip(plans[0].phases, plans[1].phases, strict=True):
+        assert after.total >= before.total, before.phase
+
+
+@settings(max_examples=25, deadline=None)
+@given(more=st.integers(1, 40), checkpointing=st.booleans(), reshard=st.sampled_from([None, True]))
+def test_no_phase_shrinks_with_more_layers(more, checkpointing, reshard):
+    shape = SHAPES["0.5b"]
+    each = shape.layer_parameters // shape.layers
+    deeper = replace(shape, layers=shape.layers + more, layer_parameters=shape.layer_parameters + more * each)
+    config = copy.deepcopy(PLAIN)
+    put(config, "actor_rollout_ref.model.enable_gradient_checkpointing", checkpointing)
+    put(config, f"{ACTOR}.fsdp_config.reshard_after_forward", reshard)
+    for before, after in zip(plan_of(config, shape).phases, plan_of(config, deeper).phases, strict=True):
+        assert after.total > before.total or before.phase == "train"
+
+
+# ---------------------------------------------------------------- remedies
+
+TIGHT = load(
+    f"{ACTOR}.use_kl_loss=True",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=16",
+    "critic.ppo_micro_batch_size_per_gpu=16",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "critic.model.enable_gradient_checkpointing=False",
+    f"{ROLLOUT}.free_cache_engine=False",
+    f"{ROLLOUT}.n=4",
+    "reward_model.enable=True",
+    "reward_model.path=z",
+    gpus=4,
+)
+
+
+@pytest.mark.parametrize("phase", ["gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor"])
+def test_every_remedy_shrinks_its_phase(phase):
+    before = plan_of(TIGHT, "1.5b", DeviceMemory("cuda", 60 * GB, "")).phase(phase).total
+    for remedy in remedies(phase):
+        now = pick(TIGHT, remedy.key)
+        if remedy.only_if is not None and pick(TIGHT, remedy.only_if[0]) != remedy.only_if[1]:
+            continue
+        if remedy.key.endswith("reshard_after_forward"):
+            continue  # with several ranks layers are freed already
+        most = 4 if remedy.way == "double" else 1
+        changed = copy.deepcopy(TIGHT)
+        put(changed, remedy.key, list(remedy.values(now, most=most))[-1])
+        after = plan_of(changed, "1.5b", DeviceMemory("cuda", 60 * GB, "")).phase(phase).total
+        assert after < before, remedy.key
+
+
+def test_7b_on_one_141_gb_gpu_starts_by_itself_and_says_at_what_cost():
+    config = load(*GRPO, *LENGTHS)
+    with pytest.raises(ValueError, match=r"update_actor phase.*Set trainer.auto_memory=True, or, cheapest first"):
+        refuse_what_cannot_fit(config, lambda changed: plan_of(changed, "7b", host=119 * GB))
+    (change,) = repair(config, lambda changed: plan_of(changed, "7b", host=119 * GB))
+    assert config.actor_rollout_ref.actor.optim.state_dtype == "bf16"
+    assert "fp32 -> bf16" in change.told()
+    assert "moments are rounded at random" in change.told()
+    assert not plan_of(config, "7b", host=119 * GB).excess
+    assert refuse_what_cannot_fit(config, lambda changed: plan_of(changed, "7b", host=119 * GB)) == []
+
+
+def test_casting_layer_by_layer_alone_is_chosen_where_it_is_enough():
+    """7B with bf16 moments on 128 GB: 10 bytes per parameter of the one group become a layer's."""
+    config = load(*GRPO, *LENGTHS, f"{ACTOR}.optim.state_dtype=bf16")
+    changes, fits = cheapest_changes(config, lambda changed: plan_of(changed, "7b", replace(H200, total=128 * GB)))
+    assert fits
+    assert [change.key for change in changes] == [f"{ACTOR}.fsdp_config.reshard_after_forward"]
+
+
+def test_auto_memory_never_changes_lengths():
+    config = load(*GRPO, *LENGTHS)
+    small = DeviceMemory("cuda", 8 * GB, "")
+    assert repair(config, lambda changed: plan_of(changed, "7b", small)) == []
+    assert config == load(*GRPO, *LENGTHS)
+
+
+# ---------------------------------------------------------------- measured
+
+# (what, keys, shape, phase, GB that torch allocated and the engine mapped): one H200, docs/performance.md.
+MEASURED = [
+    (
+        "main_ppo, (a): 37 rows a micro-batch",
+        (
+            "data.max_prompt_length=128",
+            "data.max_response_length=256",
+            "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=37",
+        ),
+        "0.5b",
+        "update_actor",
+        24.5,
+    ),
+]
+
+
+@pytest.mark.parametrize(("what", "keys", "shape", "phase", "gigabytes"), MEASURED)
+def test_the_plan_is_never_below_and_at_most_7_percent_above_what_was_measured(what, keys, shape, phase, gigabytes):
+    planned = plan_of(load(*GRPO, *keys), shape).phase(phase).allocated / GB
+    assert gigabytes <= planned <= 1.07 * gigabytes, what
+
+
+def test_an_engine_alone_takes_what_was_measured():
+    """(a) without the rollout, 20 rows of 384 tokens a micro-batch: 16.9 GB."""
+    model = TrainedModel(SHAPES["0.5b"], checkpointing=False, compiled=True)
+    planned = model.weights() + model.moments() + sum(model.update(20 * 384, 20 * 256, several=True).values())
+    assert 16.9 <= planned / GB <= 1.07 * 16.9
+
+
+# ---------------------------------------------------------------- the host
+
+OFFLOADED = (*GRPO, *LENGTHS, f"{ACTOR}.optim.state_dtype=bf16", f"{ACTOR}.fsdp_config.optimizer_offload=True")
+N = SHAPES["7b"].parameters
+
+
+def test_what_is_offloaded_waits_in_host_memory_from_then_on():
+    here, away = plan_of(load(*GRPO, *LENGTHS), "7b"), plan_of(load(*OFFLOADED), "7b")
+    for phase in ("train", "save_checkpoint"):
+        assert (here.phase(phase).parts["offloaded"], away.phase(phase).parts["offloaded"]) == (0, 4 * N)
+    more = load(*OFFLOADED, f"{ACTOR}.fsdp_config.param_offload=True", f"{ACTOR}.fsdp_config.grad_offload=True")
+    assert plan_of(more, "7b").phase("train").parts["offloaded"] == 12 * N
+
+
+def test_every_rank_that_reads_the_model_for_itself_counts():
+    several = ("data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=32", "algorithm=grpo")
+    loading = [
+        plan_of(load(*several, f"{ROLLOUT}.load_format={kind}", gpus=8), "7b").phase("load").parts["loading"]
+        for kind in ("auto", "dummy")
+    ]
+    assert loading == [8 * 2 * N, 2 * N]
+
+
+def test_a_checkpoint_holds_the_exported_model_and_in_memory_its_files_too(monkeypatch):
+    on_disk = plan_of(load(*OFFLOADED), "7b").phase("save_checkpoint")
+    assert on_disk.parts["export"] == 2 * N
+    assert on_disk.parts["files"] == 0
+    monkeypatch.setattr(host, "in_memory", lambda folder: True)
+    in_memory = plan_of(load(*OFFLOADED), "7b").phase("save_checkpoint")
+    assert in_memory.parts["files"] == (4 + 4 + 2) * N
+    assert in_memory.total > 120 * GB > on_disk.total
+
+
+def test_where_files_lie_is_asked_of_the_mounts(tmp_path):
+    assert host.in_memory("/dev/shm/run/that/is/not/there/yet")
+    assert not host.in_memory("/proc/nowhere")
+
+
+def test_a_host_that_is_too_small_is_refused_with_the_cheapest_change():
+    config = load(*OFFLOADED)
+    with pytest.raises(ConfigError) as caught:
+        refuse_what_cannot_fit(config, lambda changed: plan_of(changed, "7b", host=46 * GB))
+    (problem,) = caught.value.problems
+    assert problem.key == f"{ACTOR}.checkpoint.save_contents"
+    assert "the save_checkpoint phase is planned to take" in problem.why
+    assert "of the host's 46.0 GB" in problem.why
+    assert "save_contents=['model', 'optimizer', 'extra']" in problem.fix
+
+
+@pytest.mark.parametrize(("room", "wanted"), [(40, 0), (16, 1), (10, 3), (6, None)])
+def test_changes_for_the_host_and_for_the_device_fit_together(room, wanted):
+    """Moments that the host has no room for come back to a device that must make room for them first."""
+    keys = ("critic.fsdp_config.optimizer_offload=True", "critic.optim.state_dtype=bf16")
+    config = load(*keys, f"{ACTOR}.optim.state_dtype=bf16")
+    device = DeviceMemory("cuda", 40 * GB, "")
+    changes, fits = cheapest_changes(config, lambda changed: plan_of(changed, "1.5b", device, room * GB))
+    assert fits is (wanted is not None)
+    for change in changes:
+        put(config, change.key, change.value)
+    assert (plan_of(config, "1.5b", device, room * GB).excess == 0) is fits
+    assert not fits or len(changes) == wanted
