@@ -166,6 +166,11 @@ def test_a_sampler_that_learns_draws_nothing_ahead_and_is_saved_with_what_it_lea
     PromptStream(object(), 1).learn_from(1)  # a dataloader of the user's may be anything
 
 
+def test_a_place_that_another_version_saved_is_refused_with_what_to_do():
+    with pytest.raises(ValueError, match=r"resume_mode: .*another version of verl. Begin anew in another folder"):
+        loader_of(6, 2, 0).load_state_dict({"_sampler_iter_state": None, "_num_yielded": 3})
+
+
 def test_rows_are_loaded_by_other_processes_but_no_more_than_there_are_batches_or_cores():
     processes = {pid for batch in loader_of(8, 2, 64) for _, pid in batch}
     assert os.getpid() not in processes

@@ -94,6 +94,11 @@ class BatchLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; a ValueError where the data is not the same."""
+        if "batches" not in state:
+            raise ValueError(
+                "trainer.resume_mode: the checkpoint's place in the data was saved by another version of verl. Begin"
+                " anew in another folder (trainer.default_local_dir), from the model in the checkpoint."
+            )
         if state["dataset"] is not None and hasattr(self.dataset, "load_state_dict"):
             self.dataset.load_state_dict(state["dataset"])
         self._ahead.clear()
