@@ -174,13 +174,18 @@ def _limit_memory(limit: int | None) -> None:
 
 
 def _work_until_closed(link: socket.socket) -> None:
+    def let_go() -> None:
+        if link.fileno() >= 0:
+            os.close(link.detach())
+
     # What a call forks must not hold the socket, whose end is how the pool learns that this process has ended.
-    os.register_at_fork(after_in_child=link.close)
+    os.register_at_fork(after_in_child=let_go)
     imports = _ImportWatch(link)
     sys.meta_path.insert(0, imports)
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            for function, arguments in pickle.loads(_receive(link)):
+    calls = link.makefile("rb")
+    with contextlib.suppress(OSError):
+        while header := calls.read(FRAME.size):
+            for function, arguments in pickle.loads(calls.read(FRAME.unpack(header)[1])):
                 began = time.perf_counter()
                 letter, content = _outcome(function, arguments)
                 seconds = time.perf_counter() - began
@@ -219,23 +224,6 @@ def _pickled_error(error: Exception) -> bytes:
 
 def frame(letter: bytes, content: bytes, seconds: float = 0.0) -> bytes:
     return FRAME.pack(letter, len(content), seconds) + content
-
-
-def _receive(link: socket.socket) -> bytearray:
-    """The next list, as the pool sent it: its length and its pickle."""
-    _, size, _ = FRAME.unpack(_exactly(link, FRAME.size))
-    return _exactly(link, size)
-
-
-def _exactly(link: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        count = link.recv_into(view)
-        if not count:
-            raise EOFError
-        view = view[count:]
-    return data
 
 
 class _ImportWatch:

@@ -214,12 +214,9 @@ class ForkServer:
         self._pids.discard(worker.pid)
 
     def _answer(self) -> int:
-        received = b""
-        while len(received) < CONTROL.size:
-            part = self.control.recv(CONTROL.size - len(received))
-            if not part:
-                raise EOFError("its process ended")
-            received += part
+        received = self.control.recv(CONTROL.size)
+        if not received:
+            raise EOFError("its process ended")
         return CONTROL.unpack(received)[1]
 
 

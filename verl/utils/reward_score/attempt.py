@@ -15,29 +15,29 @@ from verl.utils.reward_score import registry
 RAISED, INVALID, MEMORY, TIMEOUT, DIED = KINDS = ("raised", "invalid", "memory", "timeout", "died")
 # value, extra fields, what is wrong, its kind
 Fields = tuple[float, dict[str, Any], str | None, str | None]
-Rows = Sequence[Mapping[str, Any]]
+Row = Mapping[str, Any]
 
 _TRACE_LINES = 6
-_loaded: Callable[[Rows], tuple[Fields, ...]]
+_loaded: Callable[[Any], Any]
 
 
-def load(score_rows: Callable[[Rows], tuple[Fields, ...]], users_own: dict[str, registry.ScoreFunction]) -> None:
+def load(score: Callable[[Any], Any], users_own: dict[str, registry.ScoreFunction]) -> None:
     """In a scorer process: what `score_loaded` is to call, and the functions that users registered."""
     global _loaded
-    _loaded = score_rows
+    _loaded = score
     registry.add_all(users_own)
 
 
-def score_loaded(rows: Rows) -> tuple[Fields, ...]:
-    return _loaded(rows)
+def score_loaded(given: Any) -> Any:
+    return _loaded(given)
 
 
-def score_each(function: Callable[..., Any], rows: Rows) -> tuple[Fields, ...]:
-    """One call for each row."""
-    return tuple(attempt(functools.partial(registry.call_with_accepted, function, **row)) for row in rows)
+def score_row(function: Callable[..., Any], row: Row) -> Fields:
+    """One call for one row."""
+    return attempt(functools.partial(registry.call_with_accepted, function, **row))
 
 
-def score_lists(function: Callable[..., Any], rows: Rows) -> tuple[Fields, ...]:
+def score_lists(function: Callable[..., Any], rows: Sequence[Row]) -> tuple[Fields, ...]:
     """One call for all rows: `function(data_sources, solution_strs, ground_truths, extra_infos)` returns a list.
 
     It may leave out parameters it does not need. A call that raises costs all of its rows.

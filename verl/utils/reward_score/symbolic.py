@@ -2,25 +2,21 @@
 
 math-verify limits its time with an alarm, which only a process's main thread can have. On the main thread, where scorer
 processes work, ours counts processor time: the result depends neither on how busy the machine is nor on whether the
-process was stopped for a while. On any other thread a helper process compares, and is killed if it does not answer.
+process was stopped for a while. On any other thread a process pool of one compares.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
 import importlib
-import json
 import logging
 import os
 import re
-import select
 import signal
-import subprocess
-import sys
 import threading
 from typing import Any
+
+from verl.utils.process_pool import ProcessDied, ProcessPool, TaskTimeout
 
 _CPU_SECONDS = 2.0
 _HELPER_SECONDS = 30.0
@@ -32,10 +28,6 @@ _LARGEST_FACTORIAL = 5_000
 _TOWER = re.compile(r"\^\s*(?:\{[^{}]*\^|\d+\s*\^)|\}\s*\^[^{}]*\}\s*\^")
 _EXPONENT = re.compile(r"\^\s*\{?\s*[-+]?\s*(\d+)|\d[eE][-+]?(\d+)")
 _FACTORIAL = re.compile(r"(\d+|[)}\]!])\s*!")
-_SERVE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from verl.utils.reward_score.symbolic import serve; serve()"
-)
 
 
 def symbolically_equal(truth: str, answer: str) -> bool:
@@ -44,15 +36,10 @@ def symbolically_equal(truth: str, answer: str) -> bool:
         return False
     if threading.current_thread() is threading.main_thread():
         return _compare_in_time(truth, answer)
-    return _HELPER.compare(truth, answer)
-
-
-def serve() -> None:
-    """The helper process: a pair per line in, a verdict per line out, until the input ends."""
-    for line in sys.stdin:
-        truth, answer = json.loads(line)
-        sys.stdout.write(json.dumps(_compare_in_time(truth, answer)) + "\n")
-        sys.stdout.flush()
+    try:
+        return _helper(os.getpid()).submit(_compare_in_time, truth, answer, timeout=_HELPER_SECONDS).result()
+    except (TaskTimeout, ProcessDied):
+        return False
 
 
 class _OutOfTimeError(BaseException):
@@ -139,44 +126,8 @@ def _whole(digits: str) -> int:
     return int(digits) if len(digits) < 10 else 10**9
 
 
-class _Helper:
-    """A process that compares for threads which cannot have an alarm; started when first needed, one per process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-        self._owner = 0
-
-    def compare(self, truth: str, answer: str) -> bool:
-        with self._lock:
-            process = self._started()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                process.stdin.write(json.dumps([truth, answer]) + "\n")
-                process.stdin.flush()
-                if select.select([process.stdout], [], [], _HELPER_SECONDS)[0] and (line := process.stdout.readline()):
-                    return bool(json.loads(line))
-            except BrokenPipeError:
-                pass
-            self._end()
-            return False
-
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None or self._owner != os.getpid():
-            _math_verify()  # without it the error belongs here
-            command = [sys.executable, "-c", _SERVE, json.dumps([os.path.abspath(entry) for entry in sys.path])]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            self._owner = os.getpid()
-            atexit.register(self._end)
-        return self._process
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None and self._owner == os.getpid():
-            process.kill()
-            with contextlib.suppress(OSError), process:  # closes the pipes and waits
-                pass
-
-
-_HELPER = _Helper()
+@functools.lru_cache(maxsize=1)
+def _helper(owner: int) -> ProcessPool:
+    """A process that compares for threads which cannot have an alarm; one per process (`owner`), when first needed."""
+    _math_verify()  # without it the error belongs here
+    return ProcessPool(1, initializer=_math_verify)

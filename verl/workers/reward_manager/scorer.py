@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.utils.process_pool import CannotSend, InitializerError, PoolClosed, ProcessDied, ProcessPool, TaskTimeout
@@ -18,13 +18,12 @@ from verl.utils.reward_score.attempt import (
     RAISED,
     TIMEOUT,
     Fields,
-    Rows,
     last_lines,
     load,
     of_a_call,
-    score_each,
     score_lists,
     score_loaded,
+    score_row,
 )
 
 _KINDS = {TaskTimeout: TIMEOUT, ProcessDied: DIED, CannotSend: INVALID, MemoryError: MEMORY}
@@ -73,11 +72,11 @@ class ScorerPool:
         self._arguments = compute_score, processes, timeout, memory_limit, takes_lists, batch_size
         self._compute, self._timeout = compute_score, timeout
         self._takes_lists, self._batch_size = takes_lists, batch_size
-        self._score_rows = functools.partial(score_lists if takes_lists else score_each, compute_score)
+        self._score_here = functools.partial(score_lists if takes_lists else score_row, compute_score)
         self._pool = None
         if processes:
             own = registry.users_own() if compute_score is registry.default_compute_score else {}
-            load_it = functools.partial(load, self._score_rows, own)
+            load_it = functools.partial(load, self._score_here, own)
             self._pool = ProcessPool(processes, initializer=load_it, memory_limit=memory_limit)
 
     def submit(self, sample: Sample) -> Future[Score]:
@@ -85,30 +84,31 @@ class ScorerPool:
         future: Future[Score] = Future()
         future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
 
-        def done(_: int, fields: Any, error: Exception | None) -> None:
+        def done(_: int, value: Any, error: Exception | None) -> None:
             if isinstance(error, PoolClosed):
                 future.set_exception(error)
+            elif self._takes_lists:
+                future.set_result(_scores_of_call(1, value if error is None else error)[0])
             else:
-                future.set_result(self._scores(1, fields if error is None else error)[0])
+                future.set_result(_score(value if error is None else error))
 
+        given: Any = [vars(sample)] if self._takes_lists else vars(sample)
         if self._pool is None:
-            future.set_result(self._scored_here([sample])[0])
+            done(0, self._outcome_here(given), None)
         else:
             with self._start_explained():
-                self._pool.enqueue(score_loaded, [(_rows([sample]),)], done, self._timeout)
+                self._pool.enqueue(score_loaded, [(given,)], done, self._timeout)
         return future
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         """Score all and wait, with less ado per sample than futures make; in order."""
+        rows: list[Any] = [vars(sample) for sample in samples]
+        if not self._takes_lists:
+            return [_score(outcome) for outcome in self._outcomes(rows)]
         size = self._batch_size or max(1, len(samples))
-        parts = [samples[at : at + size] for at in range(0, len(samples), size)]
-        if self._pool is None:
-            return [score for part in parts for score in self._scored_here(part)]
-        with self._start_explained():
-            outcomes = self._pool.run(score_loaded, ((_rows(part),) for part in parts), self._timeout)
-        return [
-            score for part, outcome in zip(parts, outcomes, strict=True) for score in self._scores(len(part), outcome)
-        ]
+        parts = [rows[at : at + size] for at in range(0, len(rows), size)]
+        calls = zip(parts, self._outcomes(parts), strict=True)
+        return [score for part, outcome in calls for score in _scores_of_call(len(part), outcome)]
 
     def close(self) -> None:
         """Stop every process; samples still waiting are cancelled. The pool may be used again."""
@@ -124,20 +124,17 @@ class ScorerPool:
     def __reduce__(self) -> Any:
         return ScorerPool, self._arguments
 
-    def _scored_here(self, samples: Sequence[Sample]) -> list[Score]:
-        try:
-            return self._scores(len(samples), self._score_rows(_rows(samples)))
-        except MemoryError as error:
-            return self._scores(len(samples), error)
+    def _outcomes(self, calls: Sequence[Any]) -> Sequence[Any]:
+        if self._pool is None:
+            return [self._outcome_here(given) for given in calls]
+        with self._start_explained():
+            return self._pool.run(score_loaded, ((given,) for given in calls), self._timeout)
 
-    def _scores(self, count: int, outcome: tuple[Fields, ...] | Exception) -> list[Score]:
-        if not isinstance(outcome, Exception):
-            return [Score(*fields) for fields in outcome]
-        kind = next((kind for error, kind in _KINDS.items() if isinstance(outcome, error)), RAISED)
-        text = f"the reward function {outcome}"
-        if kind in (MEMORY, RAISED):
-            text = last_lines(str(outcome.__cause__ or repr(outcome)))
-        return [Score(0.0, {}, of_a_call(count, text) if self._takes_lists else text, kind)] * count
+    def _outcome_here(self, given: Any) -> Any:
+        try:
+            return self._score_here(given)
+        except MemoryError as error:
+            return error
 
     @contextmanager
     def _start_explained(self) -> Iterator[None]:
@@ -156,5 +153,17 @@ class ScorerPool:
             ) from error
 
 
-def _rows(samples: Sequence[Sample]) -> Rows:
-    return [vars(sample) for sample in samples]
+def _score(outcome: Fields | Exception) -> Score:
+    if not isinstance(outcome, Exception):
+        return Score(*outcome)
+    kind = next((kind for error, kind in _KINDS.items() if isinstance(outcome, error)), RAISED)
+    if kind in (MEMORY, RAISED):
+        return Score(0.0, {}, last_lines(str(outcome.__cause__ or repr(outcome))), kind)
+    return Score(0.0, {}, f"the reward function {outcome}", kind)
+
+
+def _scores_of_call(count: int, outcome: Sequence[Fields] | Exception) -> list[Score]:
+    if not isinstance(outcome, Exception):
+        return [Score(*fields) for fields in outcome]
+    failed = _score(outcome)
+    return [replace(failed, error=of_a_call(count, str(failed.error)))] * count
