@@ -12,7 +12,7 @@ from typing import Any
 from verl.utils.reward_score import registry
 
 # What can go wrong; counted as reward/errors/<kind>.
-RAISED, INVALID, MEMORY, TIMEOUT, DIED = KINDS = ("raised", "invalid", "memory", "timeout", "died")
+RAISED, INVALID, MEMORY, TIMEOUT, DIED = ("raised", "invalid", "memory", "timeout", "died")
 # value, extra fields, what is wrong, its kind
 Fields = tuple[float, dict[str, Any], str | None, str | None]
 Row = Mapping[str, Any]

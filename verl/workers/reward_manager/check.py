@@ -87,7 +87,7 @@ def check_reward(
     clock = _Clock(budget_seconds)
     seconds = _timed(submit, [case for case in cases if case.kind == "right"] or cases, clock)
     cases = cases[: clock.affordable(seconds) // 2]
-    for order in (cases, _shuffled(cases)):
+    for order in (cases, random.Random(0).sample(cases, len(cases))):
         for case, future in [(case, submit(case.sample)) for case in order]:
             if (score := clock.wait(future)) is not None:
                 case.scores.append(score)
@@ -152,10 +152,6 @@ def _timed(submit: Submit, cases: Sequence[_Case], clock: _Clock) -> list[float]
     return seconds
 
 
-def _shuffled(cases: Sequence[_Case]) -> list[_Case]:
-    return random.Random(0).sample(cases, len(cases))
-
-
 def _failures(cases: Sequence[_Case]) -> Finding:
     failed = [case for case in cases if case.scores[0].error is not None]
     if not failed:
@@ -170,13 +166,9 @@ def _speed(seconds: Sequence[float], late: int) -> Finding:
     if late or not seconds:
         return Finding("speed", f"{late} calls had not returned when time was up", "warning")
     ordered = sorted(seconds)
-    p50, p99 = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.99))
-    text = f"p50 {_milliseconds(p50)}, p99 {_milliseconds(p99)}, slowest {_milliseconds(ordered[-1])}"
+    p50, p99 = (ordered[int(share * len(ordered))] for share in (0.5, 0.99))
+    text = f"p50 {1000 * p50:.3g} ms, p99 {1000 * p99:.3g} ms, slowest {1000 * ordered[-1]:.3g} ms"
     return Finding("speed", text, "warning" if p99 > _SLOW_SECONDS else "ok")
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
 
 
 def _sameness(cases: Sequence[_Case]) -> Finding:
