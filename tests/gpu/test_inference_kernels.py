@@ -243,3 +243,35 @@ def test_a_region_gives_memory_back_and_takes_it_again_at_the_same_address():
     assert int(region.bytes[-1]) == 9
     region.close()
     assert torch.cuda.mem_get_info()[0] - before >= 2**30
+
+
+def test_penalised_and_biased_rows_draw_on_the_device_what_they_do_on_the_host():
+    """Three steps, so that what was drawn is penalised too; a step without such rows takes the one-pass kernel."""
+    from verl.inference.sampler import Sampler
+    from verl.types.request import SamplingParams
+
+    torch.manual_seed(0)
+    vocab, prompts = 9001, [[1, 2, 3, 3], [5, 6], [7, 8, 9], [4]]
+    kinds = [
+        {"repetition_penalty": 1.7},
+        {"presence_penalty": 2.0, "frequency_penalty": 1.0},
+        {},
+        {"logit_bias": ((17, 30.0),)},
+    ]
+    params = [(slot, SamplingParams(key=slot, **kind)) for slot, kind in enumerate(kinds)]
+    histories = [(slot, len(prompts[slot]), prompts[slot]) for slot, (_, one) in enumerate(params) if one.penalised]
+    logits = torch.randn(3, len(kinds), vocab) * 3
+    slots, found = list(range(len(kinds))), {}
+    for device in (torch.device("cpu"), CUDA):
+        sampler = Sampler(len(kinds), 64, device)
+        sampler.assign(params, histories)
+        index = torch.tensor(slots, device=device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        found[device.type] = [
+            sampler.sample(logits[step].to(device), slots, index, lengths + step, ()) for step in range(3)
+        ]
+    for here, there in zip(found["cpu"], found["cuda"], strict=True):
+        assert torch.equal(there.tokens.cpu(), here.tokens)
+        assert here.tokens[3] == 17
+        torch.testing.assert_close(there.drawn_log_probs.cpu(), here.drawn_log_probs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(there.log_probs.cpu(), here.log_probs, atol=1e-4, rtol=1e-4)

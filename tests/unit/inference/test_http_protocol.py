@@ -37,15 +37,25 @@ async def app(scope, receive, send):
 logging.basicConfig(level="INFO", stream=sys.stdout)
 bound = socket.socket()
 bound.bind(("127.0.0.1", 0))
-limits = Limits(connections=3, idle_seconds=1, request_seconds=1, stalled_seconds=1, grace_seconds=20)
+limits = Limits(connections=int(sys.argv[1]), idle_seconds=1, request_seconds=1, stalled_seconds=1, grace_seconds=20)
 asyncio.run(asgi_server(app, "a test", limits).serve([bound]))
 """
 
 
 @pytest.fixture
-def server():
+def connections():
+    return 3
+
+
+@pytest.fixture
+def server(connections):
     """(process, port)"""
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        # A limit on open files below the number of connections, as many systems have it.
+        ["bash", "-c", f'ulimit -Sn 40; exec "{sys.executable}" -c "$0" {connections}', PROGRAM],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert process.stdout is not None
     found = None
     while found is None:
@@ -117,6 +127,15 @@ def test_connections_above_the_limit_are_told_so_and_the_others_go_on(server):
     assert [seconds_until_closed(client) < 5 for client in half_open] == [True, True]
     with connection(port, get("/")) as later:
         assert b"200 OK" in later.recv(2**16)
+
+
+@pytest.mark.parametrize("connections", [100])
+def test_as_many_connections_as_allowed_can_be_open(server):
+    _, port = server
+    with contextlib.ExitStack() as opened:
+        for _ in range(60):
+            opened.enter_context(connection(port))
+        assert b"200 OK" in opened.enter_context(connection(port, get("/"))).recv(2**16)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 __all__ = ["Limits", "asgi_server"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_OTHER_FILES = 256
 _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class Limits:
 
 def asgi_server(app: Any, what: str, limits: Limits) -> uvicorn.Server:
     """Serves an ASGI app until a signal comes; `what` it serves is told in the log."""
+    _allow_files(limits.connections + _OTHER_FILES)
     config = uvicorn.Config(
         app,
         loop="asyncio",
@@ -56,6 +59,14 @@ def asgi_server(app: Any, what: str, limits: Limits) -> uvicorn.Server:
         timeout_graceful_shutdown=limits.grace_seconds,
     )
     return _Server(config, what, limits)
+
+
+def _allow_files(count: int) -> None:
+    """Every connection is an open file, of which most systems allow 1,024 until asked for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class _Server(uvicorn.Server):
