@@ -159,21 +159,12 @@ class CheckpointManager:
         """What keeps the step at `path` from being whole, one line per missing, truncated or damaged file."""
         return find_problems(Path(path))
 
-    def latest_whole(self) -> Path | None:
-        """The newest whole step, walking back over damaged ones (each is logged with its problem)."""
-        self.clean()
-        return _newest_whole(self.root, STEP_FORMAT)[0]
-
-    def clean(self) -> None:
-        """Remove what killed runs left unfinished, unless some process is saving right now."""
-        if self._open is None and os.access(self.root, os.W_OK):
-            with writer_lock(self.root / LOCK) as alone:
-                if alone:
-                    tidy(self.root)
-
 
 def _resume_newest(root: Path, remote: str | None) -> Path | None:
-    CheckpointManager(root).clean()
+    if os.access(root, os.W_OK):
+        with writer_lock(root / LOCK) as alone:
+            if alone:  # no process is saving right now: what is unfinished was left by killed runs
+                tidy(root)
     local, rejected = _newest_whole(root, STEP_FORMAT)
     if remote is not None:
         known = -1 if local is None else serial_of(local)
@@ -255,6 +246,6 @@ def _step_or_zero(folder: Path) -> int:
     return step_of(folder.name) or 0
 
 
-def _summary(problems: list[str], shown: int = 5) -> str:
-    more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
-    return "; ".join(problems[:shown]) + more
+def _summary(problems: list[str]) -> str:
+    more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return "; ".join(problems[:5]) + more

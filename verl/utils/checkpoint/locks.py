@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 logger = logging.getLogger(__name__)
 
-_HELD_ELSEWHERE = (errno.EAGAIN, errno.EACCES)
+HELD_ELSEWHERE = (errno.EAGAIN, errno.EACCES)
 
 
 @contextmanager
@@ -22,26 +23,16 @@ def writer_lock(path: Path) -> Iterator[bool]:
     process does not lock out the next.
     """
     with path.open("ab") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            yield _unsupported(path, error)
-        else:
-            yield True
+        yield _taken(fcntl.lockf, fcntl.LOCK_EX, file)
 
 
 @contextmanager
 def reader_lock(path: Path) -> Iterator[None]:
     """Keep the folder of `path` from being deleted while it is read; any number may read at once."""
     with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            if not _unsupported(path, error):
-                raise FileNotFoundError(errno.ENOENT, "it is being deleted", str(path)) from error
         # Between opening and locking it may have been moved away for deletion.
-        if not path.exists():
-            raise FileNotFoundError(errno.ENOENT, "it was deleted", str(path))
+        if not _taken(fcntl.flock, fcntl.LOCK_SH, file) or not path.exists():
+            raise FileNotFoundError(errno.ENOENT, "it is being deleted", str(path))
         yield
 
 
@@ -49,17 +40,15 @@ def reader_lock(path: Path) -> Iterator[None]:
 def deleter_lock(path: Path) -> Iterator[bool]:
     """Yields whether nobody, in this process or another, holds a `reader_lock`; none can be taken inside."""
     with path.open("r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            yield _unsupported(path, error)
-        else:
-            yield True
+        yield _taken(fcntl.flock, fcntl.LOCK_EX, file)
 
 
-def _unsupported(path: Path, error: OSError) -> bool:
-    """False: the lock is held elsewhere. True: this file system has no locks, so there is nothing to wait for."""
-    if error.errno in _HELD_ELSEWHERE:
-        return False
-    logger.debug("%s: no locks on this file system (%s); going on without", path, error)
+def _taken(lock: Callable[[Any, int], object], kind: int, file: IO[bytes]) -> bool:
+    """False: the lock is held elsewhere. True also where the file system has no locks: there is nothing to wait for."""
+    try:
+        lock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in HELD_ELSEWHERE:
+            return False
+        logger.debug("%s: no locks on this file system (%s); going on without", file.name, error)
     return True

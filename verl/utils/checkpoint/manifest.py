@@ -188,25 +188,19 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-class _ChecksumStream(io.BufferedIOBase):
+class _ChecksumStream(io.BufferedWriter):
     """A file being written whose checksum grows with it."""
 
     def __init__(self, path: Path, taken: dict[Path, dict[str, int]], failed: Callable[[OSError], None]) -> None:
-        self._file = path.open("wb")
+        super().__init__(io.FileIO(path, "wb"))
         self._failed = failed
         self._path, self._taken = path, taken
         self._crc, self._size, self._in_order = 0, 0, True
 
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
-        self._in_order = self._in_order and self._file.tell() == self._size
+        self._in_order = self._in_order and self.tell() == self._size
         try:
-            written = self._file.write(data)
+            written = super().write(data)
         except OSError as error:
             self._failed(error)
             raise
@@ -214,42 +208,20 @@ class _ChecksumStream(io.BufferedIOBase):
         self._size += written
         return written
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
     def close(self) -> None:
         if self.closed:
             return
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            stat = os.fstat(self._file.fileno())
+            self.flush()
+            os.fsync(self.fileno())
+            modified = os.fstat(self.fileno()).st_mtime_ns
         except OSError as error:
             self._failed(error)
+            self.raw.close()  # closing the stream would try again to write what does not fit
             raise
-        finally:
-            super().close()  # also where the disk is full: it is said once, not again when the stream is collected
-            _close_quietly(self._file)
+        super().close()
         if self._in_order:
-            self._taken[self._path] = {"size": self._size, "crc32": self._crc, "modified": stat.st_mtime_ns}
-
-
-def _close_quietly(file: io.BufferedWriter) -> None:
-    """Close a file whose unwritten bytes may not fit any more: closing would try to write them again."""
-    try:
-        file.close()
-    except OSError:
-        file.raw.close()
+            self._taken[self._path] = {"size": self._size, "crc32": self._crc, "modified": modified}
 
 
 def _collect_records(folder: Path) -> dict[str, dict[str, int]]:

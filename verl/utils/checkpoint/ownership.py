@@ -7,7 +7,6 @@ in the log; there, an owner on the same machine is still recognised by its proce
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
@@ -19,11 +18,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
+from verl.utils.checkpoint.locks import HELD_ELSEWHERE
+
 logger = logging.getLogger(__name__)
 
 OWNER = ".owner"
 
-_HELD_ELSEWHERE = (errno.EAGAIN, errno.EACCES)
 # A run that was killed a moment ago may have processes that are still dying.
 _PATIENCE_SECONDS = 10.0
 
@@ -105,11 +105,11 @@ def _locked(folder: Path, patience: float) -> BinaryIO:
     return file
 
 
-def _lock(file: object, path: Path) -> bool:
+def _lock(file: BinaryIO, path: Path) -> bool:
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _HELD_ELSEWHERE:
+        if error.errno in HELD_ELSEWHERE:
             return False
         return not _lives_without_locks(read_owner(path), path, error)
     return True

@@ -39,33 +39,23 @@ def retire(root: Path, newest: Path, limits: Mapping[str, int | None]) -> None:
         for part in sorted(limits.keys() - stays):
             # Listed no more but still there: killed between the two.
             if manifest.has_part(part) or (folder / part).exists():
-                _delete_part_unless_read(folder, part, root)
+                _delete_unless_read(folder, root, part)
     # Fetched copies were there to start from; their originals stay at the remote, and a newer step is here now.
     for folder in fetched(root):
         _delete_unless_read(folder, root)
 
 
-def _delete_unless_read(folder: Path, root: Path) -> None:
+def _delete_unless_read(folder: Path, root: Path, part: str = WHOLE) -> None:
+    doomed = folder / part
     with deleter_lock(folder / MANIFEST) as unread:
-        if unread:
-            _delete(folder, root, folder.name)
-        else:
-            logger.info("%s is over the limit but being read; it stays for now", folder)
-
-
-def _delete_part_unless_read(folder: Path, part: str, root: Path) -> None:
-    with deleter_lock(folder / MANIFEST) as unread:
-        if unread:
+        if not unread:
+            logger.info("%s is over the limit but being read; it stays for now", doomed)
+            return
+        if part != WHOLE:
             # The manifest first: killed in between, the step has files too many, not files missing.
             drop_part(folder, part)
-            if (folder / part).exists():
-                _delete(folder / part, root, folder.name)
-        else:
-            logger.info("%s is over the limit but being read; it stays for now", folder / part)
-
-
-def _delete(folder: Path, root: Path, step: str) -> None:
-    """Under another name first: deleting takes time, and a half-deleted step must not look like a damaged one."""
-    doomed = hidden(root, step, "del")
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+        if doomed.exists():
+            # Under another name first: deleting takes time, and a half-deleted step must not look like a damaged one.
+            renamed = hidden(root, folder.name, "del")
+            os.rename(doomed, renamed)
+            shutil.rmtree(renamed, ignore_errors=True)

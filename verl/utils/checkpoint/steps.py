@@ -21,7 +21,7 @@ FETCHED = ".remote"
 
 _LEFTOVER = re.compile(r"\.(?P<step>global_step_\d+)\.(?P<kind>tmp|old|del)-\d+-[0-9a-f]+")
 _PARTIAL = re.compile(
-    rf"\.({re.escape(copies.LATEST)}|{re.escape(copies.ITERATION)}|{re.escape(MANIFEST)})\.\d+\.partial"
+    rf"\.({re.escape(copies.LATEST)}|{re.escape(copies.ITERATION)}|{re.escape(MANIFEST)})\.[0-9a-f]+\.partial"
 )
 
 

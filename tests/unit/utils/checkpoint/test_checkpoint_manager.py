@@ -68,10 +68,10 @@ def test_a_step_appears_only_when_committed(tmp_path):
     assert folder.parent == tmp_path
     (folder / "weights").write_bytes(b"w")
     assert steps(tmp_path) == []
-    assert manager.latest_whole() is None
+    assert find_latest_ckpt_path(tmp_path) is None
     assert folder.exists(), "looking for steps must not remove the one being written"
     path = manager.commit(3)
-    assert path == tmp_path / "global_step_3" == manager.latest_whole()
+    assert path == tmp_path / "global_step_3" == resolve_resume("auto", tmp_path)
     assert manager.verify(path) == []
     assert (tmp_path / "latest").read_text() == "global_step_3"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
@@ -115,7 +115,7 @@ def test_another_process_that_is_saving_is_an_error_and_its_work_is_left_alone(t
     )
     with pytest.raises(ValueError, match="another process is saving"):
         CheckpointManager(tmp_path).begin(2)
-    CheckpointManager(tmp_path).clean()
+    assert resolve_resume("auto", tmp_path) is None
     other.communicate()
     assert other.returncode == 0
     assert steps(tmp_path) == ["global_step_1"]
@@ -239,7 +239,7 @@ def test_going_back_and_saving_a_lower_step_makes_that_the_newest(tmp_path):
         save(tmp_path, step)
     path = save(tmp_path, 6, max_to_keep=2)
     assert steps(tmp_path) == ["global_step_15", "global_step_6"]
-    assert CheckpointManager(tmp_path).latest_whole() == path
+    assert resolve_resume("auto", tmp_path) == path
     assert find_latest_ckpt_path(tmp_path) == str(path)
 
 
@@ -292,7 +292,7 @@ def test_a_damaged_step_is_named_and_the_one_before_is_used(tmp_path, caplog, da
     newest = save(tmp_path, 2)
     damage(newest)
     with caplog.at_level(logging.WARNING, logger="verl"):
-        assert CheckpointManager(tmp_path).latest_whole() == whole
+        assert resolve_resume("auto", tmp_path) == whole
     assert str(newest) in caplog.text
     assert named in caplog.text
     assert find_latest_ckpt_path(tmp_path) == str(whole)

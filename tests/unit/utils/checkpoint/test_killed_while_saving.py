@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
+from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, resolve_resume
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -64,7 +64,7 @@ for number in range(1, 1000):
 def newest(root: Path) -> str:
     """What the newest step holds; everything that can be wrong with the folder fails here."""
     manager = CheckpointManager(root)
-    path = manager.latest_whole()
+    path = resolve_resume("auto", root)
     assert manager.verify(path) == []
     assert manager.verify(root / (root / "latest").read_text()) == []
     problems = [problem for step in root.glob("global_step_*") for problem in manager.verify(step)]
@@ -110,7 +110,7 @@ def test_killed_at_random_moments_the_run_goes_on_from_the_last_step_it_saw(tmp_
         rest = saver.communicate()[0].split()
         assert saver.returncode == -signal.SIGKILL
         told = int(rest[-1]) if rest else told
-        path = CheckpointManager(tmp_path).latest_whole()
+        path = resolve_resume("auto", tmp_path)
         assert CheckpointManager.verify(path) == []
         step = int(path.name.removeprefix("global_step_"))
         assert told <= step <= told + 1
