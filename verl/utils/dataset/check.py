@@ -53,7 +53,7 @@ def check_files(
     against themselves.
     """
     report = DataReport()
-    rows = Rows.of(_readable(data_files, report.problems))
+    rows = Rows(_readable(data_files, report.problems))
     report.files = [(part.file, len(part)) for part in rows.parts]
     report.columns = _columns(rows)
     rules = [

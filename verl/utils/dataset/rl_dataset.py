@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -141,10 +141,15 @@ class RLHFDataset(Dataset):
             )
 
     def _names_in_batch(self) -> dict[str, str]:
-        """Column of the files → field of a row, for all but the prompt; says which have another name there."""
-        names = _names_in_batch(name for name in self.rows.columns if name != self.config.prompt_key)
-        for column, name in names.items():
+        """Column of the files → field of a row, for all but the prompt: its own name, or `data_…` for one of ours."""
+        columns = [name for name in self.rows.columns if name != self.config.prompt_key]
+        taken, names = {*columns, *RESERVED}, {}
+        for column in columns:
+            names[column] = name = column
+            while column in RESERVED and name in taken:
+                names[column] = name = f"data_{name}"
             if column != name:
+                taken.add(name)
                 logger.warning(
                     "%s: the column %r is %r in a batch, where %r is a name of the trainer's own",
                     self.rows.parts[0].file, column, name, column,
@@ -206,20 +211,6 @@ class RLHFDataset(Dataset):
         if self.config.return_raw_chat:
             fields["raw_prompt"] = self._encoder.messages(value_at(row, key))
         return fields
-
-
-def _names_in_batch(columns: Iterable[str]) -> dict[str, str]:
-    """For every column of the data the name that it has in a batch: its own, or with `data_` before a reserved one."""
-    columns = list(columns)
-    taken, names = {*columns, *RESERVED}, {}
-    for column in columns:
-        name = column
-        if column in RESERVED:
-            while name in taken:
-                name = f"data_{name}"
-            taken.add(name)
-        names[column] = name
-    return names
 
 
 RLDataset = RLHFDataset

@@ -45,18 +45,9 @@ class Part(Protocol):
 class Rows:
     """The rows of several files, one after the other."""
 
-    def __init__(self, files: Sequence[str]) -> None:
-        self._set(open_part(file) for file in files)
-
-    @classmethod
-    def of(cls, parts: Iterable[Part]) -> Rows:
-        """The rows of files that are open already."""
-        rows = cls([])
-        rows._set(parts)
-        return rows
-
-    def _set(self, parts: Iterable[Part]) -> None:
-        self.parts = list(parts)
+    def __init__(self, files: Iterable[str | Part]) -> None:
+        """`files`: their names, or what `open_part` made of them."""
+        self.parts = [open_part(file) if isinstance(file, str) else file for file in files]
         self._starts = np.cumsum([0, *(len(part) for part in self.parts)])
         self.columns = list(dict.fromkeys(name for part in self.parts for name in part.columns))
 
@@ -93,9 +84,7 @@ class Rows:
 
 def open_part(file: str) -> Part:
     """Open a file by its suffix; what cannot be read is a ValueError with the file, the place and the remedy."""
-    if file.endswith((".parquet", ".arrow")):
-        return ArrowPart(file)
-    return JsonArrayPart(file) if _first_character(file) == "[" else JsonLinesPart(file)
+    return ArrowPart(file) if file.endswith((".parquet", ".arrow")) else JsonPart(file)
 
 
 class ArrowPart:
@@ -126,83 +115,71 @@ class ArrowPart:
         return f"{self.file} row {row}"
 
 
-class JsonLinesPart:
-    """One JSON object per line; parsed when asked for, from the mapped file."""
+class JsonPart:
+    """Objects of a JSON file, one per line or in one array; parsed when asked for, from text that processes share."""
 
     def __init__(self, file: str) -> None:
         self.file = file
-        numbers: list[int] = []
-        spans: list[tuple[int, int]] = []
-        columns: dict[str, None] = {}
-        position = 0
-        with open(file, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    columns.update(dict.fromkeys(self._parsed(line, number)))
-                    spans.append((position, position + len(line)))
-                    numbers.append(number)
-                position += len(line)
-            self._map = mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ) if position else b""
+        is_array = _first_character(file) == "["
         # Arrays, not lists: forked processes share them, since nothing counts references inside.
-        self._lines = np.array(numbers, dtype=np.int64)
-        self._spans = np.array(spans, dtype=np.int64).reshape(-1, 2)
-        self.columns = list(columns)
+        self._text, self._spans, self._numbers, self.columns = _json_array(file) if is_array else _json_lines(file)
+        self._unit = "row" if is_array else "line"
 
     def __reduce__(self) -> Any:
-        return JsonLinesPart, (self.file,)
+        return JsonPart, (self.file,)
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def rows(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        found = [json.loads(self._map[first:last]) for first, last in self._spans[start:stop]]
-        return found if columns is None else [_only(row, columns) for row in found]
+        found = [json.loads(self._text[first:last]) for first, last in self._spans[start:stop]]
+        return found if columns is None else [{name: row[name] for name in columns if name in row} for row in found]
 
     def where(self, row: int) -> str:
-        return f"{self.file} line {self._lines[row]}"
-
-    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{self.file} line {number}: not valid JSON ({error}). Correct or remove it.") from error
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"{self.file} line {number}: a {type(row).__name__}, not an object. Write one object per line."
-            )
-        return row
+        return f"{self.file} {self._unit} {self._numbers[row]}"
 
 
-class JsonArrayPart:
-    """One JSON array of objects; parsed as a whole once, then kept as text, which processes share."""
+_JsonText = tuple[bytes | mmap.mmap, np.ndarray, np.ndarray, list[str]]
+"""The text, int64 [rows, 2] where each row begins and ends in it, [rows] its number for a reader, the columns."""
 
-    def __init__(self, file: str) -> None:
-        self.file = file
-        try:
-            rows: list[Any] = json.loads(Path(file).read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{file}: not valid JSON ({error}). Correct it, or write one object per line.") from error
-        for number, row in enumerate(rows):
-            if not isinstance(row, dict):
-                raise ValueError(f"{file} row {number}: a {type(row).__name__}, not an object. Write {{…}} per row.")
-        self.columns = list(dict.fromkeys(name for row in rows for name in row))
-        texts = [json.dumps(row).encode() for row in rows]
-        self._text = b"".join(texts)
-        self._ends = np.cumsum([0, *map(len, texts)])
 
-    def __reduce__(self) -> Any:
-        return JsonArrayPart, (self.file,)
+def _json_lines(file: str) -> _JsonText:
+    numbers: list[int] = []
+    spans: list[tuple[int, int]] = []
+    columns: dict[str, None] = {}
+    position = 0
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{file} line {number}: not valid JSON ({error}). Correct or remove it."
+                    ) from error
+                columns.update(dict.fromkeys(_object(row, f"{file} line {number}")))
+                spans.append((position, position + len(line)))
+                numbers.append(number)
+            position += len(line)
+        text = mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ) if position else b""
+    return text, np.array(spans, dtype=np.int64).reshape(-1, 2), np.array(numbers, dtype=np.int64), list(columns)
 
-    def __len__(self) -> int:
-        return len(self._ends) - 1
 
-    def rows(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        spans = zip(self._ends[start:stop], self._ends[start + 1 : stop + 1], strict=True)
-        found = [json.loads(self._text[first:last]) for first, last in spans]
-        return found if columns is None else [_only(row, columns) for row in found]
+def _json_array(file: str) -> _JsonText:
+    try:
+        rows: list[Any] = json.loads(Path(file).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file}: not valid JSON ({error}). Correct it, or write one object per line.") from error
+    columns = dict.fromkeys(name for i, row in enumerate(rows) for name in _object(row, f"{file} row {i}"))
+    texts = [json.dumps(row).encode() for row in rows]
+    ends = np.cumsum([0, *map(len, texts)])
+    return b"".join(texts), np.stack([ends[:-1], ends[1:]], axis=1), np.arange(len(rows)), list(columns)
 
-    def where(self, row: int) -> str:
-        return f"{self.file} row {row}"
+
+def _object(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: a {type(row).__name__}, not an object. Write one object per row.")
+    return row
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
@@ -211,10 +188,6 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
-
-
-def _only(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
-    return {name: row[name] for name in columns if name in row}
 
 
 def _first_character(file: str) -> str:
