@@ -6,7 +6,6 @@ A model attends with it after `attend_packed(model)`, and is called with `packin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ def packed_attention(
     if parallel is not None:
         query, key, value = parallel.exchange(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attend = _kernel(query, value, softcap) or grouped_attention
+    attend = _kernel_attention if _has_kernel(query, value, softcap) else grouped_attention
     out = attend(query, key, value, packing, scale, sliding_window, softcap)
     if parallel is not None:
         out = parallel.restore(out)
@@ -149,44 +148,14 @@ def _visible(width: int, window: int | None, device: torch.device) -> torch.Tens
     return all_before if window is None else all_before.triu(1 - window)
 
 
-def _kernel(query: torch.Tensor, value: torch.Tensor, softcap: float | None) -> Callable[..., torch.Tensor] | None:
-    """A variable-length kernel for these tensors, if there is one."""
+def _has_kernel(query: torch.Tensor, value: torch.Tensor, softcap: float | None) -> bool:
+    """Whether a variable-length kernel takes these tensors; torch's own knows no soft-capping."""
     size = query.shape[-1]
     fits = query.dtype in _HALF and size == value.shape[-1] and size % 8 == 0 and size <= _FLASH_HEAD_LIMIT
-    if not query.is_cuda or not fits:
-        return None
-    if flash_attn_varlen_func is not None:
-        return _flash
-    return _varlen if softcap is None else None
+    return query.is_cuda and fits and (flash_attn_varlen_func is not None or softcap is None)
 
 
-def _varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    packing: Packing,
-    scale: float,
-    window: int | None,
-    softcap: None,
-) -> torch.Tensor:
-    """torch's own."""
-    shares = {"enable_gqa": True} if _VARLEN_ASKS_TO_SHARE else {}
-    starts, longest = packing.cu_seqlens, packing.max_length
-    return varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        starts,
-        starts,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        **shares,
-    )
-
-
-def _flash(
+def _kernel_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -195,18 +164,14 @@ def _flash(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """flash-attn's."""
-    starts, longest = packing.cu_seqlens, packing.max_length
-    return flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        starts,
-        starts,
-        longest,
-        longest,
-        softmax_scale=scale,
-        causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        softcap=softcap or 0.0,
-    )
+    """By flash-attn's kernel where it is installed, else by torch's own."""
+    before = -1 if window is None else window - 1
+    where = (packing.cu_seqlens, packing.cu_seqlens, packing.max_length, packing.max_length)
+    if flash_attn_varlen_func is not None:
+        sides = (before, -1 if window is None else 0)
+        return flash_attn_varlen_func(
+            query, key, value, *where, softmax_scale=scale, causal=True, window_size=sides, softcap=softcap or 0.0
+        )
+    shares = {"enable_gqa": True} if _VARLEN_ASKS_TO_SHARE else {}
+    query, key, value = (part.contiguous() for part in (query, key, value))
+    return varlen_attn(query, key, value, *where, scale=scale, window_size=(before, 0), **shares)

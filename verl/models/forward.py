@@ -16,7 +16,7 @@ from torch import nn
 
 from verl.models.fused_head import label_statistics
 from verl.models.heads import head_weights, logit_adjustment, logit_head
-from verl.models.packing import PackedRows, refuse_lone_responses
+from verl.models.packing import PackedRows, TokenRows, refuse_lone_responses
 from verl.models.sharing import SharedRows
 from verl.utils.device_copy import copied_together
 
@@ -29,24 +29,12 @@ FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
 FIELDS_OF_ROWS = ("scores", "last_value")
 
 
-@dataclass(frozen=True)
-class FrontRows:
-    """Rows with their attended tokens in front, and where each response token came from."""
+@dataclass(frozen=True, kw_only=True)
+class FrontRows(TokenRows):
+    """Rows with their attended tokens in front, as wide as the longest."""
 
-    input_ids: torch.Tensor
-    """[b, n], n the longest row."""
     attention_mask: torch.Tensor
     """[b, n]."""
-    rows: torch.Tensor
-    """[N] row of each attended response token."""
-    columns: torch.Tensor
-    """[N] its column in `responses`."""
-    before: torch.Tensor
-    """[N] the place in the flattened `input_ids` of the token before it, whose hidden state predicts it."""
-    labels: torch.Tensor
-    """[N] its id."""
-    last: torch.Tensor
-    """[b] the place of each row's last token in the flattened `input_ids`."""
 
     def to(self, device: torch.device) -> FrontRows:
         """Without waiting for it."""

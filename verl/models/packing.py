@@ -94,25 +94,31 @@ class Packing:
         return tuple(LengthGroup(width, at) for (width, _), at in zip(found, tokens, strict=True)), home
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """The tokens of several rows in one, and where each response token came from."""
+@dataclass(frozen=True, kw_only=True)
+class TokenRows:
+    """Rows without their padding, and where each response token came from."""
 
     input_ids: torch.Tensor
-    """[1, T]."""
-    position_ids: torch.Tensor
-    """[1, T], from 0 in every sequence."""
-    packing: Packing
+    """[b, n]; packed, [1, T]."""
     rows: torch.Tensor
     """[N] row of each attended response token."""
     columns: torch.Tensor
     """[N] its column in `responses`."""
     before: torch.Tensor
-    """[N] the place in the packed row of the token before it, whose hidden state predicts it."""
+    """[N] the place in the flattened `input_ids` of the token before it, whose hidden state predicts it."""
     labels: torch.Tensor
     """[N] its id."""
     last: torch.Tensor
-    """[b] the place of each row's last token."""
+    """[b] the place of each row's last token in the flattened `input_ids`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows(TokenRows):
+    """The tokens of several rows in one."""
+
+    position_ids: torch.Tensor
+    """[1, T], from 0 in every sequence."""
+    packing: Packing
 
     def to(self, device: torch.device) -> PackedRows:
         """Without waiting for it."""

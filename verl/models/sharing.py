@@ -11,7 +11,7 @@ from verl.models.packing import PackedRows, Packing
 from verl.models.ulysses import SequenceParallel
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SharedRows(PackedRows):
     """`input_ids`, `position_ids`, `before`, `labels` and `last` are this rank's; `rows` and `columns` are everyone's.
 

@@ -1,4 +1,4 @@
-"""A trial instead of trust: a model is run packed only if two texts in one row give what each gives alone."""
+"""Trials instead of trust: does our head give a model's own logits, and may two of its texts share a packed row?"""
 
 from __future__ import annotations
 
@@ -16,6 +16,25 @@ from verl.models.packing import Packing, packed_rows
 logger = logging.getLogger(__name__)
 
 _TRIAL = "verl_packed_trial"
+# Half precision alone makes a part of this.
+_LARGEST_GAP = 0.02
+
+
+def check_head(model: ResponseModel, device: torch.device) -> None:
+    """Refuse a causal LM whose logits are not what our head gives for a few tokens; other kinds have none of ours.
+
+    A pass of the model, hence a collective where it is sharded; needs no_grad and eval mode.
+    """
+    if model.kind != "causal_lm":
+        return
+    probe = torch.arange(1, 9)[None] % model.hf.config.get_text_config().vocab_size
+    front = front_rows(probe, torch.ones_like(probe), response_length=1).to(device)
+    gap = float(model(front, ("head_gap",), (1, 1))["head_gap"])
+    if gap > _LARGEST_GAP:
+        raise ValueError(
+            f"model.path: {type(model.hf).__name__} changes its logits after the output layer in a way that is not "
+            f"known here (they differ by {gap:.1%}). Use another model, or add it to verl.models.heads."
+        )
 
 
 def runs_packed(model: ResponseModel, device: torch.device) -> bool:

@@ -13,8 +13,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from verl.models.attention import attend_packed, grouped_attention, packed_attention
 from verl.models.forward import ResponseModel, front_rows
-from verl.models.packed_trial import runs_packed
 from verl.models.packing import Packing, packed_rows
+from verl.models.trials import runs_packed
 from verl.workers.engine.base import Counts
 
 CPU = torch.device("cpu")

@@ -19,12 +19,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl.config.engine import FSDPConfig, OptimConfig
 from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
 from verl.models.forward import FIELDS_OF_KIND, FIELDS_OF_ROWS, ResponseModel, front_rows
-from verl.models.head_trial import check_head
 from verl.models.loading import ModelKind, empty_model, pretrained_model, read_config, switch_dropout_off
 from verl.models.lora import ADAPTER_FOLDER, Adapters
-from verl.models.packed_trial import runs_packed
 from verl.models.packing import packed_rows
 from verl.models.sharing import shared_rows
+from verl.models.trials import check_head, runs_packed
 from verl.models.ulysses import check_heads
 from verl.protocol import DataProto
 from verl.types.weights import Bucket, TensorSpec, Wanted
