@@ -96,7 +96,7 @@ class Engine:
     def timed(self, method: Callable[[DataProto], Any], data: DataProto, repeats: int) -> tuple[float, float]:
         """(best seconds, peak GB) after a first call that compiles and allocates."""
         method(data)
-        self.group.peak_memory_gb()
+        self.group.memory_gb()
         best = float("inf")
         for _ in range(repeats):
             synchronise(self.device)
@@ -104,7 +104,7 @@ class Engine:
             method(data)
             synchronise(self.device)
             best = min(best, time.perf_counter() - start)
-        return best, max(self.group.peak_memory_gb())
+        return best, max(peak for peak, _ in self.group.memory_gb())
 
     def close(self) -> None:
         self.group.shutdown()

@@ -205,11 +205,6 @@ class Worker:
         return self._progress.read()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
-    def peak_memory_gb(self, reset: bool = True) -> float:
-        """Most device memory in use since the last reset, in GB; 0 without a GPU."""
-        return memory_in_use(self.device, reset)[0] / 2**30
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def memory_gb(self) -> tuple[float, float]:
         """(most device memory since the last call, what is held now) of this process in GB; zeros without a GPU."""
         peak, now = memory_in_use(self.device, reset=True)

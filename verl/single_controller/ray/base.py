@@ -1,19 +1,4 @@
-"""Face: the names users import from `verl.single_controller.ray.base`."""
+"""Face: `verl.single_controller.ray` under the name users import."""
 
-from verl.single_controller.base.worker_group import create_colocated_worker_cls, create_colocated_worker_raw_cls
-from verl.single_controller.ray.batch_ref import BatchRef
-from verl.single_controller.ray.pool_manager import ResourcePoolManager
-from verl.single_controller.ray.resource_pool import RayResourcePool, ResourceError, merge_resource_pool
-from verl.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
-
-__all__ = [
-    "BatchRef",
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "ResourceError",
-    "ResourcePoolManager",
-    "create_colocated_worker_cls",
-    "create_colocated_worker_raw_cls",
-    "merge_resource_pool",
-]
+from verl.single_controller.ray import *  # noqa: F403
+from verl.single_controller.ray import __all__ as __all__

@@ -1,11 +1,11 @@
-"""RayResourcePool: which nodes and devices a worker group occupies. One placement group per node, in a stable order."""
+"""RayResourcePool: the nodes and devices of a worker group, one placement group per node; and which role has which."""
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -89,6 +89,37 @@ class RayResourcePool(ResourcePool):
                 f"resource pool {self.name_prefix!r}: {len(waiting)} of {len(groups)} node(s) could not be reserved in"
                 f" {_READY_TIMEOUT_S:.0f} s. {describe_cluster()} Another job may hold them: see `ray status`."
             )
+
+
+@dataclass
+class ResourcePoolManager:
+    """Pools by name (`{"global_pool": [8, 8]}`: processes per node) and the pool of every role."""
+
+    resource_pool_spec: dict[str, list[int]]
+    mapping: Mapping[Hashable, str]
+    use_gpu: bool = True
+    resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
+
+    def create_resource_pool(self) -> None:
+        """Make a pool for every name that a role uses; starting a group in it reserves its devices."""
+        used = set(self.mapping.values())
+        for name, processes in self.resource_pool_spec.items():
+            if name in used and name not in self.resource_pool_dict:
+                self.resource_pool_dict[name] = RayResourcePool(processes, self.use_gpu, name_prefix=name)
+
+    def get_resource_pool(self, role: Hashable) -> RayResourcePool:
+        """The pool of a role."""
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Devices (or processes, without GPUs) of all pools."""
+        return sum(sum(processes) for processes in self.resource_pool_spec.values())
+
+    def release(self) -> None:
+        """Give all pools back."""
+        for pool in self.resource_pool_dict.values():
+            pool.release()
+        self.resource_pool_dict.clear()
 
 
 def merge_resource_pool(a: RayResourcePool, b: RayResourcePool) -> RayResourcePool:
