@@ -6,7 +6,8 @@
 The worker is the one that `main_ppo` starts, with the same configuration, in a process per case without Ray; rows have
 full length. A device's measure is what torch allocated and the rollout engine mapped, as `memory_gb/<phase>` has it,
 the plan's the same without context and slack; "reserved" is what torch took of the device, to hold against the plan's
-total. The host's measure is how much less memory was available than before the worker was built. On a CPU the
+total. The host's measure is how much less memory was available than before the worker was built (the plan's is in the
+table printed before). On a CPU the
 allocations of torch are added up (those of the rollout engine's own thread are not seen).
 """
 
@@ -33,6 +34,7 @@ from verl.config import PPOConfig, load_config
 from verl.config.devices import gpu_memory, host_memory_available
 from verl.config.schema import put
 from verl.planning.advice import cheapest_changes
+from verl.planning.host import HostMemory
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan
 from verl.planning.plan import memory_plan
 from verl.planning.shapes import ModelShape
@@ -140,7 +142,7 @@ def configured(case: Case, folder: Path, device: str) -> tuple[PPOConfig, Memory
     memory = None if found is None else DeviceMemory(device, *found)
 
     def plan_of(changed: PPOConfig) -> MemoryPlan:
-        return memory_plan(changed, {"actor": shape}, memory)
+        return memory_plan(changed, {"actor": shape}, memory, HostMemory(host_memory_available()))
 
     changes, fits = cheapest_changes(config, plan_of)
     for change in changes:
@@ -279,7 +281,7 @@ class Measure:
 
     def rows(self, plan: MemoryPlan) -> list[dict[str, Any]]:
         """One per phase: planned beside measured."""
-        planned = {phase.phase: phase for phase in plan.phases}
+        planned = {phase.phase: phase for phase in plan.phases if not phase.on_host}
         names = [*self._host_peak, *(name for name in self._notes if name not in self._host_peak)]
         return [self._row(name, planned.get(name)) for name in names]
 

@@ -10,8 +10,10 @@ from typing import Any
 from verl.config import PPOConfig, SFTConfig
 from verl.config.devices import gpu_memory, host_memory_available
 from verl.config.plan import active_roles
+from verl.config.trainer import RunConfig
 from verl.models.loading import ModelKind
 from verl.planning.advice import refuse_what_cannot_fit, repair
+from verl.planning.host import HostMemory, holds_files
 from verl.planning.phases import DeviceMemory, MemoryPlan
 from verl.planning.plan import memory_plan, sft_memory_plan
 from verl.planning.shapes import ModelShape
@@ -46,7 +48,7 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
         return None
     for role in sorted(set(models) - set(shapes)):
         logger.info("memory plan: without the %s, whose shape is not known here", role)
-    device, host = _room(config.trainer.device, config.trainer.n_gpus_per_node)
+    device, host = _room(config.trainer)
     return _checked(config, lambda changed: memory_plan(changed, shapes, device, host))
 
 
@@ -55,7 +57,7 @@ def check_sft_memory(config: SFTConfig) -> MemoryPlan | None:
     shape = _shape(config.model.path, config.model)
     if shape is None:
         return None
-    device, host = _room(config.trainer.device, config.trainer.n_gpus_per_node)
+    device, host = _room(config.trainer)
     return _checked(config, lambda changed: sft_memory_plan(changed, shape, device, host))
 
 
@@ -77,10 +79,11 @@ def _shape(path: str | None, model: Any, kind: ModelKind = "causal_lm") -> Model
     return ModelShape.of_folder(resolve_model_path(path), model, kind)
 
 
-def _room(kind: str, ranks: int) -> tuple[DeviceMemory | None, int]:
+def _room(trainer: RunConfig) -> tuple[DeviceMemory | None, HostMemory]:
     """What each rank of this machine may take of a device, and all of them of the host, with what Ray keeps free."""
-    host = int(host_memory_available() * (1 - _KEPT_FREE))
-    if kind == "cpu":
-        return DeviceMemory("cpu", host // max(1, ranks), f"host memory for {ranks} rank(s)"), host
+    total, ranks = int(host_memory_available() * (1 - _KEPT_FREE)), trainer.n_gpus_per_node
+    host = HostMemory(total, holds_files(trainer.default_local_dir))
+    if trainer.device == "cpu":
+        return DeviceMemory("cpu", total // max(1, ranks), f"host memory for {ranks} rank(s)"), host
     found = gpu_memory()
     return (None if found is None else DeviceMemory("cuda", *found)), host

@@ -1,4 +1,7 @@
-"""What a node's own memory holds: its processes, weights being loaded, what waits offloaded, and a checkpoint."""
+"""What a node's own memory holds: its processes, what waits there offloaded, batches, and a checkpoint on its way.
+
+Weights are read from mapped files, which the system takes back when it needs the memory: loading holds nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,21 @@ from pathlib import Path
 from verl.planning.costs import TrainedModel
 from verl.planning.phases import GB, HOST_PARTS, PhaseMemory
 
-# Measured: a rank with torch and a device's driver, without one, and the controller with Ray's own processes.
-_RANK = {"cuda": int(3.0 * GB), "cpu": int(0.6 * GB)}
+# Measured: a rank with torch and a device's driver (2.7 GB beyond its imports), one without; the controller and Ray.
+_RANK = {"cuda": int(3.5 * GB), "cpu": int(0.6 * GB)}
 _CONTROLLER = int(2.0 * GB)
 # Of a token of a batch: its columns, in the store, at the controller and where they are used.
 _TOKEN = 300
-_IN_MEMORY = ("tmpfs", "ramfs")
+# What the kernel that gVisor plays says of itself.
+_GVISOR = "Sun Jan 10 15:06:54 PST 2016"
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """What a node has to give, and whether files in the folder of checkpoints take of it, too."""
+
+    total: int
+    holds_files: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,23 +41,19 @@ class Held:
     saved: tuple[str, ...] = ()
     """Contents of its checkpoints; none of a frozen one."""
 
-    def offloaded(self, trained: bool = True) -> float:
-        """Page-locked from the first time on; moments and gradients come with the first step. None on a CPU."""
+    def offloaded(self) -> float:
+        """Page-locked from the first time on. On a CPU nothing is elsewhere."""
         model = self.model
         parts = (
             (self.param_offload, model.weights()),
-            (self.optimizer_offload and trained, model.moments()),
-            (model.grad_offload and trained, model.gradients()),
+            (self.optimizer_offload, model.moments()),
+            (model.grad_offload, model.gradients()),
         )
         return self.ranks * sum(size for away, size in parts if away) if model.device == "cuda" else 0.0
 
     def resident(self) -> float:
         """Weights and moments of ranks whose device is the host."""
         return self.ranks * (self.model.weights() + self.model.moments()) if self.model.device == "cpu" else 0.0
-
-    def stored(self) -> float:
-        """The model's own files as they are read: by one rank of a node, which hands shards to the others."""
-        return float(self.model.shape.stored_bytes * self.model.shape.parameters)
 
     def export(self) -> float:
         """The whole model, gathered by the first rank for transformers."""
@@ -65,48 +73,35 @@ class Held:
         return weights + moments + self.export()
 
 
-@dataclass(frozen=True)
-class Node:
-    """A machine with `ranks` processes of a run."""
-
-    device: str
-    ranks: int
-    checkpoints: str
-    """The folder they go to."""
-    tokens: int
-    """Of a step's batch."""
-    loaded_by_rollout: float = 0.0
-    """What its engines read for themselves."""
-    room: int | None = None
-
-    def phases(self, held: Sequence[Held], prefix: str = "") -> list[PhaseMemory]:
-        """Loading, training and saving of these models."""
-        base = dict.fromkeys(HOST_PARTS, 0.0)
-        base["processes"] = float(self.ranks * _RANK[self.device] + _CONTROLLER)
-        base["models"] = sum(role.resident() for role in held)
-        offloaded = sum(role.offloaded() for role in held)
-        loading = max([self.loaded_by_rollout, *(role.stored() for role in held)])
-        batches = float(self.tokens * _TOKEN)
-        phases = {
-            "load": {"offloaded": sum(role.offloaded(trained=False) for role in held), "loading": loading},
-            "train": {"offloaded": offloaded, "batches": batches},
-            "save_checkpoint": {
-                "offloaded": offloaded,
-                "batches": batches,
-                "export": sum(role.export() for role in held),
-                "copies": sum(role.copies() for role in held),
-                "files": sum(role.files() for role in held) if in_memory(self.checkpoints) else 0.0,
-            },
-        }
-        return [PhaseMemory(prefix + name, "host", base | parts, self.room) for name, parts in phases.items()]
+def host_phases(
+    held: Sequence[Held], ranks: int, tokens: int, kept_steps: int, host: HostMemory | None, prefix: str = ""
+) -> list[PhaseMemory]:
+    """Of a node with `ranks` processes: training, and saving one more of `kept_steps` checkpoints; `tokens` are those
+    of a step's batch."""
+    base = dict.fromkeys(HOST_PARTS, 0.0)
+    base["processes"] = float(ranks * max(_RANK[role.model.device] for role in held) + _CONTROLLER)
+    base["models"] = sum(role.resident() for role in held)
+    base["offloaded"] = sum(role.offloaded() for role in held)
+    base["batches"] = float(tokens * _TOKEN)
+    saving = {
+        "export": sum(role.export() for role in held),
+        "copies": sum(role.copies() for role in held),
+        "files": kept_steps * sum(role.files() for role in held) if host and host.holds_files else 0.0,
+    }
+    room = host.total if host else None
+    return [
+        PhaseMemory(f"{prefix}train", "host", base, room),
+        PhaseMemory(f"{prefix}save_checkpoint", "host", base | saving, room),
+    ]
 
 
-def in_memory(folder: str) -> bool:
-    """Whether files in that folder (which need not exist) are kept in the host's memory."""
-    mounts = Path("/proc/mounts")
+def holds_files(folder: str) -> bool:
+    """Whether files in that folder (which need not exist) are kept in memory: a tmpfs, or gVisor, where a checkpoint of
+    6.4 GB was seen to take 8.0 GB of the machine's memory."""
+    version, mounts = Path("/proc/version"), Path("/proc/mounts")
     if not mounts.exists():
         return False
     place = os.path.realpath(os.path.expanduser(folder))
     found = [line.split()[1:3] for line in mounts.read_text().splitlines()]
     inside = [(len(at), kind) for at, kind in found if at == "/" or place == at or place.startswith(f"{at}/")]
-    return max(inside, default=(0, ""))[1] in _IN_MEMORY
+    return max(inside, default=(0, ""))[1] in ("tmpfs", "ramfs") or _GVISOR in version.read_text()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 GB = 2**30
 # The columns of the tables, in order.
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "gathered", "activations", "head", "rollout", "context")
-HOST_PARTS = ("processes", "models", "offloaded", "loading", "export", "copies", "files", "batches")
+HOST_PARTS = ("processes", "models", "offloaded", "export", "copies", "files", "batches")
 # Share of what torch allocates that is lost between blocks.
 _SLACK = 0.03
 

@@ -19,7 +19,7 @@ from verl.inference.graphs import pool_bytes
 from verl.inference.kv_memory import bytes_per_token
 from verl.inference.kv_sizing import device_room, host_room, logit_bytes, step_bytes
 from verl.planning.costs import TrainedModel
-from verl.planning.host import Held, Node
+from verl.planning.host import Held, HostMemory, host_phases
 from verl.planning.phases import DEVICE_PARTS, GB, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.planning.shapes import ModelShape
 
@@ -39,11 +39,11 @@ _CONTEXT, _COLLECTIVES = int(0.6 * GB), int(0.4 * GB)
 
 
 def memory_plan(
-    config: PPOConfig, shapes: Mapping[str, ModelShape], device: DeviceMemory | None, host: int | None = None
+    config: PPOConfig, shapes: Mapping[str, ModelShape], device: DeviceMemory | None, host: HostMemory | None = None
 ) -> MemoryPlan:
     """Of a resolved configuration. `shapes` by role: actor, and critic, reward_model where there are such roles.
 
-    `host`: what a node's own memory has to give.
+    `host`: a node's own memory.
     """
     models = _models(config, shapes)
     phases = [_phase(config, models, phase, device) for phase in _phases(config)]
@@ -51,7 +51,7 @@ def memory_plan(
 
 
 def sft_memory_plan(
-    config: SFTConfig, shape: ModelShape, device: DeviceMemory | None, host: int | None = None
+    config: SFTConfig, shape: ModelShape, device: DeviceMemory | None, host: HostMemory | None = None
 ) -> MemoryPlan:
     """Of supervised fine-tuning: one phase, in which nothing else needs the device."""
     data, sharing, kind = config.data, config.ulysses_sequence_parallel_size, config.trainer.device
@@ -68,8 +68,8 @@ def sft_memory_plan(
     ranks = min(config.ranks, config.trainer.n_gpus_per_node)
     held = [Held(model, ranks, saved=tuple(config.checkpoint.save_contents))]
     batch = data.train_batch_size * data.max_length
-    node = Node(kind, ranks, config.trainer.default_local_dir, batch, room=host)
-    return MemoryPlan((phase, *node.phases(held, "sft_")), device)
+    kept = _kept_steps(config.trainer.save_freq, config.trainer.max_ckpt_to_keep)
+    return MemoryPlan((phase, *host_phases(held, ranks, batch, kept, host, "sft_")), device)
 
 
 def micro_batch_tokens(config: PPOConfig, phase: str) -> tuple[int, int, bool]:
@@ -176,9 +176,9 @@ def _phase(
     return PhaseMemory(phase, layout.pool, parts, device.total if device else None)
 
 
-def _host(config: PPOConfig, models: Mapping[str, TrainedModel], room: int | None) -> list[PhaseMemory]:
+def _host(config: PPOConfig, models: Mapping[str, TrainedModel], host: HostMemory | None) -> list[PhaseMemory]:
     """Of the node that has a rank of every role."""
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    trainer = config.trainer
     ranks = {role: min(trainer.n_gpus_per_node, layout_of(config, role).world_size) for role in active_roles(config)}
     held = []
     for role, model in models.items():
@@ -186,10 +186,15 @@ def _host(config: PPOConfig, models: Mapping[str, TrainedModel], room: int | Non
         saved = () if model.frozen else tuple(block.checkpoint.save_contents)
         fsdp = block.fsdp_config
         held.append(Held(model, ranks[role], fsdp.param_offload, fsdp.optimizer_offload and not model.frozen, saved))
-    own = ranks["rollout"] * held[0].stored() if held and rollout.load_format != "dummy" else 0.0
     processes = sum({layout_of(config, role).pool: count for role, count in ranks.items()}.values())
     batch = _samples(config) * (config.data.max_prompt_length + config.data.max_response_length)
-    return Node(trainer.device, processes, trainer.default_local_dir, batch, own, room).phases(held)
+    kept = _kept_steps(trainer.save_freq, trainer.max_actor_ckpt_to_keep)
+    return host_phases(held, processes, batch, kept, host)
+
+
+def _kept_steps(save_freq: int | None, kept: int | None) -> int:
+    """Checkpoints that lie side by side at least."""
+    return 1 if save_freq is not None and save_freq <= 0 else 1 + (kept or 1)
 
 
 def _rests_here(config: PPOConfig, role: str, pool: str) -> bool:

@@ -10,7 +10,6 @@ _POLICY, _CRITIC, _REWARD = "actor_rollout_ref", "critic", "reward_model"
 _ACTOR, _REF, _ROLLOUT = f"{_POLICY}.actor", f"{_POLICY}.ref", f"{_POLICY}.rollout"
 UNKNOWN: Any = object()
 """The value of a key that is not in the configuration at hand."""
-_SETTINGS = ("bf16", "dummy")
 # Parts of keys' names, and what moving them costs.
 _COSTS = (
     ("micro_batch_size", "smaller passes"),
@@ -23,7 +22,6 @@ _COSTS = (
     ("gpu_memory", "fewer sequences at once"),
     ("max_num", "fewer sequences at once"),
     ("_length", "another training"),
-    ("load_format", "nothing: weights come from the trainer"),
     ("save_contents", "no folder for transformers beside the checkpoint"),
 )
 # Smaller shares leave an engine no room for its weights and a few sequences.
@@ -32,7 +30,7 @@ _LEAST_UTILIZATION = 0.1
 
 @dataclass(frozen=True)
 class Remedy:
-    """One key, and which way it moves: `halve`, `on`, `off`, `double`, `lower`, to `bf16` or `dummy`, or by leaving
+    """One key, and which way it moves: `halve`, `on`, `off`, `double`, `lower`, to `bf16`, or by leaving
     `hf_model` out."""
 
     key: str
@@ -44,8 +42,8 @@ class Remedy:
         """Values to try after `now`, mildest first; none where it has gone all the way."""
         if self.way in ("on", "off") and bool(now) != (self.way == "on"):
             yield self.way == "on"
-        if self.way in _SETTINGS and now != self.way:
-            yield self.way
+        if self.way == "bf16" and now != "bf16":
+            yield "bf16"
         if self.way == "hf_model" and isinstance(now, list) and self.way in now:
             yield [part for part in now if part != self.way]
         while self.way == "halve" and isinstance(now, int) and now > least:
@@ -72,7 +70,7 @@ class Remedy:
 
     def describe(self, now: Any) -> str:
         """`key=True`, or `key (now 8): lower it`."""
-        if self.way in ("on", "off", *_SETTINGS):
+        if self.way in ("on", "off", "bf16"):
             return f"{self.key}={ {'on': True, 'off': False}.get(self.way, self.way) }"
         what = {"double": "raise it", "hf_model": "leave hf_model out"}.get(self.way, "lower it")
         return f"{self.key}{'' if now is UNKNOWN else f' (now {now})'}: {what}"
@@ -184,10 +182,8 @@ _TABLE: dict[str, tuple[Remedy, ...]] = {
     "update_critic": _update(_CRITIC, f"{_CRITIC}.model", beside=_ACTOR),
     "update_actor": _update(_ACTOR, f"{_POLICY}.model", beside=_CRITIC),
     # The host's: what was moved there may come back, and a checkpoint need not hold all.
-    "load": (Remedy(f"{_ROLLOUT}.load_format", "dummy"), *_BACK),
     "train": (*_HALF, *_BACK),
     "save_checkpoint": (*_EXPORTS, *_HALF, *_BACK),
-    "sft_load": (),
     "sft_train": (Remedy("fsdp_config.grad_offload", "off"),),
     "sft_save_checkpoint": (
         Remedy("checkpoint.save_contents", "hf_model"),

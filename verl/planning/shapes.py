@@ -29,8 +29,6 @@ class ModelShape:
     """Of all layers together."""
     root_parameters: int
     """Those outside the layers (embeddings, head), which are gathered for the whole of a pass."""
-    stored_bytes: int = 2
-    """Of a parameter in the model's own files."""
     adapter_parameters: int | None = None
     """Of LoRA; None without."""
     gated: bool = True
@@ -96,7 +94,6 @@ class ModelShape:
             vocab=text.vocab_size,
             tied=bool(text.tie_word_embeddings),
             layer_parameters=inside,
-            stored_bytes=config.dtype.itemsize if isinstance(config.dtype, torch.dtype) else 2,
             root_parameters=sum(value.numel() for value in model.parameters()) - inside,
             gated=any("gate" in name for name, _ in layers[0].named_modules()),
             norms_per_layer=norms.count(hidden),

@@ -171,7 +171,7 @@ def test_the_table_names_phases_and_device():
     assert "of 80.0 (a GPU)" in text
     assert [line.split()[0] for line in text.splitlines()[1:]] == [
         "phase", "gen", "old_log_prob", "values", "update_critic", "update_actor",
-        "Host", "phase", "load", "train", "save_checkpoint",
+        "Host", "phase", "train", "save_checkpoint",
     ]  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def test_supervised_fine_tuning_has_one_phase():
     given = ["data.train_files=x", "model.path=y", "trainer.device=cuda", "trainer.n_gpus_per_node=1"]
     config = load_config(None, given, check_files=False, root=SFTConfig)
     plan = sft_memory_plan(config, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU"))
-    assert [found.phase for found in plan.phases] == ["sft", "sft_load", "sft_train", "sft_save_checkpoint"]
+    assert [found.phase for found in plan.phases] == ["sft", "sft_train", "sft_save_checkpoint"]
     assert plan.fullest.total > 16 * SHAPE.parameters * 0.5
     with pytest.raises(ConfigError):
         refuse_what_cannot_fit(config, lambda c: sft_memory_plan(c, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU")))
