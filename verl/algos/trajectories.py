@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from verl.algos.groups import Index
+from verl.protocol import DataProto
 
 
 class Trajectories:
@@ -34,6 +35,14 @@ class Trajectories:
         self.one_row_each = len(self.last_rows) == rows
         if not self.one_row_each:
             self._place_tokens()
+
+    @classmethod
+    def of(cls, data: DataProto) -> Trajectories:
+        """Rows of one name in the column `trajectory` are one's; without that column each row is a trajectory."""
+        ids = data.non_tensor_batch["trajectory"] if "trajectory" in data.non_tensor_batch else None
+        if "response_mask" in data.batch.keys():
+            return cls(ids, data.batch["response_mask"])
+        return cls(ids, data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :])
 
     def __len__(self) -> int:
         return len(self.last_rows)

@@ -10,7 +10,7 @@ import torch
 
 from verl.config import load_config
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.dynamic_sampling import differing_rows, fill_batch
+from verl.trainer.ppo.dynamic_sampling import differing_answers, fill_batch
 from verl.trainer.ppo.prompts import PromptStream
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 
@@ -57,7 +57,7 @@ class Run:
     def fill(self) -> tuple[DataProto, dict[str, float]]:
         metrics: dict[str, float] = {}
         prompts = self.prompts.take(self.config.data.gen_batch_size)
-        return fill_batch(prompts, metrics, self.roll_out, self.prompts, None, self.config, step=7), metrics
+        return fill_batch(prompts, metrics, self.roll_out, self.prompts, None, self.config, 7, pad_token_id=0), metrics
 
 
 def uids(batch: DataProto) -> list[str]:
@@ -132,14 +132,6 @@ def test_at_the_limit_the_step_goes_on_with_what_it_has(caplog):
     assert "step 7: 4 prompts in 2 generation batches gave 1 of 2 groups that differ in score" in caplog.text
 
 
-def test_an_incomplete_batch_is_filled_up_to_whole_mini_batches_with_rows_that_weigh_nothing():
-    scores = dict.fromkeys("abcd", ALL_WRONG) | {"b": MIXED}
-    limits = ("algorithm.filter_groups.max_num_gen_batches=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
-    batch, _ = Run(scores, [["a", "b"], ["c", "d"]], *limits).fill()
-    assert len(batch) == 4
-    assert batch.batch["response_mask"].tolist() == [[1, 1, 0]] * 2 + [[0, 0, 0]] * 2
-
-
 @pytest.mark.parametrize("limit", [-1, 0, 2])
 def test_no_group_at_all_is_an_error_with_and_without_a_limit(limit):
     """Without a limit one whole epoch in vain is enough: the same prompts would fail again for ever."""
@@ -180,18 +172,18 @@ def test_answers_that_could_not_be_scored_say_nothing_about_their_group():
     """Masked, their 0 beside a 1 is no difference; a group of only such answers is dropped."""
     groups = np.array(["a", "a", "a", "b", "b"])
     batch = scored([1.0, 1.0, 0.0, 0.0, 0.0], mask=[1, 1, 0, 0, 0])
-    assert differing_rows(batch, groups, "score").tolist() == [False] * 5
+    assert differing_answers(batch, groups, "score").tolist() == [False] * 5
     batch = scored([1.0, 0.0, 0.0, 0.0, 0.0], mask=[1, 1, 0, 0, 0])
-    assert differing_rows(batch, groups, "score").tolist() == [True, True, False, False, False]
+    assert differing_answers(batch, groups, "score").tolist() == [True, True, False, False, False]
 
 
 def test_the_metric_may_be_what_the_reward_returned():
     """Scores differ (length), accuracy does not; rounding is no difference; a missing value counts 0."""
     groups = np.array(["a", "a", "b", "b"])
     batch = scored([1.0, 0.9, 0.3, 0.3 + 1e-8], [1, 1, 1, 1], acc=[True, True, None, 1], note=["x"] * 4)
-    assert differing_rows(batch, groups, "score").tolist() == [True, True, False, False]
-    assert differing_rows(batch, groups, "acc").tolist() == [False, False, True, True]
+    assert differing_answers(batch, groups, "score").tolist() == [True, True, False, False]
+    assert differing_answers(batch, groups, "acc").tolist() == [False, False, True, True]
     with pytest.raises(ValueError, match=r"filter_groups.metric: the reward returned no number under .accc. \(there"):
-        differing_rows(batch, groups, "accc")
+        differing_answers(batch, groups, "accc")
     with pytest.raises(ValueError, match=r"no number under 'note'"):
-        differing_rows(batch, groups, "note")
+        differing_answers(batch, groups, "note")

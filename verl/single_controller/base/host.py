@@ -10,6 +10,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
+import numpy as np
+
 from verl.protocol import DataProto, mask_filler_rows
 from verl.single_controller.base.decorator import MethodSpec
 from verl.single_controller.base.dispatch import Shard
@@ -108,9 +110,17 @@ def _counted_share(shard: Shard | None) -> float:
 
 
 def _without_fillers(output: DataProto, rows: int, fillers: int) -> DataProto:
-    """Drop what a method made of filler rows: the last `fillers` of `rows`, or as many times more as it returned."""
+    """Drop what a method made of filler rows: the last `fillers` of `rows`, or as many times more as it returned.
+
+    Trajectories of several rows may be of any number: those of one stand together.
+    """
     if fillers == 0 or len(output) == 0:
         return output
+    names = output.non_tensor_batch.get("trajectory")
+    if names is not None:
+        starts = np.flatnonzero([True, *(names[1:] != names[:-1])])
+        if len(starts) == rows:
+            return output[: starts[rows - fillers]]
     if len(output) % rows:
         raise ValueError(
             f"the method got {rows} rows, {fillers} of them fillers, and returned {len(output)}: not a multiple, so the"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.algos.trajectories import Trajectories
 from verl.protocol import DataProto
 from verl.types.schema import selected_for
 from verl.utils.atomic_file import replacing
@@ -27,19 +28,31 @@ def dump_batch(batch: DataProto, folder: str, step: int) -> Path:
 
 def dump_rows(batch: DataProto, tokenizer: Any, folder: str, step: int) -> Path:
     """`N.jsonl`: prompt, answer, score and what the reward said, one line per sample."""
-    prompts = decode(tokenizer, batch.batch["prompts"].tolist())
-    answers = decode(tokenizer, batch.batch["responses"].tolist())
-    scores = batch.batch["token_level_scores"].sum(-1).tolist()
-    ours = ("step", "input", "output", "score")
+    answers, whole = answer_texts(batch, tokenizer), Trajectories.of(batch)
+    scores = whole.sum(batch.batch["token_level_scores"].sum(-1)).tolist()
+    ours = ("step", "input", "output", "score", "rows")
     extras = {
-        f"data_{key}" if key in ours else key: batch.non_tensor_batch[key]
+        f"data_{key}" if key in ours else key: batch.non_tensor_batch[key][whole.last_rows]
         for key in selected_for("dump", batch.non_tensor_batch)
     }
     rows = (
-        {"step": step, "input": prompt, "output": answer, "score": score, **{k: v[i] for k, v in extras.items()}}
-        for i, (prompt, answer, score) in enumerate(zip(prompts, answers, scores, strict=True))
+        {"step": step, **answer, "score": score, **{k: v[i] for k, v in extras.items()}}
+        for i, (answer, score) in enumerate(zip(answers, scores, strict=True))
     )
     return write_jsonl(rows, Path(folder) / f"{step}.jsonl")
+
+
+def answer_texts(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
+    """Of every trajectory its first prompt as `input` and its last response as `output`; `rows` has all pairs of them
+    where there are several."""
+    texts = [decode(tokenizer, batch.batch[name].tolist()) for name in ("prompts", "responses")]
+    whole = Trajectories.of(batch)
+    rows: list[list[tuple[str, str]]] = [[] for _ in range(len(whole))]
+    for number, pair in zip(whole.of_row, zip(*texts, strict=True), strict=True):
+        rows[number].append(pair)
+    return [
+        {"input": pairs[0][0], "output": pairs[-1][1]} | ({"rows": pairs} if len(pairs) > 1 else {}) for pairs in rows
+    ]
 
 
 def write_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> Path:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from verl.algos.trajectories import Trajectories
 from verl.protocol import DataProto
 from verl.single_controller.ray import BatchRef
-from verl.trainer.ppo.advantage import trajectories_of
+from verl.types.schema import COLUMNS
 from verl.utils.balancing import ceildiv, get_seqlen_balanced_partitions
 from verl.utils.flops import TOKENS, SequenceCost
 
@@ -29,7 +30,7 @@ class Arrangement:
     def take(self, batch: DataProto, names: Sequence[str]) -> DataProto:
         """The rows to send, of the named tensors, and what they weigh by the masks as they are now: fillers nothing,
         rows of trajectories with several by `trajectory_tokens`."""
-        order, whole = torch.from_numpy(self.order), trajectories_of(batch)
+        order, whole = torch.from_numpy(self.order), Trajectories.of(batch)
         sent = batch.select(list(names), []).select_idxs(self.order)
         if self.filler.any():
             mask = batch.batch["response_mask"][order]
@@ -106,3 +107,26 @@ def evenness(
         "global_seqlen/max_over_mean": ratio([np.array_split(members, ranks) for members in mini_batches]),
         "global_seqlen/balanced_max_over_mean": ratio([list(parts) for parts in arrangement.on_ranks(ranks)]),
     }
+
+
+def concat_rows(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
+    """One batch of all rows, whatever width each part is padded to. Batches by reference pad when they are read."""
+    if len(parts) == 1:
+        return parts[0]
+    if not isinstance(parts[0], BatchRef) and "responses" in parts[0].batch.keys():
+        sizes = [(part.batch["prompts"].shape[1], part.batch["responses"].shape[1]) for part in parts]
+        width = [max(each) for each in zip(*sizes, strict=True)]
+        parts = [_widened(part, size, width, pad_token_id) for part, size in zip(parts, sizes, strict=True)]
+    return DataProto.concat(parts)
+
+
+def _widened(part: DataProto, size: Sequence[int], width: Sequence[int], pad_token_id: int) -> DataProto:
+    """Prompts padded on the left and responses on the right, from `size` to `width`: both (prompt, response)."""
+    left, right = width[0] - size[0], width[1] - size[1]
+    sides = {"prompt": (left, 0), "response": (0, right), "sequence": (left, right)}
+    wider = part.select()
+    for name, value in part.batch.items() if left or right else ():
+        if name in COLUMNS and COLUMNS[name].axis in sides:
+            blank = pad_token_id if (filler := COLUMNS[name].filler) is None else filler
+            wider.batch[name] = torch.nn.functional.pad(value, sides[COLUMNS[name].axis], value=blank)
+    return wider

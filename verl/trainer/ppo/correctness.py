@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from verl.algos.trajectories import Trajectories
 from verl.protocol import DataProto
-from verl.trainer.ppo.advantage import trajectories_of
 from verl.workers.reward_manager.naive import FAILED
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def say_right(right: Right, when: str = "") -> None:
 
 def say_right_of_step(batch: DataProto, extra: Mapping[str, Any], source_key: str, judged: bool, step: int) -> None:
     """The same for a scored training batch; `extra` names the columns that the reward added."""
-    columns, whole = batch.non_tensor_batch, trajectories_of(batch)
+    columns, whole = batch.non_tensor_batch, Trajectories.of(batch)
     answers = whole.last_rows
     sources = columns[source_key][answers].tolist() if source_key in columns else ["unknown"] * len(whole)
     said = columns["acc"][answers].tolist() if "acc" in extra else None

@@ -9,7 +9,6 @@ that wait for the next step, which answers them again with its own weights. Afte
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from verl.algos.groups import Groups
+from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.guard import no_samples
 from verl.trainer.ppo.advantage import value_per_answer
+from verl.trainer.ppo.arrange import concat_rows
 from verl.trainer.ppo.prompts import PromptStream
 from verl.workers.reward_manager.naive import FAILED
 
@@ -45,16 +46,17 @@ def fill_batch(
     reward_fn: Any,
     config: PPOConfig,
     step: int,
+    pad_token_id: int,
 ) -> DataProto:
     """Scored answers to `data.train_batch_size` prompts whose groups differ; `prompts` are tried first.
 
-    Fewer only where the limit came first; then rows that weigh nothing fill up the last mini-batch.
+    Fewer only where the limit came first.
     """
     data, rule = config.data, config.algorithm.filter_groups
     found, times = _Found(data.train_batch_size), Counter[str]()
     while True:
         answers_metrics: dict[str, float] = {}
-        groups = _own_groups(prompts, times)
+        groups = own_groups(prompts, times)
         batch = roll_out(groups, answers_metrics)
         source.learn_from(batch)
         surplus = found.add(batch, groups.non_tensor_batch["uid"], rule.metric, answers_metrics)
@@ -68,7 +70,7 @@ def fill_batch(
             break
         prompts = source.take(data.gen_batch_size)
     metrics |= found.metrics()
-    return found.result(config, step)
+    return found.result(config, step, pad_token_id)
 
 
 def _stop_in_an_outage(batches: int, reward_fn: Any) -> None:
@@ -105,8 +107,9 @@ class _Found:
     def add(self, batch: DataProto, uids: np.ndarray, metric: str, metrics: dict[str, float]) -> np.ndarray:
         """Take what is missing from one generation batch; places in `uids` of prompts that were not needed any more."""
         row_uids = np.asarray(batch.non_tensor_batch["uid"])
-        differ = differing_rows(batch, row_uids, metric)
-        kept = np.flatnonzero(np.isin(uids.astype(str), row_uids[differ].astype(str)))
+        answer_uids = row_uids[Trajectories.of(batch).last_rows]
+        differ = differing_answers(batch, answer_uids, metric)
+        kept = np.flatnonzero(np.isin(uids.astype(str), answer_uids[differ].astype(str)))
         chosen, surplus = kept[: self.missing], kept[self.missing :]
         if len(chosen):
             self.parts.append(batch.select_idxs(np.isin(row_uids.astype(str), uids[chosen].astype(str))))
@@ -141,7 +144,7 @@ class _Found:
             "filter_groups/missing_prompts": float(self.missing),
         }
 
-    def result(self, config: PPOConfig, step: int) -> DataProto:
+    def result(self, config: PPOConfig, step: int, pad_token_id: int) -> DataProto:
         """The step's batch."""
         tried = f"{self.prompts} prompts in {self.batches} generation batches"
         metric = config.algorithm.filter_groups.metric
@@ -152,23 +155,21 @@ class _Found:
                 " choose another algorithm.filter_groups.metric, harder or easier data, or set"
                 " algorithm.filter_groups.enable=False."
             )
-        batch = self.parts[0] if len(self.parts) == 1 else DataProto.concat(self.parts)
-        if not self.missing:
-            return batch
-        logger.warning(
-            "step %d: %s gave %d of %d groups that differ in %s; training goes on with these"
-            " (algorithm.filter_groups.max_num_gen_batches)", step, tried, self.taken, self.wanted, metric,
-        )  # fmt: skip
-        return _filled(batch, self.taken, config)
+        if self.missing:
+            logger.warning(
+                "step %d: %s gave %d of %d groups that differ in %s; training goes on with these"
+                " (algorithm.filter_groups.max_num_gen_batches)", step, tried, self.taken, self.wanted, metric,
+            )  # fmt: skip
+        return concat_rows(self.parts, pad_token_id)
 
 
-def differing_rows(batch: DataProto, uids: np.ndarray, metric: str) -> np.ndarray:
-    """[batch], bool: whether the answers of the row's group differ in `metric`. A row without tokens is in no group."""
+def differing_answers(batch: DataProto, uids: np.ndarray, metric: str) -> np.ndarray:
+    """[trajectories], bool: whether the answers of its group differ in `metric`; one without tokens is in no group."""
     values = value_per_answer(batch, metric, "algorithm.filter_groups.metric")
-    return Groups(uids, batch.batch["response_mask"]).differ(values, _TOLERANCE).cpu().numpy()
+    return Groups(uids, Trajectories.of(batch).mask).differ(values, _TOLERANCE).cpu().numpy()
 
 
-def _own_groups(prompts: DataProto, times: Counter[str]) -> DataProto:
+def own_groups(prompts: DataProto, times: Counter[str]) -> DataProto:
     """A prompt that comes again in one step, in a new epoch, is a group of its own with sampling noise of its own."""
     names = []
     for uid in map(str, prompts.non_tensor_batch["uid"]):
@@ -177,17 +178,3 @@ def _own_groups(prompts: DataProto, times: Counter[str]) -> DataProto:
     own = prompts.select()
     own.non_tensor_batch["uid"] = object_array(names)
     return own
-
-
-def _filled(batch: DataProto, prompts: int, config: PPOConfig) -> DataProto:
-    """With copies of rows whose mask is 0, up to whole mini-batches: they divide over ranks and weigh nothing."""
-    sizes = [config.actor_rollout_ref.actor.ppo_mini_batch_size]
-    if config.critic.enable:
-        sizes.append(config.critic.ppo_mini_batch_size)
-    rows = len(batch)
-    fillers = -prompts % math.lcm(*sizes) * config.actor_rollout_ref.rollout.n
-    filled = batch.select_idxs(np.concatenate([np.arange(rows), np.resize(np.arange(rows), fillers)]))
-    mask = filled.batch["response_mask"].clone()
-    mask[rows:] = 0
-    filled.batch["response_mask"] = mask
-    return filled

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,12 @@ import numpy as np
 import torch
 
 from verl.algos import takes_argument
+from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.answer_ends import answer_ends
 from verl.trainer.ppo.correctness import say_right_of_step
-from verl.trainer.ppo.dynamic_sampling import RollOut, fill_batch
+from verl.trainer.ppo.dynamic_sampling import RollOut, fill_batch, own_groups
 from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
 from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.reward import compute_reward, reward_metrics
@@ -70,13 +72,20 @@ class Generator:
         }
         with self._overlap(reward_fn, self._groups.rollout, request, batch):
             generated = self._groups.rollout.generate_sequences(request)
-        return generated.union(batch.select([], None, []))
+        return generated.union(batch.select_idxs(answered_rows(batch, generated)).select([], None, []))
 
     def judged(self, batch: DataProto) -> DataProto:
-        """With the scores of the reward model, where there is one."""
+        """With the scores of the reward model, where there is one: it reads the last row of every trajectory."""
         if not self._has_judge:
             return batch
-        return batch.union(self._infer(self._groups.reward_model.compute_rm_score, batch, "reward_model"))
+        judge, whole = self._groups.reward_model.compute_rm_score, Trajectories.of(batch)
+        if whole.one_row_each:
+            return batch.union(self._infer(judge, batch, "reward_model"))
+        scores = self._infer(judge, batch.select_idxs(whole.last_rows), "reward_model").batch["rm_scores"]
+        of_rows = torch.zeros(len(batch), batch.batch["response_mask"].shape[1])
+        of_rows[torch.from_numpy(whole.last_rows), : scores.shape[1]] = scores
+        batch.batch["rm_scores"] = of_rows
+        return batch
 
     def score(self, batch: DataProto, metrics: dict[str, float], step: int) -> DataProto:
         """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions."""
@@ -93,27 +102,44 @@ class Generator:
             batch.non_tensor_batch[name] = object_array(list(values))
         if self._greedy:
             batch = split_off_baselines(batch)
-            metrics["reward/greedy/mean"] = float(batch.batch["reward_baselines"].mean())
+        whole = Trajectories.of(batch)
+        if self._greedy:
+            metrics["reward/greedy/mean"] = float(whole.at_end(batch.batch["reward_baselines"]).mean())
         say_right_of_step(batch, extra, self._config.data.reward_fn_key, self._has_judge, step)
-        metrics |= reward_metrics({name: batch.non_tensor_batch[name].tolist() for name in extra})
+        metrics |= reward_metrics({name: batch.non_tensor_batch[name][whole.last_rows].tolist() for name in extra})
         return batch
 
     def fill(
         self, prompts: DataProto, metrics: dict[str, float], roll_out: RollOut, source: PromptStream, step: int
     ) -> DataProto:
         """Dynamic sampling: as many prompts as the step wants whose answers differ, each asked by `roll_out`."""
-        return fill_batch(prompts, metrics, roll_out, source, self.reward_fn, self._config, step)
+        pad = self._tokenizer.pad_token_id
+        return fill_batch(prompts, metrics, roll_out, source, self.reward_fn, self._config, step, pad)
 
 
 def answer_rows(prompts: DataProto, n: int, greedy: bool) -> DataProto:
     """Each prompt `n` times, all its rows together and numbered by `sample_index`; with `greedy` once more, last."""
     copies = n + greedy
+    if "uid" in prompts.non_tensor_batch:
+        prompts = own_groups(prompts, Counter())
     rows = prompts.repeat(copies, interleave=True)
     numbers = np.arange(len(rows)) % copies
     rows.non_tensor_batch["sample_index"] = object_array(numbers.tolist())
     if greedy:
         rows.non_tensor_batch[SAMPLED] = object_array((numbers < n).tolist())
     return rows
+
+
+def answered_rows(asked: DataProto, generated: DataProto) -> np.ndarray:
+    """[generated]: which of the rows asked each generated row answers. A trajectory has as many as it needed."""
+    if "trajectory" not in generated.non_tensor_batch:
+        return np.arange(len(asked))
+    names = zip(asked.non_tensor_batch["uid"], asked.non_tensor_batch["sample_index"], strict=True)
+    row_of = {f"{uid}/{number}": row for row, (uid, number) in enumerate(names)}
+    unasked = [name for name in generated.non_tensor_batch["trajectory"] if name not in row_of]
+    if unasked:
+        raise ValueError(f"rollout: trajectory {unasked[0]!r} answers none of the {len(asked)} rows that were asked.")
+    return np.array([row_of[name] for name in generated.non_tensor_batch["trajectory"]])
 
 
 def split_off_baselines(batch: DataProto) -> DataProto:
@@ -125,7 +151,9 @@ def split_off_baselines(batch: DataProto) -> DataProto:
     sampled = np.array(batch.pop(non_tensor_batch_keys=[SAMPLED]).non_tensor_batch[SAMPLED], dtype=bool)
     uids = np.asarray(batch.non_tensor_batch["uid"])
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
-    greedy_score = {uids[row]: scores[row] for row in np.flatnonzero(~sampled)}
+    greedy_score: dict[str, float] = defaultdict(float)
+    for row in np.flatnonzero(~sampled):  # a trajectory's rows together
+        greedy_score[uids[row]] += scores[row]
     kept = batch.select_idxs(sampled)
     kept.batch["reward_baselines"] = torch.tensor([greedy_score[uid] for uid in uids[sampled]])
     return kept

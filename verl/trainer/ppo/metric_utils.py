@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl.algos.trajectories import Trajectories
 from verl.protocol import DataProto
-from verl.trainer.ppo.advantage import cut_answers, trajectories_of
+from verl.trainer.ppo.advantage import cut_answers
 from verl.trainer.ppo.validation_metrics import bootstrap_metric, calc_maj_val, process_validation_metrics
 from verl.utils.metric import reduce_metrics
 from verl.utils.torch_functional import masked_mean, masked_sum, masked_var
@@ -48,7 +49,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     for prompts, one is clipped at `meta_info`'s `max_response_length` (`max_prompt_length`), or at the columns' width.
     The prompt of a trajectory is that of its first row, its answer the tokens of all its rows, ended as the last one.
     """
-    columns, rows, whole = batch.batch, _Rows.of(batch), trajectories_of(batch)
+    columns, rows, whole = batch.batch, _Rows.of(batch), Trajectories.of(batch)
     real = whole.mask.bool().any(-1)
     scores = masked_sum(whole.join(columns["token_level_scores"]), whole.mask.bool(), axis=-1)
     rewards = scores

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from verl.algos.trajectories import Trajectories
 from verl.config.load import as_config
 from verl.config.ppo import PPOConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from verl.protocol import DataProto
-from verl.trainer.ppo.advantage import trajectories_of
 from verl.utils.import_utils import load_user_object
 from verl.utils.reward_score import default_compute_score, known_data_sources
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
@@ -94,7 +94,7 @@ def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[torc
     is `reward_<name>` here. Of a trajectory with several rows the last one is scored, and has the score; what is said
     beside it is on all of them.
     """
-    whole = trajectories_of(data)
+    whole = Trajectories.of(data)
     result = reward_fn(data if whole.one_row_each else data.select_idxs(whole.last_rows), return_dict=True)
     scores = result["reward_tensor"]
     taken = {*data.batch.keys(), *data.non_tensor_batch}

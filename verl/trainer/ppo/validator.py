@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
-from verl.trainer.common.dumps import decode, write_jsonl
+from verl.trainer.common.dumps import answer_texts, write_jsonl
 from verl.trainer.common.setbacks import Setbacks
 from verl.trainer.common.status_line import StatusLine
 from verl.trainer.ppo.correctness import right_answers, say_right
@@ -26,7 +27,7 @@ Samples = dict[str, list[Any]]
 """Columns of answered and scored prompts."""
 
 # Columns of a sample that say what it is; all others say how good it is.
-_DESCRIPTIONS = ("prompt", "answer", "uid", "data_source")
+_DESCRIPTIONS = ("prompt", "answer", "rows", "uid", "data_source")
 # What is worth a look first; the spread and the bounds of each are not.
 _CORE = ("mean@", "best@", "maj@", "pass@")
 _BOUNDS = ("/std", "/low", "/high")
@@ -71,7 +72,8 @@ class Validator:
             chosen = [(rows[i]["input"], rows[i]["output"], rows[i]["score"]) for i in order]
             tracking.log_generations(chosen, step, on_console=config.console_val_generations)
         if (folder := config.validation_data_dir) is not None:
-            dumped = [{"step": step, **row} for row in rows]
+            several = [{"rows": pairs} if pairs else {} for pairs in samples.get("rows", [None] * len(rows))]
+            dumped = [{"step": step, **row, **pairs} for row, pairs in zip(rows, several, strict=True)]
             write = functools.partial(write_jsonl, dumped, Path(folder) / f"{step}.jsonl")
             if config.val_only:  # they are what the run is for
                 write()
@@ -89,13 +91,17 @@ class Validator:
             answered = self._judge(answered)
             local = answered.fetch() if hasattr(answered, "fetch") else answered
             scores, extra = compute_reward(local, self.reward_fn)
-        key, columns = self._config.data.reward_fn_key, local.non_tensor_batch
-        return {name: list(values) for name, values in extra.items()} | {
-            "prompt": decode(self._tokenizer, local.batch["prompts"].tolist()),
-            "answer": decode(self._tokenizer, local.batch["responses"].tolist()),
-            "uid": columns["uid"].tolist(),
-            "data_source": columns[key].tolist() if key in columns else ["unknown"] * len(local),
-            "reward": known_scores(scores.sum(-1).tolist(), extra.get(FAILED), self.reward_fn),
+        key, columns, whole = self._config.data.reward_fn_key, local.non_tensor_batch, Trajectories.of(local)
+        ends = whole.last_rows
+        texts = answer_texts(local, self._tokenizer)
+        said = {name: [values[row] for row in ends] for name, values in extra.items()}
+        return said | {
+            "prompt": [text["input"] for text in texts],
+            "answer": [text["output"] for text in texts],
+            "rows": [text.get("rows") for text in texts],
+            "uid": columns["uid"][ends].tolist(),
+            "data_source": columns[key][ends].tolist() if key in columns else ["unknown"] * len(whole),
+            "reward": known_scores(whole.sum(scores.sum(-1)).tolist(), said.get(FAILED), self.reward_fn),
         }
 
 
