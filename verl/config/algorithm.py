@@ -80,6 +80,10 @@ class AlgorithmConfig(Block):
     gamma: float = key("Discount per token.", min=0, max=1)
     lam: float = key("Lambda of GAE: 1 trusts the rewards, 0 the critic.", min=0, max=1)
     norm_adv_by_std_in_grpo: bool = key("Divide group advantages by the group's standard deviation (False: Dr.GRPO).")
+    truncated_responses: str = key(
+        "Answers cut at a limit: keep; mask, scored but not learned from; bootstrap, the critic's value goes on.",
+        choices=("keep", "mask", "bootstrap"),
+    )
     use_kl_in_reward: bool = key("Subtract the KL to the reference from the token rewards; starts a reference policy.")
     kl_penalty: str = key("Estimate of that KL.", choices=names.KL_PENALTIES, refused={"full": _NO_FULL_KL})
     kl_ctrl: KLControllerConfig = key("Coefficient of the KL in the reward.")

@@ -13,6 +13,7 @@ def algorithm_rules(config: PPOConfig, report: Report) -> None:
     _filter_groups(config, report)
     _gdpo(config, report)
     _rollout_correction(config, report)
+    _truncated_responses(config, report)
     loss = config.actor_rollout_ref.actor.policy_loss
     if loss.clip_cov_lb > loss.clip_cov_ub:
         why = f"is above {ACTOR}.policy_loss.clip_cov_ub = {loss.clip_cov_ub:g}: no token could be chosen"
@@ -41,6 +42,15 @@ def _filter_groups(config: PPOConfig, report: Report) -> None:
         fix = f"Set it to {-(-data.train_batch_size // data.gen_batch_size)} or more, or 0 for no limit"
         uses = ("data.gen_batch_size", "data.train_batch_size")
         report.problem("algorithm.filter_groups.max_num_gen_batches", rule.max_num_gen_batches, why, fix, uses)
+
+
+def _truncated_responses(config: PPOConfig, report: Report) -> None:
+    wanted, estimator = config.algorithm.truncated_responses, config.algorithm.adv_estimator
+    reads_values = estimator not in names.ADV_ESTIMATORS or names.estimator_traits(estimator).critic  # a user's may
+    if wanted == "bootstrap" and not (config.critic.enable and reads_values):
+        why = f"needs the values of a critic, and algorithm.adv_estimator = {estimator} reads none"
+        fix = "Set it to mask or keep, or algorithm.adv_estimator=gae"
+        report.problem("algorithm.truncated_responses", wanted, why, fix, ("algorithm.adv_estimator",))
 
 
 def _gdpo(config: PPOConfig, report: Report) -> None:

@@ -70,7 +70,7 @@ _TABLE = (
            "the same under what top-p, top-k and min-p left to draw from"),
     Column("rollout_versions", RESPONSE, "int64", -1, "rollout", (),
            "version of the weights that sampled each token; -1 where none did"),
-    Column("turn_rewards", RESPONSE, "float32", 0, "rollout", (),
+    Column("turn_rewards", RESPONSE, "float32", 0, "rollout", ("advantage",),
            "what a turn earned by itself, on the last token sampled until its end"),
     Column("rm_scores", RESPONSE, "float32", 0, "reward model", ("reward",), "its score, on the last sampled token"),
     Column("token_level_scores", RESPONSE, "float32", 0, "reward", ("advantage", "metrics", "dump"),

@@ -47,6 +47,11 @@ def load(*overrides):
         ([f"{CORRECTION}={{bypass_mode: true, rollout_is: token}}"], f"{CORRECTION}.rollout_is", "no ratio to use"),
         ([f"{CORRECTION}={{bypass_mode: true, rollout_rs: token}}"], f"{CORRECTION}.rollout_rs", "no ratio to use"),
         (
+            ["algorithm=grpo", "algorithm.truncated_responses=bootstrap"],
+            "algorithm.truncated_responses",
+            "adv_estimator = grpo reads none",
+        ),
+        (
             ["actor_rollout_ref.actor.policy_loss.clip_cov_lb=6.0"],
             "actor_rollout_ref.actor.policy_loss.clip_cov_lb",
             "no token could be chosen",

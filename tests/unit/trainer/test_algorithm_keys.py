@@ -28,6 +28,7 @@ ALGORITHM = {
     "gamma": ((), "1.0", "0.5"),
     "lam": ((), "1.0", "0.5"),
     "norm_adv_by_std_in_grpo": (GRPO, "True", "False"),
+    "truncated_responses": ((), "keep", "mask"),
     "use_kl_in_reward": ((), "True", "False"),
     "kl_penalty": (KL, "kl", "low_var_kl"),
     "kl_ctrl.type": (KL, "fixed", "adaptive"),
@@ -120,7 +121,11 @@ def answered() -> DataProto:
             "values": draw(),
         }
     )
-    batch.non_tensor_batch |= {"uid": object_array(["a", "a", "b", "b"]), "length": object_array([5, 3, 4, 2])}
+    batch.non_tensor_batch |= {
+        "uid": object_array(["a", "a", "b", "b"]),
+        "length": object_array([5, 3, 4, 2]),
+        "finish_reason": object_array(["length", "stop", "stop", "stop"]),
+    }
     return batch
 
 

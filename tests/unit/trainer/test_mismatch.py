@@ -10,7 +10,7 @@ import torch
 
 from verl.config import RolloutCorrectionConfig, as_config
 from verl.protocol import DataProto
-from verl.trainer.ppo.mismatch import RolloutMismatch
+from verl.trainer.ppo.mismatch import RolloutMismatch, sampled_by
 
 
 def columns(ratios: list[float]) -> DataProto:
@@ -62,3 +62,13 @@ def test_with_bypass_every_sixteenth_row_is_measured_and_one_per_rank_at_least(r
     chosen = RolloutMismatch(as_config(RolloutCorrectionConfig, {})).sample(rows, ranks)
     assert len(chosen) == len(set(chosen.tolist())) == expected
     assert 0 <= chosen.min() <= chosen.max() < rows
+
+
+def test_a_batch_is_of_a_version_where_every_token_that_counts_is():
+    batch = DataProto.from_dict({"response_mask": torch.tensor([[1, 1, 0], [0, 0, 0]])})
+    assert sampled_by(batch, 3), "a rollout that gives no versions"
+    batch.batch["rollout_versions"] = torch.tensor([[3, 3, -1], [2, -1, -1]])
+    assert sampled_by(batch, 3)
+    assert not sampled_by(batch, 2)
+    batch.batch["rollout_versions"][0, 0] = 2
+    assert not sampled_by(batch, 3)

@@ -24,18 +24,22 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
     return data.batch["attention_mask"][:, -width:]
 
 
-def trajectories_of(data: DataProto) -> Trajectories:
-    """Which rows are parts of one trajectory: those of one name in the column `trajectory`; without it, each is one."""
-    ids = data.non_tensor_batch["trajectory"] if "trajectory" in data.non_tensor_batch else None
-    mask = data.batch["response_mask"] if "response_mask" in data.batch.keys() else compute_response_mask(data)
-    return Trajectories(ids, mask)
-
-
 def cut_answers(data: DataProto) -> np.ndarray:
     """[batch], bool: rows of trajectories that a limit ended, by the `finish_reason` of their last row."""
-    whole = trajectories_of(data)
+    whole = Trajectories.of(data)
+    if "finish_reason" not in data.non_tensor_batch:
+        raise ValueError(
+            "algorithm.truncated_responses: the rollout does not say what ended its answers: the batch has no column"
+            " finish_reason. Set it to keep, or let the rollout give that column."
+        )
     ends = np.array([reason == "length" for reason in data.non_tensor_batch["finish_reason"]], dtype=bool)
     return ends[whole.last_rows][whole.of_row]
+
+
+def earned(data: DataProto) -> torch.Tensor:
+    """[batch, response]: the scores, and what single turns earned besides."""
+    scores = data.batch["token_level_scores"]
+    return scores + data.batch["turn_rewards"] if "turn_rewards" in data.batch.keys() else scores
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, dict[str, float]]:
@@ -44,8 +48,8 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> t
     estimate = kl_estimate(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty)
     kl = torch.where(mask.bool(), estimate, 0.0)
     coefficient = kl_ctrl.value
-    data.batch["token_level_rewards"] = data.batch["token_level_scores"] - coefficient * kl
-    whole = trajectories_of(data)
+    data.batch["token_level_rewards"] = earned(data) - coefficient * kl
+    whole = Trajectories.of(data)
     answers = whole.mask.any(-1)  # fillers are none
     per_sequence = float(masked_mean(masked_mean(whole.join(kl), whole.mask, axis=-1), answers))
     kl_ctrl.update(current_kl=per_sequence, n_steps=int(answers.sum()))
@@ -73,17 +77,20 @@ def compute_advantage(
     if algorithm.gdpo.reward_keys and takes_argument(adv_estimator, "reward_dimensions"):
         names, key = algorithm.gdpo.reward_keys, "algorithm.gdpo.reward_keys"
         dimensions = torch.stack([value_per_answer(data, name, key) for name in names], dim=-1)
-    whole = trajectories_of(data)
+    whole = Trajectories.of(data)
 
     def at_end(name: str) -> torch.Tensor | None:
         return whole.at_end(tensors[name]) if name in tensors.keys() else None
 
+    last_value = at_end("last_value")
+    if last_value is not None:  # what follows an answer that ended by itself is nothing
+        last_value = torch.where(whole.at_end(torch.from_numpy(cut_answers(data))), last_value, 0.0)
     advantages, returns = estimate_advantages(
         adv_estimator,
         token_level_rewards=whole.join(tensors["token_level_rewards"]),
         response_mask=whole.mask,
         values=whole.join(tensors["values"]) if "values" in tensors.keys() else None,
-        last_value=at_end("last_value"),
+        last_value=last_value,
         reward_baselines=at_end("reward_baselines"),
         reward_dimensions=dimensions,
         reward_weights=algorithm.gdpo.reward_weights or None,
@@ -102,7 +109,7 @@ def value_per_answer(data: DataProto, name: str, key: str) -> torch.Tensor:
 
     `key` is the configuration key that asks for it. A sample that could not be scored counts 0.
     """
-    whole = trajectories_of(data)
+    whole = Trajectories.of(data)
     if name == "score":
         return masked_sum(whole.join(data.batch["token_level_scores"]), whole.mask, axis=-1).double()
     columns = data.non_tensor_batch

@@ -82,6 +82,8 @@ class WorkerGroups:
         arranged = arrange(costs, rows, self.dp_sizes[role], self._config.trainer.balance_batch)
         sent = select_read_by(batch, "reward_model" if role == "reward_model" else "infer").select_idxs(arranged.order)
         sent.meta_info = {"temperature": self._config.actor_rollout_ref.rollout.temperature}
+        if role == "critic":
+            sent.meta_info["last_value"] = self._config.algorithm.truncated_responses == "bootstrap"
         return _without_meta(arranged.results(method(sent)))
 
     def update(self, method: Callable[..., Any], batch: DataProto, role: str, step: int) -> dict[str, float]:

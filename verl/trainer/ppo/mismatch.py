@@ -67,3 +67,12 @@ class RolloutMismatch:
             difference,
             limit,
         )
+
+
+def sampled_by(batch: DataProto, version: int) -> bool:
+    """Whether this version of the weights sampled every token; a rollout that gives no versions is taken at its word
+    that it has the last ones."""
+    if "rollout_versions" not in batch.batch.keys():
+        return True
+    mask = batch.batch["response_mask"].bool()
+    return bool((batch.batch["rollout_versions"] == version)[mask].all())

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from verl.algos import AdvantageEstimator
+import torch
+
+from verl.algos import AdvantageEstimator, takes_argument
 from verl.config import PPOConfig, load_config
 from verl.config.old_log_probs import from_update
 from verl.config.plan import actor_is_reference, batch_plan, needs_reference
@@ -18,11 +20,18 @@ from verl.trainer.common.guard import StepGuard, advises_on_memory, check_weight
 from verl.trainer.common.phases import Phases, memory_gb, verdict
 from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks, StepEnd, is_due
 from verl.trainer.common.status_line import StatusLine
-from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask, reward_column
+from verl.trainer.ppo.advantage import (
+    apply_kl_penalty,
+    compute_advantage,
+    compute_response_mask,
+    cut_answers,
+    earned,
+    reward_column,
+)
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.groups import WorkerGroups, local_columns
 from verl.trainer.ppo.metric_utils import compute_data_metrics, divergence_metrics, phase_metrics, without_nan
-from verl.trainer.ppo.mismatch import RolloutMismatch
+from verl.trainer.ppo.mismatch import RolloutMismatch, sampled_by
 from verl.trainer.ppo.prompts import make_dataloader
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.utils import Role
@@ -128,6 +137,12 @@ class RayPPOTrainer:
     def _compose(self, reward_fn: Any, val_reward_fn: Any) -> None:
         """The collaborators. A phase is looked up when it is called: it may be a subclass's."""
         config, tokenizer = self.config, self.tokenizer
+        estimator = config.algorithm.adv_estimator
+        if config.algorithm.truncated_responses == "bootstrap" and not takes_argument(estimator, "last_value"):
+            raise ValueError(
+                f"algorithm.truncated_responses=bootstrap: the estimator {estimator} does not take last_value. Give it"
+                " that argument, [batch], or set the key to mask or keep."
+            )
         self.state = TrainerState(config, self.role_worker_mapping)
         self.groups = groups = WorkerGroups(
             config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
@@ -219,7 +234,8 @@ class RayPPOTrainer:
             batch = self.generator.fill(batch, metrics, self._roll_out, self.prompts, self.global_steps)
         else:
             batch = self._roll_out(batch, metrics)
-        if not self._update_gives_old_log_probs:
+        self._old_log_probs_follow = self._update_gives_old_log_probs(batch)
+        if not self._old_log_probs_follow:
             with self.phases("old_log_prob", self.actor_wg):
                 batch = self._compute_old_log_prob(batch, metrics)
         if self.use_reference_policy:
@@ -246,10 +262,9 @@ class RayPPOTrainer:
     def _actor_learns(self) -> bool:
         return self.global_steps > self.config.trainer.critic_warmup
 
-    @property
-    def _update_gives_old_log_probs(self) -> bool:
+    def _update_gives_old_log_probs(self, batch: DataProto) -> bool:
         """One optimizer step on the policy that answered: its own forward pass gives them, and its entropy."""
-        return self._actor_learns and from_update(self.config)
+        return self._actor_learns and from_update(self.config) and sampled_by(batch, self.policy_version)
 
     def _hand_over_weights(self) -> None:
         self.weight_sync.hand_over(self.policy_version)
@@ -302,7 +317,7 @@ class RayPPOTrainer:
             local, kl_metrics = apply_kl_penalty(local, self.kl_ctrl_in_reward, algorithm.kl_penalty)
             metrics |= kl_metrics
         else:
-            local.batch["token_level_rewards"] = local.batch["token_level_scores"]
+            local.batch["token_level_rewards"] = earned(local)
         local = compute_advantage(
             local,
             algorithm.adv_estimator,
@@ -316,6 +331,8 @@ class RayPPOTrainer:
             batch.batch[name] = local.batch[name]
         if not algorithm.rollout_correction.bypass_mode and "old_log_probs" in local.batch.keys():
             metrics |= self._mismatch.correct(batch, local)
+        if algorithm.truncated_responses == "mask":
+            batch.batch["response_mask"] = batch.batch["response_mask"] * torch.from_numpy(~cut_answers(local))[:, None]
         local.meta_info |= {
             "max_response_length": self.config.data.max_response_length,
             "max_prompt_length": self.config.data.max_prompt_length,
@@ -340,7 +357,7 @@ class RayPPOTrainer:
     def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
         trainer, step = self.config.trainer, self.global_steps
         self._last_batch = batch
-        if self._update_gives_old_log_probs:
+        if self._old_log_probs_follow:
             columns = local_columns(batch, (*columns_read_by("correction"), "ref_log_prob"), ())
             metrics |= divergence_metrics(columns) | self._mismatch.correct(batch, columns)
         if not self.config.algorithm.filter_groups.enable:  # else it has learned from all that was generated
