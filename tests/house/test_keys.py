@@ -17,6 +17,8 @@ PACKAGE = Path(__file__).parents[2] / "verl"
 WORKING = {f"config/{name}.py" for name in ("resolve", "loss_defaults", "old_log_probs")}
 # Free-form: read by users' own code.
 FOR_USERS = ("custom",)
+# Read whole, whatever keys they have: where their names are looked up.
+READ_WHOLE = ("actor_rollout_ref.rollout.val_kwargs",)
 
 
 @functools.cache
@@ -65,6 +67,8 @@ def is_read(path: str, entry: Entry, root: type) -> bool:
     if path in FOR_USERS:
         return True
     block, _, name = path.rpartition(".")
+    if block in READ_WHOLE:
+        return any(block.rpartition(".")[2] in looked_up for looked_up, _ in sources().values())
     cls = dict(walk(root))[block].block if block else root
     owner = {block.rpartition(".")[2], *(base.__name__ for base in cls.__mro__)} - {"object", "Block"}
     sure = not block or ("_" in name and len(owners(root)[name]) == 1)
