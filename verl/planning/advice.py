@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from verl.config.problems import ConfigError, Problem, Report
 from verl.config.roots import root_of
 from verl.config.schema import Block, pick, put
 from verl.planning.phases import GB, MemoryPlan
-from verl.planning.remedies import UNKNOWN, Remedy, helpful
+from verl.planning.remedies import UNKNOWN, Remedy, helpful, value_of
 
 # How far a plan may be above what is measured: what exceeds the room by less is warned of, not refused.
 UNCERTAINTY = 0.07
@@ -118,7 +119,7 @@ def _no_more_than_needed(config: Block, made: list[Change], plan_of: Planner) ->
 def _moves(config: Block, plan: MemoryPlan, plan_of: Planner, allowed: Callable[[Remedy], bool]) -> Iterator[Change]:
     """For the fullest phase: of each remedy in turn the mildest value that makes that phase fit, or its furthest."""
     phase = plan.fullest
-    for remedy, now in helpful(phase.phase, lambda key: _value(config, key)):
+    for remedy, now in helpful(phase.phase, partial(value_of, config)):
         if now is UNKNOWN or not allowed(remedy):
             continue
         best: Change | None = None
@@ -169,10 +170,3 @@ def _advice(changes: list[Change], fits: bool) -> str:
         return f"set{auto}, cheapest first and each on top of those before: {said}"
     rest = "use more devices, tensor parallelism over them, a host with more memory, or a smaller model"
     return f"{said}; that is not enough: {rest}" if said else rest
-
-
-def _value(config: Block, key: str) -> Any:
-    try:
-        return pick(config, key)
-    except (KeyError, AttributeError):
-        return UNKNOWN

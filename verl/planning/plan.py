@@ -33,6 +33,7 @@ ROLE_OF_PHASE = {
     "update_critic": "critic",
     "update_actor": "actor",
 }
+_KINDS = {"critic": "value", "reward_model": "sequence_classification"}
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
 # Measured: a process on a GPU (driver context, library workspaces), and buffers of nccl where ranks work together.
 _CONTEXT, _COLLECTIVES = int(0.6 * GB), int(0.4 * GB)
@@ -55,7 +56,7 @@ def sft_memory_plan(
 ) -> MemoryPlan:
     """Of supervised fine-tuning: one phase, in which nothing else needs the device."""
     data, sharing, kind = config.data, config.ulysses_sequence_parallel_size, config.trainer.device
-    model = _trained(config, config.model, shape, config.ranks, kind)
+    model = _model(config, config.model, shape, config.ranks, kind)
     rows = math.ceil(data.train_batch_size / config.dp_size)
     most = rows * data.max_length
     wanted = data.max_token_len_per_gpu * sharing if data.use_dynamic_bsz else None
@@ -107,46 +108,31 @@ def _phases(config: PPOConfig) -> list[str]:
 
 def _models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, TrainedModel]:
     """The models of the run by role; with LoRA the actor is the reference too."""
-    policy, kind = config.actor_rollout_ref, config.trainer.device
     models = {}
     for role in active_roles(config):
         shape = shapes.get("actor" if role == "ref" else role)
-        if role == "rollout" or shape is None:
-            continue
-        world = layout_of(config, role).world_size
-        block = pick(config, BLOCK_OF_ROLE[role])
-        if role == "actor":
-            models[role] = _trained(policy.actor, policy.model, shape, world, kind)
-        elif role == "critic":
-            models[role] = _trained(config.critic, config.critic.model, shape, world, kind, "value")
-        else:
-            of = "causal_lm" if role == "ref" else "sequence_classification"
-            models[role] = TrainedModel(
-                shape,
-                of,
-                _compute(block),
-                _shards(block, world),
-                frozen=True,
-                reshard=block.fsdp_config.reshard_after_forward,
-                device=kind,
-            )
+        if role != "rollout" and shape is not None:
+            block = pick(config, BLOCK_OF_ROLE[role])
+            model = block.model if role in _KINDS else config.actor_rollout_ref.model
+            world = layout_of(config, role).world_size
+            models[role] = _model(block, model, shape, world, config.trainer.device, _KINDS.get(role, "causal_lm"))
     return models
 
 
-def _trained(
-    block: Any, model: Any, shape: ModelShape, world: int, device: str, kind: str = "causal_lm"
-) -> TrainedModel:
-    fsdp, optim = block["fsdp_config"], block["optim"]
+def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, kind: str = "causal_lm") -> TrainedModel:
+    """Of a block with an optimizer one that learns, else a frozen one."""
+    fsdp, learns = block["fsdp_config"], "optim" in block
     return TrainedModel(
         shape=shape,
         kind=kind,
-        compute_bytes=_compute(block),
-        shards=_shards(block, world),
-        checkpointing=model["enable_gradient_checkpointing"],
-        compiled=block["use_torch_compile"] and device == "cuda",
+        compute_bytes=_BYTES[fsdp.mixed_precision],
+        shards=world if fsdp.fsdp_size in (-1, 0, None) else min(fsdp.fsdp_size, world),
+        frozen=not learns,
+        checkpointing=learns and model["enable_gradient_checkpointing"],
+        compiled=learns and block["use_torch_compile"] and device == "cuda",
         reshard=fsdp.reshard_after_forward,
-        state_bytes=_BYTES[optim.state_dtype],
-        grad_offload=bool(fsdp.grad_offload),
+        state_bytes=_BYTES[block["optim"].state_dtype] if learns else 4,
+        grad_offload=learns and bool(fsdp.grad_offload),
         device=device,
     )
 
@@ -251,15 +237,6 @@ def _context(device: str, ranks: int) -> float:
     if device != "cuda":
         return 0.0
     return float(_CONTEXT + (_COLLECTIVES if ranks > 1 else 0))
-
-
-def _compute(block: Any) -> int:
-    return _BYTES[block["fsdp_config"].mixed_precision]
-
-
-def _shards(block: Any, world: int) -> int:
-    size = block["fsdp_config"].fsdp_size
-    return world if size in (-1, 0, None) else min(size, world)
 
 
 def _add(parts: dict[str, float], more: Mapping[str, float]) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.schema import pick
+
 _POLICY, _CRITIC, _REWARD = "actor_rollout_ref", "critic", "reward_model"
 _ACTOR, _REF, _ROLLOUT = f"{_POLICY}.actor", f"{_POLICY}.ref", f"{_POLICY}.rollout"
 UNKNOWN: Any = object()
@@ -76,6 +78,14 @@ class Remedy:
         return f"{self.key}{'' if now is UNKNOWN else f' (now {now})'}: {what}"
 
 
+def value_of(config: Any, key: str) -> Any:
+    """The value of a key, or UNKNOWN."""
+    try:
+        return pick(config, key)
+    except (KeyError, AttributeError):
+        return UNKNOWN
+
+
 def remedies(phase: str) -> tuple[Remedy, ...]:
     """For a phase of a device or a host (see `PHASES`), in the order of what they cost."""
     return _TABLE.get(phase, ())
@@ -101,15 +111,11 @@ def _cut(block: str, size: str, tokens: str, dynamic: str = "use_dynamic_bsz") -
     ]
 
 
-def _offload(*keys: str) -> list[Remedy]:
-    return [Remedy(key, "on") for key in keys]
-
-
-def _others_rest(own: str) -> list[Remedy]:
-    """Moments of all, and weights of all but the role that works, wait in host memory."""
-    moments = [f"{block}.fsdp_config.optimizer_offload" for block in (_ACTOR, _CRITIC)]
+def _others_rest(own: str, updating: bool = False) -> list[Remedy]:
+    """Moments (but its own in an update), and weights of all but the role that works, wait in host memory."""
+    moments = [f"{block}.fsdp_config.optimizer_offload" for block in (_ACTOR, _CRITIC) if not updating or block != own]
     weights = [f"{block}.fsdp_config.param_offload" for block in (_REF, _CRITIC, _REWARD, _ACTOR) if block != own]
-    return _offload(*moments, *weights)
+    return [Remedy(key, "on") for key in (*moments, *weights)]
 
 
 _UPDATE = ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
@@ -125,31 +131,21 @@ _EXPORTS = [Remedy(f"{block}.checkpoint.save_contents", "hf_model") for block in
 _LENGTHS = [Remedy("data.max_response_length", "halve"), Remedy("data.max_prompt_length", "halve")]
 
 
-def _scoring(block: str, size: str) -> tuple[Remedy, ...]:
-    """A pass that gives numbers to answers: of the critic, of a reward model."""
-    return (
-        *_cut(block, size, "forward_max_token_len_per_gpu"),
-        *_KV_STAYS,
-        Remedy(f"{block}.ulysses_sequence_parallel_size", "double"),
-        *_others_rest(block),
-        *_LENGTHS,
-    )
+def _reading(role: str, cut: list[Remedy]) -> tuple[Remedy, ...]:
+    """A pass without gradient."""
+    sharing = Remedy(f"{role}.ulysses_sequence_parallel_size", "double")
+    return (*cut, *_KV_STAYS, sharing, *_others_rest(role), *_LENGTHS)
 
 
-def _update(block: str, model: str, beside: str) -> tuple[Remedy, ...]:
-    """`beside`: the other role that learns."""
+def _update(block: str, model: str) -> tuple[Remedy, ...]:
     return (
         *_cut(block, *_UPDATE),
         Remedy(f"{model}.enable_gradient_checkpointing", "on"),
         *_KV_STAYS,
         Remedy(f"{block}.fsdp_config.reshard_after_forward", "on"),
         Remedy(f"{block}.ulysses_sequence_parallel_size", "double"),
-        *_offload(
-            f"{beside}.fsdp_config.optimizer_offload",
-            f"{_REF}.fsdp_config.param_offload",
-            f"{beside}.fsdp_config.param_offload",
-            f"{block}.fsdp_config.grad_offload",
-        ),
+        *_others_rest(block, updating=True),
+        Remedy(f"{block}.fsdp_config.grad_offload", "on"),
         Remedy(f"{block}.optim.state_dtype", "bf16"),
         *_LENGTHS,
     )
@@ -163,24 +159,12 @@ _TABLE: dict[str, tuple[Remedy, ...]] = {
         Remedy(f"{_ROLLOUT}.max_num_seqs", "halve"),
         Remedy(f"{_ROLLOUT}.max_num_batched_tokens", "halve"),
     ),
-    "old_log_prob": (
-        *_cut(_ROLLOUT, *_LOG_PROB),
-        *_KV_STAYS,
-        Remedy(f"{_ACTOR}.ulysses_sequence_parallel_size", "double"),
-        *_others_rest(_ACTOR),
-        *_LENGTHS,
-    ),
-    "ref": (
-        *_cut(_REF, *_LOG_PROB),
-        *_KV_STAYS,
-        Remedy(f"{_REF}.ulysses_sequence_parallel_size", "double"),
-        *_others_rest(_REF),
-        *_LENGTHS,
-    ),
-    "values": _scoring(_CRITIC, "forward_micro_batch_size_per_gpu"),
-    "reward": _scoring(_REWARD, "micro_batch_size_per_gpu"),
-    "update_critic": _update(_CRITIC, f"{_CRITIC}.model", beside=_ACTOR),
-    "update_actor": _update(_ACTOR, f"{_POLICY}.model", beside=_CRITIC),
+    "old_log_prob": _reading(_ACTOR, _cut(_ROLLOUT, *_LOG_PROB)),
+    "ref": _reading(_REF, _cut(_REF, *_LOG_PROB)),
+    "values": _reading(_CRITIC, _cut(_CRITIC, "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")),
+    "reward": _reading(_REWARD, _cut(_REWARD, "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")),
+    "update_critic": _update(_CRITIC, f"{_CRITIC}.model"),
+    "update_actor": _update(_ACTOR, f"{_POLICY}.model"),
     # The host's: what was moved there may come back, and a checkpoint need not hold all.
     "train": (*_HALF, *_BACK),
     "save_checkpoint": (*_EXPORTS, *_HALF, *_BACK),
@@ -195,7 +179,7 @@ _TABLE: dict[str, tuple[Remedy, ...]] = {
         Remedy("model.enable_gradient_checkpointing", "on"),
         Remedy("fsdp_config.reshard_after_forward", "on"),
         Remedy("ulysses_sequence_parallel_size", "double"),
-        *_offload("fsdp_config.grad_offload"),
+        Remedy("fsdp_config.grad_offload", "on"),
         Remedy("optim.state_dtype", "bf16"),
         Remedy("data.max_length", "halve"),
     ),

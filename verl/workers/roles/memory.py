@@ -11,8 +11,7 @@ import torch
 
 from verl.config.devices import host_memory_available
 from verl.config.names import TRAINING_ENGINES
-from verl.config.schema import pick
-from verl.planning.remedies import UNKNOWN, Remedy, helpful, remedies
+from verl.planning.remedies import UNKNOWN, Remedy, helpful, remedies, value_of
 from verl.utils.device_memory import memory_in_use
 
 _P = ParamSpec("_P")
@@ -90,10 +89,7 @@ def _value(config: Any, key: str, at: str) -> Any:
     """The value of a key if it lies below `at`, where this worker's configuration begins; else UNKNOWN."""
     if at and not key.startswith(f"{at}."):
         return UNKNOWN
-    try:
-        return pick(config, key.removeprefix(f"{at}.") if at else key)
-    except (KeyError, AttributeError):
-        return UNKNOWN
+    return value_of(config, key.removeprefix(f"{at}.") if at else key)
 
 
 def _helpful(phase: str, config: Any, at: str) -> Iterator[tuple[Remedy, Any]]:
