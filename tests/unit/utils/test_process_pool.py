@@ -15,6 +15,7 @@ import time
 import pytest
 
 from verl.utils.process_pool import CannotSend, InitializerError, PoolClosed, ProcessDied, ProcessPool, TaskTimeout
+from verl.utils.progress import Progress, counted_by
 
 _loaded: list[str] = []
 
@@ -50,6 +51,11 @@ def exit_with(code):
 
 def hold_the_gil():
     ctypes.PyDLL(None).usleep(1000_000_000)
+
+
+def wait_for(file):
+    while file and not os.path.exists(file):
+        time.sleep(0.01)
 
 
 def surroundings(descriptor):
@@ -103,6 +109,28 @@ def test_each_call_has_its_own_time_limit_whatever_it_does_with_the_interpreter(
 def test_many_results_are_in_order_and_hold_the_exceptions(pool):
     results = pool.run(add, [(1, 2), (1, "2"), (3, 4)])
     assert [results[0], type(results[1]), results[2]] == [3, TypeError, 7]
+
+
+@pytest.mark.parametrize(("units", "before", "total"), [(None, 3, 4), ([5, 1, 2, 3], 9, 11)])
+def test_results_count_as_progress_while_others_are_waited_for(pool, tmp_path, units, before, total):
+    progress, file = Progress(), tmp_path / "go on"
+    calls = [(None,), (None,), (str(file),), (None,)]
+
+    def run():
+        with counted_by(progress):
+            pool.run(wait_for, calls, units=units)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        give_up = time.monotonic() + 30
+        while progress.read() != (before, total) and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert progress.read() == (before, total)
+    finally:
+        file.touch()
+        thread.join()
+    assert progress.read() == (total, total)
 
 
 def test_the_initializer_runs_once_and_every_worker_has_what_it_loads():

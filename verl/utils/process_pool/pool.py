@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -79,52 +79,59 @@ class ProcessPool:
         return future
 
     def run(
-        self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], timeout: float = math.inf
+        self,
+        function: Callable[..., Any],
+        calls: Sequence[tuple[Any, ...]],
+        timeout: float = math.inf,
+        units: Sequence[int] | None = None,
     ) -> list[Any]:
         """Call it with each of these arguments and wait: what they returned, or the exception itself, in order.
 
-        Less ado per call than futures make. As they come, the results count as progress of the thread that waits.
+        Less ado per call than futures make. As they come, the results count as progress of the thread that waits: 1
+        for each, or as many as `units` says.
         """
         results: dict[int, Any] = {}
-        total, all_done = -1, threading.Event()
+        total = len(calls) if units is None else sum(units)
+        finished = told = 0
+        all_done = threading.Event()
 
         def done(index: int, value: Any, error: Exception | None) -> None:
+            nonlocal finished
             results[index] = value if error is None else error
-            if len(results) == total:
+            finished += 1 if units is None else units[index]
+            if finished == total:
                 all_done.set()
 
-        total = self.enqueue(function, calls, done, timeout)
         expect(total)
-        told = 0
-        while len(results) < total and not all_done.wait(_TICK_SECONDS):
-            now = len(results)
+        self.enqueue(function, calls, done, timeout)
+        while told < total:
+            all_done.wait(_TICK_SECONDS)
+            now = finished
             tick(now - told)
             told = now
-        tick(total - told)
         for result in results.values():
             if isinstance(result, PoolClosed):
                 raise result
-        return [results[index] for index in range(total)]
+        return [results[index] for index in range(len(calls))]
 
     def enqueue(
         self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], done: Done, timeout: float = math.inf
-    ) -> int:
+    ) -> None:
         """The primitive: as many calls as there are arguments, each of which tells `done` its number and what became of
-        it, as a rule from the pool's own thread. How many these are.
+        it, as a rule from the pool's own thread.
         """
-        tasks, count, code = [], 0, _pickled(function)
-        for count, arguments in enumerate(calls, 1):
+        tasks, code = [], _pickled(function)
+        for number, arguments in enumerate(calls):
             try:
-                tasks.append(Task(code, _pickled(arguments), timeout, done, count - 1))
+                tasks.append(Task(code, _pickled(arguments), timeout, done, number))
             except CannotSend as error:
-                done(count - 1, None, CannotSend(f"got what cannot be sent to another process: {error}"))
+                done(number, None, CannotSend(f"got what cannot be sent to another process: {error}"))
         if tasks:
             with self._lock:
                 if self._thread is None:
                     self._start()
                 self._waiting.extend(tasks)
             self._wake()
-        return count
 
     def close(self) -> None:
         """Kill every process; calls still waiting are a PoolClosed. The pool may be used again."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.utils.process_pool import CannotSend, InitializerError, PoolClosed, ProcessDied, ProcessPool, TaskTimeout
+from verl.utils.progress import expect, tick
 from verl.utils.reward_score import registry
 from verl.utils.reward_score.attempt import (
     DIED,
@@ -104,10 +105,10 @@ class ScorerPool:
         """Score all and wait, with less ado per sample than futures make; in order."""
         rows: list[Any] = [vars(sample) for sample in samples]
         if not self._takes_lists:
-            return [_score(outcome) for outcome in self._outcomes(rows)]
+            return [_score(outcome) for outcome in self._outcomes(rows, [1] * len(rows))]
         size = self._batch_size or max(1, len(samples))
         parts = [rows[at : at + size] for at in range(0, len(rows), size)]
-        calls = zip(parts, self._outcomes(parts), strict=True)
+        calls = zip(parts, self._outcomes(parts, [len(part) for part in parts]), strict=True)
         return [score for part, outcome in calls for score in _scores_of_call(len(part), outcome)]
 
     def close(self) -> None:
@@ -124,11 +125,17 @@ class ScorerPool:
     def __reduce__(self) -> Any:
         return ScorerPool, self._arguments
 
-    def _outcomes(self, calls: Sequence[Any]) -> Sequence[Any]:
-        if self._pool is None:
-            return [self._outcome_here(given) for given in calls]
-        with self._start_explained():
-            return self._pool.run(score_loaded, ((given,) for given in calls), self._timeout)
+    def _outcomes(self, calls: Sequence[Any], samples: Sequence[int]) -> Sequence[Any]:
+        """What becomes of calls with so many samples each, which count as progress as they are done."""
+        if self._pool is not None:
+            with self._start_explained():
+                return self._pool.run(score_loaded, [(given,) for given in calls], self._timeout, samples)
+        expect(sum(samples))
+        outcomes = []
+        for given, count in zip(calls, samples, strict=True):
+            outcomes.append(self._outcome_here(given))
+            tick(count)
+        return outcomes
 
     def _outcome_here(self, given: Any) -> Any:
         try:

@@ -10,6 +10,8 @@ import os
 
 import pytest
 
+from verl.utils.progress import Progress, counted_by
+
 
 def lengths(data_sources, solution_strs, ground_truths, extra_infos):
     assert len(data_sources) == len(solution_strs) == len(ground_truths) == len(extra_infos)
@@ -19,11 +21,16 @@ def lengths(data_sources, solution_strs, ground_truths, extra_infos):
     ]
 
 
-@pytest.mark.parametrize(("size", "together"), [(None, [5] * 5), (2, [2, 2, 2, 2, 1])])
-def test_the_function_gets_lists_of_the_size_asked_for_and_scores_keep_their_order(manager, batch, size, together):
-    result = manager("batch", lengths, batch_size=size, num_processes=2)(
-        batch(["a", "bb", "ccc", "d", ""]), return_dict=True
-    )
+@pytest.mark.parametrize(
+    ("processes", "size", "together"), [(2, None, [5] * 5), (2, 2, [2, 2, 2, 2, 1]), (0, 2, [2, 2, 2, 2, 1])]
+)
+def test_the_function_gets_lists_of_the_size_asked_for_and_scores_keep_their_order(
+    manager, batch, processes, size, together
+):
+    score, progress = manager("batch", lengths, batch_size=size, num_processes=processes), Progress()
+    with counted_by(progress):
+        result = score(batch(["a", "bb", "ccc", "d", ""]), return_dict=True)
+    assert progress.read() == (5, 5), "answers, not calls"
     assert result["reward_tensor"].sum(-1).tolist() == [1.0, 2.0, 3.0, 1.0, 0.0]
     assert result["reward_extra_info"]["together"] == together
     assert result["reward_extra_info"]["index"] == [0, 1, 2, 3, 4]
