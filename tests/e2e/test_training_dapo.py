@@ -94,7 +94,7 @@ def test_a_run_resumed_between_two_generation_batches_goes_on_bit_for_bit(task, 
 
 
 def test_at_the_limit_the_step_trains_on_what_it_has(task, tmp_path):
-    """Two generation batches of four prompts for a batch of eight: dropped ones leave gaps, which weigh nothing."""
+    """Two generation batches of four prompts for a batch of eight: a smaller batch, no filler."""
     limits = (
         "actor_rollout_ref.rollout.n=2",
         "data.gen_batch_size=4",
@@ -107,8 +107,7 @@ def test_at_the_limit_the_step_trains_on_what_it_has(task, tmp_path):
     missing = int(row["filter_groups/missing_prompts"])
     assert missing > 0, "else this shows nothing"
     mask = trainer._last_batch.batch["response_mask"]
-    assert len(mask) % (4 * 2) == 0, "whole mini-batches of four prompts with two answers"
-    assert int(mask.any(-1).sum()) == (8 - missing) * 2
+    assert len(mask) == int(mask.any(-1).sum()) == (8 - missing) * 2
     assert row["actor/grad_norm"] > 0
 
 
