@@ -18,7 +18,7 @@ from verl.trainer.common.run_start import run_parts, step_bytes
 from verl.trainer.common.setbacks import UnsavedRunError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import started
-from verl.utils.checkpoint import disk, manifest
+from verl.utils.checkpoint import disk
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
 
 MB = 1_000_000
@@ -127,13 +127,7 @@ def test_a_disk_that_fills_up_costs_a_save_says_so_and_the_next_one_succeeds(tas
 
 def test_where_nothing_can_be_mounted_a_full_disk_is_one_that_refuses_to_write(task, tmp_path, monkeypatch):
     """The same at the boundary where files are written, on every machine."""
-
-    class FullStream(manifest._ChecksumStream):
-        def __init__(self, path: Path, *rest: Any) -> None:
-            super().__init__(path, *rest)
-            self._file = FullFile(path, "wb")
-
-    monkeypatch.setattr(manifest, "_ChecksumStream", FullStream)
+    monkeypatch.setattr(io, "FileIO", FullFile)
     with pytest.raises(
         UnsavedRunError, match=r"no space left on .* for step 1 .* needs 1\.\d+ MB or more, .* are free"
     ):
