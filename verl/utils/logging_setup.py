@@ -1,18 +1,25 @@
-"""One logging setup for the whole framework: rich on a terminal, plain lines everywhere else."""
+"""What a process shows: one logging setup (rich on a terminal, plain lines elsewhere), no warning nobody can act on."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from verl.utils.quiet_warnings import quiet_warnings
-
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-_ALIASES = {"WARN": "WARNING", "FATAL": "CRITICAL"}
+# (kind, how the message begins). A warning that names a remedy, or that is about a user's own code, is never here.
+UNACTIONABLE: tuple[tuple[type[Warning], str], ...] = (
+    # torch renames its collectives, and calls them by the old name itself.
+    (FutureWarning, "`torch.distributed.all_gather_into_tensor` is deprecated"),
+    (FutureWarning, "`torch.distributed.reduce_scatter_tensor` is deprecated"),
+    # A CPU without bf16 instructions: torch takes its slower path by itself.
+    (UserWarning, "mkldnn_matmul failed"),
+)
 
 
 def setup_logging(level: str | int | None = None, stream: TextIO | None = None) -> logging.Logger:
@@ -30,6 +37,12 @@ def setup_logging(level: str | int | None = None, stream: TextIO | None = None) 
     logger.propagate = False
     quiet_warnings()
     return logger
+
+
+def quiet_warnings() -> None:
+    """Hide the UNACTIONABLE in this process; every program and every worker of ours calls it once."""
+    for kind, beginning in UNACTIONABLE:
+        warnings.filterwarnings("ignore", message=re.escape(beginning), category=kind)
 
 
 @contextmanager
@@ -61,12 +74,10 @@ def _parse_level(level: str | int) -> int:
     if isinstance(level, int):
         return level
     name = level.strip().upper()
-    name = _ALIASES.get(name, name)
-    if name.isdigit():
-        return int(name)
-    if name not in _LEVELS:
+    number = int(name) if name.isdigit() else logging.getLevelName(name)
+    if not isinstance(number, int):
         raise ValueError(f"VERL_LOGGING_LEVEL: {level!r} is not a level. Use one of {', '.join(_LEVELS)} or a number.")
-    return int(getattr(logging, name))
+    return number
 
 
 def _make_handler(stream: TextIO) -> logging.Handler:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 
-from verl.utils.quiet_warnings import UNACTIONABLE
+from verl.utils.logging_setup import UNACTIONABLE
 
 
 def stderr_of(code: str) -> str:
@@ -19,8 +19,7 @@ def test_a_program_of_ours_shows_every_warning_but_those():
     shown = stderr_of(
         """
         import warnings
-        from verl.utils.logging_setup import setup_logging
-        from verl.utils.quiet_warnings import UNACTIONABLE
+        from verl.utils.logging_setup import UNACTIONABLE, setup_logging
         setup_logging()
         for kind, beginning in UNACTIONABLE:
             warnings.warn(beginning + " and so on", kind)
@@ -38,7 +37,7 @@ def test_gathering_shards_raises_no_warning():
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
-        from verl.workers.engine.fsdp.sharding import _gathered
+        from verl.workers.engine.fsdp.gathering import _all_gathered
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh("cpu", (1,))
@@ -46,7 +45,7 @@ def test_gathering_shards_raises_no_warning():
         shards = distribute_tensor(value, mesh, [Shard(0)])
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            (whole,) = _gathered([shards], mesh, torch.float32, torch.device("cpu"))
+            (whole,) = _all_gathered([shards], mesh, torch.float32, torch.device("cpu"))
         assert torch.equal(whole, value)
         dist.destroy_process_group()
         """
