@@ -13,8 +13,8 @@ from itertools import combinations
 from typing import Any
 
 from verl.utils.reward_score.arithmetic import is_number, number, tokens_of, value_of
+from verl.utils.reward_score.marked import last_tagged
 from verl.utils.reward_score.registry import register_score
-from verl.utils.reward_score.tags import last_tagged
 from verl.utils.reward_score.unicode_latex import as_latex
 from verl.utils.reward_score.wrappers import unwrapped
 

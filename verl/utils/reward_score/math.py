@@ -8,9 +8,9 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from verl.utils.reward_score.boxed import last_boxed, last_boxed_only_string, remove_boxed
 from verl.utils.reward_score.equation import sides, states
 from verl.utils.reward_score.latex_answer import as_number, cleaned, has_words, in_base, normalised
+from verl.utils.reward_score.marked import last_boxed, last_boxed_only_string, remove_boxed
 from verl.utils.reward_score.quantity import stated_number
 from verl.utils.reward_score.registry import register_score
 from verl.utils.reward_score.symbolic import symbolically_equal

@@ -11,9 +11,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from verl.utils.reward_score.boxed import last_boxed, last_boxed_only_string, remove_boxed
-from verl.utils.reward_score.last_match import last_match
 from verl.utils.reward_score.latex_answer import as_number, normalised
+from verl.utils.reward_score.marked import last_boxed, last_boxed_only_string, last_match, remove_boxed
 from verl.utils.reward_score.quantity import stated_number
 from verl.utils.reward_score.registry import register_score
 

@@ -9,11 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from verl.utils.reward_score.boxed import last_boxed
-from verl.utils.reward_score.last_match import last_match
+from verl.utils.reward_score.marked import last_boxed, last_match, last_tagged
 from verl.utils.reward_score.qa_em import normalize_answer
 from verl.utils.reward_score.registry import register_score
-from verl.utils.reward_score.tags import last_tagged
 from verl.utils.reward_score.unicode_latex import as_latex
 from verl.utils.reward_score.wrappers import unwrapped
 

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from verl.utils.reward_score.marked import last_tagged, without_tagged
 from verl.utils.reward_score.registry import register_score
-from verl.utils.reward_score.tags import last_tagged, without_tagged
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation.replace(".", "").replace("-", ""))
 # A decimal point and the sign of a number mean something: 3.5 is not 35, nor -5.

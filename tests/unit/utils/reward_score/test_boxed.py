@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.utils.reward_score.boxed import last_boxed, last_boxed_only_string, remove_boxed
+from verl.utils.reward_score.marked import last_boxed, last_boxed_only_string, remove_boxed
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.utils.reward_score.tags import last_tagged, without_tagged
+from verl.utils.reward_score.marked import last_tagged, without_tagged
 
 
 @pytest.mark.parametrize(
