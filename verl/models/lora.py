@@ -39,11 +39,11 @@ class Adapters:
         peft = _peft()
         if kind not in _TASKS:
             raise ValueError(f"model.lora_rank: a {kind} model takes no adapters. Set it to 0.")
-        linears = _linear_layers(hf)
+        linears, alpha = _linear_layers(hf), model_config.lora_alpha
         targets = module_matcher(model_config.target_modules)
         self.config: Any = peft.LoraConfig(
             r=model_config.lora_rank,
-            lora_alpha=_whole_number(model_config.lora_alpha),
+            lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
             target_modules=list(linears) if targets == ALL_LINEAR else targets,
             exclude_modules=module_matcher(model_config.exclude_modules),
             fan_in_fan_out=any(not isinstance(layer, nn.Linear) for layer in linears.values()),
@@ -71,12 +71,7 @@ class Adapters:
 
     def plain(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`tensors` of the model by plain name, without those of adapters."""
-        found = {}
-        for name, value in tensors.items():
-            plain = self.plain_name(name)
-            if plain is not None:
-                found[plain] = value
-        return found
+        return {plain: value for name, value in tensors.items() if (plain := self.plain_name(name)) is not None}
 
     def trained(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of `tensors` that learn: all that a checkpoint must hold beside the base model."""
@@ -103,9 +98,9 @@ class Adapters:
 
         `whole` gathers an adapter's matrix.
         """
-        layer = self._layers.get(plain_name.removesuffix(".weight"))
-        if layer is None or not plain_name.endswith(".weight"):
+        if not self.has(plain_name):
             return base
+        layer = self._layers[plain_name.removesuffix(".weight")]
         down, up = (whole(matrix).float() for matrix in _matrices(layer))
         product = (up @ down) * layer.scaling[_NAME]
         return base.float() + (product.T if layer.fan_in_fan_out else product)
@@ -201,7 +196,3 @@ def _linear_layers(hf: Any) -> dict[str, nn.Module]:
         for name, module in hf.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and id(module) in body
     }
-
-
-def _whole_number(value: float) -> float | int:
-    return int(value) if float(value).is_integer() else value

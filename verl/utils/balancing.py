@@ -56,7 +56,8 @@ def get_seqlen_balanced_partitions(
     partitions = karmarkar_karp(seqlen_list, k_partitions, equal_size)
     lengths = _as_list(seqlen_list)
     if equal_size:
-        partitions = min(partitions, _longest_first(lengths, k_partitions), key=lambda found: _heaviest(lengths, found))
+        found = (partitions, _longest_first(lengths, k_partitions))
+        partitions = min(found, key=lambda sets: max(sum(lengths[index] for index in one) for one in sets))
     return sorted(_lower_heaviest_by_swaps(lengths, partitions))
 
 
@@ -183,10 +184,6 @@ def _longest_first(lengths: list[float], k: int) -> list[list[int]]:
         else:
             heapq.heappop(open_sets)
     return sets
-
-
-def _heaviest(lengths: list[float], partitions: list[list[int]]) -> float:
-    return max(sum(lengths[index] for index in partition) for partition in partitions)
 
 
 def _lower_heaviest_by_swaps(lengths: list[float], partitions: list[list[int]]) -> list[list[int]]:

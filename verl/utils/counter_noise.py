@@ -10,10 +10,10 @@ import hashlib
 
 import torch
 
-__all__ = ["gumbel_noise", "sample_keys"]
+__all__ = ["GOLDEN_64", "gumbel_noise", "mix_64", "sample_keys"]
 
 # 2^64 / golden ratio: neighbouring positions land far apart before they are mixed.
-_GOLDEN_64 = 0x9E3779B97F4A7C15 - 2**64
+GOLDEN_64 = 0x9E3779B97F4A7C15 - 2**64
 _GOLDEN_32 = 0x9E3779B1 - 2**32
 
 
@@ -29,7 +29,7 @@ def gumbel_noise(keys: torch.Tensor, positions: torch.Tensor, vocab: int) -> tor
     argmax over (log-probability + noise) is an exact sample (Gumbel-max). 31 random bits per token reach noise up to
     22.2, so tokens down to a probability of about 1e-10 can be drawn.
     """
-    streams = _mix_64(keys ^ _mix_64(positions * _GOLDEN_64))
+    streams = mix_64(keys ^ mix_64(positions * GOLDEN_64))
     low = _as_int32(streams).unsqueeze(1)
     high = _as_int32(streams >> 32).unsqueeze(1)
     tokens = torch.arange(vocab, dtype=torch.int32, device=keys.device) * _GOLDEN_32
@@ -40,7 +40,7 @@ def gumbel_noise(keys: torch.Tensor, positions: torch.Tensor, vocab: int) -> tor
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def _mix_64(x: torch.Tensor) -> torch.Tensor:
+def mix_64(x: torch.Tensor) -> torch.Tensor:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014) on wrapping int64."""
     x = (x ^ _logical_shift(x, 30, 64)) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ _logical_shift(x, 27, 64)) * (0x94D049BB133111EB - 2**64)

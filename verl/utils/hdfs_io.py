@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import posixpath
 import shutil
-from typing import Any
 
 from verl.utils.fs import filesystem_of
 
@@ -40,11 +39,8 @@ def copy(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> str:
     if source_fs.isdir(source):
         target_fs.makedirs(target, exist_ok=True)
     for file in files:
-        _copy_file(source_fs, file, target_fs, target + file[len(source) :])
+        place = target + file[len(source) :]
+        target_fs.makedirs(posixpath.dirname(place), exist_ok=True)
+        with source_fs.open(file, "rb") as reader, target_fs.open(place, "wb") as writer:
+            shutil.copyfileobj(reader, writer, length=16 * 2**20)
     return target_url
-
-
-def _copy_file(source_fs: Any, source: str, target_fs: Any, target: str) -> None:
-    target_fs.makedirs(posixpath.dirname(target), exist_ok=True)
-    with source_fs.open(source, "rb") as reader, target_fs.open(target, "wb") as writer:
-        shutil.copyfileobj(reader, writer, length=16 * 2**20)

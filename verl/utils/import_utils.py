@@ -139,7 +139,8 @@ def register_user_modules_by_value() -> None:
 def _load_module(module_path: str) -> ModuleType:
     if not module_path:
         raise ValueError("module_path: it is empty. Give a .py file, pkg://a.b.c or an importable module a.b.c.")
-    if module_path.startswith(_PACKAGE_PREFIX) or _looks_dotted(module_path):
+    is_dotted = not module_path.endswith(".py") and all(part.isidentifier() for part in module_path.split("."))
+    if module_path.startswith(_PACKAGE_PREFIX) or is_dotted:
         load: Callable[[], ModuleType] = partial(importlib.import_module, module_path.removeprefix(_PACKAGE_PREFIX))
         remedy = "Install it, or put its folder on PYTHONPATH, on every node."
     else:
@@ -158,10 +159,6 @@ def _load_module(module_path: str) -> ModuleType:
         raise
     except Exception as error:
         raise RuntimeError(f"{module_path}: it raised {type(error).__name__} when imported: {error}") from error
-
-
-def _looks_dotted(module_path: str) -> bool:
-    return not module_path.endswith(".py") and all(part.isidentifier() for part in module_path.split("."))
 
 
 def _defined_in(module: ModuleType) -> list[str]:

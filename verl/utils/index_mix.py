@@ -12,13 +12,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
+
+from verl.utils.counter_noise import GOLDEN_64, mix_64
 
 __all__ = ["BLOCK", "Place", "high_weights", "low_weights"]
 
 BLOCK = 4096
-_LOW, _HIGH = 0, 1 << 63  # where each table begins in the sequence of the hash
+_LOW, _HIGH = 0, -(1 << 63)  # where each table begins in the sequence of the hash
 _grown: dict[torch.device, torch.Tensor] = {}
 
 
@@ -55,8 +56,4 @@ def high_weights(blocks: int, device: torch.device) -> torch.Tensor:
 
 
 def _table(first: int, size: int) -> torch.Tensor:
-    z = (np.arange(1, size + 1, dtype=np.uint64) + np.uint64(first)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(z.view(np.int64))
+    return mix_64((torch.arange(1, size + 1) + first) * GOLDEN_64) | 1

@@ -101,7 +101,10 @@ def register(
     """
     if lane not in LANES:
         raise ValueError(f"register: lane {lane!r}; use one of {LANES}.")
-    _check_mode(dispatch_mode)
+    if isinstance(dispatch_mode, DispatchMode):
+        get_predefined_dispatch_fn(dispatch_mode)
+    elif not isinstance(dispatch_mode, Mapping) or not {"dispatch_fn", "collect_fn"} <= dispatch_mode.keys():
+        raise ValueError("register: dispatch_mode is a Dispatch member or a dict with dispatch_fn and collect_fn.")
     if dispatch_mode is Dispatch.RANK_ZERO:
         execute_mode = Execute.RANK_ZERO
     spec = MethodSpec(dispatch_mode, execute_mode, blocking, materialize_futures, lane)
@@ -174,10 +177,3 @@ DISPATCH_MODE_FN_REGISTRY: dict[DispatchMode, dict[str, Callable[..., Any]]] = {
         (Dispatch.DP_COMPUTE_METRIC, dispatch.split_over_ranks, dispatch.list_results),
     ]
 }
-
-
-def _check_mode(mode: Any) -> None:
-    if isinstance(mode, DispatchMode):
-        get_predefined_dispatch_fn(mode)
-    elif not isinstance(mode, Mapping) or not {"dispatch_fn", "collect_fn"} <= mode.keys():
-        raise ValueError("register: dispatch_mode is a Dispatch member or a dict with dispatch_fn and collect_fn.")

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from verl.protocol import DataProto
@@ -78,10 +79,7 @@ class LocalWorkerGroup(WorkerGroup):
         self, ranks: Sequence[int], method: str, args: list[list[Any]], kwargs: dict[str, list[Any]], lane: str
     ) -> Callable[[], list[Any]]:
         own_args, own_kwargs = [arg[0] for arg in args], {key: arg[0] for key, arg in kwargs.items()}
-        if lane == "compute":
-            with self._compute:
-                output = self._host.call(self.role, method, own_args, own_kwargs, lane)
-        else:
+        with self._compute if lane == "compute" else nullcontext():
             output = self._host.call(self.role, method, own_args, own_kwargs, lane)
         return lambda: [self._raise_if_failed(output, method)]
 

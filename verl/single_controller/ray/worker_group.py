@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -27,7 +27,7 @@ from verl.single_controller.ray.batch_ref import BatchRef
 from verl.single_controller.ray.resource_pool import RayResourcePool
 from verl.single_controller.ray.stored import StoredRows, store_rows
 from verl.utils.import_utils import register_user_modules_by_value
-from verl.utils.quiet_warnings import quiet_warnings
+from verl.utils.logging_setup import quiet_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +246,10 @@ class RayWorkerGroup(WorkerGroup):
         self, ranks: Sequence[int], method: str, args: list[list[Any]], kwargs: dict[str, list[Any]], lane: str
     ) -> Callable[[], list[Any]]:
         refs = self._send("call", ranks, method, args, kwargs, lane)
-        return lambda: self._collect(self._wait(method, refs))
+        return lambda: [
+            BatchRef.from_stored(output) if isinstance(output, StoredRows) else output
+            for output in self._wait(method, refs)
+        ]
 
     def _plain_refs(self, ranks: Sequence[int], method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         rank_args, rank_kwargs = self._entries(args, kwargs)
@@ -263,16 +266,13 @@ class RayWorkerGroup(WorkerGroup):
     ) -> dict[int, Any]:
         if self._broken:
             raise self._broken[0]
-        put = _PutOnce()
+        put: dict[int, _Put] = {}
         refs = {}
         for rank in ranks:
-            own_args = [put(arg[rank]) for arg in args]
-            own_kwargs = {key: put(arg[rank]) for key, arg in kwargs.items()}
+            own_args = [_wrap(arg[rank], put) for arg in args]
+            own_kwargs = {key: _wrap(arg[rank], put) for key, arg in kwargs.items()}
             refs[rank] = _on(self._workers[rank], entry, lane).remote(self.role, method, own_args, own_kwargs, lane)
         return refs
-
-    def _collect(self, outputs: list[Any]) -> list[Any]:
-        return [BatchRef.from_stored(output) if isinstance(output, StoredRows) else output for output in outputs]
 
     def _wait(self, method: str, refs: dict[int, Any]) -> list[Any]:
         """Outputs by rank. The first failure ends the wait: the other ranks may be stuck in a collective with it."""
@@ -311,25 +311,19 @@ def _checked_env(env: Mapping[str, str]) -> dict[str, str]:
     return {name: str(value) for name, value in env.items()}
 
 
-class _PutOnce:
-    """Puts each large batch into the object store once, however many ranks get it."""
-
-    def __init__(self) -> None:
-        self._stored: dict[int, tuple[Any, _Put]] = {}
-
-    def __call__(self, arg: Any) -> Any:
-        data = arg.data if isinstance(arg, Shard) else arg
-        if type(data) is not DataProto or data.nbytes < _INLINE_BYTES:
-            return arg
-        if id(data) not in self._stored:
-            self._stored[id(data)] = (data, _Put(ray.put(data)))
-        stored = self._stored[id(data)][1]
-        return Shard(stored, arg.fillers, arg.collect) if isinstance(arg, Shard) else stored  # type: ignore[arg-type]
+def _wrap(arg: Any, put: dict[int, _Put]) -> Any:
+    """A large batch by its place in the object store, where it is put once, however many ranks get it."""
+    data = arg.data if isinstance(arg, Shard) else arg
+    if type(data) is not DataProto or data.nbytes < _INLINE_BYTES:
+        return arg
+    if id(data) not in put:
+        put[id(data)] = _Put(ray.put(data))
+    return replace(arg, data=put[id(data)]) if isinstance(arg, Shard) else put[id(data)]  # type: ignore[arg-type]
 
 
 def _unwrap(arg: Any) -> Any:
     if isinstance(arg, Shard) and isinstance(arg.data, _Put):
-        return Shard(ray.get(arg.data.ref), arg.fillers, arg.collect)
+        return replace(arg, data=ray.get(arg.data.ref))
     return ray.get(arg.ref) if isinstance(arg, _Put) else arg
 
 

@@ -36,14 +36,10 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
-def existing_parent(path: Path) -> Path:
-    """The folder itself, or the nearest above it that exists."""
-    return next(place for place in (path, *path.parents) if place.exists())
-
-
 def describe_disk(path: Path) -> str:
     """The file system under a path: where it is mounted, and from what."""
-    place = existing_parent(path.absolute()).resolve()
+    path = path.absolute()
+    place = next(folder for folder in (path, *path.parents) if folder.exists()).resolve()
     mount = next(str(point) for point in (place, *place.parents) if os.path.ismount(point))
     try:
         entries = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]

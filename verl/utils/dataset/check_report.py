@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from rich.bar import Bar
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.panel import Panel
@@ -14,7 +15,6 @@ JUDGED = "a reward model"
 _QUANTILES = (0.5, 0.9, 0.99, 1.0)
 _BINS = 12
 _BAR = 40
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 @dataclass
@@ -136,7 +136,7 @@ def _histogram(lengths: PromptLengths) -> Group:
         last = number == len(edges) - 1
         label = f"{edges[number]}+" if last else f"{edges[number]}-{edges[number + 1] - 1}"
         over = any(edges[number] > limit for limit in lengths.limits[-1:])
-        bar = f"[{'red' if over else 'blue'}]{_bar(count / max(1, int(counts.max())))}[/]"
+        bar = Bar(int(counts.max()), 0, count, width=_BAR, color="red" if over else "blue")
         table.add_row(label, bar, str(count), f"{count / len(values):.1%}")
     return Group(f"[italic]prompt {lengths.unit}: {quantiles}{shares}[/]", table)
 
@@ -148,11 +148,6 @@ def _edges(values: np.ndarray) -> np.ndarray:
     power = 10 ** int(np.floor(np.log10(rough)))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     return np.arange(low // step * step, high + 1, step)
-
-
-def _bar(share: float) -> str:
-    eighths = round(share * _BAR * 8)
-    return (_EIGHTHS[-1] * (eighths // 8) + _EIGHTHS[eighths % 8].strip()).ljust(_BAR)
 
 
 def _rewards(wiring: dict[str, Wiring]) -> Table:

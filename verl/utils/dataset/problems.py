@@ -57,6 +57,12 @@ def find_problems(rows: Rows, rules: Sequence[Rule]) -> list[str]:
     return problems
 
 
+def refuse_problems(rows: Rows, rules: Sequence[Rule]) -> None:
+    """A DataError with everything that is wrong; nothing where all rows are as they should be."""
+    if problems := find_problems(rows, rules):
+        raise DataError(problems)
+
+
 def chat_rule(key: str, option: str | None = None) -> Rule:
     """`key` holds a prompt: text, or a list of {role, content}. `option` is the config key that names the column."""
 

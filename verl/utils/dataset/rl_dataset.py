@@ -22,9 +22,9 @@ from verl.utils.dataset.problems import (
     DataError,
     Rule,
     chat_rule,
-    find_problems,
     ground_truth_of,
     ground_truth_rule,
+    refuse_problems,
     source_rule,
     text_rule,
 )
@@ -81,7 +81,7 @@ class RLHFDataset(Dataset):
         self.tokenizer = tokenizer
         self.processor = processor
         self.rows = Rows(find_files(data_files, split))
-        self._raise_if(find_problems(self.rows, [self._prompt_rule()]))
+        refuse_problems(self.rows, [self._prompt_rule()])
         self._names = self._names_in_batch()
         self._encoder = PromptEncoder(
             tokenizer, self.config.apply_chat_template_kwargs, chat_template_func, self.config.system_prompt
@@ -124,7 +124,7 @@ class RLHFDataset(Dataset):
             rules.append(source_rule(key, data_sources))
         if ground_truth:
             rules.append(ground_truth_rule())
-        self._raise_if(find_problems(self.rows, rules))
+        refuse_problems(self.rows, rules)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps to know the data again; the position is the sampler's."""
@@ -165,11 +165,6 @@ class RLHFDataset(Dataset):
 
     def _prompt_rule(self) -> Rule:
         return chat_rule(self.config.prompt_key, "data.prompt_key")
-
-    @staticmethod
-    def _raise_if(problems: Sequence[str]) -> None:
-        if problems:
-            raise DataError(problems)
 
     def _drop_or_refuse_overlong(self, lengths: np.ndarray) -> None:
         limit = self.config.max_prompt_length

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from verl.utils.dataset.chat import Messages, PromptEncoder, as_messages
 from verl.utils.dataset.files import find_files
-from verl.utils.dataset.problems import DataError, Rule, chat_rule, find_problems, text_rule
+from verl.utils.dataset.problems import DataError, Rule, chat_rule, refuse_problems, text_rule
 from verl.utils.dataset.rows import Rows, value_at
 from verl.utils.dataset.tokens import TokenStore, truncated
 
@@ -64,9 +64,7 @@ class SFTDataset(Dataset):
         self.tokenizer = tokenizer
         self.rows = Rows(find_files(data_files, split))
         self._from_messages = self.config.messages_key in self.rows.columns
-        problems = find_problems(self.rows, self._rules())
-        if problems:
-            raise DataError(problems)
+        refuse_problems(self.rows, self._rules())
         self._encoder = PromptEncoder(tokenizer, self.config.apply_chat_template_kwargs)
         self._length = len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows))
         self._stored: tuple[TokenStore, TokenStore] | None = None
