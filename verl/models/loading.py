@@ -12,7 +12,11 @@ from torch import nn
 from verl.models.heads import ValueModel
 
 ModelKind: TypeAlias = Literal["causal_lm", "value", "sequence_classification"]
-KINDS: tuple[str, ...] = ("causal_lm", "value", "sequence_classification")
+_AUTO_CLASSES = {
+    "causal_lm": "AutoModelForCausalLM",
+    "value": "AutoModel",
+    "sequence_classification": "AutoModelForSequenceClassification",
+}
 
 
 def read_config(path: str, trust_remote_code: bool = False, override_config: Mapping[str, Any] | None = None) -> Any:
@@ -84,14 +88,9 @@ def stored_head(path: str) -> dict[str, torch.Tensor]:
 def _auto_class(kind: ModelKind) -> Any:
     import transformers
 
-    if kind not in KINDS:
-        raise ValueError(f"kind: {kind!r} is unknown. Use one of {', '.join(KINDS)}.")
-    names = {
-        "causal_lm": "AutoModelForCausalLM",
-        "value": "AutoModel",
-        "sequence_classification": "AutoModelForSequenceClassification",
-    }
-    return getattr(transformers, names[kind])
+    if kind not in _AUTO_CLASSES:
+        raise ValueError(f"kind: {kind!r} is unknown. Use one of {', '.join(_AUTO_CLASSES)}.")
+    return getattr(transformers, _AUTO_CLASSES[kind])
 
 
 def _some(names: Any) -> str:

@@ -18,11 +18,10 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
 from verl.trainer.ppo.validation_metrics import process_validation_metrics
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import (
-    DataError,
     Rule,
-    find_problems,
     ground_truth_of,
     ground_truth_rule,
+    refuse_problems,
     source_rule,
     text_rule,
 )
@@ -50,9 +49,7 @@ def evaluate(config: EvalConfig) -> Metrics:
     data = config.data
     own = get_custom_reward_fn(config.to_dict()) is not None
     rows = Rows(find_files(data.path))
-    problems = find_problems(rows, _rules(config, own))
-    if problems:
-        raise DataError(problems)
+    refuse_problems(rows, _rules(config, own))
     prompts, samples = _samples(rows, config)
     scores = _scored(config, samples)
     names = dict.fromkeys(name for score in scores for name in score.extra)

@@ -34,15 +34,8 @@ class WorkerCallError(WorkerError):
     def __init__(self, failure: Failure, role: str, rank: int, host: str, method: str, others: int = 0) -> None:
         self.failure = failure
         self.worker_traceback = failure.traceback
-        also = f"; {others} other rank(s) failed too" if others else ""
-        super().__init__(
-            f"worker raised {failure.summary}{also}",
-            role,
-            rank,
-            host,
-            method,
-            f"worker traceback:\n{failure.traceback}",
-        )
+        summary = f"worker raised {failure.summary}" + (f"; {others} other rank(s) failed too" if others else "")
+        super().__init__(summary, role, rank, host, method, f"worker traceback:\n{failure.traceback}")
         self.__cause__ = failure.exception()
 
     def __setstate__(self, state: Any) -> None:

@@ -63,34 +63,14 @@ def refuse_problems(rows: Rows, rules: Sequence[Rule]) -> None:
         raise DataError(problems)
 
 
-def chat_rule(key: str, option: str | None = None) -> Rule:
+def chat_rule(key: str, option: str) -> Rule:
     """`key` holds a prompt: text, or a list of {role, content}. `option` is the config key that names the column."""
-
-    def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
-        value = value_at(row, key)
-        return _missing(key, row, columns, option) if value is None else chat_problem(key, value)
-
-    def proven(table: pa.Table) -> bool:
-        return key in table.column_names and _is_sound_chat(table.column(key))
-
-    return Rule((key.split(".")[0],), check, proven)
+    return _value_rule(key, option, chat_problem, _is_sound_chat)
 
 
-def text_rule(key: str, option: str | None = None) -> Rule:
+def text_rule(key: str, option: str) -> Rule:
     """`key` holds a non-empty string."""
-
-    def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
-        value = value_at(row, key)
-        if value is None:
-            return _missing(key, row, columns, option)
-        if not isinstance(value, str):
-            return f"{key!r} is {_kind(value)}, not a string. Write it as text."
-        return None if value else f"{key!r} is empty. Fill it, or remove the row."
-
-    def proven(table: pa.Table) -> bool:
-        return key in table.column_names and _is_sound_text(table.column(key))
-
-    return Rule((key.split(".")[0],), check, proven)
+    return _value_rule(key, option, _text_problem, _is_sound_text)
 
 
 def source_rule(key: str, known: Collection[str], but_judged: bool = False) -> Rule:
@@ -154,7 +134,7 @@ def is_judged(row: dict[str, Any]) -> bool:
 def chat_problem(key: str, value: Any) -> str | None:
     """What is wrong with a prompt value; None: nothing."""
     if isinstance(value, str):
-        return None if value else f"{key!r} is empty. Fill it, or remove the row."
+        return _text_problem(key, value)
     if not isinstance(value, list):
         return f"{key!r} is {_kind(value)}. Write it as text or as a list of {{role, content}}."
     if not value:
@@ -171,6 +151,33 @@ def chat_problem(key: str, value: Any) -> str | None:
         if problem is not None and not (message.get("content") is None and message.get("tool_calls")):
             return f"the 'content' of {at} is {problem}"
     return None
+
+
+def _text_problem(key: str, value: Any) -> str | None:
+    if not isinstance(value, str):
+        return f"{key!r} is {_kind(value)}, not a string. Write it as text."
+    return None if value else f"{key!r} is empty. Fill it, or remove the row."
+
+
+def _value_rule(
+    key: str, option: str, problem: Callable[[str, Any], str | None], is_sound: Callable[[pa.ChunkedArray], bool]
+) -> Rule:
+    """There is a value at `key`, and nothing is wrong with it."""
+
+    def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
+        value = value_at(row, key)
+        if value is not None:
+            return problem(key, value)
+        if key in row:
+            return f"{key!r} is missing. Fill it, or remove the row."
+        return (
+            f"it has no {key!r} (found: {', '.join(columns) or 'nothing'}). Set {option} to the column that holds it."
+        )
+
+    def proven(table: pa.Table) -> bool:
+        return key in table.column_names and is_sound(table.column(key))
+
+    return Rule((key.split(".")[0],), check, proven)
 
 
 def _content_problem(content: Any) -> str | None:
@@ -205,13 +212,6 @@ def _first_broken(part: Part, rule: Rule) -> tuple[int, int, str] | None:
                 count += 1
                 first = first or (start + offset, what)
     return None if first is None else (first[0], count - 1, first[1])
-
-
-def _missing(key: str, row: dict[str, Any], columns: Sequence[str], option: str | None) -> str:
-    if key in row:
-        return f"{key!r} is missing. Fill it, or remove the row."
-    fix = f"Set {option} to the column that holds it" if option else "Add the column"
-    return f"it has no {key!r} (found: {', '.join(columns) or 'nothing'}). {fix}."
 
 
 def _kind(value: Any) -> str:

@@ -12,21 +12,7 @@ _LETTER_TIMES = re.compile(r"(?<=[\d)\]])\s*[xX]\s*(?=[\d(\[])")
 _COLON = re.compile(r"(?<=[\d)\]])\s*:\s*(?=[\d(\[])")
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
 _SPELLINGS = {"\\times": "*", "\\cdot": "*", "\\div": "/"}
-_LAYOUT = {
-    "\\left",
-    "\\right",
-    "\\bigl",
-    "\\bigr",
-    "\\big",
-    "\\Big",
-    "\\displaystyle",
-    "\\quad",
-    "\\,",
-    "\\;",
-    "\\:",
-    "\\!",
-    "\\ ",
-}
+_LAYOUT = {f"\\{name}" for name in ("left", "right", "bigl", "bigr", "big", "Big", "displaystyle", "quad", *",;:! ")}
 _STRENGTH = {"(": 0, "+": 1, "-": 1, "*": 2, "/": 2, "negative": 3}
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _MOST_TOKENS = 1000
