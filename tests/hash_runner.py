@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pickle
 
-from verl.inference.scheduler import StepPlan
 from verl.inference.sequence import Sequence
+from verl.inference.step_plan import StepPlan
 from verl.types.request import Output, SamplingParams
 
 VOCAB = 7

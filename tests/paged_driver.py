@@ -58,8 +58,6 @@ class PagedDriver:
             query_starts=whole(starts),
             prefill_lengths=whole([self.done[i] for i in prefills]),
             prefill_tables=self._tables(list(prefills)),
-            max_query=max(prefills.values(), default=0),
-            max_prefill_length=max((self.done[i] for i in prefills), default=0),
             decode_lengths=whole([self.done[i] for i in decodes]),
             decode_tables=self._tables(list(decodes)),
         )

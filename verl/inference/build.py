@@ -15,8 +15,7 @@ from verl.inference.attention.base import AttentionBackend
 from verl.inference.attention.torch_attention import TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.kv_memory import KVMemory
-from verl.inference.kv_sizing import choose_num_blocks
+from verl.inference.kv_memory import KVMemory, choose_num_blocks
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models import InferenceModel
 from verl.inference.models.loading import MODEL_KINDS, end_tokens, load_inference_model, read_model_config

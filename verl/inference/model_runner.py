@@ -7,18 +7,20 @@ from collections.abc import Callable
 import torch
 
 from verl.inference.attention.base import AttentionBackend, AttentionStep
+from verl.inference.engine import Results
 from verl.inference.graphs import StepGraphs
 from verl.inference.kv_memory import KVMemory
 from verl.inference.models import InferenceModel
 from verl.inference.sampler import Sampler
-from verl.inference.step_details import details_of
 from verl.inference.step_inputs import InputSender, StepInputs
 from verl.inference.step_plan import StepDetails, StepPlan
 from verl.inference.token_sampling import SampledRows
+from verl.types.request import TopLogProbs
 
 __all__ = ["ModelRunner", "Pending"]
 
-Results = tuple[list[int], list[float], list[float], list[float]]
+# Logits of a long prompt that are there at a time.
+_BLOCK_ELEMENTS = 2**25
 
 
 class Pending:
@@ -89,7 +91,7 @@ class ModelRunner:
             logits, plan.sample_slots, inputs.sample_rows, inputs.sample_positions, plan.banned
         )
         self._last_tokens.index_copy_(0, inputs.sample_rows, sampled.tokens)
-        return Pending(sampled, details_of(plan, self.model, hidden, logits) if plan.detailed else None)
+        return Pending(sampled, _details_of(plan, self.model, hidden, logits) if plan.detailed else None)
 
     def _hidden(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor:
         """Hidden states of the step's tokens, [T or more, hidden]."""
@@ -121,8 +123,6 @@ class ModelRunner:
             query_starts=empty,
             prefill_lengths=empty,
             prefill_tables=empty,
-            max_query=0,
-            max_prefill_length=0,
             decode_lengths=(positions + 1).int(),
             decode_tables=tables,
         )
@@ -150,8 +150,6 @@ class ModelRunner:
             query_starts=query_starts[: prefills + 1],
             prefill_lengths=lengths[:prefills],
             prefill_tables=tables[:prefills],
-            max_query=0 if self.lag else int(query_starts[: prefills + 1].diff().max()),
-            max_prefill_length=0 if self.lag else int(lengths[:prefills].max()),
             decode_lengths=lengths[prefills:],
             decode_tables=tables[prefills:],
         )
@@ -165,3 +163,42 @@ class ModelRunner:
     def _token_ids(self, inputs: StepInputs) -> torch.Tensor:
         decoded = inputs.token_rows[len(inputs.prefill_ids) :]
         return torch.cat([inputs.prefill_ids, self._last_tokens[decoded]])
+
+
+def _details_of(
+    plan: StepPlan, model: InferenceModel, hidden: torch.Tensor, logits: torch.Tensor
+) -> Callable[[], StepDetails]:
+    """What the plan's `top_rows` and prefills with `targets` ask for; the device is not waited for until it is called.
+
+    `hidden` [tokens, hidden] of the step; `logits` [samples, vocab].
+    """
+    rows = [row for row, _ in plan.top_rows]
+    top = [_scored(logits[rows], [0] * len(rows), max(count for _, count in plan.top_rows))] if rows else []
+    prompts = []
+    first, size = 0, max(1, _BLOCK_ELEMENTS // logits.shape[-1])
+    for prefill in plan.prefills:
+        if prefill.targets:
+            parts = [prefill.targets[start : start + size] for start in range(0, len(prefill.targets), size)]
+            starts = range(first, first + len(prefill.targets), size)
+            states = [hidden[start : start + len(part)] for start, part in zip(starts, parts, strict=True)]
+            prompts.append([_scored(model.logits(x), part, prefill.top) for x, part in zip(states, parts, strict=True)])
+        first += len(prefill.token_ids)
+    return lambda: StepDetails(_on_host(top)[1], [_on_host(prompt) for prompt in prompts])
+
+
+def _scored(logits: torch.Tensor, targets: list[int], count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`logits` [rows, vocab] → log-probs of the targets [rows]; of the likeliest tokens [rows, count], and those."""
+    log_probs = logits.float().log_softmax(dim=-1)
+    of_target = log_probs.gather(-1, torch.tensor(targets, device=logits.device).unsqueeze(-1)).squeeze(-1)
+    values, tokens = log_probs.topk(min(count, logits.shape[-1]), dim=-1)
+    return of_target, values, tokens
+
+
+def _on_host(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[list[float], list[TopLogProbs]]:
+    """Log-probs of the targets, and the likeliest tokens in their places, of all parts."""
+    log_probs: list[float] = []
+    tops: list[TopLogProbs] = []
+    for of_target, values, tokens in parts:
+        log_probs += of_target.tolist()
+        tops += [list(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
+    return log_probs, tops

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from verl.inference.block_manager import BlockManager
 from verl.inference.sequence import Sequence, accept_details, accept_tokens
-from verl.inference.step_plan import Prefill, StepDetails, StepPlan
+from verl.inference.step_plan import Prefill, StepDetails, StepPlan, banned_tokens
 from verl.types.request import Request, check_request
 
-__all__ = ["Prefill", "Scheduler", "StepPlan"]
-
+__all__ = ["Scheduler"]
 
 # While the queue is long, slots are refilled in this many goes.
 _ADMISSIONS_PER_ROUND = 16
@@ -137,7 +136,8 @@ class Scheduler:
         plan.sample_slots += plan.decodes
         plan.sample_positions += [position + 1 for position in plan.positions]
         if self._with_minimum:
-            plan.banned = _too_early(rows, plan.sample_positions)
+            placed = zip(rows, plan.sample_positions, strict=True)
+            plan.banned = banned_tokens((row, s.params, at - len(s.prompt_ids)) for row, (s, at) in enumerate(placed))
         if self._with_details:
             plan.top_rows = [(row, s.params.top_log_probs) for row, s in enumerate(rows) if s.params.top_log_probs]
             plan.detailed = bool(plan.top_rows or self._scored)
@@ -373,13 +373,3 @@ def _sampling_rows(plan: StepPlan, pieces: list[_Piece]) -> list[Sequence]:
 
 def _is_detailed(sequence: Sequence) -> bool:
     return sequence.params.top_log_probs > 0 or sequence.params.prompt_log_probs
-
-
-def _too_early(rows: list[Sequence], positions: list[int]) -> list[tuple[int, int]]:
-    """(row, token) pairs that may not be sampled: ends of answers that are still too short."""
-    return [
-        (row, token)
-        for row, (sequence, position) in enumerate(zip(rows, positions, strict=True))
-        if position < sequence.min_length
-        for token in sorted(sequence.ends)
-    ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from verl.inference.scheduler import StepPlan
+from verl.inference.step_plan import StepPlan
 
 __all__ = ["InputSender", "StepInputs"]
 

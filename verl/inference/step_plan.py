@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from verl.types.request import SamplingParams, TopLogProbs
 
-__all__ = ["Prefill", "StepDetails", "StepPlan"]
+__all__ = ["Prefill", "StepDetails", "StepPlan", "banned_tokens"]
 
 
 @dataclass(slots=True)
@@ -62,3 +63,16 @@ class StepDetails:
     """For each of the plan's `top_rows`."""
     prompts: list[tuple[list[float], list[TopLogProbs]]]
     """For each prefill with `targets`: their log-probs, and the likeliest tokens in their places."""
+
+
+def banned_tokens(rows: Iterable[tuple[int, SamplingParams, int]]) -> list[tuple[int, int]]:
+    """(row, token) pairs that may not be drawn now: the ends of answers that are too short.
+
+    `rows` are (row, its parameters, how many tokens it has generated).
+    """
+    return [
+        (row, token)
+        for row, params, generated in rows
+        if generated < params.min_new_tokens
+        for token in sorted(params.ends)
+    ]

@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from verl.inference.async_engine import AsyncEngine, StepEngine
+from verl.inference.engine import Pending, Runner
 from verl.inference.step_plan import StepPlan
 from verl.types.request import Output, Request
 
@@ -99,25 +100,14 @@ class TensorParallel:
 SINGLE = TensorParallel()
 
 
-class _Pending(Protocol):
-    def wait(self) -> Any: ...
-
-
-class _Runner(Protocol):
-    @property
-    def lag(self) -> int: ...
-
-    def launch(self, plan: StepPlan) -> Any: ...
-
-
 class LeadingRunner:
     """The leader's runner: tells the others what it is about to compute."""
 
-    def __init__(self, runner: _Runner, parallel: TensorParallel) -> None:
+    def __init__(self, runner: Runner, parallel: TensorParallel) -> None:
         self._runner, self._parallel = runner, parallel
         self.lag = runner.lag
 
-    def launch(self, plan: StepPlan) -> Any:
+    def launch(self, plan: StepPlan) -> Pending:
         self._parallel.send(plan)
         return self._runner.launch(plan)
 
@@ -145,7 +135,7 @@ class LeadingEngine(AsyncEngine):
 class FollowingEngine:
     """The others' loop: receives plans and carries them out. It has the leader's surface; requests are the leader's."""
 
-    def __init__(self, runner: _Runner, parallel: TensorParallel) -> None:
+    def __init__(self, runner: Runner, parallel: TensorParallel) -> None:
         self.version = 0
         self._runner, self._parallel = runner, parallel
         self._marks: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -175,7 +165,7 @@ class FollowingEngine:
         self._thread.join()
 
     def _run(self) -> None:
-        pending: deque[_Pending] = deque()
+        pending: deque[Pending] = deque()
         failure: BaseException | None = None
         while True:
             message = self._parallel.receive()

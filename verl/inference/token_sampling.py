@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from verl.types.request import SamplingParams
 from verl.utils.counter_noise import gumbel_noise
 from verl.utils.device_copy import copied_together
 
-__all__ = ["SampledRows", "SamplingBatch", "Shape", "banned_tokens", "sample_tokens"]
+__all__ = ["SampledRows", "SamplingBatch", "Shape", "sample_tokens"]
 
 Shape = Callable[[torch.Tensor, slice], torch.Tensor]
 """Changes logits [rows of the block, vocab] float32 before they are drawn from; the slice says which rows they are."""
@@ -64,19 +64,6 @@ class SamplingBatch:
             any_truncated=any(p.truncated for p in params),
             any_tempered=any(p.temperature not in (0, 1) for p in params),
         )
-
-
-def banned_tokens(rows: Iterable[tuple[int, SamplingParams, int]]) -> list[tuple[int, int]]:
-    """(row, token) pairs that may not be drawn now: the ends of answers that are too short.
-
-    `rows` are (row, its parameters, how many tokens it has generated).
-    """
-    return [
-        (row, token)
-        for row, params, generated in rows
-        if generated < params.min_new_tokens
-        for token in sorted(params.ends)
-    ]
 
 
 class SampledRows(NamedTuple):

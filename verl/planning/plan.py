@@ -16,8 +16,7 @@ from verl.config.schema import pick
 from verl.config.sft import SFTConfig
 from verl.inference.build import NativeOptions
 from verl.inference.graphs import pool_bytes
-from verl.inference.kv_memory import bytes_per_token
-from verl.inference.kv_sizing import device_room, host_room, logit_bytes, step_bytes
+from verl.inference.kv_memory import bytes_per_token, device_room, host_room, logit_bytes, step_bytes
 from verl.planning.costs import TrainedModel
 from verl.planning.host import Held, HostMemory, host_phases
 from verl.planning.phases import DEVICE_PARTS, GB, DeviceMemory, MemoryPlan, PhaseMemory

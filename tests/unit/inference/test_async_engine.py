@@ -16,8 +16,9 @@ from tiny import tiny_tokenizer
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.scheduler import Scheduler, StepPlan
+from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
+from verl.inference.step_plan import StepPlan
 from verl.types.request import Output, Request, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=8)

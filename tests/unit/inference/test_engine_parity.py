@@ -17,8 +17,9 @@ from verl.inference.kv_memory import KVMemory
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models.fused import FusedModel
 from verl.inference.models.generic import GenericModel
-from verl.inference.scheduler import Scheduler, StepPlan
+from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
+from verl.inference.step_plan import StepPlan
 from verl.types.request import Output, Request, SamplingParams
 
 MAX_LENGTH = 64

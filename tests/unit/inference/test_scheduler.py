@@ -10,8 +10,9 @@ from hash_runner import HashRunner, expected
 
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.scheduler import Scheduler, StepPlan
+from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
+from verl.inference.step_plan import StepPlan
 from verl.types.request import Output, Request, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=8)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from truncation import drawn_probs
 
 from verl.inference import token_sampling
-from verl.inference.token_sampling import SamplingBatch, banned_tokens, sample_tokens
+from verl.inference.step_plan import banned_tokens
+from verl.inference.token_sampling import SamplingBatch, sample_tokens
 from verl.types.request import SamplingParams
 from verl.utils.counter_noise import sample_keys
 

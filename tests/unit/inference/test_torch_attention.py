@@ -62,8 +62,6 @@ def compared(prefills, decodes, heads, block_size, window, softcap, seed) -> flo
         query_starts=starts,
         prefill_lengths=torch.tensor(lengths[:first], dtype=torch.int32),
         prefill_tables=tables[:first],
-        max_query=max(counts[:first], default=0),
-        max_prefill_length=max(lengths[:first], default=0),
         decode_lengths=torch.tensor(decodes, dtype=torch.int32),
         decode_tables=tables[first:],
     )
@@ -117,8 +115,6 @@ def test_bfloat16_follows_float32_within_its_precision():
         query_starts=torch.zeros(1, dtype=torch.int32),
         prefill_lengths=torch.zeros(0, dtype=torch.int32),
         prefill_tables=torch.zeros(0, dtype=torch.int32),
-        max_query=0,
-        max_prefill_length=0,
         decode_lengths=torch.tensor([30], dtype=torch.int32),
         decode_tables=tables,
     )

@@ -51,9 +51,6 @@ class AttentionStep:
     """[P] int32: KV length of each prefilled sequence after its chunk."""
     prefill_tables: torch.Tensor
     """[P, W] int32: its blocks."""
-    max_query: int
-    """Longest chunk."""
-    max_prefill_length: int
     decode_lengths: torch.Tensor
     """[D] int32: KV length of each decoded sequence, the fed token included."""
     decode_tables: torch.Tensor

@@ -1,7 +1,7 @@
 """GenericModel: any causal LM that attends through transformers' attention interface, run by its own module.
 
 Our paged attention is registered there under a name of its own. Whether a model really works that way is tried out
-when it is built (see `trial`).
+when it is built (see `_Trial`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import torch
 from transformers import AttentionInterface
 
 from verl.inference.attention.base import AttentionStep
+from verl.inference.attention.torch_attention import TorchAttention
 from verl.inference.memory import Region
-from verl.inference.models.trial import StepLostError, Trial
+from verl.inference.models import InferenceModel
 from verl.inference.weights import Shard, pack_module
-from verl.models.attention import layers_objection
+from verl.models.attention import layers_objection, window_lost
 from verl.models.heads import logit_adjustment, wide_product
 
 __all__ = ["GenericModel"]
@@ -23,6 +24,8 @@ __all__ = ["GenericModel"]
 _ATTENTION = "verl_paged"
 # Rotary embeddings that turn to other angles for everyone once one sequence of a batch is long.
 _BATCH_DEPENDENT_ROTARY = ("dynamic", "longrope")
+# Of the texts that a model is tried with.
+_LENGTHS = [7, 5]
 
 
 class GenericModel:
@@ -40,7 +43,7 @@ class GenericModel:
         self._adjusted = logit_adjustment(config)
         self.vocab_size = len(self._linear.weight)
         self.num_layers = config.num_hidden_layers
-        trial = Trial(hf, self.device)
+        trial = _Trial(hf, self.device)
         AttentionInterface.register(_ATTENTION, _paged_attention)
         hf.set_attn_implementation(_ATTENTION)
         _refuse(hf, trial.difference(self, config))
@@ -79,7 +82,7 @@ def _paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every layer: query [1, heads, T, dim] → [1, T, heads, dim]."""
     if attention_step is None:
-        raise StepLostError
+        raise _StepLostError
     query, key, value = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = attention_step.backend(module.layer_idx, query, key, value, attention_step, scale, sliding_window, softcap)
@@ -110,3 +113,96 @@ def _unsupported_reason(hf: Any, config: Any, max_length: int) -> str | None:
 def _refuse(hf: Any, reason: str | None) -> None:
     if reason is not None:
         raise ValueError(f"name: the native engine cannot run {type(hf).__name__}: {reason}. Set name=hf.")
+
+
+class _StepLostError(Exception):
+    """The model does not hand the step on to its attention."""
+
+
+class _UnevenError(Exception):
+    """Keys and values do not fit our cache."""
+
+
+class _Trial:
+    """Two short texts, packed into one paged pass, must give the logits the model gives alone.
+
+    Made while the module still has its own attention; `difference` is asked when it has ours.
+    """
+
+    attention_shape: tuple[int, int, int]
+    """Heads, KV heads and head size, as `difference` has found them."""
+
+    @torch.inference_mode()
+    def __init__(self, hf: Any, device: torch.device) -> None:
+        vocab = hf.config.get_text_config(decoder=True).vocab_size
+        generator = torch.Generator().manual_seed(0)
+        self._texts = [torch.randint(vocab, (length,), generator=generator).to(device) for length in _LENGTHS]
+        self._attention = hf.config._attn_implementation
+        alone = [hf(input_ids=text.unsqueeze(0), use_cache=False).logits[0].float() for text in self._texts]
+        self._expected = torch.cat(alone)
+        self._calls: list[tuple[int, tuple[int, int, int], int | None]] = []
+
+    @torch.inference_mode()
+    def difference(self, model: InferenceModel, config: Any) -> str | None:
+        """What keeps `model` from running paged, in words; None if nothing does."""
+        positions = torch.cat([torch.arange(len(text), device=model.device) for text in self._texts])
+        try:
+            hidden = model.hidden(torch.cat(self._texts), positions, self._step(model.device))
+        except _StepLostError:
+            return "its layers do not hand arguments on to the attention interface"
+        except _UnevenError as error:
+            return str(error)
+        layers = [layer for layer, _, _ in self._calls]
+        if layers != list(range(model.num_layers)):
+            return f"{len(set(layers))} of its {model.num_layers} layers attend through the attention interface"
+        shapes = [shape for _, shape, _ in self._calls]
+        if len(set(shapes)) > 1:
+            return "its layers have attention heads of different number or size"
+        self.attention_shape = shapes[0]
+        return window_lost(config, [window for _, _, window in self._calls]) or self._gap(model, hidden)
+
+    def _gap(self, model: InferenceModel, hidden: torch.Tensor) -> str | None:
+        gap = float((model.logits(hidden).float() - self._expected).abs().max() / self._expected.abs().max())
+        limit = 1e-3 if model.dtype == torch.float32 else 0.05
+        # Weights that are not finite say nothing about the architecture; sampling refuses them.
+        if gap < limit or not bool(self._expected.isfinite().all()):
+            return None
+        return f"its logits differ by {gap:.1%} from those of its own attention ({self._attention})"
+
+    def _step(self, device: torch.device) -> AttentionStep:
+        def whole(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        block_size = max(_LENGTHS)
+        return AttentionStep(
+            kv_cache=[],
+            backend=self._record,
+            slots=whole(
+                [block_size * text + place for text, n in enumerate(_LENGTHS) for place in range(n)], torch.int64
+            ),
+            num_prefill_tokens=sum(_LENGTHS),
+            query_starts=whole([0, _LENGTHS[0], sum(_LENGTHS)]),
+            prefill_lengths=whole(_LENGTHS),
+            prefill_tables=whole([0, 1]).unsqueeze(1),
+            decode_lengths=whole([]),
+            decode_tables=whole([]).view(0, 1),
+        )
+
+    def _record(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: AttentionStep,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """TorchAttention over a cache of the size that shows; every layer may use the same, as none reads later."""
+        if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+            raise _UnevenError("its queries, keys and values have heads of different size")
+        self._calls.append((layer, (query.shape[1], key.shape[1], key.shape[2]), window))
+        block = key.new_zeros(len(_LENGTHS), max(_LENGTHS), *key.shape[1:])
+        step.kv_cache = [(block, block.clone())]
+        return TorchAttention()(0, query, key, value, step, scale, window, softcap)

@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from verl.inference.sequence import Sequence
-from verl.inference.token_sampling import SamplingBatch, banned_tokens, sample_tokens
+from verl.inference.step_plan import banned_tokens
+from verl.inference.token_sampling import SamplingBatch, sample_tokens
 
 __all__ = ["HFRunner"]
 
