@@ -1,8 +1,7 @@
 """One forward pass over padded rows: padding is taken out before, and fields are put back at response columns after.
 
-Neither the amount nor the side of padding, nor what ids stand in it, reaches the model. Packed rows have none left.
-Where a model cannot attend packed, each row's tokens move to the front: a causal model then needs no attention mask
-(padding only follows), which leaves the fast kernels.
+Nothing of padding reaches the model. Packed rows have none left. Where a model cannot attend packed, each row's tokens
+move to the front: padding only follows, so a causal model needs no attention mask and runs the fast kernels.
 """
 
 from __future__ import annotations

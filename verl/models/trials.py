@@ -23,7 +23,7 @@ _LARGEST_GAP = 0.02
 def check_head(model: ResponseModel, device: torch.device) -> None:
     """Refuse a causal LM whose logits are not what our head gives for a few tokens; other kinds have none of ours.
 
-    A pass of the model, hence a collective where it is sharded; needs no_grad and eval mode.
+    A pass of the model, so a collective where it is sharded; needs no_grad and eval mode.
     """
     if model.kind != "causal_lm":
         return
@@ -39,7 +39,7 @@ def check_head(model: ResponseModel, device: torch.device) -> None:
 
 def runs_packed(model: ResponseModel, device: torch.device) -> bool:
     """Switch `model` to packed attention if it can: from then on it takes PackedRows, else it stays as it is and the
-    log says why. A pass of the model, hence a collective where it is sharded; needs no_grad and eval mode.
+    log says why. A pass of the model, so a collective where it is sharded; needs no_grad and eval mode.
     """
     hf = model.hf if hasattr(model.hf, "set_attn_implementation") else model.hf.base_model
     reason = _unsupported(model, hf) or _difference(model, hf, device)

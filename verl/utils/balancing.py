@@ -49,9 +49,8 @@ def get_seqlen_balanced_partitions(
 ) -> list[list[int]]:
     """The partition to use for ranks: the better of differencing and greedy, then swaps that lower the heaviest rank.
 
-    `karmarkar_karp` alone wins on most batches. Where sizes must be equal and a few lengths are far above the rest it
-    leaves up to half of a rank's work on the table, because it spreads the long ones without regard for what joins
-    them; longest-first greedy puts the shortest rows beside them. Swaps take away most of what either leaves.
+    `karmarkar_karp` is best on most batches. Where sizes must be equal and a few lengths are far above the rest,
+    longest-first greedy is, which puts the shortest rows beside them. Swaps take away most of what either leaves.
     """
     partitions = karmarkar_karp(seqlen_list, k_partitions, equal_size)
     lengths = _as_list(seqlen_list)

@@ -44,8 +44,8 @@ def copy_to_local(
     or a hub id (`org/name`; `repo_type` model or dataset, at `revision`). `~` and environment variables are expanded.
     Hub downloads follow HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the hub cache; other copies are found under
     `cache_dir` (or $VERL_CACHE, or `~/.cache/verl`) as `<md5_encode(src)>/<basename>`, and are fetched anew when the
-    source has changed, or with `always_recopy`. `use_shm` puts the result into
-    shared memory when it fits, for many processes loading the same weights. `key` begins every error.
+    source has changed, or with `always_recopy`. `use_shm` puts the result into shared memory, for many processes that
+    load the same weights, when it fits. `key` begins every error.
     """
     location = expand_path(src)
     local = location.removeprefix("file://")

@@ -121,10 +121,8 @@ def load_user_object(
 
 
 def register_user_modules_by_value() -> None:
-    """Have every cloudpickle imported so far take the loaded user files by value.
-
-    Ray carries its own copy of cloudpickle, and importing Ray just to load a file would cost seconds; whoever imports
-    Ray after a file was loaded calls this again (loading any file does, too).
+    """Have every cloudpickle imported so far take the loaded user files by value; call it again after importing Ray,
+    which has a copy of its own (importing it only to load a file would cost seconds).
     """
     import cloudpickle
 

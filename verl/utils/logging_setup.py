@@ -49,7 +49,7 @@ def quiet_warnings() -> None:
 def shown_messages() -> Iterator[None]:
     """While inside, what `verl` logs is shown, as it is, on stderr: for a caller who has set up no logging at all.
 
-    Whoever has (a handler on `verl` or above it) keeps theirs untouched.
+    A handler that is there, on `verl` or above it, stays as it is.
     """
     logger = logging.getLogger("verl")
     if logger.hasHandlers():

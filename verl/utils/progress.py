@@ -1,7 +1,7 @@
-"""Progress: how far a call has come. Loops count as they go, and whoever made the call reads, from any thread.
+"""Progress: how far a call has come. Loops count as they go, and the caller reads from any thread.
 
-The counter belongs to the call, not to the loop: `counted_by(progress)` is put around the call, and the loops in it say
-`expect(rows)` and `tick(rows)` without being handed anything. Outside of a counted call both do nothing.
+`counted_by(progress)` is put around the call; the loops in it say `expect(rows)` and `tick(rows)` without being handed
+anything. Outside of a counted call both do nothing.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def temp_env_var(key: str, value: str) -> Iterator[None]:
 def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorator: `TimeoutError` when a call takes longer than `seconds`.
 
-    With signals (main thread only) the call is interrupted. Without, it runs in a thread of its own that cannot be
-    ended: it goes on unseen. Code that may never end belongs into a process, as reward functions are.
+    With signals (main thread only) the call is interrupted. Without, its thread cannot be ended and runs on: code that
+    may never end belongs into a process, as reward functions do.
     """
     if seconds <= 0:
         raise ValueError(f"timeout_limit: seconds is {seconds}; it must be above 0.")

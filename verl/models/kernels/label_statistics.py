@@ -80,7 +80,7 @@ def _row_statistics(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * width
-    # In units of log2, where the hardware's exponential is at home.
+    # In units of log2: the hardware's exponential is that of 2.
     factor = 1.4426950408889634 / temperature
     if HAS_CAP:
         factor *= softcap

@@ -21,7 +21,7 @@ from verl.single_controller.base.worker_group import ClassWithInitArgs, specs_of
 
 
 class RankHost:
-    """One rank's process. How arguments arrive and results leave is a transport's business (`receive`, `send`)."""
+    """One rank's process. A transport says how arguments arrive and results leave (`receive`, `send`)."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Any] = {}

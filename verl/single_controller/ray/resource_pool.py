@@ -15,8 +15,7 @@ from verl.single_controller.base.worker_group import ResourcePool
 
 logger = logging.getLogger(__name__)
 
-# Ray insists on some resource in a bundle. One byte of the node's memory is nothing anyone would miss, and no CPU:
-# the ranks of a pool, the task runner and helpers all fit on a 2-CPU node.
+# A bundle must ask for something. One byte of memory, and no CPU: then all processes fit on a node with 2 CPUs.
 _NOTHING = {"memory": 1.0}
 _READY_TIMEOUT_S = 120.0
 

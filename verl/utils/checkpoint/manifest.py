@@ -64,9 +64,8 @@ class ChecksumRecorder:
     with ChecksumRecorder(folder) as recorder:
         with recorder.open("shard_0.bin") as stream: ...
 
-    They are left for whoever writes the manifest of the step around `folder` (see `expect_records`); around a folder
-    that belongs to no step there is nobody to leave them to. A stream that is not written front to back, or a file
-    changed afterwards, is simply read when the manifest is written.
+    They are left for the manifest of the step around `folder`, if it is in one (see `expect_records`). A stream that is
+    not written front to back, or a file changed afterwards, is read when the manifest is written.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -285,7 +284,7 @@ def _encode(manifest: Manifest) -> bytes:
     files = {name: asdict(record) for name, record in manifest.files.items()}
     fields: dict[str, Any] = {"format": _FORMAT, "step": manifest.step, "serial": manifest.serial, "files": files}
     fields["dropped"] = list(manifest.dropped)
-    # The manifest vouches for itself as well: a flipped bit in a name or size is damage, not another file.
+    # With a checksum of its own: a flipped bit in a name or size is damage, not another file.
     return json.dumps({**fields, "crc32": zlib.crc32(_canonical(fields))}, indent=1).encode()
 
 

@@ -1,8 +1,8 @@
 """A folder of checkpoints belongs to one run from its start to its end.
 
 The owner holds a lock on `.owner` in the folder, which also says who it is. The lock is POSIX's: it ends with the
-process, however that ends, is not inherited by forked children, and works over NFS. A file system without locks is said
-in the log; there, an owner on the same machine is still recognised by its process, one on another machine is not.
+process, however that ends, is not inherited by forked children, and works over NFS. On a file system without locks,
+which the log says, an owner on the same machine is still known by its process.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ def find_files(data_files: str | os.PathLike[str] | Sequence[str], split: str | 
     """The data files behind `data_files`, in a stable order.
 
     A folder's splits and parts are those of its dataset card, as on the hub, or what its file names say. `split`
-    ("train", "test", "validation") chooses where there are several; without it such a folder is an error, since
-    training on the test rows by accident is the worst kind of success.
+    ("train", "test", "validation") chooses among several; without it they are an error: nobody trains on test rows.
     """
     names = [data_files] if isinstance(data_files, str | os.PathLike) else list(data_files)
     if not names:

@@ -1,7 +1,6 @@
-"""What is wrong with data files, found before it costs anything: every kind of problem once, with file, row and remedy.
+"""What is wrong with data files, found before training: every kind of problem once, with file, row and remedy.
 
-Each rule exists once, as a function of one value. Arrow columns whose type and null count already prove the rule are
-not looked at row by row, so a good file of any size passes in no time.
+Arrow columns whose type and null count already prove a rule are not looked at row by row, so good files pass at once.
 """
 
 from __future__ import annotations
@@ -181,8 +180,7 @@ def _value_rule(
 
 
 def _content_problem(content: Any) -> str | None:
-    """Text, or parts as chat templates know them: {type: text, text: …}, {type: image, …}. What else is written as
-    Python shows it, which no model was trained on."""
+    """Text, or parts as chat templates know them; they would write anything else as Python shows it."""
     if isinstance(content, str):
         return None
     if not isinstance(content, list):

@@ -1,8 +1,7 @@
 """Token ids of every prompt, made once: with all cores, and kept in a file that later starts and all processes map.
 
 The file is named by everything the tokens depend on: the data files (path, size, time), the column, the template and
-the tokenizer. It is written under another name and renamed when it is whole; processes that want it at once wait for
-the first. The folder (`prompts` in $VERL_CACHE) may be deleted at any time.
+the tokenizer. Its folder (`prompts` in $VERL_CACHE) may be deleted at any time.
 """
 
 from __future__ import annotations
