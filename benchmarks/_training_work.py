@@ -19,7 +19,7 @@ from _shapes import save_random_model, shape_config
 from verl.utils.flops import SequenceCost
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 
 REWARD_FILE = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -6,7 +6,6 @@ import atexit
 import logging
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,9 +31,7 @@ if os.environ.get("CI"):
     hypothesis.settings.load_profile("ci")
 
 # Worker classes of the tests must be importable in the processes that Ray starts, too.
-_WORKERS = os.pathsep.join([str(Path(__file__).parent / "distributed"), str(Path(__file__).parent)])
-sys.path[:0] = _WORKERS.split(os.pathsep)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_WORKERS, os.environ.get("PYTHONPATH")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 
 # A 2-CPU node whatever the machine has: everything must schedule there.
 RAY_CPUS = 2

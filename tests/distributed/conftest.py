@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from workers import Counter
 
+from tests.support.workers import Counter
 from verl.single_controller.base import ClassWithInitArgs, WorkerGroup
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup

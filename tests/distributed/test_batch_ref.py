@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from workers import Roller, prompt_length, response_length, rollout_batch
 
+from tests.support.workers import Roller, prompt_length, response_length, rollout_batch
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import BatchRef, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.stored import traffic

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from workers import rollout_batch
 
+from tests.support.workers import rollout_batch
 from verl.protocol import DataProto
 from verl.single_controller.ray import BatchRef
 from verl.utils.nested import same

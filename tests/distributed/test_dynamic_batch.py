@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from dynamic_ranks import MINE, WAYS, updates_in_all_ways
-from engine_cases import assert_close, run_ranks
+
+from tests.support.dynamic_ranks import MINE, WAYS, updates_in_all_ways
+from tests.support.engine_cases import assert_close, run_ranks
 
 
 @pytest.fixture(scope="module")

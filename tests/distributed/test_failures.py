@@ -12,8 +12,8 @@ import time
 import pytest
 import ray
 import torch
-from workers import Counter, Summer
 
+from tests.support.workers import Counter, Summer
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, WorkerCallError, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup

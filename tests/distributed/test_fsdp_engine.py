@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from engine_cases import (
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.support.engine_cases import (
     assert_close,
     gradients_of,
     make_batch,
@@ -15,13 +18,10 @@ from engine_cases import (
     run_ranks,
     whole_weights,
 )
-from fsdp_ranks import CHANGES, MINE, ROWS, steps, two_ranks_at_work, value_gradients, value_model
-from lora_cases import adapter_values, lora_engine, nudged, peft_gradients
-from peft import PeftModel
-from reads import files_read
-from tiny import save_tiny_model, tiny_model
-from transformers import AutoModelForCausalLM
-
+from tests.support.fsdp_ranks import CHANGES, MINE, ROWS, steps, two_ranks_at_work, value_gradients, value_model
+from tests.support.lora_cases import adapter_values, lora_engine, nudged, peft_gradients
+from tests.support.reads import files_read
+from tests.support.tiny import save_tiny_model, tiny_model
 from verl.utils.checkpoint.manifest import expect_records, find_problems, write_manifest
 
 

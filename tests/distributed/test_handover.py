@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import run_ranks
-from handover_ranks import LIMIT, SIZES, run_rank
-from tiny import save_tiny_model, tiny_model
+
+from tests.support.engine_cases import run_ranks
+from tests.support.handover_ranks import LIMIT, SIZES, run_rank
+from tests.support.tiny import save_tiny_model, tiny_model
 
 LAYOUTS = {"plain": 2, "adapters": 2, "hybrid": 4}
 

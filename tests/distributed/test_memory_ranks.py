@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_cases import run_ranks
-from memory_ranks import two_ranks
+
+from tests.support.engine_cases import run_ranks
+from tests.support.memory_ranks import two_ranks
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from workers import Meshed
 
+from tests.support.workers import Meshed
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, WorkerCallError
 from verl.single_controller.local import LocalWorkerGroup

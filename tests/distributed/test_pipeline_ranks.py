@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from engine_cases import assert_close, run_ranks
-from pipeline_ranks import phases, run_stage
-from tiny import save_tiny_model, tiny_config
 from transformers import AutoModelForSequenceClassification
+
+from tests.support.engine_cases import assert_close, run_ranks
+from tests.support.pipeline_ranks import phases, run_stage
+from tests.support.tiny import save_tiny_model, tiny_config
 
 COLUMNS = ("old", "ref", "update", "after", "resumed", "values", "scores")
 METRICS = ("update", "critic", "sft", "evaluated", "evaluated again")

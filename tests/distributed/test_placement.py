@@ -21,7 +21,7 @@ import ray
 from ray.cluster_utils import Cluster
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray import ResourceError, merge_resource_pool
-from workers import Counter
+from tests.support.workers import Counter
 
 class Placed(Counter):
     def where(self):

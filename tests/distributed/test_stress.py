@@ -10,8 +10,8 @@ import time
 
 import pytest
 import torch
-from workers import Counter, Summer
 
+from tests.support.workers import Counter, Summer
 from verl.protocol import DataProto
 from verl.single_controller.base import WorkerDiedError
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from tensor_parallel_ranks import generated, make_rollout, run_rank, weights_of
-from tiny import save_tiny_model, tiny_config
 
+from tests.support.tensor_parallel_ranks import generated, make_rollout, run_rank, weights_of
+from tests.support.tiny import save_tiny_model, tiny_config
 from verl.inference.models.layout import Layout
 from verl.inference.tensor_parallel import TensorParallel
 from verl.utils.weight_fingerprint import fingerprints

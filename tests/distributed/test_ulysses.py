@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_cases import assert_close, make_engine, run_ranks
-from tiny import tiny_model
-from ulysses_ranks import HEADS, MODELS, mine, ranks_at_work, rows, trained
+
+from tests.support.engine_cases import assert_close, make_engine, run_ranks
+from tests.support.tiny import tiny_model
+from tests.support.ulysses_ranks import HEADS, MODELS, mine, ranks_at_work, rows, trained
 
 # Processes, and ranks per group: one group of two or of four; two groups of two. The models of the quick tests.
 LAYOUTS = {

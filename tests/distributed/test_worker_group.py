@@ -7,8 +7,8 @@ import sys
 import pytest
 import ray
 import torch
-from workers import Counter
 
+from tests.support.workers import Counter
 from verl.protocol import DataProto, DataProtoConfig
 from verl.single_controller.base import ClassWithInitArgs, ResourcePool, Worker
 from verl.single_controller.base.decorator import Dispatch, register, register_dispatch_mode, update_dispatch_mode

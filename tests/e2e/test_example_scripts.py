@@ -10,9 +10,9 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from commands import ROOT, composed, run_script
-from tiny import tiny_tokenizer
 
+from tests.support.commands import ROOT, composed, run_script
+from tests.support.tiny import tiny_tokenizer
 from verl.config import PPOConfig, SFTConfig, batch_plan, load_config
 from verl.config.command_line import hydra_arguments
 from verl.config.problems import Report

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from training_harness import make_task, overrides
 
+from tests.support.training_harness import make_task, overrides
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, find_latest_ckpt_path
 
 pytestmark = pytest.mark.processes

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from training_harness import close, make_task, make_trainer, overrides
-
+from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.utils.progress import Progress
 
 

@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import STEADY_EPS, save_tiny_model
 from transformers import AutoModelForCausalLM
+
+from tests.support.tiny import STEADY_EPS, save_tiny_model
 
 pytestmark = pytest.mark.processes
 

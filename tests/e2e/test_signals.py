@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from training_harness import make_task, overrides
+
+from tests.support.training_harness import make_task, overrides
 
 # The real driver on a real Ray; the run itself only waits.
 PROGRAM = """

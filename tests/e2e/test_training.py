@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_harness import make_task, make_trainer, overrides, run_training, weights
 
+from tests.support.training_harness import make_task, make_trainer, overrides, run_training, weights
 from verl.algos.registry import POLICY_LOSSES
 from verl.trainer.common.guard import NonFiniteError
 

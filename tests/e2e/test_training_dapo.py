@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_harness import STEADY, make_task, make_trainer, overrides, run_training
 
+from tests.support.training_harness import STEADY, make_task, make_trainer, overrides, run_training
 from verl.single_controller.ray import RayWorkerGroup
 from verl.utils.plain_store import load_plain
 

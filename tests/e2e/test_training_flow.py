@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from training_harness import STEADY, make_task, overrides, run_training
 
+from tests.support.training_harness import STEADY, make_task, overrides, run_training
 from verl.single_controller.ray import RayWorkerGroup
 
 ACTOR = "actor_rollout_ref.actor"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import PeftModel
-from training_harness import make_task, overrides, run_training
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from tests.support.training_harness import make_task, overrides, run_training
 from verl.utils.fs import resolve_model_path
 
 LORA = (

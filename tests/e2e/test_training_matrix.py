@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from quickstart_task import make_quickstart, overrides
-from training_harness import run_training
 
+from tests.support.quickstart_task import make_quickstart, overrides
+from tests.support.training_harness import run_training
 from verl.config import names
 
 NO_VALIDATION = "data.val_files=[]"

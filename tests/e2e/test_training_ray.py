@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_tokenizer
-from training_harness import STEADY, make_task, overrides, run_training
 
+from tests.support.tiny import tiny_tokenizer
+from tests.support.training_harness import STEADY, make_task, overrides, run_training
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.common.status_line import Standing
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer

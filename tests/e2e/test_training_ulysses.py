@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import STEADY_EPS, save_tiny_model, tiny_config, tiny_tokenizer
-from training_harness import STEADY, make_task, overrides, run_training
 
+from tests.support.tiny import STEADY_EPS, save_tiny_model, tiny_config, tiny_tokenizer
+from tests.support.training_harness import STEADY, make_task, overrides, run_training
 from verl.single_controller.ray import RayWorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import save_tiny_model
 
+from tests.support.tiny import save_tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.build import BuiltEngine, build_engine
 from verl.inference.sequence import Sequence

@@ -6,9 +6,10 @@ import gc
 
 import pytest
 import torch
-from engine_cases import engine_gradients, make_batch, make_engine, token_loss
-from lora_cases import adapter_values, lora_engine, nudged, steps
-from tiny import tiny_model
+
+from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss
+from tests.support.lora_cases import adapter_values, lora_engine, nudged, steps
+from tests.support.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
 

@@ -4,9 +4,9 @@ import gc
 
 import pytest
 import torch
-from engine_cases import make_batch, make_engine, token_loss, whole_weights
-from tiny import tiny_model
 
+from tests.support.engine_cases import make_batch, make_engine, token_loss, whole_weights
+from tests.support.tiny import tiny_model
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.offload import CopyStream, HostBuffer, OffloadedTensors
 

@@ -37,8 +37,8 @@ def test_nccl_carries_heads_and_their_gradients(sharing, dtype):
 
 def test_a_shared_pass_in_half_precision_is_the_packed_one(sharing):
     """Rows as a group of one shares them: the same kernels on the same tokens, sent through nccl."""
-    from engine_cases import engine_gradients, make_batch, make_engine, token_loss
-    from tiny import tiny_model
+    from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss
+    from tests.support.tiny import tiny_model
 
     found = []
     for shared in (False, True):

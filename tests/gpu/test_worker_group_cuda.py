@@ -9,8 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_a_rank_on_a_gpu_computes_there_and_its_results_come_back(ray_gpu):
-    from workers import OnDevice
-
+    from tests.support.workers import OnDevice
     from verl.protocol import DataProto
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 

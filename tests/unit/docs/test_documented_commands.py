@@ -20,8 +20,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from commands import ROOT, composed, run_script
 
+from tests.support.commands import ROOT, composed, run_script
 from verl.config import ConfigError
 from verl.config.problems import Report
 from verl.config.unbuilt import check_built

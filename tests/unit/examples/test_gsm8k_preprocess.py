@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from tiny import tiny_tokenizer
 
+from tests.support.tiny import tiny_tokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import default_compute_score, known_data_sources
 

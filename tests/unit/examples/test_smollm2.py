@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import CHAT_TEMPLATE, SPECIAL, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.tiny import CHAT_TEMPLATE, SPECIAL, tiny_model, tiny_tokenizer
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "models" / "smollm2.py"
 

@@ -10,9 +10,9 @@ from concurrent.futures import wait
 from dataclasses import replace
 
 import pytest
-from hash_runner import Done, HashRunner, expected
-from tiny import tiny_tokenizer
 
+from tests.support.hash_runner import Done, HashRunner, expected
+from tests.support.tiny import tiny_tokenizer
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model
 
+from tests.support.tiny import tiny_model
 from verl.inference.attention.torch_attention import TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from paged_driver import PagedDriver
-from tiny import tiny_model
 from transformers import T5Config, T5ForConditionalGeneration
 
+from tests.support.paged_driver import PagedDriver
+from tests.support.tiny import tiny_model
 from verl.inference.models.generic import GenericModel
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
-from hash_runner import HashRunner, expected
 
+from tests.support.hash_runner import HashRunner, expected
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
 from verl.inference.scheduler import Scheduler

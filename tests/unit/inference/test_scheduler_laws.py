@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from hash_runner import VOCAB, HashRunner, expected
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.hash_runner import VOCAB, HashRunner, expected
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
 from verl.inference.scheduler import Scheduler

@@ -21,9 +21,9 @@ import openai
 import psutil
 import pytest
 import torch
-from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.tiny import tiny_model, tiny_tokenizer
 from verl.inference.server import main
 from verl.inference.serving.app import in_options
 from verl.inference.serving.fields import ApiError

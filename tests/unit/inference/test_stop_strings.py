@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny import tiny_tokenizer
 
+from tests.support.tiny import tiny_tokenizer
 from verl.inference.stop_strings import StopStrings
 
 TOKENIZER = tiny_tokenizer()

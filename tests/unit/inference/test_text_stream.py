@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_tokenizer
 
+from tests.support.tiny import tiny_tokenizer
 from verl.inference.serving.text_stream import TextStream
 
 TOKENIZER = tiny_tokenizer()

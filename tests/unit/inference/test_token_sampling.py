@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from truncation import drawn_probs
 
+from tests.support.truncation import drawn_probs
 from verl.inference import token_sampling
 from verl.inference.step_plan import banned_tokens
 from verl.inference.token_sampling import SamplingBatch, sample_tokens

@@ -6,11 +6,11 @@ import logging
 
 import pytest
 import torch
-from engine_cases import assert_close, make_batch, plain_fields, token_loss
-from tiny import tiny_config, tiny_model
 from transformers import AutoModelForSequenceClassification
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from tests.support.engine_cases import assert_close, make_batch, plain_fields, token_loss
+from tests.support.tiny import tiny_config, tiny_model
 from verl.models.attention import attend_packed, grouped_attention, packed_attention
 from verl.models.forward import ResponseModel, front_rows
 from verl.models.packing import Packing, packed_rows

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tiny import tiny_model
 
+from tests.support.tiny import tiny_model
 from verl.models.heads import ValueModel, head_weights, logit_head
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tiny import save_tiny_model, tiny_config, tiny_model
 
+from tests.support.tiny import save_tiny_model, tiny_config, tiny_model
 from verl.models.heads import ValueModel
 from verl.models.loading import empty_model, pretrained_model, read_config
 

@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_config, tiny_model
 
+from tests.support.tiny import tiny_config, tiny_model
 from verl.config import ModelConfig, as_config
 from verl.models.loading import empty_model
 from verl.models.lora import Adapters

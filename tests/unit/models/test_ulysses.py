@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_config
 
+from tests.support.tiny import tiny_config
 from verl.models.packing import packed_rows
 from verl.models.sharing import SharedRows, shared_rows
 from verl.models.ulysses import SequenceParallel, check_heads

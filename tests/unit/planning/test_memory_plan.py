@@ -4,9 +4,9 @@ import logging
 
 import pytest
 import torch
-from tiny import save_tiny_model, tiny_config, tiny_model
 from transformers import AutoConfig, PretrainedConfig
 
+from tests.support.tiny import save_tiny_model, tiny_config, tiny_model
 from verl.config import ConfigError, SFTConfig, load_config
 from verl.planning.advice import cheapest_changes, refuse_what_cannot_fit
 from verl.planning.check import check_memory, check_sft_memory

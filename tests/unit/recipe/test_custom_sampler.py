@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_tokenizer
-from training_harness import make_task, overrides, run_training
 
+from tests.support.tiny import tiny_tokenizer
+from tests.support.training_harness import make_task, overrides, run_training
 from verl import DataProto
 from verl.config import DataConfig, as_config
 from verl.trainer.main_ppo import create_rl_sampler

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_harness import make_task, make_trainer, overrides
 
+from tests.support.training_harness import make_task, make_trainer, overrides
 from verl.config import ActorConfig, AlgorithmConfig, as_config, names
 from verl.config.schema import walk
 from verl.protocol import DataProto, object_array

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from training_harness import close, make_task, make_trainer, overrides, run_training
+
+from tests.support.training_harness import close, make_task, make_trainer, overrides, run_training
 
 # Named by the generation config alone; a third of what a random model says.
 ENDS = list(range(100, 190))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from training_harness import close, make_task, make_trainer, overrides
 
+from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.protocol import DataProto
 
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "data.val_files=[]")

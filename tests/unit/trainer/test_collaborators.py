@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from training_harness import make_task, overrides, run_training
 
+from tests.support.training_harness import make_task, overrides, run_training
 from verl.algos import get_kl_controller
 from verl.config import load_config
 from verl.single_controller.local import LocalWorkerGroup

@@ -9,9 +9,9 @@ import os
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_tokenizer
 from torch.utils.data import Sampler, SequentialSampler
 
+from tests.support.tiny import tiny_tokenizer
 from verl.config import DataConfig, as_config
 from verl.trainer.common.loader import BatchLoader
 from verl.trainer.ppo.prompts import PromptStream, make_dataloader, make_sampler

@@ -11,8 +11,8 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny import save_tiny_model
 
+from tests.support.tiny import save_tiny_model
 from verl.config import ConfigError
 from verl.trainer.answer_store import AnswerStore
 from verl.trainer.main_generation import main, run_generation

@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import save_tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.tiny import save_tiny_model, tiny_tokenizer
 from verl.config import SFTConfig, load_config
 from verl.protocol import DataProto
 from verl.trainer.common.guard import NonFiniteError

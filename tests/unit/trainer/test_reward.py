@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tiny import tiny_tokenizer
 
+from tests.support.tiny import tiny_tokenizer
 from verl import DataProto
 from verl.config.names import REWARD_MANAGERS
 from verl.protocol import object_array

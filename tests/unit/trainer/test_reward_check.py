@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 import pytest
-from tiny import tiny_tokenizer
 
+from tests.support.tiny import tiny_tokenizer
 from verl.config.names import REWARD_MANAGERS
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.reward_check import check_at_start, main

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from agent_rows import AgentRollout
-from training_harness import make_task, overrides, run_training
 
+from tests.support.agent_rows import AgentRollout
+from tests.support.training_harness import make_task, overrides, run_training
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.workers.roles import policy
 

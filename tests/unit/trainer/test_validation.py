@@ -7,8 +7,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from training_harness import close, make_task, make_trainer, overrides
 
+from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.config import load_config
 from verl.trainer.common.setbacks import Setbacks
 from verl.trainer.ppo.validator import Validator, joined, known_scores, sample_metrics

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_harness import make_task, overrides, run_training
 
+from tests.support.training_harness import make_task, overrides, run_training
 from verl.types import schema
 from verl.types.schema import COLUMNS, columns_read_by, filler, selected_for
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from tiny import save_tiny_model, tiny_config, tiny_tokenizer
 
+from tests.support.tiny import save_tiny_model, tiny_config, tiny_tokenizer
 from verl.utils.end_tokens import find_end_tokens
 
 MARK = "<|{{ m['role'] }}|>"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from training_harness import make_task, overrides, run_training
 
+from tests.support.training_harness import make_task, overrides, run_training
 from verl.config import load_config
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_harness import make_task, make_trainer, overrides, run_training
 
+from tests.support.training_harness import make_task, make_trainer, overrides, run_training
 from verl.config import ConfigError, load_config
 from verl.trainer.common.run_start import run_parts, step_bytes
 from verl.trainer.common.setbacks import UnsavedRunError

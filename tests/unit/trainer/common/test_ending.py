@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_harness import make_task, overrides
 
+from tests.support.training_harness import make_task, overrides
 from verl.config import load_config
 from verl.single_controller.ray import resource_pool
 from verl.trainer.common.ending import ends_in_words, tells_of_restart

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from training_harness import close, make_task, make_trainer, overrides
 
+from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.trainer.common.guard import NonFiniteError
 from verl.workers.engine.common import step_checks
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from training_harness import make_task, overrides, run_training
 
+from tests.support.training_harness import make_task, overrides, run_training
 from verl.config import ConfigError, load_config
 from verl.trainer.ppo.state import started
 from verl.utils.checkpoint import ownership

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tiny import save_tiny_model
-from training_harness import make_task, make_trainer, overrides, run_training
 
+from tests.support.tiny import save_tiny_model
+from tests.support.training_harness import make_task, make_trainer, overrides, run_training
 from verl.config import ConfigError, SFTConfig, load_config
 from verl.config.problems import Problem
 from verl.trainer.common.run_start import run_parts

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 
 import pytest
-from training_harness import close, make_task, make_trainer, overrides
 
+from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.config import ConfigError
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError

@@ -6,8 +6,8 @@ import zlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reads import files_read
 
+from tests.support.reads import files_read
 from verl.utils.checkpoint.manifest import (
     ChecksumRecorder,
     damaged_files,

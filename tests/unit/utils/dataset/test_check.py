@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from tiny import tiny_tokenizer
 
+from tests.support.tiny import tiny_tokenizer
 from verl.utils.dataset import prompt_tokens
 from verl.utils.dataset.check import check_files, main
 from verl.utils.dataset.check_report import DataReport, PromptLengths, show

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_tokenizer
 
+from tests.support.tiny import tiny_tokenizer
 from verl.utils.dataset import chat, prompt_tokens
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.prompt_tokens import encode_prompts

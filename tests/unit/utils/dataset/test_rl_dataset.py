@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from tiny import tiny_tokenizer
 
+from tests.support.tiny import tiny_tokenizer
 from verl import DataProto
 from verl.utils.dataset.problems import DataError
 from verl.utils.dataset.rl_dataset import RLDataset, RLHFDataset, collate_fn

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny import tiny_tokenizer
 
+from tests.support.tiny import tiny_tokenizer
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.problems import DataError
 from verl.utils.dataset.sft_dataset import SFTDataset

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from scorer_forms import HELD_OUT, LOOKED_AT, SOURCES, cases, forms
+
+from tests.support.scorer_forms import HELD_OUT, LOOKED_AT, SOURCES, cases, forms
 
 
 @pytest.mark.parametrize("scorer", SOURCES)

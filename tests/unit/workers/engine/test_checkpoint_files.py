@@ -5,15 +5,15 @@ import zlib
 
 import pytest
 import torch
-from engine_cases import make_batch, make_engine, token_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reads import files_read
 from safetensors import safe_open
 from safetensors.torch import load, load_file
-from tiny import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.support.engine_cases import make_batch, make_engine, token_loss
+from tests.support.reads import files_read
+from tests.support.tiny import tiny_config, tiny_model
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, resolve_resume
 from verl.utils.checkpoint.manifest import ChecksumRecorder, read_manifest
 from verl.workers.engine.common.safetensors_files import write_safetensors, write_weights

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_cases import make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.engine_cases import make_batch
 from verl.utils.seqlen_balancing import prepare_dynamic_batch, rearrange_micro_batches, restore_dynamic_batch
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from engine_cases import make_batch, make_engine, token_loss, whole_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_model
 from torch import nn
 
+from tests.support.engine_cases import make_batch, make_engine, token_loss, whole_weights
+from tests.support.tiny import tiny_model
 from verl.config import OptimConfig, as_config
 from verl.workers.engine.common import half_moments
 from verl.workers.engine.common.half_moments import portions, round_at_random

@@ -4,7 +4,11 @@ import json
 
 import pytest
 import torch
-from engine_cases import (
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from tests.support.engine_cases import (
     assert_close,
     engine_gradients,
     make_batch,
@@ -13,12 +17,8 @@ from engine_cases import (
     token_loss,
     whole_weights,
 )
-from lora_cases import adapter_values, lora_engine, nudged, peft_gradients, steps
-from peft import PeftModel
-from safetensors.torch import load_file
-from tiny import save_tiny_model, tiny_model
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-
+from tests.support.lora_cases import adapter_values, lora_engine, nudged, peft_gradients, steps
+from tests.support.tiny import save_tiny_model, tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.models.heads import ValueModel
 from verl.types.request import Request, SamplingParams

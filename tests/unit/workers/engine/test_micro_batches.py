@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from engine_cases import make_batch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.engine_cases import make_batch
 from verl.utils.flops import SequenceCost
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.micro_batches import (

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from engine_cases import engine_gradients, make_batch, make_engine, token_loss, whole_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_model
 
+from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss, whole_weights
+from tests.support.tiny import tiny_model
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common import offload
 from verl.workers.engine.common.offload import HostBuffer, OffloadedGradients, OffloadedTensors

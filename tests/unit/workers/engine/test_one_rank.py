@@ -5,7 +5,15 @@ import math
 
 import pytest
 import torch
-from engine_cases import (
+from torch._dynamo.exc import TorchDynamoException
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from tests.support.engine_cases import (
     DEVICE,
     assert_close,
     engine_gradients,
@@ -16,15 +24,7 @@ from engine_cases import (
     token_loss,
     whole_weights,
 )
-from tiny import STEADY_EPS, save_tiny_model, tiny_config, tiny_model
-from torch._dynamo.exc import TorchDynamoException
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
-
+from tests.support.tiny import STEADY_EPS, save_tiny_model, tiny_config, tiny_model
 from verl.models import forward
 from verl.models.heads import ValueModel
 from verl.protocol import DataProto

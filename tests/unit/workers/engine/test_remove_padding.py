@@ -6,10 +6,10 @@ import logging
 
 import pytest
 import torch
-from engine_cases import assert_close, engine_gradients, make_batch, make_engine, token_loss
-from tiny import tiny_config, tiny_model
 from transformers import AutoModelForSequenceClassification
 
+from tests.support.engine_cases import assert_close, engine_gradients, make_batch, make_engine, token_loss
+from tests.support.tiny import tiny_config, tiny_model
 from verl.models.heads import ValueModel
 from verl.workers.engine.base import MicroBatching
 

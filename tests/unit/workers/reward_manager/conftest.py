@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny_tokenizer
 
+from tests.support.tiny import tiny_tokenizer
 from verl import DataProto
 from verl.workers.reward_manager import Sample, get_reward_manager_cls
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch.distributed as dist
-from engine_cases import make_batch
-from tiny import save_tiny_model, tiny_config
 from transformers import AutoModelForSequenceClassification
 
+from tests.support.engine_cases import make_batch
+from tests.support.tiny import save_tiny_model, tiny_config
 from verl.config import load_config
 from verl.config.names import TRAINING_ENGINES, TrainingEngine
 from verl.workers.engine.fsdp.engine import FSDPEngine

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_tokenizer
 
+from tests.support.tiny import tiny_tokenizer
 from verl.protocol import DataProto, object_array
 from verl.utils.dataset.tokens import left_padded
 from verl.workers.roles.reward_texts import RewardTexts

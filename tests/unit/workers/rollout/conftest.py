@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import save_tiny_model
 
+from tests.support.tiny import save_tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.protocol import DataProto
 from verl.workers.rollout import get_rollout_class

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import save_tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
-from truncation import drawn_probs
 
+from tests.support.tiny import save_tiny_model, tiny_tokenizer
+from tests.support.truncation import drawn_probs
 from verl.protocol import DataProto
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.hf_rollout import HFRollout

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tiny import tiny_model
 
+from tests.support.tiny import tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.utils.counter_noise import gumbel_noise
 from verl.utils.weight_fingerprint import fingerprints, tensor_fingerprint

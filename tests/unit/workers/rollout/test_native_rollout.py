@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny import save_tiny_model, tiny_model
 
+from tests.support.tiny import save_tiny_model, tiny_model
 from verl.inference import kv_memory
 from verl.inference.kv_memory import bytes_per_block
 from verl.inference.models.fused import FusedModel

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import tiny_model
 
+from tests.support.tiny import tiny_model
 from verl.types.request import Output, Request, SamplingParams
 from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
 

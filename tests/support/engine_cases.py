@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from tiny import STEADY_EPS, tiny_model
 
+from tests.support.tiny import STEADY_EPS, tiny_model
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, as_config
 from verl.protocol import DataProto
 from verl.workers.engine.fsdp import FSDPEngine

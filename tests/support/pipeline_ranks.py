@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_cases import make_batch
 
+from tests.support.engine_cases import make_batch
 from verl.config import SFTConfig, load_config
 from verl.config.names import TRAINING_ENGINES, TrainingEngine
 from verl.protocol import DataProto

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny import tiny_model
 
+from tests.support.tiny import tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.protocol import DataProto, object_array
 from verl.utils.weight_fingerprint import fingerprints

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from scorer_forms import PARTS, SOURCES, cases
+from tests.support.scorer_forms import PARTS, SOURCES, cases
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("scorers", nargs="*", default=list(SOURCES))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from engine_cases import engine_gradients, make_batch, make_engine, token_loss, whole_weights
-from tiny import tiny_model
 
+from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss, whole_weights
+from tests.support.tiny import tiny_model
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.offload import OffloadedTensors, local_shard
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_cases import make_engine, whole_weights
-from tensor_parallel_ranks import make_rollout
-from tiny import tiny_model
 
+from tests.support.engine_cases import make_engine, whole_weights
+from tests.support.tensor_parallel_ranks import make_rollout
+from tests.support.tiny import tiny_model
 from verl.types.weights import TensorSlice
 from verl.workers.sharding_manager import InProcessTransfer
 

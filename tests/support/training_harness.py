@@ -8,7 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from tiny import STEADY_EPS, save_tiny_model
+
+from tests.support.tiny import STEADY_EPS, save_tiny_model
 
 # For runs that are compared after they learned: rounding stays rounding.
 STEADY = (f"actor_rollout_ref.actor.optim.eps={STEADY_EPS}", f"critic.optim.eps={STEADY_EPS}")

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run_script(script: str, tmp_path: Path, *extra: str, exit_code: int = 0) -> list[str]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from engine_cases import engine_gradients, make_batch, make_engine, token_loss, whole_weights
-from tiny import tiny_config, tiny_model
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss, whole_weights
+from tests.support.tiny import tiny_config, tiny_model
 from verl.models.heads import ValueModel
 from verl.models.ulysses import SequenceParallel
 from verl.utils.ulysses import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_cases import engine_gradients, make_engine, plain_fields, token_loss, whole_weights
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_model
 
+from tests.support.engine_cases import engine_gradients, make_engine, plain_fields, token_loss, whole_weights
+from tests.support.tiny import tiny_model
 from verl.protocol import DataProto
 from verl.workers.engine.base import Counts
 

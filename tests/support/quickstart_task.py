@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
 import task as quickstart
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128}

@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 
 import torch
-from engine_cases import engine_gradients, make_batch, make_engine, token_loss, whole_weights
-from lora_cases import adapters_at_work
-from tiny import tiny_model
 
+from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss, whole_weights
+from tests.support.lora_cases import adapters_at_work
+from tests.support.tiny import tiny_model
 from verl.models.heads import ValueModel
 from verl.utils.torch_functional import distributed_masked_mean, distributed_mean_max_min_std
 from verl.workers.engine.base import MicroBatching

@@ -8,7 +8,7 @@ Of each kind the forms are divided in two by a rule that knows nothing of the sc
 first, then the others by the SHA-256 of their template; the first half is looked at while a scorer is being mended, the
 second is held out. Forms marked `later` are a third part: they were written when the scorers were done, to attack them.
 
-    PYTHONPATH=.:tests python -m scorer_forms [--part looked-at] [--show] [gsm8k math …]
+    python -m tests.support.scorer_forms [--part looked-at] [--show] [gsm8k math …]
 """
 
 from __future__ import annotations

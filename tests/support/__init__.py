@@ -1,0 +1,1 @@
+"""What tests share: tiny models, whole runs, workers and cases that run on ranks of their own."""
