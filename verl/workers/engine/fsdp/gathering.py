@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import chain, product
 from typing import Any
 
@@ -28,17 +29,17 @@ class Strip:
     start: int = 0
     stop: int | None = None
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Over how many ranks its rows are spread; 1 where each has all of them."""
-        return self.value.device_mesh["shard"].size() if isinstance(self.value, DTensor) and self.value.ndim else 1
+        return _sharing(self.value.device_mesh).size() if isinstance(self.value, DTensor) and self.value.ndim else 1
 
-    @property
+    @cached_property
     def height(self) -> int:
         """Rows of a shard; the last ranks may have fewer."""
         return math.ceil(_rows(self.value) / self.shards)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Elements of a row."""
         return math.prod(self.value.shape[1:])
@@ -48,6 +49,10 @@ class Strip:
         first = rank * self.height
         stop = self.height if self.stop is None else min(self.stop, self.height)
         return range(first + self.start, min(first + stop, _rows(self.value)))
+
+    def keyed(self, rows: range, tensor: torch.Tensor) -> Found:
+        """These rows of the whole tensor as a bucket has them."""
+        return {self.name if len(rows) == _rows(self.value) else TensorSlice(self.name, rows.start, rows.stop): tensor}
 
 
 class Route:
@@ -70,13 +75,13 @@ class Route:
         """What the ranks of a group want."""
         return [self._wanted[rank] for rank in dist.get_process_group_ranks(group)]
 
-    def own_rows(self, name: str, rows: torch.Tensor, start: int = 0, full: int | None = None) -> Found:
-        """Those of the rows from `start` on that this rank wants."""
-        full = _rows(rows) if full is None else full
-        if len(self._mine.get(name, ())) == full == _rows(rows):
-            return {name: rows}
-        mine = _common(range(start, start + len(rows)), self._mine.get(name, range(0)))
-        return {TensorSlice(name, mine.start, mine.stop): rows[mine.start - start : mine.stop - start]} if mine else {}
+    def own_rows(self, strip: Strip, tensor: torch.Tensor) -> Found:
+        """Of a strip that is all here, as `tensor`: the rows that this rank wants."""
+        here = range(strip.start, strip.start + _rows(tensor))
+        mine = _common(here, self._mine.get(strip.name, range(0)))
+        if strip.name in self._mine and len(mine) == len(here):
+            return strip.keyed(mine, tensor)
+        return strip.keyed(mine, tensor[mine.start - here.start : mine.stop - here.start]) if mine else {}
 
 
 def cut(strip: Strip, parts: int) -> Iterator[Strip]:
@@ -100,17 +105,23 @@ def gathered(strips: Sequence[Strip], device: torch.device, route: Route | None)
         elif route is None:
             found[strip.name] = whole_tensor(strip.value, strip.dtype, device)
         else:
-            whole_value = whole_tensor(strip.value, strip.value.dtype, device)
-            part = whole_value if strip.stop is None else whole_value[strip.start : strip.stop]
-            own = route.own_rows(strip.name, part, strip.start, _rows(whole_value))
-            found |= {key: value.to(strip.dtype) for key, value in own.items()}
+            value = whole_tensor(strip.value, strip.value.dtype, device)
+            own = route.own_rows(strip, value if strip.stop is None else value[strip.start : strip.stop])
+            found |= {key: rows.to(strip.dtype) for key, rows in own.items()}
     for (mesh, dtype, whole), group in alike.items():
+        ranks = _sharing(mesh)
         if whole:
-            tensors = _all_gathered([strip.value for strip in group], mesh["shard"], dtype, device)
+            tensors = _all_gathered([strip.value for strip in group], ranks, dtype, device)
             found |= zip((strip.name for strip in group), tensors, strict=True)
         elif route is not None:
-            found |= _exchanged(group, mesh["shard"], dtype, device, route.of_group(mesh["shard"].get_group()))
+            found |= _exchanged(group, ranks, dtype, device, route.of_group(ranks.get_group()))
     return found
+
+
+@lru_cache(maxsize=8)
+def _sharing(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that share one copy. Kept: cutting it out of a mesh of two dimensions takes a millisecond each time."""
+    return mesh["shard"]
 
 
 # torch 2.13 gave it a new name and warns of the old one.
@@ -175,10 +186,8 @@ def _joined(strip: Strip, parts: list[tuple[range, torch.Tensor]]) -> Found:
     """Rows of a whole tensor follow each other: they are one piece. Those of a strip do not."""
     if strip.stop is not None:
         return {TensorSlice(strip.name, rows.start, rows.stop): part for rows, part in parts}
-    rows = range(parts[0][0].start, parts[-1][0].stop)
     tensor = torch.cat([part for _, part in parts]) if len(parts) > 1 else parts[0][1]
-    key = strip.name if len(rows) == _rows(strip.value) else TensorSlice(strip.name, rows.start, rows.stop)
-    return {key: tensor}
+    return strip.keyed(range(parts[0][0].start, parts[-1][0].stop), tensor)
 
 
 def whole_tensor(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

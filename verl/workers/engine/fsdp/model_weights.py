@@ -52,7 +52,7 @@ class ModelWeights:
             found = gathered([strip for strip in bucket if strip not in adapted], self._device, route)
             for strip in adapted:
                 whole = self.whole(strip.name, strip.value, strip.dtype)
-                found |= {strip.name: whole} if route is None else route.own_rows(strip.name, whole)
+                found |= {strip.name: whole} if route is None else route.own_rows(strip, whole)
             yield found
 
     def _strips(self, dtype: torch.dtype | None, max_bytes: int, route: Route | None) -> Iterator[tuple[Strip, int]]:
