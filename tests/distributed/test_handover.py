@@ -52,3 +52,5 @@ def test_a_tensor_parallel_engine_takes_only_its_part_and_it_is_exact(found):
         assert seen["same"]
         assert seen["compared"] > 8
         assert seen["bytes"] < 0.75 * whole
+    # What every rank has a copy of is checked on every rank.
+    assert ["'model.norm.weight' differs" in rank["tensor parallel"]["changed"] for rank in ranks] == [False, True]

@@ -10,7 +10,8 @@ import torch
 from tests.support.engine_cases import make_engine, whole_weights
 from tests.support.tensor_parallel_ranks import make_rollout
 from tests.support.tiny import tiny_model
-from verl.types.weights import TensorSlice
+from verl.types.weights import TensorSlice, WeightMismatchError
+from verl.utils.weight_fingerprint import fingerprints
 from verl.workers.sharding_manager import InProcessTransfer
 
 # Rows that divide over a tensor-parallel engine's ranks, and rows that do not.
@@ -47,7 +48,7 @@ def run_rank(rank: int, ranks: int, folder: str, kind: str) -> None:
         name: checked(whole, [*engine.buckets(torch.bfloat16, LIMIT, each)], each[rank]) for name, each in asked.items()
     }
     if kind == "plain":
-        found["tensor parallel"] = handed_over(engine, whole, f"{folder}/model", ranks)
+        found["tensor parallel"] = handed_over(engine, whole, f"{folder}/model", rank, ranks)
     torch.save(found, Path(folder) / f"handover-{rank}.pt")
 
 
@@ -69,7 +70,19 @@ def checked(whole: dict[str, torch.Tensor], buckets: list[Any], wanted: dict[str
     return {"right": right, "complete": complete, "largest": largest, "slices": slices}
 
 
-def handed_over(engine: Any, whole: dict[str, torch.Tensor], path: str, ranks: int) -> dict[str, Any]:
+def refused_change(rollout: Any, whole: dict[str, torch.Tensor], name: str, rank: int) -> str:
+    """What the engine says of an update after which the last rank's own copy of a weight is another."""
+    rollout.begin_update(4, None)
+    rollout.load_bucket(whole)
+    rollout.weights[name].add_(rank)
+    try:
+        rollout.finish_update(fingerprints(whole, rollout.weight_dtype))
+    except WeightMismatchError as error:
+        return str(error)
+    return ""
+
+
+def handed_over(engine: Any, whole: dict[str, torch.Tensor], path: str, rank: int, ranks: int) -> dict[str, Any]:
     """To a tensor-parallel engine of all ranks: what it holds is compared by fingerprints, and a part here."""
     rollout = make_rollout(path, tensor_model_parallel_size=ranks)
     stats = InProcessTransfer(engine, rollout, bucket_bytes=LIMIT).sync(3)
@@ -80,5 +93,6 @@ def handed_over(engine: Any, whole: dict[str, torch.Tensor], path: str, ranks: i
         if rollout.weights[name].shape == rows.shape
     ]
     found = {"version": rollout.version, "same": all(same), "compared": len(same), "bytes": stats.bytes}
+    found["changed"] = refused_change(rollout, whole, "model.norm.weight", rank)
     rollout.close()
     return found

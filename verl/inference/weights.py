@@ -183,7 +183,7 @@ class EngineWeights:
 
     def _fingerprints(self, names: Sequence[str]) -> dict[str, int]:
         """Of what was sent: parts of a tensor that came whole, each at its place, add up over the ranks that share the
-        model; where only the rows of this rank came, they are compared alone.
+        model. What is all here, or of which only this rank's rows came, every rank compares for itself.
         """
         places = {
             name: Place.of_part(self._tensors[name].shape, shard.dim, shard.start, shard.full)
@@ -192,10 +192,9 @@ class EngineWeights:
         here = fingerprints({name: self._tensors[name] for name in names}, self._dtype, places)
         if self._parallel.size == 1:
             return here
-        first = self._parallel.rank == 0
-        counted = {name: self._shards[name].counted if name in self._shards else first for name in names}
-        whole = [name for name in names if self._arrived.get(name) == _rows(self._full_shape(name))]
-        sums = torch.tensor([here[name] if counted[name] else 0 for name in whole], dtype=torch.int64)
+        parts = [name for name in names if name in self._shards]
+        whole = [name for name in parts if self._arrived.get(name) == _rows(self._full_shape(name))]
+        sums = torch.tensor([here[name] if self._shards[name].counted else 0 for name in whole], dtype=torch.int64)
         dist.all_reduce(sums, group=self._parallel.meeting)
         return here | dict(zip(whole, sums.tolist(), strict=True))
 
