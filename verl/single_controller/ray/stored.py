@@ -109,7 +109,7 @@ def store_rows(data: DataProto, known: Lengths | None = None) -> StoredRows:
 
 def read_columns(columns: Mapping[str, StoredColumn]) -> dict[str, Any]:
     """The columns' values; all references are fetched in one go."""
-    picks = {id(column.rows): column.rows.picks() for column in columns.values()}
+    picks = {key: row_map.picks() for key, row_map in _maps(columns).items()}
     refs = [column.refs[part] for column in columns.values() for part in picks[id(column.rows)][0]]
     contents = iter(ray.get(refs))
     values = {}

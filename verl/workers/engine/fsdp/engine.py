@@ -26,7 +26,7 @@ from verl.models.sharing import shared_rows
 from verl.models.trials import check_head, runs_packed
 from verl.models.ulysses import check_heads
 from verl.protocol import DataProto
-from verl.types.weights import Bucket, TensorSpec, Wanted
+from verl.types.weights import Bucket, Manifest, Wanted
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.utils.device_copy import copied_together
 from verl.utils.flops import SequenceCost
@@ -254,9 +254,9 @@ class FSDPEngine:
 
     # ---------------------------------------------------------------- weights
 
-    def manifest(self) -> dict[str, TensorSpec]:
+    def manifest(self) -> Manifest:
         """Every weight of the whole model under its Hugging Face name (tied ones under each of their names)."""
-        return {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self._weights.named().items()}
+        return self._weights.manifest
 
     def buckets(
         self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None = None

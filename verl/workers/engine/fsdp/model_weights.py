@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from verl.models.lora import Adapters
-from verl.types.weights import TensorSlice, Wanted
+from verl.types.weights import Manifest, TensorSlice, TensorSpec, Wanted
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.safetensors_files import write_safetensors
@@ -31,6 +32,11 @@ class ModelWeights:
         """Every weight as it is sharded now, adapters left out; tied ones under each of their names."""
         state = self._hf.state_dict()
         return state if self._adapters is None else self._adapters.plain(state)
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Their shapes and types, which never change."""
+        return {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self.named().items()}
 
     def unique(self) -> dict[str, torch.Tensor]:
         """The same, with tied ones under their first name only."""
