@@ -121,7 +121,11 @@ def rollout(
     said.append(outcome(receiver.receive, engine))
     output = engine.submit([Request("a", [5, 6, 7], SamplingParams(max_new_tokens=4))])[0].result(timeout=60)
     said.append(output.versions)
+    engine.pause_generation("keep")
+    waiting = engine.submit([Request("b", [5, 6, 7], SamplingParams(max_new_tokens=4))])[0]
     said.append(outcome(receiver.receive, engine))
+    said.append(outcome(waiting.result, 30))
+    engine.resume_generation()
     receiver.receive(engine)
     said.append(holds_weights_of(engine, tiny_model(seed=12, tie_word_embeddings=tied)))
     said.append(engine.version)
@@ -187,7 +191,8 @@ def test_sharded_trainers_and_rollouts_exchange_versions_in_their_own_group(
     assert refusal.startswith(f"{refused}(s) {list(range(rollouts))}")
     assert broke == "FloatingPointError: the trainer broke"
     for rank in range(rollouts):
-        first, exact, second, exact_again, refusal, versions, broke, exact_finally, version = said[f"rollout {rank}"]
+        first, exact, second, exact_again, refusal, versions, *after = said[f"rollout {rank}"]
+        broke, waited, exact_finally, version = after
         assert (first, second) == (tensors, tensors)
         assert exact
         assert exact_again
@@ -195,5 +200,6 @@ def test_sharded_trainers_and_rollouts_exchange_versions_in_their_own_group(
         assert "is not in the trainer's manifest" in refusal
         assert versions == [2] * 4, "a refused version changes nothing"
         assert "the trainer stopped in the middle of sending: FloatingPointError: the trainer broke" in broke
+        assert waited == broke, "who waits for an answer hears of it too"
         assert exact_finally
         assert version == 5

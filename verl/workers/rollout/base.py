@@ -155,6 +155,10 @@ class BaseRollout(ABC):
         Sequences that were under way continue; a pause says what becomes of their KV. Raises WeightMismatchError.
         """
 
+    @abstractmethod
+    def fail_update(self, error: Exception) -> None:
+        """Instead of `finish_update`, where what was begun has failed: nobody may wait for an answer in vain."""
+
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> None:
         """All weights as (HF name, tensor) pairs; the version counts up unless it is given."""
         self.begin_update(self.version + 1 if version is None else version, None)

@@ -14,7 +14,7 @@ from verl.inference.kv_memory import KVMemory
 from verl.inference.tensor_parallel import FollowingEngine
 from verl.inference.weights import EngineWeights
 from verl.types.request import Output, Request
-from verl.types.weights import Bucket, Manifest, Wanted, WeightMismatchError
+from verl.types.weights import Bucket, Manifest, Wanted
 from verl.workers.rollout.base import KV_MODES, PAUSE_MODES, RELEASE_TAGS, BaseRollout
 
 __all__ = ["EmbeddedRollout"]
@@ -101,22 +101,22 @@ class EmbeddedRollout(BaseRollout):
     def load_bucket(self, tensors: Bucket) -> None:
         try:
             self._weights.load(tensors)
-        except WeightMismatchError as error:
-            self._stop_with(error)
+        except Exception as error:
+            self.fail_update(error)
             raise
 
     def finish_update(self, fingerprint: Mapping[str, int]) -> None:
         try:
             self._weights.verify(fingerprint)
-        except WeightMismatchError as error:
-            self._stop_with(error)
+        except Exception as error:
+            self.fail_update(error)
             raise
         self._loop.recompute(running=not self._keep_kv)
         self._loop.version = self._pending_version
         self._unfit = None
         self._loop.go("update")
 
-    def _stop_with(self, error: WeightMismatchError) -> None:
+    def fail_update(self, error: Exception) -> None:
         """Half of the weights may be new: whoever waits for an answer gets the error instead."""
         self._unfit = f"The update to version {self._pending_version} failed: {error}"
         self._loop.fail(error)

@@ -98,6 +98,8 @@ class BroadcastReceiver:
         steps.run(loader.finish, header)
         self.group.failed_members(steps.error is not None)
         if steps.error is not None:
+            if loader.begun:
+                rollout.fail_update(steps.error)
             raise steps.error
         return SyncStats(len(header["fingerprint"]), size, time.perf_counter() - start)
 
@@ -144,6 +146,7 @@ class _Loader:
     def __init__(self, rollout: BaseRollout) -> None:
         self._rollout, self._wanted = rollout, rollout.wanted()
         self._manifest: Manifest = {}
+        self.begun = False
         # For an engine that takes whole tensors only: those of which rows are missing, and how many.
         self._waiting: dict[str, tuple[torch.Tensor, int]] = {}
 
@@ -158,6 +161,7 @@ class _Loader:
         specs = header["manifest"]
         self._manifest = {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in specs}
         self._rollout.begin_update(header["version"], self._manifest)
+        self.begun = True
 
     def load(self, bucket: Bucket) -> None:
         if self._wanted is None:

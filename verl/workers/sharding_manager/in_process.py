@@ -30,8 +30,12 @@ class InProcessTransfer:
         rollout = self._rollout
         rollout.begin_update(version, self._engine.manifest())
         sent = SentWeights(rollout.weight_dtype)
-        for bucket in self._engine.buckets(rollout.weight_dtype, self._bucket_bytes, self._wanted):
-            rollout.load_bucket(bucket)
-            sent.add(bucket)
+        try:
+            for bucket in self._engine.buckets(rollout.weight_dtype, self._bucket_bytes, self._wanted):
+                rollout.load_bucket(bucket)
+                sent.add(bucket)
+        except Exception as error:
+            rollout.fail_update(error)
+            raise
         rollout.finish_update(sent.fingerprint)
         return SyncStats(len(sent.fingerprint), sent.bytes, time.perf_counter() - start)

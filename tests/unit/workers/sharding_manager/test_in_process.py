@@ -100,3 +100,21 @@ def test_another_architecture_is_refused_before_anything_is_sent(make_rollout):
     with pytest.raises(WeightMismatchError, match=r"the rollout's model has no 'model.layers.2"):
         InProcessTransfer(trainer, make_rollout()).sync(version=1)
     assert trainer.buckets_sent == 0
+
+
+def test_who_waits_for_an_answer_hears_of_a_trainer_that_broke(make_rollout):
+    class Broken(WholeModel):
+        def buckets(self, dtype, max_bytes, wanted=None):
+            yield from ()
+            raise MemoryError("no room to gather")
+
+    rollout = make_rollout()
+    rollout.pause_generation("keep")
+    waiting = rollout.submit([Request("a", [5, 6], SamplingParams(max_new_tokens=3))])[0]
+    with pytest.raises(MemoryError):
+        InProcessTransfer(Broken(tiny_model(seed=5)), rollout).sync(version=1)
+    with pytest.raises(MemoryError, match="no room to gather"):
+        waiting.result(timeout=30)
+    rollout.resume_generation()
+    with pytest.raises(RuntimeError, match=r"The update to version 1 failed: no room"):
+        rollout.submit([Request("b", [5, 6], SamplingParams(max_new_tokens=3))])
