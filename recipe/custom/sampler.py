@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.algos.trajectories import Trajectories
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 
 # How often a source is drawn, compared with its share of the rows; others have weight 1.
@@ -65,8 +66,9 @@ class SometimesSolved(AbstractCurriculumSampler):
         return self._draw.epoch(lambda: self._solved * (1 - self._solved) + LEAST_CHANCE)
 
     def update(self, batch: Any) -> None:
-        scores = batch.batch["token_level_scores"].sum(-1).clamp(0, 1).numpy()
-        uids = np.asarray(batch.non_tensor_batch["uid"])
+        whole = Trajectories.of(batch)  # an answer may have several rows, and the score on one of them
+        scores = whole.sum(batch.batch["token_level_scores"].sum(-1)).clamp(0, 1).numpy()
+        uids = np.asarray(batch.non_tensor_batch["uid"])[whole.last_rows]
         for uid in dict.fromkeys(uids):
             row = self._row_of.get(uid)
             if row is not None:

@@ -98,7 +98,7 @@ _TABLE = (
     Column("do_sample", OBJECT, "bool", None, "trainer", ("generate", "dump"), "False: answered greedily"),
     Column("max_new_tokens", OBJECT, "int, list", None, _DATA, ("generate", "dump"),
            "a limit of this row's own, or one for each of its answers"),
-    Column("trajectory", OBJECT, "str", None, "rollout", ("advantage", "metrics", "dump"),
+    Column("trajectory", OBJECT, "str", None, "rollout", ("correction", "advantage", "metrics", "dump"),
            "the answer: rows with the same one are its parts, in order"),
     Column("finish_reason", OBJECT, "str", None, "rollout", ("advantage", "metrics", "dump"),
            "what ended the row: stop, length or abort"),

@@ -44,7 +44,7 @@ def scored(batch, right):
     uids = np.repeat(batch["uid"], 2)
     scores = torch.zeros(len(uids), 3)
     scores[:, -1] = torch.tensor([float(right(int(index))) for index in np.repeat(batch["index"], 2)])
-    return DataProto.from_dict({"token_level_scores": scores}, {"uid": uids})
+    return DataProto.from_dict({"token_level_scores": scores, "response_mask": torch.ones(scores.shape)}, {"uid": uids})
 
 
 @pytest.mark.parametrize("name", ["WeightedSources", "SometimesSolved"])
@@ -107,3 +107,12 @@ def test_training_tells_the_curriculum_of_every_batch(tmp_path):
     state = trainer.train_dataloader.sampler.state_dict()
     assert state["batches"] == 2
     assert 8 <= (state["solved"] != 0.5).sum() <= 16
+
+
+def test_an_answer_of_several_rows_is_solved_or_not_once(tmp_path):
+    """Both answers are right, and one has two rows: all is solved, not two thirds. The estimate moves half way."""
+    data, _, sampler = set_up(tmp_path, "SometimesSolved")
+    scores = torch.tensor([[0.0], [1.0], [1.0]])
+    objects = {"uid": np.array([data.uids()[0]] * 3, dtype=object), "trajectory": np.array([*"aab"], dtype=object)}
+    sampler.update(DataProto.from_dict({"token_level_scores": scores, "response_mask": torch.ones(3, 1)}, objects))
+    assert sampler.state_dict()["solved"][0] == 0.75

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from verl.config import RolloutCorrectionConfig, as_config
-from verl.protocol import DataProto
+from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.mismatch import RolloutMismatch, sampled_by
 
 
@@ -57,11 +58,45 @@ def test_a_large_difference_is_said_once_with_the_keys_that_help(caplog):
     assert "rollout_correction.rollout_is=token" in record.getMessage()
 
 
-@pytest.mark.parametrize(("rows", "ranks", "expected"), [(64, 2, 4), (8, 4, 4), (3, 8, 3), (16, 1, 1)])
-def test_with_bypass_every_sixteenth_row_is_measured_and_one_per_rank_at_least(rows, ranks, expected):
-    chosen = RolloutMismatch(as_config(RolloutCorrectionConfig, {})).sample(rows, ranks)
-    assert len(chosen) == len(set(chosen.tolist())) == expected
-    assert 0 <= chosen.min() <= chosen.max() < rows
+@pytest.mark.parametrize(("answers", "ranks", "expected"), [(64, 2, 4), (8, 4, 4), (3, 8, 3), (16, 1, 1)])
+@pytest.mark.parametrize("rows_each", [1, 2])
+def test_with_bypass_every_sixteenth_answer_is_measured_and_one_per_rank_at_least(answers, ranks, expected, rows_each):
+    names = np.repeat([f"a/{number}" for number in range(answers)], rows_each).astype(object)
+    batch = DataProto.from_dict({"response_mask": torch.ones(len(names), 1)}, {"trajectory": names})
+    chosen = RolloutMismatch(as_config(RolloutCorrectionConfig, {})).sample(batch, ranks)
+    assert len(chosen) == len(set(chosen.tolist())) == expected * rows_each, "all rows of those"
+    assert len(set(names[chosen])) == expected
+
+
+def test_the_ratio_of_a_sequence_is_that_of_its_whole_trajectory():
+    """Ratios 2 and 2 in one row are 4; in two rows of one trajectory as well, and its tokens stay or go together."""
+    correction = {"rollout_is": "sequence", "rollout_is_threshold": 8.0, "rollout_rs": "sequence"}
+    for rejected, limits in ((False, {}), (True, {"rollout_rs_threshold": 3.0})):
+        one, expected = correct([2.0, 2.0], **correction, **limits)
+        rows = DataProto.concat([columns([2.0]), columns([2.0])])
+        rows.non_tensor_batch["trajectory"] = object_array(["a/0", "a/0"])
+        watch = RolloutMismatch(as_config(RolloutCorrectionConfig, correction | limits))
+        assert watch.correct(rows, rows.select()) == pytest.approx(expected)
+        assert rows.batch["rollout_is_weights"].tolist() == one.batch["rollout_is_weights"].T.tolist()
+        assert rows.batch["response_mask"].tolist() == [[int(not rejected)]] * 2
+
+
+@pytest.mark.parametrize("asked", [{"rollout_is": "token"}, {"rollout_rs": "token"}, {"bypass_mode": True}])
+def test_log_probs_that_a_correction_needs_are_missed_by_name(asked):
+    batch = columns([2.0])
+    batch.pop(["rollout_log_probs"])
+    (key,) = asked
+    with pytest.raises(ValueError, match=f"rollout_correction.{key} = .*no column rollout_log_probs"):
+        RolloutMismatch(as_config(RolloutCorrectionConfig, asked)).correct(batch, batch)
+
+
+def test_an_agent_without_log_probs_trains_uncompared_and_that_is_said_once(caplog):
+    batch = columns([2.0])
+    batch.pop(["rollout_log_probs"])
+    watch = RolloutMismatch(as_config(RolloutCorrectionConfig, {}))
+    with caplog.at_level(logging.WARNING):
+        assert watch.correct(batch, batch) == watch.correct(batch, batch) == {}
+    assert [record.getMessage()[:40] for record in caplog.records] == ["rollout and training are not compared: t"]
 
 
 def test_a_batch_is_of_a_version_where_every_token_that_counts_is():

@@ -293,14 +293,14 @@ class RayPPOTrainer:
         bypass = self.config.algorithm.rollout_correction.bypass_mode
         measured = batch
         if bypass:
-            measured = batch.select_idxs(self._mismatch.sample(len(batch), self.groups.dp_sizes["actor"]))
+            measured = batch.select_idxs(self._mismatch.sample(batch, self.groups.dp_sizes["actor"]))
         result = self._balanced(self.actor_wg.compute_log_prob, measured, "actor")
         entropy = result.pop(["entropys"]).batch["entropys"]
         metrics["actor/entropy"] = float(masked_mean(entropy, measured.batch["response_mask"]))
         if not bypass:
             return batch.union(result)
-        measured = measured.union(result)
-        metrics |= self._mismatch.correct(measured, local_columns(measured, columns_read_by("correction"), ()))
+        measured, read = measured.union(result), columns_read_by("correction")
+        metrics |= self._mismatch.correct(measured, local_columns(measured, read, read))
         batch.batch["old_log_probs"] = self._mismatch.denominator(batch)
         return batch
 
@@ -358,7 +358,8 @@ class RayPPOTrainer:
         trainer, step = self.config.trainer, self.global_steps
         self._last_batch = batch
         if self._old_log_probs_follow:
-            columns = local_columns(batch, (*columns_read_by("correction"), "ref_log_prob"), ())
+            read = (*columns_read_by("correction"), "ref_log_prob")
+            columns = local_columns(batch, read, read)
             metrics |= divergence_metrics(columns) | self._mismatch.correct(batch, columns)
         if not self.config.algorithm.filter_groups.enable:  # else it has learned from all that was generated
             self.prompts.learn_from(batch)
