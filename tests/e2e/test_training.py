@@ -35,7 +35,7 @@ def test_the_first_update_starts_from_the_policy_that_generated(task, tmp_path):
     for row in trainer.history:
         assert row["actor/ppo_ratio"] == pytest.approx(1.0, abs=1e-5)
         assert row["actor/approx_kl"] == pytest.approx(0.0, abs=1e-5)
-        assert row["rollout/log_prob_diff_max"] < 1e-4, "generation and training agree on the log-probs"
+        assert row["rollout_corr/log_prob_diff_max"] < 1e-4, "generation and training agree on the log-probs"
         assert row["actor/grad_norm"] > 0
         assert row["critic/grad_norm"] > 0
 

@@ -100,5 +100,5 @@ def test_on_two_ranks_answers_are_scored_while_others_are_generated(task, tmp_pa
     for mine, theirs in zip(one.history, flow.history, strict=True):
         assert theirs["reward/scored_while_generating"] > 0
         assert theirs["global_seqlen/balanced_max_over_mean"] >= 1
-        for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "rollout/log_prob_diff_mean"):
+        for name in ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "rollout_corr/log_prob_diff"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name

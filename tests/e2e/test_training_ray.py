@@ -101,7 +101,7 @@ def test_a_rollout_over_two_ranks_gives_the_results_of_one(task, tmp_path, ray_c
     alone = run_training(ppo(task, tmp_path / "one"))
     together = run_training(ppo(task, tmp_path / "two", *layout), RayWorkerGroup)
     assert_same_run(alone.history, together.history)
-    assert all(row["rollout/log_prob_diff_max"] < 1e-4 for row in together.history)
+    assert all(row["rollout_corr/log_prob_diff_max"] < 1e-4 for row in together.history)
 
 
 def test_rollout_actor_and_critic_in_pools_of_their_own(task, tmp_path, ray_cluster):
@@ -115,7 +115,7 @@ def test_rollout_actor_and_critic_in_pools_of_their_own(task, tmp_path, ray_clus
     split = run_training(ppo(task, tmp_path / "split", *pools, *validated), RayWorkerGroup, Sending)
     assert_same_run(alone.history, split.history)
     assert split.sent == [0, 1, 2], "validation has them already"
-    assert all(row["rollout/log_prob_diff_max"] < 1e-4 for row in split.history), "the engine has the new weights"
+    assert all(row["rollout_corr/log_prob_diff_max"] < 1e-4 for row in split.history), "the engine has the new weights"
 
 
 def test_a_reward_model_with_another_template_scores_the_answers(task, tmp_path, ray_cluster):

@@ -46,7 +46,7 @@ def test_all_roles_over_shared_sequences_give_the_results_of_one_rank(tmp_path, 
     for one, more in zip(alone, together, strict=True):
         for name in SAME:
             assert more[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
-        assert more["rollout/log_prob_diff_max"] < 1e-4, "the engine has the weights of all ranks"
+        assert more["rollout_corr/log_prob_diff_max"] < 1e-4, "the engine has the weights of all ranks"
 
 
 def test_supervised_ranks_that_share_rows_learn_what_one_learns(tmp_path, monkeypatch, ray_cluster):

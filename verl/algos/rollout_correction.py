@@ -122,13 +122,14 @@ def _mismatch_metrics(
         "rollout_corr/kl": divergence["k1"].mean(),
         "rollout_corr/k3_kl": divergence["k3"].mean(),
         "rollout_corr/log_prob_diff": distance.mean(),
+        "rollout_corr/log_prob_diff_p99": _quantile(distance, 0.99),
         "rollout_corr/log_prob_diff_max": distance.max(),
         "rollout_corr/ratio_mean": mean_ratio,
         # Effective share of the tokens if they were weighted by their ratios: 1 when the policies agree.
         "rollout_corr/effective_share": mean_ratio**2 / (ratio**2).mean().clamp(min=1e-12),
         "rollout_corr/sequence_ratio_mean": per_sequence.mean() if len(per_sequence) else per_sequence.new_zeros(()),
     }
-    metrics |= {f"rollout_corr/ratio_{name}": value for name, value in _quantiles(ratio).items()}
+    metrics |= {f"rollout_corr/ratio_{name}": _quantile(ratio, share) for name, share in _QUANTILES.items()}
     if cut_off is not None:
         # k3 knows nothing of tokens that are never drawn. What they weigh adds to it: KL(drawn ‖ training) =
         # KL(drawn ‖ rollout) + E[log rollout / training], and the first is this mean, whatever was drawn.
@@ -173,7 +174,6 @@ def _masked_metrics(before: torch.Tensor, after: torch.Tensor) -> dict[str, floa
     }
 
 
-def _quantiles(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+def _quantile(tokens: torch.Tensor, share: float) -> torch.Tensor:
     tokens = tokens[:: -(-len(tokens) // _QUANTILE_TOKENS)]
-    last = len(tokens) - 1
-    return {name: tokens.kthvalue(round(share * last) + 1).values for name, share in _QUANTILES.items()}
+    return tokens.kthvalue(round(share * (len(tokens) - 1)) + 1).values

@@ -30,7 +30,6 @@ def make_batch(**extra) -> DataProto:
         "values": torch.tensor([[1.0, 9, 1], [1, 9, 9]]),
         "old_log_probs": torch.tensor([[-1.0, 9, -2], [-3, 9, 9]]),
         "ref_log_prob": torch.tensor([[-1.5, 9, -2], [-4, 9, 9]]),
-        "rollout_log_probs": torch.tensor([[-1.0, 0, -2.5], [-3, 0, 0]]),
     }
     tensors |= extra
     return DataProto.from_dict({name: value for name, value in tensors.items() if value is not None})
@@ -57,10 +56,6 @@ def test_worked_example():
         "critic/values/min": 1.0,
         "critic/vf_explained_var": 0.0,
         "kl/mean": 0.5,
-        "rollout/log_prob_diff_mean": 0.5 / 3,
-        "rollout/log_prob_diff_max": 0.5,
-        "rollout/log_prob_diff_p99": 0.5,
-        "rollout/mismatch_kl": (math.exp(0.5) - 1.5) / 3,
         "response_length/mean": 2.0,
         "response_length/max": 3.0,
         "response_length/min": 1.0,
@@ -75,9 +70,9 @@ def test_worked_example():
 
 
 def test_optional_columns_bring_their_metrics_or_none():
-    batch = make_batch(values=None, ref_log_prob=None, rollout_log_probs=None, token_level_rewards=None)
+    batch = make_batch(values=None, ref_log_prob=None, token_level_rewards=None)
     metrics = compute_data_metrics(batch)
-    assert not [name for name in metrics if name.startswith(("critic/values", "critic/vf", "kl/", "rollout/"))]
+    assert not [name for name in metrics if name.startswith(("critic/values", "critic/vf", "kl/"))]
     assert metrics["reward/mean"] == metrics["critic/score/mean"] == 0.75
     assert "critic/values/mean" not in compute_data_metrics(make_batch(), use_critic=False)
 
@@ -114,21 +109,12 @@ def test_masked_tokens_and_filler_rows_change_nothing():
     off = filled.batch["response_mask"] == 0
     for name in ("token_level_scores", "token_level_rewards", "advantages", "returns", "values"):
         filled.batch[name][off] = float("nan")
-    for name in ("old_log_probs", "ref_log_prob", "rollout_log_probs"):
+    for name in ("old_log_probs", "ref_log_prob"):
         filled.batch[name][off] = float("inf")
     timing = {"gen": 2.0, "step": 4.0}
     assert compute_data_metrics(filled) == pytest.approx(compute_data_metrics(clean))
     assert compute_timing_metrics(filled, timing) == compute_timing_metrics(clean, timing)
     assert compute_throughout_metrics(filled, timing, 2) == compute_throughout_metrics(clean, timing, 2)
-
-
-def test_the_mismatch_is_to_what_was_really_drawn_from():
-    """Sampling left half of the probability at every token, and the engines differ by 0.5 at one of three."""
-    plain = compute_data_metrics(make_batch())
-    drawn = make_batch().batch["rollout_log_probs"] + math.log(2)
-    metrics = compute_data_metrics(make_batch(rollout_drawn_log_probs=drawn))
-    assert metrics["rollout/mismatch_kl"] == pytest.approx(plain["rollout/mismatch_kl"] + math.log(2), abs=1e-6)
-    assert metrics["rollout/log_prob_diff_max"] == pytest.approx(math.log(2), abs=1e-6)
 
 
 def test_a_batch_without_sampled_tokens_gives_numbers():
@@ -137,11 +123,6 @@ def test_a_batch_without_sampled_tokens_gives_numbers():
     metrics |= compute_throughout_metrics(batch, {"step": 0.0}, 1)
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["reward/mean"] == metrics["critic/vf_explained_var"] == metrics["perf/throughput"] == 0.0
-
-
-def test_a_huge_difference_to_the_rollout_stays_finite():
-    far = make_batch(rollout_log_probs=torch.full((2, 3), -1e4))
-    assert math.isfinite(compute_data_metrics(far)["rollout/mismatch_kl"])
 
 
 def test_timing_and_throughput():

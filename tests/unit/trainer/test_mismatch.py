@@ -39,6 +39,32 @@ def test_without_a_correction_the_batch_stays_and_the_mismatch_is_measured():
     assert {"rollout_corr/kl", "rollout_corr/ratio_p50", "rollout_corr/masked_fraction"} <= metrics.keys()
 
 
+@pytest.mark.parametrize("left", [1.0, 0.5])
+def test_the_mismatch_is_to_what_was_drawn_from_and_goes_by_its_old_names_too(left):
+    """Engines that differ by 0.5 at one of three tokens, where sampling left this share of the probability."""
+    given = columns([1.0, math.exp(0.5), 1.0])
+    given.batch["rollout_drawn_log_probs"] = given.batch["rollout_log_probs"] - math.log(left)
+    metrics = RolloutMismatch(as_config(RolloutCorrectionConfig, {})).correct(given, given)
+    cut = -math.log(left)
+    expected = {
+        "log_prob_diff_mean": (abs(0.5 - cut) + 2 * cut) / 3,
+        "log_prob_diff_p99": max(cut, abs(0.5 - cut)),
+        "log_prob_diff_max": max(cut, abs(0.5 - cut)),
+        "mismatch_kl": (math.exp(0.5) - 1.5) / 3 + cut,
+    }
+    assert {name: metrics[f"rollout/{name}"] for name in expected} == pytest.approx(expected, abs=1e-6)
+    for old, name in (("log_prob_diff_mean", "log_prob_diff"), ("mismatch_kl", "k3_kl")):
+        assert metrics[f"rollout/{old}"] == metrics[f"rollout_corr/{name}"]
+
+
+def test_a_huge_difference_stays_finite_and_masked_tokens_may_hold_anything():
+    given = columns([1.0, 1.0])
+    given.batch["rollout_log_probs"] = torch.tensor([[-1e4, math.inf]])
+    given.batch["response_mask"] = torch.tensor([[1, 0]])
+    metrics = RolloutMismatch(as_config(RolloutCorrectionConfig, {})).correct(given, given)
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
 def test_weights_and_mask_reach_the_batch():
     batch, metrics = correct([4.0, 1.0], rollout_is="token", rollout_is_threshold=2.0, rollout_rs="token")
     assert batch.batch["rollout_is_weights"].tolist() == [pytest.approx([2.0, 1.0])]

@@ -1,4 +1,4 @@
-"""Numbers about a training step: rewards, lengths, divergences, timing, throughput. (Validation: validation_metrics.)
+"""Numbers about a training step: rewards, lengths, KL, timing, throughput. (Validation: validation_metrics.)
 
 Only sampled tokens count (`response_mask`), and only rows that have any: fillers weigh nothing. What is said of answers
 is said of whole trajectories. Of a batch by reference only the named columns are fetched.
@@ -29,21 +29,20 @@ __all__ = [
     "compute_data_metrics",
     "compute_throughout_metrics",
     "compute_timing_metrics",
-    "divergence_metrics",
     "phase_metrics",
     "process_validation_metrics",
     "reduce_metrics",
+    "reference_metrics",
     "without_nan",
 ]
 
 # Generation makes response tokens; every other phase works on whole sequences; these two work on other data.
 _GENERATION_PHASES = frozenset({"gen"})
 _PHASES_OFF_BATCH = frozenset({"testing", "save_checkpoint"})
-_MAX_LOG_RATIO = 20.0
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
-    """Rewards, advantages, lengths and divergences of a batch after `compute_advantage`.
+    """Rewards, advantages, lengths and the KL to the reference of a batch after `compute_advantage`.
 
     An answer is clipped where its `finish_reason` says so: wherever the limit was that cut it. Without that column, and
     for prompts, one is clipped at `meta_info`'s `max_response_length` (`max_prompt_length`), or at the columns' width.
@@ -61,7 +60,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         metrics |= _stats(f"critic/{name}", columns[name], rows.mask)
     if use_critic and "values" in columns:
         metrics |= _value_metrics(columns["values"], columns["returns"], rows.mask)
-    metrics |= divergence_metrics(batch)
+    metrics |= reference_metrics(batch)
     prompt_limit = batch.meta_info.get("max_prompt_length", rows.prompt_width)
     response_limit = batch.meta_info.get("max_response_length", rows.mask.shape[1])
     prompts, answers = rows.prompt[torch.from_numpy(whole.first_rows)], whole.sum(rows.response)
@@ -75,18 +74,13 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     return metrics | _length_metrics("response_length", answers, real, cut)
 
 
-def divergence_metrics(batch: DataProto) -> dict[str, float]:
-    """How far the policy is from its reference and from the engine that sampled; nothing before `old_log_probs`."""
-    columns, metrics = batch.batch, {}
-    if "old_log_probs" not in columns:
+def reference_metrics(batch: DataProto) -> dict[str, float]:
+    """How far the policy is from its reference; nothing without both log-probs."""
+    columns = batch.batch
+    if "old_log_probs" not in columns or "ref_log_prob" not in columns:
         return {}
-    mask = columns["response_mask"].bool()
-    if "ref_log_prob" in columns:
-        metrics["kl/mean"] = masked_mean(columns["old_log_probs"] - columns["ref_log_prob"], mask).item()
-    if "rollout_log_probs" in columns:
-        drawn = "rollout_drawn_log_probs" if "rollout_drawn_log_probs" in columns else "rollout_log_probs"
-        metrics |= _rollout_metrics(columns[drawn], columns["rollout_log_probs"], columns["old_log_probs"], mask)
-    return metrics
+    difference = columns["old_log_probs"] - columns["ref_log_prob"]
+    return {"kl/mean": masked_mean(difference, columns["response_mask"].bool()).item()}
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
@@ -171,31 +165,6 @@ def _value_metrics(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tens
     unexplained = masked_var(returns - values, mask) / (masked_var(returns, mask) + 1e-5)
     explained = 1.0 - unexplained.item() if mask.any() else 0.0
     return _stats("critic/values", values, mask) | {"critic/vf_explained_var": explained}
-
-
-def _rollout_metrics(
-    drawn: torch.Tensor, rollout: torch.Tensor, old: torch.Tensor, mask: torch.Tensor
-) -> dict[str, float]:
-    """How far what was drawn from is from the policy that trains; log-probs [batch, response].
-
-    KL(rollout ‖ training) by the estimator e^d - 1 - d with d = training - rollout: never negative, small variance.
-    Where sampling cut a part off, KL(drawn ‖ rollout) comes on top: the mean of their difference, exactly.
-    """
-    log_ratio, cut_off = (old - rollout)[mask], (drawn - rollout)[mask]  # [tokens]
-    if not len(log_ratio):
-        log_ratio = cut_off = log_ratio.new_zeros(1)
-    distance, bounded = (log_ratio - cut_off).abs(), log_ratio.clamp(max=_MAX_LOG_RATIO)
-    return {
-        "rollout/log_prob_diff_mean": distance.double().mean().item(),
-        "rollout/log_prob_diff_p99": _p99(distance),
-        "rollout/log_prob_diff_max": distance.max().item(),
-        "rollout/mismatch_kl": (torch.expm1(bounded) - bounded + cut_off).mean().item(),
-    }
-
-
-def _p99(values: torch.Tensor) -> float:
-    """What 99 % of `values` [n] do not exceed."""
-    return values.kthvalue(round(0.99 * (len(values) - 1)) + 1).values.item()
 
 
 def _length_metrics(name: str, lengths: torch.Tensor, real: torch.Tensor, cut: torch.Tensor) -> dict[str, float]:

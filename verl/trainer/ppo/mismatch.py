@@ -17,6 +17,13 @@ logger = logging.getLogger(__name__)
 
 # With bypass_mode the trainer's log-probs of one trajectory in so many are computed, to measure the mismatch.
 _ONE_IN = 16
+# What the same numbers are called as well.
+_OLD_NAMES = {
+    "rollout/log_prob_diff_mean": "rollout_corr/log_prob_diff",
+    "rollout/log_prob_diff_p99": "rollout_corr/log_prob_diff_p99",
+    "rollout/log_prob_diff_max": "rollout_corr/log_prob_diff_max",
+    "rollout/mismatch_kl": "rollout_corr/k3_kl",
+}
 
 
 class RolloutMismatch:
@@ -46,7 +53,7 @@ class RolloutMismatch:
         if self._config.rollout_rs is not None:
             batch.batch["response_mask"] = whole.split(correction.response_mask)
         self._warn(correction.metrics)
-        return correction.metrics
+        return correction.metrics | {old: correction.metrics[name] for old, name in _OLD_NAMES.items()}
 
     def denominator(self, batch: DataProto) -> torch.Tensor:
         """The rollout's log-probs [batch, response] that bypass_mode takes as the old ones."""

@@ -30,7 +30,7 @@ from verl.trainer.ppo.advantage import (
 )
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.groups import WorkerGroups, local_columns
-from verl.trainer.ppo.metric_utils import compute_data_metrics, divergence_metrics, phase_metrics, without_nan
+from verl.trainer.ppo.metric_utils import compute_data_metrics, phase_metrics, reference_metrics, without_nan
 from verl.trainer.ppo.mismatch import RolloutMismatch, sampled_by
 from verl.trainer.ppo.prompts import make_dataloader
 from verl.trainer.ppo.state import TrainerState
@@ -360,7 +360,7 @@ class RayPPOTrainer:
         if self._old_log_probs_follow:
             read = (*columns_read_by("correction"), "ref_log_prob")
             columns = local_columns(batch, read, read)
-            metrics |= divergence_metrics(columns) | self._mismatch.correct(batch, columns)
+            metrics |= reference_metrics(columns) | self._mismatch.correct(batch, columns)
         if not self.config.algorithm.filter_groups.enable:  # else it has learned from all that was generated
             self.prompts.learn_from(batch)
         if step in trainer.dump_steps or self._guard.harmful(metrics):
