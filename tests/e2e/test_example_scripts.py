@@ -15,9 +15,9 @@ from tests.support.commands import ROOT, composed, run_script
 from tests.support.tiny import tiny_tokenizer
 from verl.config import PPOConfig, SFTConfig, batch_plan, load_config
 from verl.config.command_line import hydra_arguments
+from verl.config.idle import check_built
 from verl.config.problems import Report
 from verl.config.schema import alias_table
-from verl.config.unbuilt import check_built
 from verl.trainer.main_ppo import create_rl_dataset
 from verl.utils.dataset.check import check_files
 from verl.utils.import_utils import load_extern_object

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from verl.config import ConfigError, EvalConfig, GenerationConfig, PPOConfig, SFTConfig, load_config
+from verl.config.idle import REFUSED, why_no_effect
 from verl.config.schema import Entry, pick, walk
-from verl.config.unbuilt import REFUSED, why_no_effect
 
 PACKAGE = Path(__file__).parents[2] / "verl"
 # Under verl/config only what turns keys into others, or into a plan, uses them; rules only look at them.
-WORKING = {f"config/{name}.py" for name in ("resolve", "loss_defaults", "old_log_probs")}
+WORKING = {f"config/{name}.py" for name in ("resolve", "old_log_probs")}
 # Free-form: read by users' own code.
 FOR_USERS = ("custom",)
 # Read whole, whatever keys they have: where their names are looked up.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config import names
+from verl.config.algorithm import NO_FULL_KL
 from verl.config.engine import CheckpointConfig, FSDPConfig, MegatronConfig, OptimConfig
 from verl.config.schema import Block, key
 
@@ -59,7 +60,7 @@ class ActorConfig(Block):
     kl_loss_type: str = key(
         "Estimate of that KL; kl and a trailing + have the KL's own gradient, bare k1 none on average.",
         choices=names.KL_LOSS_TYPES,
-        refused={"full": ("needs the whole distribution of both models at every token", "Set it to low_var_kl")},
+        refused={"full": NO_FULL_KL},
     )
     grad_clip: float = key("Largest gradient norm.", above=0, aliases=("max_grad_norm",))
     ulysses_sequence_parallel_size: int = key(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from verl.config import names
 from verl.config.schema import Block, key
 
-_NO_FULL_KL = ("needs the whole distribution of both models at every token", "Set it to low_var_kl")
+NO_FULL_KL = ("needs the whole distribution of both models at every token", "Set it to low_var_kl")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,7 +85,7 @@ class AlgorithmConfig(Block):
         choices=("keep", "mask", "bootstrap"),
     )
     use_kl_in_reward: bool = key("Subtract the KL to the reference from the token rewards; starts a reference policy.")
-    kl_penalty: str = key("Estimate of that KL.", choices=names.KL_PENALTIES, refused={"full": _NO_FULL_KL})
+    kl_penalty: str = key("Estimate of that KL.", choices=names.KL_PENALTIES, refused={"full": NO_FULL_KL})
     kl_ctrl: KLControllerConfig = key("Coefficient of the KL in the reward.")
     state_masking: StateMaskingConfig = key("Markers around what the environment wrote (search agent).")
     filter_groups: FilterGroupsConfig = key("Dynamic sampling.")

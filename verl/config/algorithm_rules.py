@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from verl.config import names
-from verl.config.plan import ACTOR
+from verl.config.old_log_probs import old_log_prob_rules
+from verl.config.plan import ACTOR, ROLLOUT
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
+
+_CORRECTION = "algorithm.rollout_correction"
 
 
 def algorithm_rules(config: PPOConfig, report: Report) -> None:
@@ -19,6 +22,8 @@ def algorithm_rules(config: PPOConfig, report: Report) -> None:
         why = f"is above {ACTOR}.policy_loss.clip_cov_ub = {loss.clip_cov_ub:g}: no token could be chosen"
         report.problem(f"{ACTOR}.policy_loss.clip_cov_lb", loss.clip_cov_lb, why, "Set it below")
     _unread_clip(config, report)
+    old_log_prob_rules(config, report)
+    _sampling(config, report)
 
 
 def _unread_clip(config: PPOConfig, report: Report) -> None:
@@ -73,7 +78,7 @@ def _gdpo(config: PPOConfig, report: Report) -> None:
 
 
 def _rollout_correction(config: PPOConfig, report: Report) -> None:
-    path, rule = "algorithm.rollout_correction", config.algorithm.rollout_correction
+    path, rule = _CORRECTION, config.algorithm.rollout_correction
     upper = rule.rollout_rs_threshold or rule.rollout_is_threshold
     lower = rule.rollout_rs_threshold_lower or 1 / upper
     if rule.rollout_rs is not None and lower > upper:
@@ -84,3 +89,36 @@ def _rollout_correction(config: PPOConfig, report: Report) -> None:
         if rule.bypass_mode and rule[name] is not None:
             why = f"{path}.bypass_mode = True takes the rollout's log-probs as the old ones: there is no ratio to use"
             report.problem(f"{path}.{name}", rule[name], why, f"Leave it out, or set {path}.bypass_mode=False")
+
+
+def _sampling(config: PPOConfig, report: Report) -> None:
+    """Say that truncated sampling is off-policy, what it is corrected by, and what to set."""
+    rule, cut = config.algorithm.rollout_correction, _truncations(config)
+    drawn = rule.denominator == "drawn"
+    if not cut:
+        if drawn and config.actor_rollout_ref.rollout.do_sample:
+            report.notice(
+                f"{_CORRECTION}.denominator = drawn has no effect: nothing is cut off from what answers are drawn from "
+                f"({ROLLOUT}.top_p, top_k, min_p)."
+            )
+        return
+    said = (
+        f"{', '.join(cut)}: answers are drawn from a part of the distribution, and the loss takes it for the whole: "
+        "training is off-policy (rollout_corr/truncation_kl measures how far)."
+    )
+    users = ["bypass_mode"] if rule.bypass_mode else [name for name in ("rollout_is", "rollout_rs") if rule[name]]
+    if drawn and users:
+        report.notice(f"{said} {_CORRECTION}.denominator = drawn corrects for it by {' and '.join(users)}.")
+        return
+    ways = "" if users else f" together with {_CORRECTION}.rollout_is=token or {_CORRECTION}.bypass_mode=True"
+    report.notice(
+        f"{said} For on-policy training leave them at top_p=1, top_k=-1 and min_p=0; to correct for it, set "
+        f"{_CORRECTION}.denominator=drawn{ways}."
+    )
+
+
+def _truncations(config: PPOConfig) -> list[str]:
+    """What cuts off a part of the distribution that training answers are drawn from, as `key = value`."""
+    rollout = config.actor_rollout_ref.rollout
+    cuts = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
+    return [f"{ROLLOUT}.{name} = {rollout[name]:g}" for name, cut in cuts.items() if cut and rollout.do_sample]

@@ -10,10 +10,10 @@ from typing import Any
 
 from verl.config.compose import CONFIG_DIR, default_tree, groups
 from verl.config.convert import range_words
+from verl.config.idle import REFUSED, why_no_effect
 from verl.config.obsolete import OBSOLETE
 from verl.config.roots import EVAL, GENERATION, PPO, SFT, Root
 from verl.config.schema import Block, Entry, alias_table, entries, join, pick
-from verl.config.unbuilt import REFUSED, why_no_effect
 
 _INTRO = """# Configuration
 

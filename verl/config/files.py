@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from verl.config import names
 from verl.config.context_length import context_rules
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
@@ -16,8 +17,7 @@ from verl.config.trainer import RunConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _DATA_SUFFIXES = (".parquet", ".json", ".jsonl")
-# What a name in the configuration needs importable, and the extra that installs it.
-_LOGGER_MODULES = {name: name for name in ("wandb", "mlflow", "swanlab", "trackio", "tensorboard")}
+# Packages of trackers that an extra of ours installs.
 _EXTRAS = ("wandb", "tensorboard")
 
 
@@ -68,7 +68,10 @@ def check_user_code(key: str, path: str | None, report: Report) -> None:
 def check_loggers(loggers: Sequence[str], report: Report) -> None:
     """Report trackers whose package is not installed."""
     for name in loggers:
-        _check_package("trainer.logger", name, _LOGGER_MODULES.get(name), report)
+        package = names.LOGGERS[name].package
+        if package is not None and importlib.util.find_spec(package) is None:
+            how = f"pip install -e .[{name}]" if name in _EXTRAS else f"pip install {package}"
+            report.problem("trainer.logger", name, f"{package} is not installed here", f"Run {how}, or choose another")
 
 
 def _check_code_and_resume(config: PPOConfig, report: Report) -> None:
@@ -85,12 +88,6 @@ def check_resume(trainer: RunConfig, report: Report) -> None:
     """Report a checkpoint to resume from that is not here."""
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path:
         must_exist("trainer.resume_from_path", trainer.resume_from_path, report)
-
-
-def _check_package(key: str, name: str, module: str | None, report: Report) -> None:
-    if module is not None and importlib.util.find_spec(module) is None:
-        how = f"pip install -e .[{name}]" if name in _EXTRAS else f"pip install {module}"
-        report.problem(key, name, f"{module} is not installed here", f"Run {how}, or choose another")
 
 
 def must_exist(key: str, path: str, report: Report) -> None:

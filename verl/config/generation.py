@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl.config.reward import CustomRewardFunctionConfig
 from verl.config.rollout import GeneratorConfig
-from verl.config.schema import Block, key
+from verl.config.schema import Block, WholeConfig, key
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,14 +51,11 @@ class GenerationTrainerConfig(Block):
 
 
 @dataclass(kw_only=True, slots=True)
-class GenerationConfig(Block):
+class GenerationConfig(WholeConfig):
     data: GenerationDataConfig = key("Prompts and answers.")
     model: GenerationModelConfig = key("The model that answers.")
     rollout: GeneratorConfig = key("How answers are generated.")
     trainer: GenerationTrainerConfig = key("The run.")
-    # Not keys: what loading found worth telling (the caller logs it), and what the user has set away from its default.
-    notices: list[str] = field(default_factory=list, compare=False)
-    changed: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,10 +79,7 @@ class EvalRewardConfig(Block):
 
 
 @dataclass(kw_only=True, slots=True)
-class EvalConfig(Block):
+class EvalConfig(WholeConfig):
     data: EvalDataConfig = key("Answers.")
     reward_model: EvalRewardConfig = key("How they are scored.")
     custom_reward_function: CustomRewardFunctionConfig = key("A reward function of your own.")
-    # Not keys: what loading found worth telling (the caller logs it), and what the user has set away from its default.
-    notices: list[str] = field(default_factory=list, compare=False)
-    changed: dict[str, Any] = field(default_factory=dict, compare=False)

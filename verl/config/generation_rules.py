@@ -8,9 +8,9 @@ from verl.config import files, names
 from verl.config.context_length import generation_context_rules
 from verl.config.devices import visible_gpus
 from verl.config.generation import EvalConfig, GenerationConfig
+from verl.config.idle import NOT_BUILT
 from verl.config.problems import Report
 from verl.config.resolve import empty_lists
-from verl.config.unbuilt import NOT_BUILT
 from verl.config.validate import values_present
 
 

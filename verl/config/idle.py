@@ -1,19 +1,49 @@
-"""Keys that work only beside another one: set while that is off, they are named instead of ignored in silence."""
+"""Keys that were set and do nothing: what needs another key that is off, and what this version does not do yet.
+
+A key leaves the tables of what is not built when something reads it (`tests/house/test_keys.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from verl.config import names
-from verl.config.changes import name_idle
-from verl.config.plan import ACTOR, ROLLOUT, actor_is_reference, needs_reference
+from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, actor_is_reference, needs_reference
 from verl.config.ppo import PPOConfig
-from verl.config.problems import Report
-from verl.config.schema import pick
-from verl.config.unbuilt import why_no_effect
+from verl.config.problems import Report, show
+from verl.config.schema import Block, join, pick, walk
 
+# So many keys are named in one notice; scripts set whole blocks.
+_NAMED = 5
+NOT_BUILT = "is not built yet in this version"
+_ENGINES = {name: row for name, row in names.TRAINING_ENGINES.items() if not row.at}
+_ROLLOUTS = tuple(name for name in names.ROLLOUTS if name not in names.BUILT_ROLLOUTS)
+# Values that stand for something to come: key -> (values, what to set instead).
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    f"{ROLLOUT}.name": (
+        _ROLLOUTS,
+        f"Set {ROLLOUT}.name=native, which needs no install",
+    ),
+    f"{ROLLOUT}.multi_turn.enable": ((True,), "Leave it out: every answer is one turn"),
+    "do_search": ((True,), "Leave it out: the model answers without searching"),
+    f"{ACTOR}.strategy": (tuple(_ENGINES), f"Set {ACTOR}.strategy=fsdp2"),
+    "critic.strategy": (tuple(_ENGINES), "Set critic.strategy=fsdp2"),
+    "actor_rollout_ref.ref.strategy": (tuple(_ENGINES), "Leave it out: it follows the actor's"),
+    "reward_model.strategy": (tuple(_ENGINES), "Leave it out: it follows the actor's"),
+}
+# Keys that only what is not built would read: pattern -> what that is. Away from its default such a key does nothing.
+NO_EFFECT: Mapping[str, str] = {
+    f"{ROLLOUT}.mode": "asynchronous rollout is not built yet; generation runs as with sync",
+    f"{ROLLOUT}.multi_turn.*": "turns and tools are not built yet",
+    f"{ROLLOUT}.agent.*": "agents are not built yet",
+    "max_turns": "the search agent is not built yet",
+    "retriever.*": "the search agent is not built yet",
+    "algorithm.state_masking.*": "the search agent is not built yet",
+    **{f"*.{row.block}.*": f"the {name} engine is not built yet" for name, row in _ENGINES.items()},
+}
+_LOAD_FORMATS = ("auto", "dummy")
 _REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"
 _NORM = "seq-mean-token-sum-norm"
 _POOL = ("enable_resource_pool", "n_gpus_per_node", "nnodes")
@@ -32,7 +62,7 @@ class Rule(NamedTuple):
 
 
 def idle_keys(config: PPOConfig, report: Report) -> None:
-    """Name the keys that were set for nothing; those that are not built have their own notice (unbuilt.py)."""
+    """Name the keys that were set for nothing; those that are not built have their own notice (`check_built`)."""
     rules = [rule for rule in RULES if not rule.works(config)]
 
     def why(path: str) -> str | None:
@@ -40,7 +70,74 @@ def idle_keys(config: PPOConfig, report: Report) -> None:
             return None
         return next((rule.otherwise for rule in rules if any(fnmatchcase(path, key) for key in rule.keys)), None)
 
-    name_idle(config, why, report)
+    _name_idle(config, why, report)
+
+
+def check_built(config: PPOConfig, report: Report) -> None:
+    """Report every key that asks for something that is not built, and name those that have no effect for now."""
+    _refuse(config, report)
+    _name_idle(config, lambda path: None if path in REFUSED else why_no_effect(path), report)
+    _engine_keys(config, report)
+
+
+def why_no_effect(path: str) -> str | None:
+    """Why nothing reads the key at `path` yet; None for a key that works."""
+    return next((reason for pattern, reason in NO_EFFECT.items() if fnmatchcase(path, pattern)), None)
+
+
+def _refuse(config: PPOConfig, report: Report) -> None:
+    roles = {path: role for role, path in BLOCK_OF_ROLE.items()}
+    active, actor = active_roles(config), config.actor_rollout_ref.actor.strategy
+    for path, (values, instead) in REFUSED.items():
+        value, role = pick(config, path), roles.get(path.rpartition(".")[0])
+        follows_actor = role in ("ref", "reward_model") and value == actor
+        if value in values and (role is None or role in active) and not follows_actor:
+            report.broken(path, value, NOT_BUILT, instead)
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if size > 1 and config.actor_rollout_ref.rollout.name == "hf":
+        why, fix = f"{NOT_BUILT} for {ROLLOUT}.name = hf", f"Set it to 1, or {ROLLOUT}.name=native"
+        report.broken(f"{ROLLOUT}.tensor_model_parallel_size", size, why, fix)
+
+
+def _engine_keys(config: PPOConfig, report: Report) -> None:
+    """Arguments for other engines, and formats of theirs."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name not in names.BUILT_ROLLOUTS:
+        return
+    others = [name for name in rollout.engine_kwargs if name != "native" or rollout.name != "native"]
+    for name in others:
+        report.notice(f"{ROLLOUT}.engine_kwargs.{name} has no effect with {ROLLOUT}.name = {rollout.name}.")
+    if rollout.load_format not in _LOAD_FORMATS:
+        report.notice(
+            f"{ROLLOUT}.load_format = {rollout.load_format} is read as auto: {rollout.name} knows auto and dummy."
+        )
+
+
+def _name_idle(config: Any, why: Callable[[str], str | None], report: Report) -> None:
+    """One notice per reason that `why` gives, with the keys that were set for nothing."""
+    idle: dict[str, list[str]] = {}
+    followed = _followed(type(config))
+    for path, value in config.changed.items():
+        if path in followed and pick(config, followed[path]) == value:
+            continue  # as when it is left out
+        reason = why(path)
+        if reason is not None:
+            idle.setdefault(reason, []).append(f"{path} = {show(value)}")
+    for reason, keys in idle.items():
+        more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+        report.notice(f"{', '.join(keys[:_NAMED])}{more}: no effect, {reason}.")
+
+
+def _followed(cls: type[Block]) -> dict[str, str]:
+    """Each key that takes over another's value when it is null, and that other."""
+    found: dict[str, str] = {}
+    for path, entry in walk(cls):
+        target = entry.key.follows
+        if target is not None and entry.block is not None:
+            found |= {join(path, name): join(target, name) for name, _ in walk(entry.block)}
+        elif target is not None:
+            found[path] = target
+    return found
 
 
 def _below(block: str, *keys: str) -> tuple[str, ...]:

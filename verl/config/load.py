@@ -8,14 +8,13 @@ from typing import Any, TypeVar, overload
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.changes import changed_keys
-from verl.config.compose import default_tree, default_values, groups
-from verl.config.convert import Converter
+from verl.config.compose import alternatives, default_tree, default_values, groups
+from verl.config.convert import Converter, leaves
 from verl.config.overrides import read_override
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
 from verl.config.roots import Root, root_of
-from verl.config.schema import Block, alias_table, join, pick, walk
+from verl.config.schema import Block, alias_table, pick, walk
 
 B = TypeVar("B", bound=Block)
 Config = PPOConfig | DictConfig | Mapping[str, Any]
@@ -87,9 +86,28 @@ def _build(kind: Root, values: dict[str, Any], defaults: Mapping[str, Any], repo
     _move_aliases(values, alias_table(kind.cls), defaults, report)
     values = _interpolated(values, defaults, report)
     config: Any = Converter(kind.cls, defaults, report, extended=bool(values.get("external_libs"))).convert(values)
-    config.changed = changed_keys(config, defaults, kind.yaml)
+    config.changed = _changed_keys(config, defaults, kind.yaml)
     kind.resolve(config, report)
     return config
+
+
+def _changed_keys(config: Block, defaults: Mapping[str, Any], root: str) -> dict[str, Any]:
+    """Every key that is not at its default, with its value; of a configuration whose nulls are not resolved yet.
+
+    The default of any option of the key's group counts: once Hydra has composed `algorithm=grpo`, nobody knows.
+    """
+    found = {}
+    for path, entry in walk(type(config)):
+        value = pick(config, path) if entry.block is None else None
+        if entry.block is None and value != pick(defaults, path) and not _is_an_option(path, value, root):
+            found[path] = value
+    return found
+
+
+def _is_an_option(path: str, value: Any, root: str) -> bool:
+    group, _, below = path.partition(".")
+    stated = (_at(option, below) for option in alternatives(group, root))
+    return any(value == (None if other is _ABSENT else other) for other in stated)
 
 
 def _plain(cfg: Given, root: type[Block]) -> dict[str, Any]:
@@ -142,24 +160,14 @@ def _move_aliases(
     """Values under another spelling go to their key; two spellings that disagree are a problem."""
     for alias, canonical in aliases.items():
         given = _take(values, alias)
-        for below, value in [] if given is _ABSENT else _leaves(given):
-            target, spelled = _below(canonical, below), _below(alias, below)
+        for spelled, value in () if given in (_ABSENT, {}) else leaves(given, alias):
+            target = canonical + spelled.removeprefix(alias)
             current = _at(values, target)
             if current is _ABSENT or current in (_at(defaults, target), value):
                 _set(values, target, value)
             else:
                 why = f"is another spelling of {target} = {show(current)}, and they differ"
                 report.broken(spelled, value, why, "Keep one of the two")
-
-
-def _leaves(value: Any, below: str = "") -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        return [leaf for name, item in value.items() for leaf in _leaves(item, _below(below, str(name)))]
-    return [(below, value)]
-
-
-def _below(path: str, rest: str) -> str:
-    return join(path, rest) if rest else path
 
 
 def _at(values: Any, path: str) -> Any:
@@ -199,7 +207,7 @@ def _take(values: dict[str, Any], path: str) -> Any:
 
 def _interpolated(values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> dict[str, Any]:
     """Every `${…}` resolved; those that lead nowhere are reported and take their defaults."""
-    pending = [path for path, value in _leaves(values) if "${" in str(value)]
+    pending = [path for path, value in leaves(values, "") if "${" in str(value)]
     if not pending:
         return values
     tree = OmegaConf.create(values)

@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl.config import policy_losses
+from verl.config.actor import ActorConfig
+from verl.config.names import loss_traits
 from verl.config.problems import Problem
 from verl.config.schema import pick
 
@@ -164,7 +165,7 @@ def batch_plan(config: PPOConfig) -> BatchPlan:
         rollout_replicas=rollout.dp_size,
         samples_per_replica=math.ceil(samples / rollout.dp_size),
         actor=actor,
-        loss=policy_losses.describe(config.actor_rollout_ref.actor),
+        loss=_loss_line(config.actor_rollout_ref.actor),
         critic=critic,
         reference=_infer_plan(config, "ref") if needs_reference(config) else None,
         reward_model=_infer_plan(config, "reward_model") if config.reward_model.enable else None,
@@ -233,6 +234,27 @@ def count(number: int, thing: str) -> str:
     """`1 rank`, `2 ranks`, `2 batches`."""
     plural = "es" if thing.endswith("batch") else "s"
     return f"{number} {thing}" + ("" if number == 1 else plural)
+
+
+def _loss_line(actor: ActorConfig) -> str:
+    """The loss of a resolved configuration in one line, and where it is not the loss's own."""
+    mode = actor.policy_loss.loss_mode
+    own = loss_traits(mode)
+    found = [mode, _beside(actor.loss_agg_mode, own.loss_agg_mode)]
+    if own.clip is None:
+        found.append("no clip")
+    else:
+        chosen = (actor.clip_ratio_low, actor.clip_ratio_high)
+        found.append(f"clip {_beside(_distances(chosen), _distances(own.clip))}")
+    return ", ".join(found)
+
+
+def _beside(value: str, own: str) -> str:
+    return value if value == own else f"{value} (its own: {own})"
+
+
+def _distances(clip: tuple[float, float]) -> str:
+    return f"{clip[0]:g}/{clip[1]:g}"
 
 
 def _layout_problems(config: PPOConfig) -> list[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl.config.actor import ActorConfig
@@ -13,7 +13,7 @@ from verl.config.model import ModelConfig
 from verl.config.ref import RefConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.schema import Block, key
+from verl.config.schema import Block, WholeConfig, key
 from verl.config.trainer import RayInitConfig, RetrieverConfig, TrainerConfig
 
 
@@ -26,7 +26,7 @@ class ActorRolloutRefConfig(Block):
 
 
 @dataclass(kw_only=True, slots=True)
-class PPOConfig(Block):
+class PPOConfig(WholeConfig):
     algorithm: AlgorithmConfig = key("From scores to advantages.")
     data: DataConfig = key("Prompts and batches.")
     actor_rollout_ref: ActorRolloutRefConfig = key("The policy: training, generation, reference.")
@@ -50,6 +50,3 @@ class PPOConfig(Block):
     max_turns: int = key("Turns of the search agent.", min=1)
     retriever: RetrieverConfig = key("The search service.")
     custom: dict[str, Any] = key("Free-form, for your own code.")
-    # Not keys: what loading found worth telling (the caller logs it), and what the user has set away from its default.
-    notices: list[str] = field(default_factory=list, compare=False)
-    changed: dict[str, Any] = field(default_factory=dict, compare=False)

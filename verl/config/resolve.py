@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from verl.config import names, policy_losses
+from verl.config import names
+from verl.config.actor import ActorConfig
 from verl.config.devices import visible_gpus
 from verl.config.plan import ACTOR, ROLLOUT, layout_of
 from verl.config.ppo import PPOConfig
@@ -27,7 +28,7 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _precisions(config)
     _sampling(config, report)
     _clip_bounds(config, report)
-    policy_losses.fill_in(config.actor_rollout_ref.actor)
+    _policy_loss(config.actor_rollout_ref.actor)
     empty_lists(config)
     _follow(config, only=("trainer.n_gpus_per_node", "strategy", "ulysses_sequence_parallel_size", "megatron_config"))
     _pools(config, report)
@@ -99,6 +100,18 @@ def _clip_bounds(config: PPOConfig, report: Report) -> None:
 def _read_as_bound(report: Report, name: str, bound: float, distance: float) -> float:
     report.notice(f"{ACTOR}.{name} = {bound:g} is read as a bound of the ratio: a distance of {distance:g} from 1.")
     return distance
+
+
+def _policy_loss(actor: ActorConfig) -> None:
+    """What the user left out becomes the loss's own; `clip_ratio` alone stands for both distances."""
+    own = names.loss_traits(actor.policy_loss.loss_mode)
+    if actor.loss_agg_mode is None:
+        actor.loss_agg_mode = own.loss_agg_mode
+    if actor.clip_ratio is None:
+        low, high = own.clip_range
+        actor.clip_ratio = low
+        actor.clip_ratio_low = low if actor.clip_ratio_low is None else actor.clip_ratio_low
+        actor.clip_ratio_high = high if actor.clip_ratio_high is None else actor.clip_ratio_high
 
 
 def _generation_batches(config: PPOConfig, report: Report) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import files, generation_rules, resolve, sft_rules, unbuilt, validate
+from verl.config import files, generation_rules, idle, resolve, sft_rules, validate
 from verl.config.generation import EvalConfig, GenerationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
@@ -29,7 +29,7 @@ class Root:
     check_built: Rule = lambda config, report: None  # what this version cannot do yet; said before anything else
 
 
-PPO = Root(PPOConfig, "ppo_trainer", resolve.resolve, validate.validate, files.check_environment, unbuilt.check_built)
+PPO = Root(PPOConfig, "ppo_trainer", resolve.resolve, validate.validate, files.check_environment, idle.check_built)
 SFT = Root(SFTConfig, "sft_trainer", sft_rules.resolve, sft_rules.validate, sft_rules.check_environment)
 GENERATION = Root(
     GenerationConfig,

@@ -93,6 +93,14 @@ class Block:
         return {name: _plain(value) for name, value in self.items()}
 
 
+@dataclass(kw_only=True, slots=True)
+class WholeConfig(Block):
+    """Base of what a program loads. Not keys: what is worth telling (the caller logs it), what was set by the user."""
+
+    notices: list[str] = field(default_factory=list, compare=False)
+    changed: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
 def _once_per_class(compute: Callable[[type[Block]], T]) -> Callable[[type[Block]], T]:
     """Compute once for each class; functools.cache would lose the types."""
     known: dict[type[Block], T] = {}

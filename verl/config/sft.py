@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl.config.data import CustomClassConfig
 from verl.config.engine import CheckpointConfig, FSDPConfig, OptimConfig
 from verl.config.model import ModelConfig
-from verl.config.schema import Block, key
+from verl.config.schema import Block, WholeConfig, key
 from verl.config.trainer import RayInitConfig, RunConfig
 
 
@@ -63,7 +63,7 @@ class SFTTrainerConfig(RunConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class SFTConfig(Block):
+class SFTConfig(WholeConfig):
     data: SFTDataConfig = key("Rows and batches.")
     model: SFTModelConfig = key("The model that is trained.")
     optim: SFTOptimConfig = key("The optimizer.")
@@ -76,9 +76,6 @@ class SFTConfig(Block):
     checkpoint: CheckpointConfig = key("What a checkpoint holds.")
     trainer: SFTTrainerConfig = key("The run.")
     ray_init: RayInitConfig = key("Starting Ray, which several ranks need.")
-    # Not keys: what loading found worth telling (the caller logs it), and what the user has set away from its default.
-    notices: list[str] = field(default_factory=list, compare=False)
-    changed: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def ranks(self) -> int:

@@ -8,11 +8,9 @@ from verl.config.data import CustomClassConfig, SamplerConfig
 from verl.config.engine import OptimConfig
 from verl.config.idle import idle_keys
 from verl.config.lora_rules import lora_rules
-from verl.config.old_log_probs import old_log_prob_rules
 from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, batch_plan
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
-from verl.config.sampling_rules import sampling_rules
 from verl.config.schema import Block, entries, join, pick
 from verl.config.trainer import RunConfig
 
@@ -25,8 +23,6 @@ def validate(config: PPOConfig, report: Report) -> None:
     for rule in (
         _estimator,
         algorithm_rules,
-        old_log_prob_rules,
-        sampling_rules,
         _kl,
         _clipping,
         _lengths,

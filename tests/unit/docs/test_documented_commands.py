@@ -23,8 +23,8 @@ import pytest
 
 from tests.support.commands import ROOT, composed, run_script
 from verl.config import ConfigError
+from verl.config.idle import check_built
 from verl.config.problems import Report
-from verl.config.unbuilt import check_built
 
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
