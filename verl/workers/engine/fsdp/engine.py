@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -20,31 +19,28 @@ from verl.config.engine import FSDPConfig, OptimConfig
 from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
 from verl.models.forward import FIELDS_OF_KIND, FIELDS_OF_ROWS, ResponseModel, front_rows
 from verl.models.loading import ModelKind, empty_model, pretrained_model, read_config, switch_dropout_off
-from verl.models.lora import ADAPTER_FOLDER, Adapters
+from verl.models.lora import Adapters
 from verl.models.packing import packed_rows
 from verl.models.sharing import shared_rows
 from verl.models.trials import check_head, runs_packed
 from verl.models.ulysses import check_heads
 from verl.protocol import DataProto
 from verl.types.weights import Bucket, Manifest, Wanted
-from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.utils.device_copy import copied_together
 from verl.utils.flops import SequenceCost
 from verl.utils.progress import expect, tick
 from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching
-from verl.workers.engine.common import checkpoint, groups
+from verl.workers.engine.common import groups
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches, with_last
 from verl.workers.engine.common.offload import EngineMemory
-from verl.workers.engine.common.optim import LossScale, build_schedule, restore_schedule
-from verl.workers.engine.common.same_model import ABOUT, ModelDescription, differences
+from verl.workers.engine.common.optim import LossScale, build_schedule
 from verl.workers.engine.common.step_checks import reason_against, step_metrics
 from verl.workers.engine.fsdp import sharding
 from verl.workers.engine.fsdp.expected import about
 from verl.workers.engine.fsdp.export import write_hf_model
 from verl.workers.engine.fsdp.model_weights import ModelWeights
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
-
-_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+from verl.workers.engine.fsdp.state import EngineState, checked
 
 
 class FSDPEngine:
@@ -120,6 +116,16 @@ class FSDPEngine:
             learning = {name: value for name, value in self.model.hf.named_parameters() if value.requires_grad}
             self._optimizer = ShardedAdamW(learning, optim, self.mesh)
             self._schedule = build_schedule(self._optimizer.adamw, optim, total_steps)
+        self._state = EngineState(
+            self.model.hf,
+            about(self.hf_config, kind, self._adapters),
+            self._weights,
+            self._optimizer,
+            self._schedule,
+            self._loss_scale,
+            self.device,
+            self._source,
+        )
 
     @classmethod
     def of_block(
@@ -292,43 +298,22 @@ class FSDPEngine:
 
         `model` of a model with adapters is what learns, and beside it `lora_adapter` as peft loads it.
         """
-        folder = _checked(path, contents)
+        folder = checked(path, contents)
         self.to("device")
         self._memory.ready()
         if not self.sound(thorough=True):
             raise FloatingPointError("the weights are not finite, or give no finite numbers: they are not saved")
-        with groups.failing_together(), ChecksumRecorder(folder) as recorder:
-            if "model" in contents:
-                checkpoint.save_tensors(self._weights.stored(), folder / "model", recorder)
-                self._weights.write_adapter(folder / ADAPTER_FOLDER, self._source)
-            if "optimizer" in contents and self._optimizer is not None:
-                checkpoint.save_tensors(self._optimizer.tensors(), folder / "optimizer", recorder)
-            random = checkpoint.random_states(self.device) if "extra" in contents else []
-            # What rank 0 writes alone comes after the last collective: where it fails, the others are not inside one.
-            if dist.get_rank() == 0:
-                self._write_alone(contents, random, recorder)
+        self._state.save(folder, contents)
         if "hf_model" in contents:
             self.export_hf(folder / "huggingface")
 
     def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
         """Read back what `save` wrote, with this or another number of ranks."""
-        folder = _checked(path, contents)
-        different = differences(folder, contents, self._description())
-        if different:
-            raise ValueError(f"{folder} does not fit this model: {'; '.join(different)}.")
+        folder = checked(path, contents)
+        self._state.check_fits(folder, contents)
         self.to("device")
         self._memory.ready()
-        if "model" in contents:
-            checkpoint.load_tensors(self._weights.stored(), folder / "model")
-        if "optimizer" in contents and self._optimizer is not None:
-            stored = set(checkpoint.stored_tensors(folder / "optimizer"))
-            checkpoint.load_tensors(self._optimizer.prepare(stored), folder / "optimizer")
-        if "extra" in contents:
-            extra = torch.load(folder / "extra.pt", weights_only=True)
-            if self._schedule is not None and self._optimizer is not None:
-                restore_schedule(self._schedule, self._optimizer.adamw, extra["schedule_step"])
-            self._loss_scale.load_state_dict(extra["loss_scale"])
-            checkpoint.restore_random_state(extra["random"], self.device)
+        self._state.load(folder, contents)
 
     def export_hf(self, path: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
         """Write safetensors and config as transformers loads them, in the compute dtype unless `dtype` is given."""
@@ -345,22 +330,6 @@ class FSDPEngine:
                 write_hf_model(skeleton, state, Path(path), self._source)
 
     # ---------------------------------------------------------------- parts
-
-    def _write_alone(self, contents: Collection[str], random: list[dict[str, Any]], recorder: ChecksumRecorder) -> None:
-        """The files of a checkpoint that are one rank's: what the model is, the schedule and the random states."""
-        if "model" in contents:
-            with recorder.open(ABOUT) as stream:
-                stream.write(json.dumps(self._description().about, indent=1).encode())
-        if "extra" in contents:
-            step = self._schedule.last_epoch if self._schedule is not None else 0
-            extra = {"schedule_step": step, "loss_scale": self._loss_scale.state_dict(), "random": random}
-            with recorder.open("extra.pt") as stream:
-                torch.save(extra, stream)
-
-    def _description(self) -> ModelDescription:
-        """What a checkpoint must fit."""
-        told = about(self.hf_config, self.kind, self._adapters)
-        return ModelDescription.of(self.model.hf, self._weights.stored(), told)
 
     def _build_model(
         self, model: str | os.PathLike | nn.Module, model_config: Any, engine_config: FSDPConfig, frozen: bool
@@ -431,10 +400,3 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _checked(path: str | os.PathLike, contents: Collection[str]) -> Path:
-    unknown = sorted(set(contents) - set(_CONTENTS))
-    if unknown:
-        raise ValueError(f"checkpoint contents: {unknown} are unknown. Use some of {', '.join(_CONTENTS)}.")
-    return Path(path)
