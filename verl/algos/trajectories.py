@@ -98,6 +98,6 @@ class Trajectories:
         ends = lengths[in_order].cumsum(0) - (totals.cumsum(0) - totals)[number[in_order]]
         starts = torch.empty_like(lengths)
         starts[in_order] = ends - lengths[in_order]
-        self._shape = (len(self), int(totals.max()))
+        self._shape = (len(self), max(1, int(totals.max())))  # where all is masked, estimators still have a column
         self._kept = column < lengths[:, None]
         self._places = ((number * self._shape[1] + starts)[:, None] + column)[self._kept]

@@ -94,3 +94,15 @@ def test_the_kl_per_sequence_and_what_the_reward_said_count_trajectories(seed):
     assert controllers[0].value == pytest.approx(controllers[1].value)
     for name in ("score", "format"):
         torch.testing.assert_close(value_per_answer(rows, name, "key"), value_per_answer(batch, name, "key"))
+
+
+@pytest.mark.parametrize("name", names.ADV_ESTIMATORS)
+def test_rows_that_are_all_masked_have_no_advantage(name):
+    """As when no answer of the step could be scored."""
+    rows, _ = rows_of(whole_batch(0), 0)
+    rows.batch["response_mask"].zero_()
+    rows.batch["last_value"] = torch.ones(len(rows))
+    rows.non_tensor_batch["finish_reason"] = object_array(["length"] * len(rows))
+    found = compute_advantage(rows, name, config=CONFIG).batch
+    assert found["advantages"].shape == rows.batch["response_mask"].shape
+    assert not found["advantages"].any()
