@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.correctness import right_answers, say_right_of_step
+from verl.trainer.ppo.reward import right_answers, say_right_of_step
 
 
 def scored(**columns: list) -> DataProto:

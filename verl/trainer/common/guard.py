@@ -113,8 +113,9 @@ def no_samples(among: str, reward_error: str | None) -> NoSamplesError:
         "Mend what the last reward error names, or set reward_model.on_error=zero to go on with a score of 0 for"
         f" samples that cannot be scored. The last reward error:\n{reward_error}"
         if reward_error
-        else "No reward failed: look at what else masks them, such as algorithm.rollout_correction.rollout_rs"
-        " (rollout_corr/masked_fraction), and at the answers (trainer.rollout_data_dir)."
+        else "No reward failed: look at what else masks them, algorithm.truncated_responses=mask"
+        " (response_length/clip_ratio) or algorithm.rollout_correction.rollout_rs (rollout_corr/masked_fraction), and"
+        " at the answers (trainer.rollout_data_dir)."
     )
     return NoSamplesError(
         f"not one sample of {among} in a row could be learnt from (trainer.max_nonfinite_steps): every answer is"

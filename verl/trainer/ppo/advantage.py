@@ -24,7 +24,7 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
     return data.batch["attention_mask"][:, -width:]
 
 
-def cut_answers(data: DataProto) -> np.ndarray:
+def cut_answers(data: DataProto) -> torch.Tensor:
     """[batch], bool: rows of trajectories that a limit ended, by the `finish_reason` of their last row."""
     whole = Trajectories.of(data)
     if "finish_reason" not in data.non_tensor_batch:
@@ -33,7 +33,35 @@ def cut_answers(data: DataProto) -> np.ndarray:
             " finish_reason. Set it to keep, or let the rollout give that column."
         )
     ends = np.array([reason == "length" for reason in data.non_tensor_batch["finish_reason"]], dtype=bool)
-    return ends[whole.last_rows][whole.of_row]
+    return torch.from_numpy(ends[whole.last_rows][whole.of_row])
+
+
+def check_bootstrap(algorithm: AlgorithmConfig) -> None:
+    """Refuse `truncated_responses=bootstrap` with an estimator that knows nothing of a value after the end."""
+    estimator = algorithm.adv_estimator
+    if algorithm.truncated_responses == "bootstrap" and not takes_argument(estimator, "last_value"):
+        raise ValueError(
+            f"algorithm.truncated_responses=bootstrap: the estimator {estimator} does not take last_value. Give it"
+            " that argument, [batch], or set the key to mask or keep."
+        )
+
+
+def add_advantages(data: DataProto, algorithm: AlgorithmConfig, kl_ctrl: Any) -> dict[str, float]:
+    """`token_level_rewards`, with the KL in them if asked for, `advantages` and `returns` into `data`; metrics."""
+    metrics: dict[str, float] = {}
+    if algorithm.use_kl_in_reward:
+        data, metrics = apply_kl_penalty(data, kl_ctrl, algorithm.kl_penalty)
+    else:
+        data.batch["token_level_rewards"] = earned(data)
+    compute_advantage(
+        data,
+        algorithm.adv_estimator,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        config=algorithm,
+    )
+    return metrics
 
 
 def earned(data: DataProto) -> torch.Tensor:
@@ -84,7 +112,7 @@ def compute_advantage(
 
     last_value = at_end("last_value")
     if last_value is not None:  # what follows an answer that ended by itself is nothing
-        last_value = torch.where(whole.at_end(torch.from_numpy(cut_answers(data))), last_value, 0.0)
+        last_value = torch.where(whole.at_end(cut_answers(data)), last_value, 0.0)
     advantages, returns = estimate_advantages(
         adv_estimator,
         token_level_rewards=whole.join(tensors["token_level_rewards"]),

@@ -18,11 +18,10 @@ from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.answer_ends import answer_ends
-from verl.trainer.ppo.correctness import say_right_of_step
 from verl.trainer.ppo.dynamic_sampling import RollOut, fill_batch, own_groups
 from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
 from verl.trainer.ppo.prompts import PromptStream
-from verl.trainer.ppo.reward import compute_reward, reward_metrics
+from verl.trainer.ppo.reward import compute_reward, reward_metrics, say_right_of_step
 from verl.trainer.ppo.utils import Role
 from verl.types.schema import columns_read_by
 from verl.workers.reward_manager.ahead import ROW

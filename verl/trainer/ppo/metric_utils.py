@@ -66,7 +66,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     prompts, answers = rows.prompt[torch.from_numpy(whole.first_rows)], whole.sum(rows.response)
     cut = answers >= response_limit
     if "finish_reason" in batch.non_tensor_batch:
-        cut = torch.from_numpy(cut_answers(batch)[whole.last_rows])
+        cut = whole.at_end(cut_answers(batch))
     if "num_turns" in batch.non_tensor_batch:
         turns = torch.tensor([float(count) for count in batch.non_tensor_batch["num_turns"][whole.last_rows]])
         metrics |= _stats("num_turns", turns, real)

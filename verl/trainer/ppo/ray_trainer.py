@@ -7,9 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from verl.algos import AdvantageEstimator, takes_argument
+from verl.algos import AdvantageEstimator
 from verl.config import PPOConfig, load_config
 from verl.config.old_log_probs import from_update
 from verl.config.plan import actor_is_reference, batch_plan, needs_reference
@@ -21,11 +19,12 @@ from verl.trainer.common.phases import Phases, memory_gb, verdict
 from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks, StepEnd, is_due
 from verl.trainer.common.status_line import StatusLine
 from verl.trainer.ppo.advantage import (
+    add_advantages,
     apply_kl_penalty,
+    check_bootstrap,
     compute_advantage,
     compute_response_mask,
     cut_answers,
-    earned,
     reward_column,
 )
 from verl.trainer.ppo.generator import Generator
@@ -137,12 +136,7 @@ class RayPPOTrainer:
     def _compose(self, reward_fn: Any, val_reward_fn: Any) -> None:
         """The collaborators. A phase is looked up when it is called: it may be a subclass's."""
         config, tokenizer = self.config, self.tokenizer
-        estimator = config.algorithm.adv_estimator
-        if config.algorithm.truncated_responses == "bootstrap" and not takes_argument(estimator, "last_value"):
-            raise ValueError(
-                f"algorithm.truncated_responses=bootstrap: the estimator {estimator} does not take last_value. Give it"
-                " that argument, [batch], or set the key to mask or keep."
-            )
+        check_bootstrap(config.algorithm)
         self.state = TrainerState(config, self.role_worker_mapping)
         self.groups = groups = WorkerGroups(
             config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
@@ -308,31 +302,17 @@ class RayPPOTrainer:
         """KL in the reward if asked for, then `advantages` and `returns`; here, from the columns it names."""
         metrics = {} if metrics is None else metrics
         algorithm = self.config.algorithm
-        wanted = columns_read_by("advantage")
-        if not algorithm.rollout_correction.bypass_mode:
-            wanted = columns_read_by("advantage", "correction")  # else they are the old ones: nothing to compare
+        compares = not algorithm.rollout_correction.bypass_mode  # else the rollout's are the old ones
+        wanted = columns_read_by("advantage", "correction") if compares else columns_read_by("advantage")
         rewards = [reward_column(batch.non_tensor_batch, name) for name in algorithm.gdpo.reward_keys]
         local = local_columns(batch, wanted, (*wanted, *rewards))
-        if algorithm.use_kl_in_reward:
-            local, kl_metrics = apply_kl_penalty(local, self.kl_ctrl_in_reward, algorithm.kl_penalty)
-            metrics |= kl_metrics
-        else:
-            local.batch["token_level_rewards"] = earned(local)
-        local = compute_advantage(
-            local,
-            algorithm.adv_estimator,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            num_repeat=self.config.actor_rollout_ref.rollout.n,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-            config=algorithm,
-        )
+        metrics |= add_advantages(local, algorithm, self.kl_ctrl_in_reward)
         for name in ("token_level_rewards", "advantages", "returns"):
             batch.batch[name] = local.batch[name]
-        if not algorithm.rollout_correction.bypass_mode and "old_log_probs" in local.batch.keys():
+        if compares and "old_log_probs" in local.batch.keys():
             metrics |= self._mismatch.correct(batch, local)
         if algorithm.truncated_responses == "mask":
-            batch.batch["response_mask"] = batch.batch["response_mask"] * torch.from_numpy(~cut_answers(local))[:, None]
+            batch.batch["response_mask"] = batch.batch["response_mask"] * ~cut_answers(local)[:, None]
         local.meta_info |= {
             "max_response_length": self.config.data.max_response_length,
             "max_prompt_length": self.config.data.max_prompt_length,

@@ -15,9 +15,8 @@ from verl.protocol import DataProto, object_array
 from verl.trainer.common.dumps import answer_texts, write_jsonl
 from verl.trainer.common.setbacks import Setbacks
 from verl.trainer.common.status_line import StatusLine
-from verl.trainer.ppo.correctness import right_answers, say_right
 from verl.trainer.ppo.groups import WorkerGroups
-from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.reward import compute_reward, right_answers, say_right
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validation_metrics import process_validation_metrics
 from verl.utils.tracking import Tracking
