@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import traceback
@@ -33,8 +32,13 @@ def score_loaded(given: Any) -> Any:
 
 
 def score_row(function: Callable[..., Any], row: Row) -> Fields:
-    """One call for one row."""
-    return attempt(functools.partial(registry.call_with_accepted, function, **row))
+    """One call for one row; what it raises is the row's error, but a lack of memory, which is the process's."""
+    try:
+        return normalised(registry.call_with_accepted(function, **row))
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - counted and shown by the reward manager
+        return 0.0, {}, last_lines(traceback.format_exc()), RAISED
 
 
 def score_lists(function: Callable[..., Any], rows: Sequence[Row]) -> tuple[Fields, ...]:
@@ -65,26 +69,19 @@ def of_a_call(count: int, error: str) -> str:
     return f"the call with its {count} answers failed: {error}"
 
 
-def attempt(call: Callable[[], Any]) -> Fields:
-    """Call and judge; whatever it raises becomes the sample's error, but a lack of memory, which is the process's."""
-    try:
-        return normalised(call())
-    except MemoryError:
-        raise
-    except Exception:  # noqa: BLE001 - counted and shown by the reward manager
-        return 0.0, {}, last_lines(traceback.format_exc()), RAISED
-
-
 def last_lines(trace: str) -> str:
     return "".join(trace.splitlines(keepends=True)[-_TRACE_LINES:]).strip()
 
 
 def normalised(result: Any) -> Fields:
     """What a reward function returned, a finite number or a dict with one under `score`, in the form of a Score."""
-    extra = {str(name): value for name, value in result.items()} if isinstance(result, Mapping) else {}
-    if isinstance(result, Mapping) and "score" not in extra:
-        return invalid(f"the reward function returned a dict without 'score' (it has: {', '.join(extra)})")
-    number = extra["score"] if isinstance(result, Mapping) else result
+    extra: dict[str, Any] = {}
+    number = result
+    if type(result) is not float and isinstance(result, Mapping):
+        extra = {str(name): value for name, value in result.items()}
+        if "score" not in extra:
+            return invalid(f"the reward function returned a dict without 'score' (it has: {', '.join(extra)})")
+        number = extra["score"]
     try:
         if isinstance(number, str | bytes):
             raise TypeError("a text is no number, whatever stands in it")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.utils.reward_score.attempt import attempt
+from verl.utils.reward_score.attempt import score_row
 from verl.utils.reward_score.registry import score_function
 
 EMPTY = ""
@@ -41,8 +41,8 @@ def try_ground_truth(data_source: str, ground_truth: Any, extra_info: Any = None
         return Trial(0.0, f"cannot be scored ({error})")
     if answer is None:
         return None
-    function = score_function(data_source)
-    value, _, failure, _ = attempt(lambda: function(data_source, answer, ground_truth, extra_info))
+    row = {"data_source": data_source, "solution_str": answer, "ground_truth": ground_truth, "extra_info": extra_info}
+    value, _, failure, _ = score_row(score_function(data_source).compute, row)
     if failure is not None:
         return Trial(0.0, f"cannot be scored ({failure.splitlines()[-1]})")
     return Trial(value, None if value == 1.0 else f"scores {value:g} against itself, not 1")
