@@ -87,6 +87,8 @@ def score(data_source, solution_str, ground_truth, extra_info):
         return ground_truth
     if solution_str == "lock":
         return {"score": 1.0, "lock": threading.Lock()}
+    if solution_str == "pause":
+        time.sleep(ground_truth)
     if solution_str == "slow":
         time.sleep(0.4)
     if solution_str == "slow import":
@@ -206,18 +208,38 @@ def shared_pool(function):
 KINDS = {"fine": None, "raise": "raised", "exit": "died", "lock": "invalid", "fork and return": None}
 
 
+def let_calls_take(seconds, pool):
+    """What calls took of late decides how many samples a message carries."""
+    if not seconds:
+        pool.score([sample("fine")] * 400)
+    for _ in range(12 if seconds else 0):
+        assert pool.submit(sample("pause", seconds)).result().error is None
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     texts=st.lists(st.sampled_from(["fine"] * 12 + list(KINDS)), max_size=120),
-    typical=st.sampled_from([1e-6, 1e-4, 1e-3, 1.0]),
+    seconds=st.sampled_from([0.0, 0.002, 0.02]),
 )
-def test_scores_are_those_of_the_plain_function_however_samples_are_sent(function, shared_pool, texts, typical):
-    shared_pool._typical_seconds = typical  # decides how many samples a message carries
+def test_scores_are_those_of_the_plain_function_however_samples_are_sent(function, shared_pool, texts, seconds):
+    let_calls_take(seconds, shared_pool)
     scores = shared_pool.score([sample(text, i / 4) for i, text in enumerate(texts)])
     assert [score.kind for score in scores] == [KINDS[text] for text in texts]
     for i, (text, score) in enumerate(zip(texts, scores, strict=True)):
         if text == "fine":
             assert score == Score(*normalised(function("mine", text, i / 4, {})))
+
+
+def test_samples_travel_together_where_calls_are_short_and_alone_where_they_are_long(shared_pool):
+    def first_message():
+        """Samples at the start of a batch that one process got, while the other got those behind them."""
+        pids = [score.extra["pid"] for score in shared_pool.score([sample("pid")] * 120)]
+        return len(list(itertools.takewhile(lambda pid: pid == pids[0], pids)))
+
+    let_calls_take(0.0, shared_pool)
+    assert first_message() >= 16
+    let_calls_take(0.02, shared_pool)
+    assert first_message() <= 8
 
 
 def test_memory_beyond_the_limit_costs_the_sample_that_wants_it(function):
