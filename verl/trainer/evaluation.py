@@ -27,8 +27,7 @@ from verl.utils.dataset.problems import (
 )
 from verl.utils.dataset.rows import Rows, value_at
 from verl.utils.reward_score import known_data_sources
-from verl.workers.reward_manager.explain import describe_failures
-from verl.workers.reward_manager.naive import RewardError
+from verl.workers.reward_manager.naive import RewardError, describe_failures
 from verl.workers.reward_manager.scorer import Sample, Score
 
 __all__ = ["evaluate", "show"]

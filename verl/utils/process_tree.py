@@ -12,6 +12,11 @@ from pathlib import Path
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl
 
 
+def available_cores() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def children(pid: int) -> list[int]:
     """The processes that `pid` started or adopted; empty where the system does not say."""
     found: list[int] = []

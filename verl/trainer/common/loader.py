@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
+from verl.utils.process_tree import available_cores
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +150,7 @@ def _useful_workers(wanted: int, batches: int, sampler: Any) -> int:
     """No more processes than cores or batches; none for a sampler that learns, which must not draw ahead."""
     if isinstance(sampler, AbstractCurriculumSampler):
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    useful = min(wanted, cores, batches)
+    useful = min(wanted, available_cores(), batches)
     return useful if batches > 1 else 0
 
 

@@ -24,7 +24,7 @@ from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.reward import compute_reward, reward_metrics, say_right_of_step
 from verl.trainer.ppo.utils import Role
 from verl.types.schema import columns_read_by
-from verl.workers.reward_manager.ahead import ROW
+from verl.workers.reward_manager.naive import ROW
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,10 +17,9 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
+from verl.utils.process_tree import available_cores
 from verl.utils.progress import counted
-from verl.utils.reward_score import default_compute_score
-from verl.workers.reward_manager.ahead import ROW, Finished, ScoresAhead
-from verl.workers.reward_manager.explain import POLICIES, describe_failures, describe_sample, why_all_zero
+from verl.utils.reward_score import default_compute_score, score_function
 from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
 
 logger = logging.getLogger(__name__)
@@ -29,10 +27,46 @@ logger = logging.getLogger(__name__)
 # Columns that every manager adds: 1.0 where a row could not be scored, and the kind of error there.
 FAILED, ERROR = "scoring_failed", "scoring_error"
 _MOST_PROCESSES = 16
+# `reward_model.on_error`
+POLICIES = {"fail": "the run stops", "zero": "they score 0", "mask": "they score 0 and are not trained on"}
+
+_SHOWN_CHARACTERS = 600
+# Where rows remember their place in the generation request, whatever becomes of the batch in between.
+ROW = "row"
+Finished = Sequence[tuple[int, np.ndarray]]
+"""(row of the batch, token ids of its answer)."""
 
 
 class RewardError(RuntimeError):
     """A sample could not be scored, and `reward_model.on_error` is `fail`."""
+
+
+class ScoresAhead:
+    """Answers scored as they are finished, while others of their batch are still being generated.
+
+    `describe` makes samples of answers. A score is found again by the row whose answer it is, never by what the
+    answer says: two rows may say the same and deserve different scores.
+    """
+
+    def __init__(self, describe: Callable[[Finished], list[Sample]], submit: Callable[[Sample], Future[Score]]) -> None:
+        self._describe, self._submit = describe, submit
+        self._found: dict[int, tuple[np.ndarray, Sample, Future[Score]]] = {}
+        self.submitted = 0
+
+    def add(self, finished: Finished) -> None:
+        """Score these answers as soon as there is a free scorer."""
+        if not finished:
+            return
+        for (row, tokens), sample in zip(finished, self._describe(finished), strict=True):
+            self._found[row] = tokens, sample, self._submit(sample)
+        self.submitted += len(finished)
+
+    def take(self, row: int, tokens: Any) -> tuple[Sample, Future[Score]] | None:
+        """The row's sample and its score to come, if it was added and these are still the tokens of its answer."""
+        found = self._found.pop(row, None)
+        if found is None or not np.array_equal(found[0], tokens):
+            return None
+        return found[1], found[2]
 
 
 class NaiveRewardManager:
@@ -68,7 +102,9 @@ class NaiveRewardManager:
     ) -> None:
         if on_error not in POLICIES:
             raise ValueError(f"reward_model.on_error: {on_error!r} is not one of {', '.join(POLICIES)}.")
-        _check_positive(timeout=timeout, memory_limit_gb=memory_limit_gb)
+        for name, limit in {"timeout": timeout, "memory_limit_gb": memory_limit_gb}.items():
+            if limit is not None and not limit > 0:
+                raise ValueError(f"reward_model.reward_kwargs.{name}: {limit} leaves nothing. Set it above 0.")
         self.tokenizer = tokenizer
         self.num_examine = num_examine
         self.compute_score = compute_score or default_compute_score
@@ -76,7 +112,7 @@ class NaiveRewardManager:
         self.on_error = on_error
         self.skip_special_tokens = skip_special_tokens
         self.last_failure: str | None = None  # of the last call: what could not be scored, in words
-        processes = min(_MOST_PROCESSES, _available_cores()) if num_processes is None else num_processes
+        processes = min(_MOST_PROCESSES, available_cores()) if num_processes is None else num_processes
         memory_limit = None if memory_limit_gb is None else int(memory_limit_gb * 2**30)
         self._pool = ScorerPool(self.compute_score, processes, timeout, memory_limit, self.takes_lists, self.batch_size)
         self._in_processes = processes > 0
@@ -226,11 +262,44 @@ def _columns(scores: Sequence[Score]) -> dict[str, list[Any]]:
     return columns
 
 
-def _check_positive(**limits: float | None) -> None:
-    for name, limit in limits.items():
-        if limit is not None and not limit > 0:
-            raise ValueError(f"reward_model.reward_kwargs.{name}: {limit} leaves nothing to work with. Set it above 0.")
+def describe_sample(sample: Sample) -> str:
+    """Data source, answer (its end, where the result stands) and ground truth, on lines of their own."""
+    text = sample.solution_str
+    shown = text if len(text) <= _SHOWN_CHARACTERS else "…" + text[-_SHOWN_CHARACTERS:]
+    return (
+        f"  data_source: {sample.data_source}\n  answer: {shown!r}\n  ground_truth: {str(sample.ground_truth)[:200]!r}"
+    )
 
 
-def _available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def describe_failures(samples: Sequence[Sample], scores: Sequence[Score], on_error: str) -> str:
+    """How many samples of a batch could not be scored, by kind, what becomes of them, and the first of them."""
+    failed = [row for row, score in enumerate(scores) if score.error is not None]
+    kinds = Counter(str(scores[row].kind) for row in failed)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    first = failed[0]
+    return (
+        f"reward: {len(failed)} of {len(scores)} samples could not be scored: {counts} (reward_model.on_error="
+        f"{on_error}: {POLICIES[on_error]}). The first, row {first}: {scores[first].error}\n"
+        f"{describe_sample(samples[first])}"
+    )
+
+
+def why_all_zero(samples: Sequence[Sample], own_function: bool) -> str:
+    """Whether the answers could not be read, or were read and are wrong; with one sample."""
+    if own_function:
+        cause = "they come from custom_reward_function; try it on the sample below"
+    else:
+        extractors = [score_function(sample.data_source).extract for sample in samples]
+        read = [
+            extract is not None and extract(sample.solution_str) is not None
+            for sample, extract in zip(samples, extractors, strict=True)
+        ]
+        if not any(extractors):
+            cause = "the answers are wrong, or not in the format the reward function looks for"
+        elif not any(read):
+            cause = "no answer was found in any text: the model does not use the format that the prompt must ask for"
+        else:
+            cause = (
+                f"answers were found in {sum(read)} texts, and all are wrong: the task may be too hard for the model"
+            )
+    return f"reward: all {len(samples)} scores are 0: {cause}. One sample:\n{describe_sample(samples[0])}"
