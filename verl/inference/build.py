@@ -104,8 +104,11 @@ def build_engine(
         options.model,
         parallel,
     )
+    blocks = options.num_blocks or choose_num_blocks(
+        model, options.block_size, config.max_num_seqs, config.max_model_len, config.gpu_memory_utilization
+    )
     # Block numbers mean the same on all ranks that share the model.
-    kv = KVMemory(model, parallel.smallest(_num_blocks(model, config, options)), options.block_size)
+    kv = KVMemory(model, parallel.smallest(blocks), options.block_size)
     runner = ModelRunner(
         model,
         _attention_for(device),
@@ -133,17 +136,6 @@ def build_engine(
         load_tokenizer=partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code),
         end_tokens=end_tokens(model_path, hf_config, model_config),
         pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
-    )
-
-
-def _num_blocks(model: InferenceModel, config: RolloutConfig, options: NativeOptions) -> int:
-    return options.num_blocks or choose_num_blocks(
-        model,
-        options.block_size,
-        config.max_num_seqs,
-        config.max_model_len,
-        config.gpu_memory_utilization,
-        model.region.size,
     )
 
 

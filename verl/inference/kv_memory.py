@@ -94,7 +94,6 @@ def choose_num_blocks(
     max_num_seqs: int,
     max_model_len: int,
     gpu_memory_utilization: float,
-    weight_bytes: int,
 ) -> int:
     """Blocks for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit; said in the log.
 
@@ -108,7 +107,7 @@ def choose_num_blocks(
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(model.device)
         logits = logit_bytes(max_num_seqs, model.vocab_size)
-        room = device_room(total, free, gpu_memory_utilization, weight_bytes, logits)
+        room = device_room(total, free, gpu_memory_utilization, model.region.size, logits)
         remedy = "Raise gpu_memory_utilization, or lower max_model_len"
     else:
         room = host_room(host_memory_available())

@@ -114,13 +114,10 @@ def sample_tokens(
         if drawn_norm is None and allowed is scores:
             drawn = score - log_norm
         else:
-            drawn = allowed.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - _norm_of(allowed, drawn_norm)
+            norm = torch.logsumexp(allowed, dim=-1) if drawn_norm is None else drawn_norm
+            drawn = allowed.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - norm
         found[2, block] = drawn.masked_fill(batch.greedy[block], 0.0)
     return SampledRows(tokens, found[0], found[1], found[2])
-
-
-def _norm_of(allowed: torch.Tensor, truncated_norm: torch.Tensor | None) -> torch.Tensor:
-    return torch.logsumexp(allowed, dim=-1) if truncated_norm is None else truncated_norm
 
 
 def _choose(

@@ -14,9 +14,8 @@ from verl.inference.tensor_parallel import SINGLE, TensorParallel
 from verl.types.weights import Bucket, Manifest, TensorSlice, Wanted, WeightMismatchError
 from verl.utils.weight_fingerprint import Place, fingerprints
 
-__all__ = ["EngineWeights", "Shard", "pack_module"]
+__all__ = ["EngineWeights", "Shard", "pack_module", "padded"]
 
-# Every tensor starts where vector loads like it.
 _ALIGNMENT = 256
 
 
@@ -218,7 +217,7 @@ def pack_module(module: nn.Module, device: torch.device | str, dtype: torch.dtyp
     starts, size = {}, 0
     for key, tensor in weights.items():
         starts[key] = size
-        size += -(-tensor.numel() * dtypes[key].itemsize // _ALIGNMENT) * _ALIGNMENT
+        size += padded(tensor.numel() * dtypes[key].itemsize)
     region = Region(size, device)
     for key, tensor in weights.items():
         end = starts[key] + tensor.numel() * dtypes[key].itemsize
@@ -229,3 +228,8 @@ def pack_module(module: nn.Module, device: torch.device | str, dtype: torch.dtyp
         if id(buffer) not in weights:
             buffer.data = buffer.data.to(device)
     return region
+
+
+def padded(size: int) -> int:
+    """Bytes up to where the next tensor starts: on a boundary that vector loads and matmul kernels like."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from verl.inference.tensor_parallel import SINGLE, TensorParallel
-from verl.inference.weights import Shard
+from verl.inference.weights import Shard, padded
 
 __all__ = ["Layout"]
 
-# Every tensor starts on a boundary that vector loads and matmul kernels like.
-_ALIGNMENT = 256
 _EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -75,7 +73,7 @@ class Layout:
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Size of the buffer."""
-        return sum(_padded(_elements(parts) * dtype.itemsize) for parts in self._merged.values())
+        return sum(padded(_elements(parts) * dtype.itemsize) for parts in self._merged.values())
 
     def carve(
         self, buffer: torch.Tensor, dtype: torch.dtype, turned_below: int = 0
@@ -96,7 +94,7 @@ class Layout:
                 merged[name] = flat.view(*columns, -1).t()
             else:
                 merged[name] = flat.view(-1, *columns)
-            start += _padded(size)
+            start += padded(size)
             row = 0
             for part in parts:
                 named[part.name] = merged[name][row : row + part.shape[0]]
@@ -171,7 +169,3 @@ class Layout:
 
 def _elements(parts: list[_Part]) -> int:
     return sum(math.prod(part.shape) for part in parts)
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
