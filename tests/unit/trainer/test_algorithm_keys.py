@@ -129,27 +129,36 @@ def answered() -> DataProto:
     return batch
 
 
-def outcome(task: dict[str, str], folder: Path, *settings: str) -> tuple:
-    """All that the trainer computes between the log-probs and the updates, and what it remembers."""
+def outcome(caplog, task: dict[str, str], folder: Path, *settings: str) -> tuple:
+    """All that the trainer computes between the log-probs and the updates, and what it says of the rollout."""
+    caplog.clear()
     trainer = make_trainer(overrides(task, folder, *settings))
     metrics: dict[str, float] = {}
     batch = trainer._compute_advantage(answered(), metrics)
     trainer.reward_fn.close()
     columns = {name: batch.batch[name].tolist() for name in sorted(batch.batch.keys())}
-    return columns, trainer.kl_ctrl_in_reward.value, trainer._mismatch._warned
+    return (
+        columns,
+        trainer.kl_ctrl_in_reward.value,
+        [text for name, _, text in caplog.record_tuples if name.endswith("mismatch")],
+    )
 
 
 @pytest.mark.parametrize("key", ALGORITHM)
-def test_a_key_of_the_algorithm_has_an_effect(task, tmp_path, key):
+def test_a_key_of_the_algorithm_has_an_effect(caplog, task, tmp_path, key):
     needs, one, other = ALGORITHM[key]
-    first, second = (outcome(task, tmp_path, *needs, f"algorithm.{key}={value}") for value in (one, other))
+    first, second = (outcome(caplog, task, tmp_path, *needs, f"algorithm.{key}={value}") for value in (one, other))
     assert first != second
-    assert first == outcome(task, tmp_path, *needs, f"algorithm.{key}={one}"), "and nothing else made the difference"
+    assert first == outcome(caplog, task, tmp_path, *needs, f"algorithm.{key}={one}"), (
+        "and nothing else made the difference"
+    )
 
 
-def test_every_kind_of_kl_in_the_reward_is_another(task, tmp_path):
+def test_every_kind_of_kl_in_the_reward_is_another(caplog, task, tmp_path):
     kinds = ("kl", "abs", "mse", "low_var_kl")
-    found = [outcome(task, tmp_path, *KL, f"algorithm.kl_penalty={kind}")[0]["token_level_rewards"] for kind in kinds]
+    found = [
+        outcome(caplog, task, tmp_path, *KL, f"algorithm.kl_penalty={kind}")[0]["token_level_rewards"] for kind in kinds
+    ]
     assert all(found.count(rewards) == 1 for rewards in found)
 
 
