@@ -53,7 +53,7 @@ class Column:
 
 _TABLE = (
     Column("prompts", PROMPT, "int64", None, "rollout", (*_PASSES, "reward", "dump"), "token ids"),
-    Column("responses", RESPONSE, "int64", None, "rollout", (*_PASSES, *_UPDATES, "reward", "metrics", "dump"),
+    Column("responses", RESPONSE, "int64", None, "rollout", (*_PASSES, *_UPDATES, "reward", "dump"),
            "token ids: what the model sampled, and what its environment answered"),
     Column("input_ids", SEQUENCE, "int64", None, "dataset, rollout", ("generate", *_PASSES, *_UPDATES),
            "prompts and responses; before generation [B, P]"),

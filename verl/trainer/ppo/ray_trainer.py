@@ -317,7 +317,7 @@ class RayPPOTrainer:
             "max_response_length": self.config.data.max_response_length,
             "max_prompt_length": self.config.data.max_prompt_length,
         }
-        local = local.union(local_columns(batch, ("attention_mask", "responses"), ("num_turns",)))
+        local = local.union(local_columns(batch, ("attention_mask",), ("num_turns",)))
         metrics |= compute_data_metrics(local, self.use_critic)
         return batch
 
