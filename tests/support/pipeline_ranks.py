@@ -23,7 +23,7 @@ STEADY = [f"{block}.optim.eps=1e-3" for block in ("actor_rollout_ref.actor", "cr
 def run_stage(rank: int, ranks: int, folder: str) -> None:
     """The phases over a pipeline of two ranks, which stands in fsdp's row of the table."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    row = TrainingEngine("pipeline_engine:PipelineEngine", "fsdp_config")
+    row = TrainingEngine("tests.support.pipeline_engine:PipelineEngine", "fsdp_config")
     TRAINING_ENGINES.update(fsdp=row, fsdp2=row)
     torch.save(phases(folder, f"{folder}/stages"), Path(folder) / f"found-{rank}.pt")
 
