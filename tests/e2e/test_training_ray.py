@@ -45,7 +45,7 @@ class Watched(RayPPOTrainer):
 
         def look() -> None:
             while not over.wait(0.01):
-                if hasattr(self, "console"):
+                if hasattr(self, "status"):
                     self.seen.append(self.status.standing())
 
         watcher = threading.Thread(target=look)
