@@ -18,8 +18,6 @@ _RANK = {"cuda": int(3.5 * GB), "cpu": int(0.6 * GB)}
 _CONTROLLER = int(2.0 * GB)
 # Of a token of a batch: its columns, in the store, at the controller and where they are used.
 _TOKEN = 300
-# What the kernel that gVisor plays says of itself.
-_GVISOR = "Sun Jan 10 15:06:54 PST 2016"
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,11 @@ def host_phases(
 
 
 def holds_files(folder: str) -> bool:
-    """Whether files in that folder (which need not exist) are kept in memory: a tmpfs, or gVisor, where a checkpoint of
-    6.4 GB was seen to take 8.0 GB of the machine's memory."""
-    version, mounts = Path("/proc/version"), Path("/proc/mounts")
+    """Whether files in that folder (which need not exist) are kept in memory: a tmpfs."""
+    mounts = Path("/proc/mounts")
     if not mounts.exists():
         return False
     place = os.path.realpath(os.path.expanduser(folder))
     found = [line.split()[1:3] for line in mounts.read_text().splitlines()]
     inside = [(len(at), kind) for at, kind in found if at == "/" or place == at or place.startswith(f"{at}/")]
-    return max(inside, default=(0, ""))[1] in ("tmpfs", "ramfs") or _GVISOR in version.read_text()
+    return max(inside, default=(0, ""))[1] in ("tmpfs", "ramfs")
