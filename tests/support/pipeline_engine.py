@@ -111,9 +111,12 @@ class PipelineEngine:
     def awake(self, optimizer=True):
         yield
 
-    def save(self, path, contents):
+    def begin_save(self, path, contents):
         Path(path).mkdir(parents=True, exist_ok=True)
         torch.save([self.own, self.adamw.state_dict()], Path(path) / f"stage-{self.stage}.pt")
+
+    def finish_save(self):
+        pass
 
     def load(self, path, contents):
         weights, moments = torch.load(Path(path) / f"stage-{self.stage}.pt", weights_only=False)

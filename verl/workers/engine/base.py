@@ -136,16 +136,21 @@ class TrainEngine(Protocol):
     def awake(self, optimizer: bool = True) -> AbstractContextManager[None]:
         """For one phase: on its device, the optimizer's state too if it is used; parked afterwards, also on errors."""
 
-    def save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
-        """Write `model`, `optimizer`, `extra` (schedule, random states of all ranks) in shards under `path`, and as
-        `hf_model` what `export_hf` writes under `path/huggingface`.
+    def begin_save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
+        """Freeze the state as it is now and write it under `path`, which may go on after this returns.
 
-        Weights that are not sound raise FloatingPointError and are not written.
+        `model`, `optimizer` and `extra` (schedule, random states of all ranks) are written in shards, and as `hf_model`
+        what `export_hf` writes under `path/huggingface`. `model` is what learns; of LoRA also `lora_adapter`, which
+        peft loads. Weights that are not sound raise FloatingPointError and are not written.
 
-        `model` is what learns; of LoRA also `lora_adapter`, which peft loads.
-
-        Saving and loading bring the engine back to its device first.
+        Whatever changes or moves the state waits for it to be copied. A second save waits for the first one's writing.
         """
+
+    def finish_save(self) -> None:
+        """Wait until what was begun is written, and raise what went wrong; no collective, and from any thread."""
+
+    def save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
+        """Both."""
 
     def load(self, path: str | os.PathLike, contents: Collection[str]) -> None:
         """Read back what `save` wrote, also with another number of ranks; `hf_model` is not read."""

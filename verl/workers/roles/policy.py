@@ -204,8 +204,19 @@ class ActorRolloutRefWorker(Worker):
 
         With LoRA: what learns, `path/lora_adapter` as peft loads it, and the merged model under `path/huggingface`.
         """
+        self.begin_save(path)
+        self.finish_save()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_save(self, path: str) -> None:
+        """Freeze the state as it is now; it is written while other calls go on."""
         with self.engine.awake():
-            self.engine.save(path, self.config.actor.checkpoint.save_contents)
+            self.engine.begin_save(path, self.config.actor.checkpoint.save_contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, lane="control")
+    def finish_save(self) -> None:
+        """Wait until what was begun is written."""
+        self.engine.finish_save()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

@@ -78,7 +78,18 @@ class SFTWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
         """Sharded state under `path`; a folder that transformers loads under `path/huggingface`."""
-        self.engine.save(path, self.config.checkpoint.save_contents)
+        self.begin_save(path)
+        self.finish_save()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_save(self, path: str) -> None:
+        """Freeze the state as it is now; it is written while other calls go on."""
+        self.engine.begin_save(path, self.config.checkpoint.save_contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, lane="control")
+    def finish_save(self) -> None:
+        """Wait until what was begun is written."""
+        self.engine.finish_save()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

@@ -294,6 +294,14 @@ class FSDPEngine:
             self.park()
 
     def save(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
+        """Write the named contents, and wait until that is done."""
+        self.begin_save(path, contents)
+        self.finish_save()
+
+    def finish_save(self) -> None:
+        """Wait until what was begun is written, and raise what went wrong."""
+
+    def begin_save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
         """Write the named contents in shards under `path`; `hf_model` whole, under `path/huggingface`.
 
         `model` of a model with adapters is what learns, and beside it `lora_adapter` as peft loads it.
