@@ -63,6 +63,7 @@ MADE_OF: dict[str, Callable[[type], BaseException]] = {
     "_Refused": lambda kind: kind(413, "too long"),
     "WorkerError": lambda kind: kind("it failed", "critic", 0, "node-1 pid 5", "update_critic", "in detail"),
     "WorkerDiedError": lambda kind: kind("it died", "critic", 0, "node-1 pid 5", "update_critic", "in detail"),
+    "HangError": lambda kind: kind("it hangs", "critic", 0, "node-1 pid 5", "update_critic", "in detail"),
     "WorkerCallError": _call_error,
 }
 

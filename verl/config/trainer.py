@@ -44,6 +44,12 @@ class RunConfig(Block):
         "Steps in a row without an update (NaN or infinite gradient, no sample with a score) that stop the run.", min=1
     )
 
+    hang_timeout: float | None = key(
+        "Seconds without any progress in a phase after which the run says who waits for whom, and ends.",
+        null="by the phase: five times what it took lately, at least 120; 1800 before it is known",
+        above=0,
+    )
+
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig(RunConfig):

@@ -1,12 +1,13 @@
 """The controller's view of workers, without Ray."""
 
-from verl.single_controller.base.errors import CallCancelled, WorkerCallError, WorkerDiedError, WorkerError
+from verl.single_controller.base.errors import CallCancelled, HangError, WorkerCallError, WorkerDiedError, WorkerError
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup
 
 __all__ = [
     "CallCancelled",
     "ClassWithInitArgs",
+    "HangError",
     "ResourcePool",
     "Worker",
     "WorkerCallError",

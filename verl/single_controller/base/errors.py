@@ -56,6 +56,11 @@ class WorkerDiedError(WorkerError):
         self.advice = advice
 
 
+class HangError(WorkerError):
+    """Nothing moves any more, within `trainer.hang_timeout`: `summary` says who waits for whom, the detail holds what
+    every rank did last, with its stack. A run that is started again may get past it."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """An exception on its way from a worker to the controller."""

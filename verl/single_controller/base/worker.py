@@ -32,6 +32,7 @@ class RankInfo:
     master_addr: str
     master_port: int
     device_name: str = "cpu"
+    collective_timeout: float = 1800.0
 
     def environment(self) -> dict[str, str]:
         """The variables that torch, transformers and Megatron read."""
@@ -59,6 +60,11 @@ class RankInfo:
             master_port=int(get("MASTER_PORT", "29500")),
             device_name="cuda" if torch.cuda.is_available() else "cpu",
         )
+
+
+def collective_timeout(hang_timeout: float | None) -> float:
+    """Seconds after which torch itself gives up a collective: the last resort, later than the run's own limit."""
+    return max(1800.0, 2 * (hang_timeout or 0.0))
 
 
 _rank_info: contextvars.ContextVar[RankInfo | None] = contextvars.ContextVar("verl_rank_info", default=None)
@@ -128,10 +134,10 @@ class Worker:
         """Address and port at which rank 0 listens for the process group."""
         return self._rank_info.master_addr, self._rank_info.master_port
 
-    def init_process_group(self, backend: str | None = None, timeout_s: float = 1800.0) -> None:
+    def init_process_group(self, backend: str | None = None, timeout_s: float | None = None) -> None:
         """Join the ranks of this process's group (once per process; colocated roles share it).
 
-        The default backend is gloo, with nccl beside it for CUDA tensors.
+        The default backend is gloo, with nccl beside it for CUDA tensors; the default time-out is the group's.
         """
         if dist.is_initialized():
             if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):
@@ -150,7 +156,7 @@ class Worker:
             backend or ("cpu:gloo,cuda:nccl" if self.device_name == "cuda" else "gloo"),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=timeout_s or self._rank_info.collective_timeout),
             **where,
         )
 

@@ -41,6 +41,7 @@ class LocalWorkerGroup(WorkerGroup):
         ray_cls_with_init: ClassWithInitArgs | None = None,
         *,
         device_name: str = "cpu",
+        collective_timeout: float = 1800.0,
     ) -> None:
         if ray_cls_with_init is None:
             raise ValueError("LocalWorkerGroup: ray_cls_with_init is missing: which class is to be started?")
@@ -56,7 +57,7 @@ class LocalWorkerGroup(WorkerGroup):
         role, specs = next(iter(all_specs.items())) if len(all_specs) == 1 else ("colocated", {})
         super().__init__(role, specs, world_size=1)
         self._all_specs = all_specs
-        info = RankInfo(0, 1, 0, 1, "127.0.0.1", 0, device_name)
+        info = RankInfo(0, 1, 0, 1, "127.0.0.1", 0, device_name, collective_timeout)
         self._raise_if_failed(self._host.construct(info, ray_cls_with_init), "__init__")
 
     @classmethod

@@ -113,8 +113,10 @@ class RayWorkerGroup(WorkerGroup):
         detached: bool = False,
         device_name: str | None = None,
         worker_env: Mapping[str, str] | None = None,
+        collective_timeout: float = 1800.0,
     ) -> None:
-        """`worker_env`: environment variables of the workers' processes, there before anything is imported."""
+        """`worker_env`: environment variables of the workers' processes, there before anything is imported.
+        `collective_timeout`: seconds after which torch gives up a collective."""
         if resource_pool is None or ray_cls_with_init is None:
             raise ValueError("RayWorkerGroup: give a resource_pool and a ray_cls_with_init, or use from_detached.")
         self.name_prefix = name_prefix or f"group-{uuid.uuid4().hex[:6]}"
@@ -125,7 +127,7 @@ class RayWorkerGroup(WorkerGroup):
         self._set_roles(specs_of(ray_cls_with_init), resource_pool.world_size)
         device = device_name or ("cuda" if resource_pool.use_gpu else "cpu")
         try:
-            self._construct(resource_pool, ray_cls_with_init, device)
+            self._construct(resource_pool, ray_cls_with_init, device, collective_timeout)
         except BaseException:
             self.shutdown()
             raise
@@ -212,12 +214,14 @@ class RayWorkerGroup(WorkerGroup):
             for rank, (group, bundle) in enumerate(places)
         ]
 
-    def _construct(self, pool: RayResourcePool, cls_with_init: ClassWithInitArgs, device: str) -> None:
+    def _construct(
+        self, pool: RayResourcePool, cls_with_init: ClassWithInitArgs, device: str, collective_timeout: float
+    ) -> None:
         started = self._wait("start", {0: _on(self._workers[0], "prepare", "control").remote()})
-        self.master_address, self.master_port = started[0]
+        address, port = self.master_address, self.master_port = started[0]
         self._hosts = self._ask_hosts(self._workers)
         infos = [
-            RankInfo(rank, pool.world_size, local_rank, local_size, self.master_address, self.master_port, device)
+            RankInfo(rank, pool.world_size, local_rank, local_size, address, port, device, collective_timeout)
             for rank, (local_rank, local_size) in enumerate(
                 zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
             )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from verl.config import ConfigError
-from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
+from verl.single_controller.base.errors import HangError, WorkerCallError, WorkerDiedError
 from verl.trainer.common.guard import TrainingStoppedError
 from verl.trainer.common.phases import Phases
 from verl.utils.exceptions import causes
@@ -23,7 +23,7 @@ FOLDER = "trainer.default_local_dir"
 
 # What going on cannot help: processes that are gone, a configuration that is wrong, weights that are lost, and a reward
 # that is to end the run (`reward_model.on_error=fail`).
-_ENDS_THE_RUN = (WorkerDiedError, ConfigError, TrainingStoppedError, FloatingPointError, RewardError)
+_ENDS_THE_RUN = (WorkerDiedError, HangError, ConfigError, TrainingStoppedError, FloatingPointError, RewardError)
 # Calls whose failure leaves all ranks ready for the next: answers are generated apart, and all hear of a failed save.
 # In any other call ranks work together, and those that did not fail may still wait for the one that did.
 _APART = ("generate_sequences", "save_checkpoint")

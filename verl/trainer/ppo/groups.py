@@ -12,6 +12,7 @@ import numpy as np
 from verl.config import PPOConfig
 from verl.config.plan import layout_of
 from verl.protocol import DataProto
+from verl.single_controller.base.worker import collective_timeout
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager, create_colocated_worker_cls
 from verl.trainer.ppo.arrange import arrange, evenness, mini_batches_by_prompt, row_costs
 from verl.trainer.ppo.utils import Role
@@ -123,6 +124,7 @@ class WorkerGroups:
                 resource_pool=self._pools.resource_pool_dict[pool],
                 ray_cls_with_init=create_colocated_worker_cls({str(role): cls for role, cls in classes.items()}),
                 device_name=self._device,
+                collective_timeout=collective_timeout(self._config.trainer.hang_timeout),
             )
             views = started.spawn([str(role) for role in classes])
             groups |= {role: views[str(role)] for role in classes}

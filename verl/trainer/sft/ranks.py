@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.config import SFTConfig
 from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.base.worker import collective_timeout
 from verl.workers.roles.sft import SFTWorker
 
 logger = logging.getLogger(__name__)
@@ -49,4 +50,9 @@ class Ranks:
         logger.info("Creating SFT worker pool of %d ranks...", config.ranks)
         processes = [trainer.n_gpus_per_node] * trainer.nnodes
         self._pool = RayResourcePool(processes, use_gpu=trainer.device == "cuda", name_prefix="sft")
-        return RayWorkerGroup(self._pool, ClassWithInitArgs(SFTWorker, config), device_name=trainer.device)
+        return RayWorkerGroup(
+            self._pool,
+            ClassWithInitArgs(SFTWorker, config),
+            device_name=trainer.device,
+            collective_timeout=collective_timeout(trainer.hang_timeout),
+        )
