@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from verl.utils.checkpoint import remote as copies
+from verl.utils.checkpoint.copier import Copier
 from verl.utils.checkpoint.locks import reader_lock, writer_lock
 from verl.utils.checkpoint.manifest import (
     MANIFEST,
@@ -80,11 +82,12 @@ def reading(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 class CheckpointManager:
-    """Saves steps into `root`: `folder = begin(step)`, all workers write into it, `commit(step)`.
+    """Saves steps into `root`: `folder = begin(step)`, all workers write into it, `commit(step)`; or `abandon()`.
 
     `max_to_keep` limits the local steps (None: no limit), or each part of them by its own: {"actor": 3, "critic": 1}
     leaves the newest three with their folder `actor/` and the newest alone with `critic/`; only steps that have all
-    their parts are whole. `remote`, a path or URL, gets a copy of each step, without limit.
+    their parts are whole. `remote`, a path or URL, gets a copy of each step, without limit and in the background:
+    `copies` knows how far that is.
     """
 
     def __init__(
@@ -98,26 +101,29 @@ class CheckpointManager:
             if limit is not None and limit < 1:
                 key = "max_ckpt_to_keep" if part == WHOLE else f"max_{part}_ckpt_to_keep"
                 raise ValueError(f"trainer.{key}: {limit} would keep no step. Use 1 or more, or null for all.")
+        self.root = Path(expand_path(root)).absolute()
+        self.copies: Copier | None = None
         if remote is not None:
             filesystem_of(remote, copies.KEY)
-        self.root = Path(expand_path(root)).absolute()
-        self.remote = remote
+            self.copies = Copier(self.root, remote, self._retire)
         self._open: tuple[int, Path] | None = None
+        self._newest: Path | None = None
         self._lock = ExitStack()
+        self._retiring = threading.Lock()
 
     def begin(self, step: int) -> Path:
-        """An empty folder for the files of `step`, on the file system they will stay on. Ends an unfinished save."""
+        """An empty folder for the files of `step`, on the file system they will stay on."""
         if step < 0:
             raise ValueError(f"step: {step} is negative. Steps count from 0.")
+        if self._open is not None:
+            raise ValueError(f"step: begin({step}) while {self._open[0]} is being written. Commit or abandon it first.")
         self.root.mkdir(parents=True, exist_ok=True)
-        self._lock.close()
         if not self._lock.enter_context(writer_lock(self.root / LOCK)):
             self._lock.close()
             raise ValueError(
-                f"trainer.default_local_dir: another process is saving into {self.root}. "
+                f"trainer.default_local_dir: another process (or trainer of this one) is saving into {self.root}. "
                 "Give each run a folder of its own (trainer.experiment_name is part of the default)."
             )
-        self._open = None
         tidy(self.root)
         folder = hidden(self.root, STEP_FORMAT.format(step), "tmp")
         expect_records(folder)
@@ -125,7 +131,7 @@ class CheckpointManager:
         return folder
 
     def commit(self, step: int) -> Path:
-        """Make what was written since `begin(step)` the newest step, delete steps over the limit, copy to `remote`."""
+        """Make what was written since `begin(step)` the newest step, delete steps over the limit, begin to copy."""
         if self._open is None or self._open[0] != step:
             raise ValueError(f"step: commit({step}) without begin({step}). Write into the folder that begin returns.")
         folder, target = self._open[1], self.root / STEP_FORMAT.format(step)
@@ -140,11 +146,11 @@ class CheckpointManager:
         write_atomically(self.root / copies.LATEST, target.name.encode())
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
-        self._open = None
-        retire(self.root, target, self._limits)
+        self._open, self._newest = None, target
+        if self.copies is not None:
+            self.copies.add(target)
+        self._retire()
         self._lock.close()
-        if self.remote is not None:
-            copies.upload_step(target, self.remote)
         return target
 
     def abandon(self) -> None:
@@ -153,6 +159,12 @@ class CheckpointManager:
             shutil.rmtree(self._open[1], ignore_errors=True)
             self._open = None
         self._lock.close()
+
+    def _retire(self) -> None:
+        """After a save; and after a copy, since a step that was being copied stayed meanwhile."""
+        if self._newest is not None:
+            with self._retiring:
+                retire(self.root, self._newest, self._limits)
 
     @staticmethod
     def verify(path: str | os.PathLike[str]) -> list[str]:

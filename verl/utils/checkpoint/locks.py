@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,15 +17,29 @@ logger = logging.getLogger(__name__)
 HELD_ELSEWHERE = (errno.EAGAIN, errno.EACCES)
 
 
+_guard = threading.Lock()
+_writing: set[tuple[int, Path]] = set()
+
+
 @contextmanager
 def writer_lock(path: Path) -> Iterator[bool]:
-    """Be the only process that writes; yields False at once while another does.
+    """Be the only one that writes; yields False at once while another process, or another save of this one, does.
 
-    The lock belongs to the process (POSIX): its forked children do not hold it on, and an abandoned save of this very
-    process does not lock out the next.
+    The lock belongs to the process (POSIX), and its forked children do not hold it on. It would go with the first file
+    on `path` that this process closes: who comes second here does not open it.
     """
-    with path.open("ab") as file:
-        yield _taken(fcntl.lockf, fcntl.LOCK_EX, file)
+    mine = os.getpid(), path.resolve()
+    with _guard:
+        first = mine not in _writing
+        _writing.add(mine)
+    if not first:
+        yield False
+        return
+    try:
+        with path.open("ab") as file:
+            yield _taken(fcntl.lockf, fcntl.LOCK_EX, file)
+    finally:
+        _writing.discard(mine)
 
 
 @contextmanager

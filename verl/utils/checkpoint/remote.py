@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import posixpath
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,25 +18,6 @@ logger = logging.getLogger(__name__)
 KEY = "trainer.default_hdfs_dir"
 LATEST = "latest"
 ITERATION = "latest_checkpointed_iteration.txt"
-
-_ATTEMPTS = 3
-_PAUSE_SECONDS = 1.0
-
-
-def upload_step(folder: Path, remote: str) -> bool:
-    """Copy a whole step to `remote`; says whether it got there. A failure is logged: the local step stays whole."""
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            _upload(folder, remote)
-        except Exception:
-            # File systems raise what they like; a copy that fails must not end a run whose local step is safe.
-            logger.exception("%s: copying %s to %s failed (%d of %d)", KEY, folder, remote, attempt, _ATTEMPTS)
-            if attempt < _ATTEMPTS:
-                time.sleep(_PAUSE_SECONDS * attempt)
-        else:
-            return True
-    logger.error("%s: %s exists only locally. Check %s and your access rights.", KEY, folder, remote)
-    return False
 
 
 def newest_first(remote: str, step_of: Callable[[str], int | None]) -> list[str]:
@@ -64,7 +44,8 @@ def read_remote_manifest(remote: str, name: str) -> Manifest | None:
         return None
 
 
-def _upload(folder: Path, remote: str) -> None:
+def upload_step(folder: Path, remote: str) -> None:
+    """Copy a whole step to `remote`, in place of an older copy of it."""
     fs, inside = filesystem_of(remote, KEY)
     target = posixpath.join(inside, folder.name)
     manifest = read_manifest(folder)

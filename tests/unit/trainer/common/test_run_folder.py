@@ -92,6 +92,7 @@ def test_a_fresh_run_is_not_mixed_into_the_copies_of_another(task, tmp_path):
     manager = CheckpointManager(tmp_path / "elsewhere", remote=str(copies))
     (manager.begin(3) / "weights").write_bytes(b"x")
     manager.commit(3)
+    manager.copies.wait(10)
     keys = ("trainer.resume_mode=disable", f"trainer.default_hdfs_dir={copies}")
     with pytest.raises(ConfigError, match=r"trainer.default_hdfs_dir .* copies of another run's steps .global_step_3"):
         started(load_config(None, command(task, tmp_path, *keys)), {})

@@ -29,7 +29,9 @@ def save(root, step, max_to_keep=None, remote=None, content=None) -> Path:
         (folder / "critic").mkdir()
         (folder / "critic" / "values.bin").write_bytes(b"values")
     (folder / "trainer.pt").write_bytes(b"state")
-    return manager.commit(step)
+    path = manager.commit(step)
+    assert manager.copies is None or manager.copies.wait(10) == []
+    return path
 
 
 def steps(root) -> list[str]:
@@ -92,9 +94,20 @@ def test_commit_needs_its_begin_and_files(tmp_path):
     assert steps(tmp_path) == []
 
 
-def test_an_abandoned_save_gives_way_to_the_next(tmp_path):
-    abandoned = CheckpointManager(tmp_path)
-    (abandoned.begin(1) / "half").write_bytes(b"h")
+def test_a_save_under_way_in_this_process_is_left_alone_until_it_is_abandoned(tmp_path):
+    """By another trainer of the same process, as a notebook makes them: it begins, and it looks for a step."""
+    first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
+    folder = first.begin(1)
+    (folder / "half").write_bytes(b"h")
+    for manager, said in ((first, r"begin\(2\) while 1 is being written"), (second, "or trainer of this one")):
+        with pytest.raises(ValueError, match=said):
+            manager.begin(2)
+    assert resolve_resume("auto", tmp_path) is None
+    other = start(f"print('begun', flush=True); c.CheckpointManager({str(tmp_path)!r}).begin(3)")
+    other.communicate()
+    assert other.returncode == 1, "the lock against other processes is still held"
+    assert (folder / "half").exists()
+    first.abandon()
     save(tmp_path, 2)
     assert steps(tmp_path) == ["global_step_2"]
     assert hidden(tmp_path) == []
@@ -113,7 +126,7 @@ def test_another_process_that_is_saving_is_an_error_and_its_work_is_left_alone(t
         f"m = c.CheckpointManager({str(tmp_path)!r}); (m.begin(1) / 'w').write_bytes(b'w')\n"
         "print('begun', flush=True); sys.stdin.read(); m.commit(1)"
     )
-    with pytest.raises(ValueError, match="another process is saving"):
+    with pytest.raises(ValueError, match=r"another process .* is saving into"):
         CheckpointManager(tmp_path).begin(2)
     assert resolve_resume("auto", tmp_path) is None
     other.communicate()
@@ -388,17 +401,9 @@ def test_a_copy_is_replaced_whole(tmp_path, memory_url):
     manager = CheckpointManager(tmp_path, remote=memory_url)
     (manager.begin(1) / "only_in_the_first").write_bytes(b"w")
     manager.commit(1)
+    manager.copies.wait(10)
     save(tmp_path, 1, remote=memory_url)
     assert not fsspec.filesystem("memory").exists(f"{memory_url}/global_step_1/only_in_the_first")
-
-
-def test_a_failing_copy_is_logged_and_the_step_stays(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("verl.utils.checkpoint.remote._PAUSE_SECONDS", 0.0)
-    (tmp_path / "no_folder").write_bytes(b"a file where the folder should be")
-    with caplog.at_level(logging.ERROR, logger="verl"):
-        path = save(tmp_path / "root", 1, remote=str(tmp_path / "no_folder"))
-    assert CheckpointManager.verify(path) == []
-    assert "exists only locally" in caplog.text
 
 
 def test_an_unknown_remote_is_refused_before_anything_is_saved(tmp_path):
