@@ -145,6 +145,7 @@ def explained(step: int, trainer: Any) -> Iterator[None]:
         found = next((cause for cause in causes(error) if isinstance(cause, FloatingPointError)), None)
         if found is None or isinstance(error, NonFiniteError):
             raise
+        step = getattr(error, "step", None) or step  # a save that failed behind later steps says which it was
         raise NonFiniteError(
             f"step {step}: {found}. The updates before it left weights that cannot be used, and they are not saved;"
             f" {what_the_same_command_does(trainer)}. {REMEDIES}"

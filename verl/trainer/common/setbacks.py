@@ -7,10 +7,12 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from verl.config import ConfigError
-from verl.single_controller.base.errors import HangError, WorkerCallError, WorkerDiedError
+from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
+from verl.trainer.common.checkpoint import Saver
 from verl.trainer.common.guard import TrainingStoppedError
 from verl.trainer.common.phases import Phases
 from verl.utils.exceptions import causes
@@ -23,10 +25,10 @@ FOLDER = "trainer.default_local_dir"
 
 # What going on cannot help: processes that are gone, a configuration that is wrong, weights that are lost, and a reward
 # that is to end the run (`reward_model.on_error=fail`).
-_ENDS_THE_RUN = (WorkerDiedError, HangError, ConfigError, TrainingStoppedError, FloatingPointError, RewardError)
+_ENDS_THE_RUN = (WorkerDiedError, ConfigError, TrainingStoppedError, FloatingPointError, RewardError)
 # Calls whose failure leaves all ranks ready for the next: answers are generated apart, and all hear of a failed save.
 # In any other call ranks work together, and those that did not fail may still wait for the one that did.
-_APART = ("generate_sequences", "save_checkpoint")
+_APART = ("generate_sequences", "save_checkpoint", "begin_save", "finish_save")
 _NEXT = {
     SAVE: "Training goes on and saves again at the next step that is due",
     VALIDATION: "Training goes on; this step has no validation metrics",
@@ -97,38 +99,57 @@ class Setbacks:
 class StepEnd:
     """After a training step: save and validate where that is due, save when the run is asked to stop.
 
-    A save comes before a validation, so that one that fails costs no step.
+    A save is begun before a validation, so that one that fails costs no step, and written behind it and the next step.
+    Of one that failed there the next step's end tells. The last one of a run is waited for and read back.
     """
 
     def __init__(
         self,
         stop_requested: threading.Event,
         setbacks: Setbacks,
+        saver: Saver,
         save: Callable[[], Any],
         validate: Callable[[], dict[str, float]],
     ) -> None:
-        self._stop_requested, self._setbacks = stop_requested, setbacks
+        """`save` begins a save of `saver`, or does what the user's own trainer does."""
+        self._stop_requested, self._setbacks, self._saver = stop_requested, setbacks, saver
         self._save, self._validate = save, validate
 
     def __call__(
-        self, step: int, saves: bool, tests: bool, phases: Phases, *groups: Any
+        self, step: int, saves: bool, tests: bool, ends: bool, phases: Phases, *groups: Any
     ) -> tuple[dict[str, float], bool]:
-        """`saves`, `tests`: it is due. Metrics of the validation and of what failed; whether the run stops now."""
-        metrics: dict[str, float] = {}
+        """`saves`, `tests`: it is due; `ends`: it is the last step.
+
+        Metrics of saves, validation and of what failed; whether the run stops now.
+        """
+        metrics = self._saved()
         saved = saves or self._stop_requested.is_set()
         if saved:
-            self._attempt_save(step, phases)
+            metrics |= self._attempt_save(step, phases)
         if tests and not self._stop_requested.is_set():
             with phases("testing", *groups):
                 metrics |= self._setbacks.attempt(VALIDATION, step, self._validate) or {}
         stopping = self._stop_requested.is_set()
         if stopping and not saved:
-            self._attempt_save(step, phases)
-        return metrics | self._setbacks.metrics(), stopping
+            metrics |= self._attempt_save(step, phases)
+        if stopping or ends:
+            with phases("save_checkpoint"):
+                metrics |= self._saved(last=True)
+        return metrics | self._saver.metrics() | self._setbacks.metrics(), stopping
 
-    def _attempt_save(self, step: int, phases: Phases) -> None:
+    def _attempt_save(self, step: int, phases: Phases) -> dict[str, float]:
         with phases("save_checkpoint"):
+            self._saver.wait_for_turn(step)
+            metrics = self._saved()
             self._setbacks.attempt(SAVE, step, self._save)
+        return metrics
+
+    def _saved(self, last: bool = False) -> dict[str, float]:
+        """Metrics of the saves that have ended since. `last`: the run ends with what is on disk then."""
+        metrics: dict[str, float] = {}
+        for save in self._saver.collect(wait=last):
+            metrics |= self._setbacks.attempt(SAVE, save.step, partial(save.result, verify=last)) or {}
+        return metrics
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -137,7 +137,7 @@ class RayPPOTrainer:
         """The collaborators. A phase is looked up when it is called: it may be a subclass's."""
         config, tokenizer = self.config, self.tokenizer
         check_bootstrap(config.algorithm)
-        self.state = TrainerState(config, self.role_worker_mapping)
+        self.state = TrainerState(config, self.role_worker_mapping, tokenizer)
         self.groups = groups = WorkerGroups(
             config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
         )
@@ -153,7 +153,7 @@ class RayPPOTrainer:
             setbacks=self.setbacks,
         )
         phases = (lambda: self._save_checkpoint(), lambda: self._validate())
-        self._end_step = StepEnd(self.stop_requested, self.setbacks, *phases)
+        self._end_step = StepEnd(self.stop_requested, self.setbacks, self.state.saver, *phases)
 
     def init_workers(self) -> None:
         """Reserve devices, start one group per pool with its roles colocated, load the models."""
@@ -194,7 +194,7 @@ class RayPPOTrainer:
         while self.global_steps < self.total_training_steps:
             batch = self.prompts.take(self.config.data.gen_batch_size)
             self.global_steps += 1
-            with explained(self.global_steps, self.config.trainer):
+            with explained(self.global_steps, self.config.trainer), self.state.saver.settled():
                 if self._step(batch):
                     return
 
@@ -207,7 +207,7 @@ class RayPPOTrainer:
         check_weights(metrics, step, trainer, self._log_metrics)
         saves = is_due(step, trainer.save_freq, last)
         tests = self.val_dataloader is not None and is_due(step, trainer.test_freq, last)
-        found, stopping = self._end_step(step, saves, tests, self.phases)
+        found, stopping = self._end_step(step, saves, tests, step >= last, self.phases)
         metrics |= found | {"training/global_step": step, "training/epoch": self.prompts.epoch}
         metrics |= phase_metrics(self._last_batch, self.phases, self.groups.devices)
         for name, value in self.phases.seconds.items():
@@ -355,7 +355,8 @@ class RayPPOTrainer:
     # ---------------------------------------------------------------- checkpoints and logs
 
     def _save_checkpoint(self) -> None:
-        logger.info("saved to %s", self.state.save(self.groups, self.tokenizer))
+        """Freeze the state and begin to write it; `global_step_N` is there when it is whole, and the log says so."""
+        self.state.save(self.groups)
 
     def _load_checkpoint(self) -> None:
         self.state.load(self.groups)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl.algos import get_kl_controller
 from verl.config import PPOConfig
-from verl.trainer.common.checkpoint import load_step, save_step
+from verl.trainer.common.checkpoint import Saver, background_part, load_step
 from verl.trainer.common.run_start import RunStart, run_parts
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.prompts import PromptStream
+from verl.trainer.ppo.utils import Role
+
+_POLICIES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 
 
 class TrainerState:
@@ -19,7 +22,7 @@ class TrainerState:
 
     prompts: PromptStream
 
-    def __init__(self, config: PPOConfig, workers: Mapping[Any, type]) -> None:
+    def __init__(self, config: PPOConfig, workers: Mapping[Role, type], tokenizer: Any) -> None:
         """`workers` are the classes of the roles."""
         self._config, self._workers = config, workers
         self.step = 0
@@ -28,6 +31,10 @@ class TrainerState:
         """Updates of the actor so far: what the rollout's weights are stamped with."""
         self.kl_controller: Any = get_kl_controller(config.algorithm.kl_ctrl)
         self.run_start: RunStart | None = None
+        limits = {"actor": config.trainer.max_actor_ckpt_to_keep}
+        if Role.Critic in workers:
+            limits["critic"] = config.trainer.max_critic_ckpt_to_keep
+        self.saver = Saver(config, limits, tokenizer, lambda: self.run_start.step_bytes if self.run_start else 0)
 
     def draw_from(self, loader: Any) -> None:
         """The prompts of the run come from this dataloader."""
@@ -47,34 +54,28 @@ class TrainerState:
 
     def end(self) -> None:
         """The run is over: its folder may be another's."""
+        self.saver.close()
         if self.run_start is not None:
             self.run_start.close()
             self.run_start = None
 
-    def save(self, groups: WorkerGroups, tokenizer: Any) -> Path:
-        """Write the state after `step` steps; `actor/huggingface/` in it is a model for `model.path`."""
-        config = self._config.trainer
-        limits = {"actor": config.max_actor_ckpt_to_keep}
+    def save(self, groups: WorkerGroups) -> None:
+        """Begin to save the state after `step` steps; `actor/huggingface/` in it is a model for `model.path`."""
+        policy = next(self._workers[role] for role in _POLICIES if role in self._workers)
+        parts = {"actor": background_part(groups.actor, policy)}
         if groups.critic is not None:
-            limits["critic"] = config.max_critic_ckpt_to_keep
+            parts["critic"] = background_part(groups.critic, self._workers[Role.Critic])
+        exports = "hf_model" in self._config.actor_rollout_ref.actor.checkpoint.save_contents
+        self.saver.begin(self._as_saved(), parts, ["actor/huggingface"] if exports else [])
 
-        def write_parts(folder: Path) -> None:
-            pending = [groups.actor.save_checkpoint(str(folder / "actor"))]
-            if groups.critic is not None:
-                pending.append(groups.critic.save_checkpoint(str(folder / "critic")))
-            wait_for_all(pending)
-            if "hf_model" in self._config.actor_rollout_ref.actor.checkpoint.save_contents:
-                tokenizer.save_pretrained(folder / "actor" / "huggingface")
-
-        state = {
+    def _as_saved(self) -> dict[str, Any]:
+        return {
             "global_steps": self.step,
             "policy_version": self.policy_version,
             "kl_coef": self.kl_controller.value,
             "prompts": self.prompts.state_dict(),
             "dataloader": self.prompts.loader_state(),
         }
-        planned = 0 if self.run_start is None else self.run_start.step_bytes
-        return save_step(self._config, state, write_parts, limits, planned)
 
     def load(self, groups: WorkerGroups) -> None:
         """Continue from the newest whole step (or the one asked for), if there is one."""
@@ -89,6 +90,7 @@ class TrainerState:
                 groups.critic.load_checkpoint(str(folder / "critic"))
 
         load_step(self.begin().resume_from, read)
+        self.saver.newest_step = self.step if self.begin().resume_from is not None else None
 
 
 def started(config: PPOConfig, workers: Mapping[Any, type]) -> RunStart:
@@ -96,15 +98,3 @@ def started(config: PPOConfig, workers: Mapping[Any, type]) -> RunStart:
     trainer = config.trainer
     folders = {f"trainer.{key}": trainer[key] for key in ("rollout_data_dir", "validation_data_dir")}
     return RunStart(trainer, run_parts(config, workers.values()), folders, saves=not trainer.val_only)
-
-
-def wait_for_all(pending: Sequence[Any]) -> None:
-    """Until none writes any more; then raise the first failure, if there is one."""
-    failures = []
-    for future in pending:
-        try:
-            future.get()
-        except Exception as error:  # noqa: BLE001 - raised below, when no other part is being written
-            failures.append(error)
-    if failures:
-        raise failures[0]

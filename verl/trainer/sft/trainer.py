@@ -15,7 +15,7 @@ import torch
 from verl.config import SFTConfig
 from verl.config.context_length import refuse_long_sequences
 from verl.protocol import DataProto
-from verl.trainer.common.checkpoint import load_step, save_step
+from verl.trainer.common.checkpoint import Saver, load_step
 from verl.trainer.common.dumps import dump_batch
 from verl.trainer.common.guard import NonFiniteError, advises_on_memory
 from verl.trainer.common.phases import Phases
@@ -55,7 +55,9 @@ class SFTTrainer:
         self.global_steps = 0
         self.stop_requested = threading.Event()
         self.setbacks = Setbacks()
-        self._end_step = StepEnd(self.stop_requested, self.setbacks, self._save_checkpoint, self._validate)
+        limit, planned = trainer.max_ckpt_to_keep, lambda: self.run_start.step_bytes
+        self.saver = Saver(config, limit, self.tokenizer, planned)
+        self._end_step = StepEnd(self.stop_requested, self.setbacks, self.saver, self._save_checkpoint, self._validate)
         self._skipped_in_a_row = 0
         self._ranks: Ranks | None = None
 
@@ -66,7 +68,8 @@ class SFTTrainer:
         self.worker_group.init_model()
 
     def close(self) -> None:
-        """End the ranks and give the folder back; safe to call twice."""
+        """Wait for the save under way, end the ranks and give the folder back; safe to call twice."""
+        self.saver.close()
         self.run_start.close()
         if self._ranks is not None:
             self._ranks.close()
@@ -114,7 +117,9 @@ class SFTTrainer:
             metrics = self._train_step(batch)
         saves = self._is_due(trainer.save_freq)
         tests = self.val_dataloader is not None and self._is_due(trainer.test_freq)
-        found, stopping = self._end_step(step, saves, tests, phases, self.worker_group)
+        found, stopping = self._end_step(
+            step, saves, tests, step >= self.total_training_steps, phases, self.worker_group
+        )
         seconds, tokens = phases.seconds["step"], float(batch.batch["attention_mask"].sum())
         metrics |= {
             "training/global_step": step,
@@ -152,16 +157,10 @@ class SFTTrainer:
         return reduce_metrics(found)
 
     def _save_checkpoint(self) -> None:
-        """Write the state after `global_steps` steps; `huggingface/` in it is a model for `model.path`."""
-
-        def write_parts(folder: Path) -> None:
-            self.worker_group.save_checkpoint(str(folder))
-            if "hf_model" in self.config.checkpoint.save_contents:
-                self.tokenizer.save_pretrained(folder / "huggingface")
-
+        """Begin to save the state after `global_steps` steps; `huggingface/` in it is a model for `model.path`."""
         state = {"global_steps": self.global_steps, "dataloader": self.train_dataloader.state_dict()}
-        limit, planned = self.config.trainer.max_ckpt_to_keep, self.run_start.step_bytes
-        logger.info("saved to %s", save_step(self.config, state, write_parts, limit, planned))
+        exports = "hf_model" in self.config.checkpoint.save_contents
+        self.saver.begin(state, {".": self.worker_group}, ["huggingface"] if exports else [])
 
     def _load_checkpoint(self) -> None:
         """Continue from the newest whole step (or the one asked for), if there is one."""
@@ -172,6 +171,7 @@ class SFTTrainer:
             self.worker_group.load_checkpoint(str(folder))
 
         load_step(self.run_start.resume_from, read)
+        self.saver.newest_step = self.global_steps if self.run_start.resume_from is not None else None
 
     def _is_due(self, freq: int | None) -> bool:
         every = self.steps_per_epoch if freq is None else freq

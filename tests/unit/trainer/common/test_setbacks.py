@@ -58,10 +58,10 @@ def test_what_a_reward_says_beside_its_score_may_be_anything_in_training_and_val
 
 
 class FailsOnce(RayPPOTrainer):
-    """Its first validation and its first save fail; notes what was on disk when it validated."""
+    """Its first validation and its first save fail; notes what was saved, or being saved, when it validated."""
 
     failed: list[str]
-    saved_before_validation: list[bool]
+    saved_before_validation: list[int | None]
 
     def _once(self, what: str) -> None:
         if not hasattr(self, "failed"):
@@ -72,8 +72,7 @@ class FailsOnce(RayPPOTrainer):
 
     def _validate(self) -> dict[str, float]:
         self._once("validation")
-        step = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
-        self.saved_before_validation.append(step.is_dir())
+        self.saved_before_validation.append(self.state.saver.newest_step)
         return super()._validate()
 
     def _save_checkpoint(self) -> None:
@@ -90,7 +89,7 @@ def test_a_failed_save_and_validation_are_said_counted_and_tried_again(task, tmp
     assert second | failures == second, "they stay visible"
     assert "val/toy/accuracy" not in first
     assert "val/toy/accuracy" in second
-    assert trainer.saved_before_validation == [True]
+    assert trainer.saved_before_validation == [2]
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("global_step_*")) == ["global_step_2"]
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert [line.partition(":")[0] for line in said] == ["save of step 1 failed", "validation of step 1 failed"]
