@@ -139,7 +139,7 @@ def test_one_rank_continues_from_what_two_ranks_saved(found, one_rank):
 def test_the_export_of_two_ranks_is_what_they_saved(found, one_rank):
     engine = make_engine(tiny_model(seed=9), **CHANGES)
     engine.load(one_rank[0] / "two", ["model"])
-    exported = AutoModelForCausalLM.from_pretrained(one_rank[0] / "export").state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(one_rank[0] / "export" / "huggingface").state_dict()
     weights = whole_weights(engine)
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
 

@@ -102,3 +102,7 @@ class CheckpointConfig(Block):
         choices=names.CHECKPOINT_CONTENTS,
     )
     load_contents: list[str] = key("What is read back on resume.", choices=names.CHECKPOINT_CONTENTS)
+    snapshot: bool | None = key(
+        "Copy what is saved to host memory and write it while training goes on; false: training waits for the files.",
+        null="where the plan of host memory has room for the copy",
+    )

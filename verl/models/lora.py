@@ -91,18 +91,16 @@ class Adapters:
             put(down, torch.empty(down.shape).uniform_(-bound, bound, generator=draw))
             put(up, torch.zeros(up.shape))
 
-    def merged(
-        self, plain_name: str, base: torch.Tensor, whole: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """`base`, a whole weight, plus its adapter's product in float32; `base` itself where it has no adapter.
+    def matrices(self, plain_name: str) -> tuple[str, str]:
+        """The names of A and B that stand beside a weight."""
+        layer = plain_name.removesuffix(".weight")
+        return f"{layer}.lora_A.{_NAME}.weight", f"{layer}.lora_B.{_NAME}.weight"
 
-        `whole` gathers an adapter's matrix.
-        """
-        if not self.has(plain_name):
-            return base
+    def merged(self, plain_name: str, base: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """`base`, a weight that has an adapter, plus the product of the adapter's matrices in float32; all of them
+        whole."""
         layer = self._layers[plain_name.removesuffix(".weight")]
-        down, up = (whole(matrix).float() for matrix in _matrices(layer))
-        product = (up @ down) * layer.scaling[_NAME]
+        product = (up.float() @ down.float()) * layer.scaling[_NAME]
         return base.float() + (product.T if layer.fan_in_fan_out else product)
 
     def has(self, plain_name: str) -> bool:

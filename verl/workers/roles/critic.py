@@ -109,8 +109,7 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_save(self, path: str) -> None:
         """Freeze the state as it is now; it is written while other calls go on."""
-        with self.engine.awake():
-            self.engine.begin_save(path, self.config.checkpoint.save_contents)
+        self.engine.begin_save(path, self.config.checkpoint.save_contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, lane="control")
     def finish_save(self) -> None:

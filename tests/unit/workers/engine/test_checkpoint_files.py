@@ -16,8 +16,8 @@ from tests.support.reads import files_read
 from tests.support.tiny import tiny_config, tiny_model
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, resolve_resume
 from verl.utils.checkpoint.manifest import ChecksumRecorder, read_manifest
-from verl.workers.engine.common.safetensors_files import write_safetensors, write_weights
-from verl.workers.engine.fsdp.export import write_hf_model
+from verl.workers.engine.common.safetensors_files import WeightFiles, write_safetensors
+from verl.workers.engine.fsdp.export import HFExport
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +89,9 @@ MIXTURE = {"num_local_experts": 2, "num_experts_per_tok": 1}
 def test_an_export_has_the_names_and_weights_that_transformers_would_write(family, changes, tmp_path):
     model = tiny_model(family, **changes)
     model.save_pretrained(tmp_path / "theirs")
-    unique = {name: model.state_dict()[name] for name, _ in model.named_parameters()}
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
-    write_hf_model(skeleton, unique, tmp_path / "ours")
+    HFExport(skeleton, torch.float32).write(model.state_dict().__getitem__, tmp_path / "ours", None)
     assert_same_folder(tmp_path / "ours", tmp_path / "theirs")
 
 
@@ -103,7 +102,7 @@ def test_an_exported_classifier_too(tmp_path):
     model.save_pretrained(tmp_path / "theirs")
     with torch.device("meta"):
         skeleton = AutoModelForSequenceClassification.from_config(config)
-    write_hf_model(skeleton, model.state_dict(), tmp_path / "ours")
+    HFExport(skeleton, torch.float32).write(model.state_dict().__getitem__, tmp_path / "ours", None)
     assert_same_folder(tmp_path / "ours", tmp_path / "theirs")
 
 
@@ -120,7 +119,9 @@ def assert_same_folder(ours, theirs):
 def test_a_large_model_becomes_several_files_that_transformers_loads(tmp_path):
     model = tiny_model()
     model.config.save_pretrained(tmp_path)
-    write_weights(model.state_dict(), tmp_path, max_shard_size=100_000)
+    state = model.state_dict()
+    files = WeightFiles.of(state, max_shard_size=100_000)
+    files.write((state[name] for name in files.order), tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
@@ -140,7 +141,8 @@ def test_safetensors_reads_back_what_is_written(tmp_path_factory, shapes, transp
         tensors = {name: value.T if value.dim() == 2 else value for name, value in tensors.items()}
     folder = tmp_path_factory.mktemp("file")
     with ChecksumRecorder(folder) as recorder, recorder.open("file") as stream:
-        write_safetensors(tensors, stream)
+        wide_first = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+        write_safetensors(wide_first, wide_first.values(), stream)
     found = load((folder / "file").read_bytes())
     assert set(found) == set(tensors)
     for name, value in tensors.items():
@@ -150,4 +152,4 @@ def test_safetensors_reads_back_what_is_written(tmp_path_factory, shapes, transp
 
 def test_a_dtype_without_a_name_is_refused(tmp_path):
     with ChecksumRecorder(tmp_path).open("file") as stream, pytest.raises(ValueError, match=r"torch.complex64"):
-        write_safetensors({"w": torch.zeros(1, dtype=torch.complex64)}, stream)
+        write_safetensors({"w": torch.zeros(1, dtype=torch.complex64)}, [], stream)

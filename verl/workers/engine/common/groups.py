@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -57,8 +58,17 @@ def node_group() -> NodeGroup:
     return NodeGroup(members[mine], groups[mine])
 
 
+def group_for_files() -> dist.ProcessGroup | None:
+    """All ranks again, for what is written while they compute: its collectives never mix with training's. A collective.
+
+    None where one rank is all there is.
+    """
+    # A rank may wait for as long as another one writes.
+    return dist.new_group(backend="gloo", timeout=timedelta(hours=1)) if dist.get_world_size() > 1 else None
+
+
 @contextmanager
-def failing_together() -> Iterator[None]:
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """What one rank raises inside, all raise: none is left waiting for it in the next collective. A collective."""
     error: Exception | None = None
     try:
@@ -67,7 +77,8 @@ def failing_together() -> Iterator[None]:
         error = raised
     if dist.get_world_size() > 1:
         told: list[tuple[int | None, str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, None if error is None else (getattr(error, "errno", None), str(error)))
+        mine = None if error is None else (getattr(error, "errno", None), str(error))
+        dist.all_gather_object(told, mine, group=group)
         failures = [
             (number, f"rank {rank}: {each[1]}") for rank, each in enumerate(told) if each for number in each[:1]
         ]

@@ -2,7 +2,7 @@
 
 A tensor that is away keeps its identity: only its storage is emptied, so every view of it (a shard, its padded whole,
 an alias in a buffer) is away and comes back with it, bit for bit. Host memory is page-locked once and used again:
-locking costs far more than the copy.
+locking costs far more than the copy. What was there before and has not changed since is not copied again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 # torch rounds page-locked memory up to a power of two; in pieces of that size nothing is lost.
@@ -31,29 +32,59 @@ class EngineMemory:
         """`moments` gives the optimizer's tensors as they are when asked."""
         self._device = device
         self._model, self._moments = model, moments
-        self._weights, self._states = OffloadedTensors(device), OffloadedTensors(device)
+        self._weights, self._buffers, self._states = (OffloadedTensors(device) for _ in range(3))
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients = OffloadedGradients(learning, device)
+        self._same: set[str] = set()  # what host memory holds as it is now
         self.offloads_gradients = offload_gradients
 
-    def leave(self, model: bool, optimizer: bool) -> None:
-        """To host memory; gradients, if there are any, go with the model. On a CPU everything is there already."""
+    def leave(self, model: bool, optimizer: bool, settle: Callable[[], None]) -> None:
+        """To host memory; gradients, if there are any, go with the model. On a CPU everything is there already.
+
+        `settle` comes before anything that waits in host memory is overwritten.
+        """
         if self._device.type == "cpu":
             return
         if model and not self._weights.away:
             self._gradients.leave()
-            self._weights.leave([*self._model.parameters(), *self._model.buffers()])
+            self._weights.leave(self._model.parameters(), settle, same="weights" in self._same)
+            self._buffers.leave(self._model.buffers(), settle)
+            self._same.add("weights")
         if optimizer and not self._states.away:
-            self._states.leave(self._moments())
+            self._states.leave(self._moments(), settle, same="moments" in self._same)
+            self._same.add("moments")
         torch.cuda.empty_cache()
 
     def come_back(self, model: bool, optimizer: bool) -> None:
         """Weights can be used at once; moments arrive beside what is computed, until `ready`."""
         if model:
-            self._weights.come_back()
-            self._weights.wait()
+            for part in (self._weights, self._buffers):
+                part.come_back()
+                part.wait()
         if optimizer:
             self._states.come_back()
+
+    @property
+    def away(self) -> tuple[bool, bool]:
+        """Whether weights, and moments, wait in host memory."""
+        return self._weights.away, self._states.away
+
+    def changed(self) -> None:
+        """Weights and moments are no longer what host memory holds of them."""
+        self._same.clear()
+
+    def arrived(self) -> None:
+        """Moments on their way back can be read by what is started from now on."""
+        self._states.wait()
+
+    def bytes_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's part of a tensor as rows of bytes, where it is now: on its device, or waiting in host memory."""
+        local = local_shard(tensor).contiguous().view(-1)
+        storage, size = local.untyped_storage(), local.nbytes
+        for part in (self._weights, self._buffers, self._states):
+            if size and (place := part.place(storage)) is not None:
+                return part.waiting(place + local.storage_offset() * local.itemsize, size)
+        return [local.view(torch.uint8)] if size else []
 
     def before_micro_batch(self) -> None:
         """With offloaded gradients, those of earlier micro-batches make room."""
@@ -73,27 +104,44 @@ class OffloadedTensors:
         self._host = HostBuffer(page_locked=device.type == "cuda")
         self._copies = CopyStream(device)
         self._away: list[tuple[torch.UntypedStorage, int]] = []
+        self._places: dict[int, int] = {}  # in host memory, the first byte of each storage that left last
 
     @property
     def away(self) -> bool:
         return bool(self._away)
 
-    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy to host memory and give the device's back; the tensors may not be read until `come_back`."""
+    def leave(
+        self, tensors: Iterable[torch.Tensor], settle: Callable[[], None] = lambda: None, same: bool = False
+    ) -> None:
+        """Copy to host memory and give the device's back; the tensors may not be read until `come_back`.
+
+        `same`: they are as they were when they came back. `settle` comes before host memory is written.
+        """
         if self._away:
             raise RuntimeError("offload: these tensors are away already.")
         self._copies.wait()
         storages = list(_unique_storages(tensors))
-        self._host.grow(sum(size for _, size in storages))
+        *starts, total = accumulate((size for _, size in storages), initial=0)
+        places = {storage._cdata: start for (storage, _), start in zip(storages, starts, strict=True)}
+        copied = storages if not same or places != self._places else []
+        if copied:
+            settle()
+            self._host.grow(total)
         with self._copies:
-            at = 0
-            for storage, size in storages:
-                self._host.store(at, _all_bytes(storage, size))
-                at += size
+            for storage, size in copied:
+                self._host.store(places[storage._cdata], _all_bytes(storage, size))
         self._copies.synchronize()  # memory that is still being read may not be given away
         for storage, _ in storages:
             storage.resize_(0)
-        self._away = storages
+        self._away, self._places = storages, places
+
+    def place(self, storage: torch.UntypedStorage) -> int | None:
+        """The first byte in host memory of a storage that is away; None where it is here."""
+        return self._places.get(storage._cdata) if self._away else None
+
+    def waiting(self, start: int, size: int) -> list[torch.Tensor]:
+        """Bytes of what is away, which stay as they are until it leaves again."""
+        return self._host.parts(start, size)
 
     def come_back(self) -> None:
         """Take device memory again and start the copies; `wait` before the first use."""
@@ -103,10 +151,8 @@ class OffloadedTensors:
         for storage, size in storages:
             storage.resize_(size)
         with self._copies:
-            at = 0
             for storage, size in storages:
-                self._host.load(at, _all_bytes(storage, size))
-                at += size
+                self._host.load(self._places[storage._cdata], _all_bytes(storage, size))
 
     def wait(self) -> None:
         """What is computed from now on sees the copies that were started; the host does not wait."""
@@ -198,13 +244,19 @@ class HostBuffer:
         for here, there in self._aligned(start, data):
             there.copy_(here, non_blocking=True)
 
+    def parts(self, start: int, size: int) -> list[torch.Tensor]:
+        """Bytes from `start` on, piece by piece."""
+        found, end = [], start + size
+        while start < end:
+            index, offset = divmod(start, _PIECE)
+            length = min(_PIECE - offset, end - start)
+            found.append(self._pieces[index][offset : offset + length])
+            start += length
+        return found
+
     def _aligned(self, start: int, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        done = 0
-        while done < len(other):
-            index, offset = divmod(start + done, _PIECE)
-            length = min(_PIECE - offset, len(other) - done)
-            yield self._pieces[index][offset : offset + length], other[done : done + length]
-            done += length
+        parts = self.parts(start, len(other))
+        return zip(parts, other.split([len(part) for part in parts]), strict=True)
 
 
 class CopyStream:
@@ -248,13 +300,13 @@ def local_shard(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def sharded_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` as the shard of a tensor laid out as `parameter` is."""
+def sharded_like(parameter: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """`local` as the shard of a tensor laid out as `parameter` is, over its mesh or another one of that shape."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
         local,
-        parameter.device_mesh,
+        mesh or parameter.device_mesh,
         parameter.placements,
         run_check=False,
         shape=parameter.shape,

@@ -37,9 +37,10 @@ from verl.workers.engine.common.optim import LossScale, build_schedule
 from verl.workers.engine.common.step_checks import reason_against, step_metrics
 from verl.workers.engine.fsdp import sharding
 from verl.workers.engine.fsdp.expected import about
-from verl.workers.engine.fsdp.export import write_hf_model
+from verl.workers.engine.fsdp.export import HFExport
 from verl.workers.engine.fsdp.model_weights import ModelWeights
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
+from verl.workers.engine.fsdp.saving import BackgroundSaves
 from verl.workers.engine.fsdp.state import EngineState, checked
 
 
@@ -65,10 +66,12 @@ class FSDPEngine:
         device: torch.device | str = "cpu",
         sequence_parallel_size: int = 1,
         compile_layers: bool = False,
+        snapshots: bool = True,
     ) -> None:
         """`model` is a local folder or hub name, or a model of that kind in memory (a ValueModel, for `value`).
 
-        `compile_layers` has an effect on packed tokens on CUDA only.
+        `compile_layers` has an effect on packed tokens on CUDA only. `snapshots`: what is saved is copied to host
+        memory and written while training goes on.
         """
         self.device = _with_index(torch.device(device))
         groups.ensure_process_group(self.device)
@@ -126,6 +129,8 @@ class FSDPEngine:
             self.device,
             self._source,
         )
+        self._exports: dict[torch.dtype, HFExport] = {}
+        self._saves = BackgroundSaves(self.device, self.mesh) if optim is not None and snapshots else None
 
     @classmethod
     def of_block(
@@ -150,6 +155,7 @@ class FSDPEngine:
             device=device,
             sequence_parallel_size=block.ulysses_sequence_parallel_size,
             compile_layers=block.use_torch_compile,
+            snapshots=optim is not None and block.checkpoint.snapshot is not False,
         )
 
     # ---------------------------------------------------------------- training
@@ -192,7 +198,7 @@ class FSDPEngine:
         """Clip, step, advance the schedule, zero the gradients; or, on all ranks, only the last (see `step_checks`)."""
         if self._optimizer is None or self._schedule is None:
             raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot step.")
-        self._memory.ready()
+        self._before_change()
         if not self._optimizer.gradients():
             raise RuntimeError("optimizer_step: there are no gradients; call forward_backward first.")
         lr = self._schedule.get_last_lr()[0]
@@ -277,7 +283,9 @@ class FSDPEngine:
             self._memory.come_back(model, optimizer)
         else:
             self._reshard()
-            self._memory.leave(model, optimizer)
+            if self._saves is not None:
+                self._saves.before_device_is_left()
+            self._memory.leave(model, optimizer, self._settle)
 
     def park(self) -> None:
         """Between phases: what `param_offload` and `optimizer_offload` say moves to host memory."""
@@ -298,44 +306,45 @@ class FSDPEngine:
         self.begin_save(path, contents)
         self.finish_save()
 
-    def finish_save(self) -> None:
-        """Wait until what was begun is written, and raise what went wrong."""
-
     def begin_save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
-        """Write the named contents in shards under `path`; `hf_model` whole, under `path/huggingface`.
+        """Start to write the named contents in shards under `path`; `hf_model` whole, under `path/huggingface`.
 
-        `model` of a model with adapters is what learns, and beside it `lora_adapter` as peft loads it.
+        `model` of a model with adapters is what learns, and beside it `lora_adapter` as peft loads it. Without room
+        for a copy of all that, it is written here and now.
         """
         folder = checked(path, contents)
-        self.to("device")
-        self._memory.ready()
-        if not self.sound(thorough=True):
-            raise FloatingPointError("the weights are not finite, or give no finite numbers: they are not saved")
-        self._state.save(folder, contents)
-        if "hf_model" in contents:
-            self.export_hf(folder / "huggingface")
+        if self._saves is not None:
+            self._saves.settle()
+        with self._all_here(optimizer=False):
+            if not self.sound(thorough=True):
+                raise FloatingPointError("the weights are not finite, or give no finite numbers: they are not saved")
+        export = self._export(self.compute_dtype) if "hf_model" in contents else None
+        if self._saves is not None:
+            self._memory.arrived()
+            self._saves.begin(self._state, self._state.freeze(contents), self._memory, folder, export)
+            return
+        with self._all_here():
+            self._memory.ready()
+            self._state.write(self._state.freeze(contents), folder, export, group=None)
+
+    def finish_save(self) -> None:
+        """Wait until what was begun is written, and raise what went wrong; no collective, and from any thread."""
+        if self._saves is not None:
+            self._saves.finish()
 
     def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
         """Read back what `save` wrote, with this or another number of ranks."""
         folder = checked(path, contents)
         self._state.check_fits(folder, contents)
         self.to("device")
-        self._memory.ready()
+        self._before_change()
         self._state.load(folder, contents)
 
     def export_hf(self, path: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
         """Write safetensors and config as transformers loads them, in the compute dtype unless `dtype` is given."""
         target = dtype or self.compute_dtype
         self.to("device", optimizer=False)
-        state = {}
-        for name, value in self._weights.unique().items():
-            whole = self._weights.whole(name, value, target if value.is_floating_point() else value.dtype)
-            if dist.get_rank() == 0:
-                state[name] = whole.cpu()
-        with groups.failing_together():
-            if dist.get_rank() == 0:
-                skeleton = empty_model(self.hf_config, self.kind, target, self._trust_remote_code)
-                write_hf_model(skeleton, state, Path(path), self._source)
+        self._export(target).write(self._weights.whole(self._weights.everything(), target, None), Path(path), None)
 
     # ---------------------------------------------------------------- parts
 
@@ -359,6 +368,34 @@ class FSDPEngine:
         reshard, prefetch = engine_config.reshard_after_forward, bool(engine_config.forward_prefetch)
         self._one_group = sharding.shard(self.model, self.mesh, self.compute_dtype, reshard, prefetch)
         sharding.fill(self.model.hf, source, node, self.device, self._adapters)
+
+    def _before_change(self) -> None:
+        """Moments have arrived, gradients are whole, and nothing reads the state any more."""
+        self._memory.ready()
+        self._settle()
+        self._memory.changed()
+
+    def _settle(self) -> None:
+        if self._saves is not None:
+            self._saves.before_change()
+
+    @contextmanager
+    def _all_here(self, optimizer: bool = True) -> Iterator[None]:
+        """Within it weights (and moments) are on the device; then they are where they were."""
+        away = self._memory.away
+        self.to("device", optimizer=optimizer)
+        try:
+            yield
+        finally:
+            if any(away):
+                self.to("cpu", *away)
+
+    def _export(self, dtype: torch.dtype) -> HFExport:
+        """Made here, and kept: making an empty model changes torch's defaults for a moment, for all threads."""
+        if dtype not in self._exports:
+            skeleton = empty_model(self.hf_config, self.kind, dtype, self._trust_remote_code)
+            self._exports[dtype] = HFExport(skeleton, dtype, self._source)
+        return self._exports[dtype]
 
     @contextmanager
     def _inference(self) -> Iterator[None]:

@@ -205,6 +205,27 @@ def whole_tensor(value: torch.Tensor, dtype: torch.dtype, device: torch.device) 
     return moved.full_tensor()
 
 
+def on_first_rank(value: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup | None) -> torch.Tensor | None:
+    """The full tensor, in host memory of rank 0 alone; a collective of `group` for sharded ones."""
+    strip, rank = Strip("", value.detach(), dtype), dist.get_rank()
+    local = strip.value.to_local() if isinstance(strip.value, DTensor) else strip.value
+    # Of several copies of the weights, the first one's ranks have the first numbers.
+    if strip.shards == 1 or rank >= strip.shards:
+        return local.to("cpu", dtype) if rank == 0 else None
+    if rank > 0:
+        if local.numel():
+            dist.send(local.to("cpu", dtype).contiguous(), dst=0, group=group)
+        return None
+    whole = torch.empty(strip.value.shape, dtype=dtype)
+    for giver in range(strip.shards):
+        rows = strip.rows_of(giver)
+        if giver == 0:
+            whole[: len(rows)].copy_(local)
+        elif rows:
+            dist.recv(whole[rows.start : rows.stop], src=giver, group=group)
+    return whole
+
+
 def _common(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.safetensors_files import write_safetensors
 from verl.workers.engine.common.weights import bucketed
-from verl.workers.engine.fsdp.gathering import Route, Strip, cut, gathered, whole_tensor
+from verl.workers.engine.fsdp.gathering import Route, Strip, cut, gathered, on_first_rank, whole_tensor
 
 
 class ModelWeights:
@@ -38,15 +38,24 @@ class ModelWeights:
         """Their shapes and types, which never change."""
         return {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self.named().items()}
 
-    def unique(self) -> dict[str, torch.Tensor]:
-        """The same, with tied ones under their first name only."""
-        named = (name for name, _ in self._hf.named_parameters(remove_duplicate=False))
-        tied = set(named) - {name for name, _ in self._hf.named_parameters()}
-        return {name: value for name, value in self.named().items() if name not in tied}
+    def everything(self) -> dict[str, torch.Tensor]:
+        """Every tensor, adapters' too, under the name it has here; tied ones under their first."""
+        return {name: value for name, value in self._hf.state_dict().items() if self._tied.get(name, name) == name}
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint must hold to continue, under the names it has here: what learns."""
-        return self.unique() if self._adapters is None else self._adapters.trained(self._hf.state_dict())
+        """What of that a checkpoint must hold to continue: what learns."""
+        return self.trained(self.everything())
+
+    def trained(self, everything: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of every tensor that learn."""
+        return dict(everything) if self._adapters is None else self._adapters.trained(everything)
+
+    @cached_property
+    def _tied(self) -> dict[str, str]:
+        """Of every parameter the first name."""
+        first: dict[int, str] = {}
+        named = self._hf.named_parameters(remove_duplicate=False)
+        return {name: first.setdefault(id(value), name) for name, value in named}
 
     def buckets(
         self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None
@@ -56,8 +65,9 @@ class ModelWeights:
         for bucket in bucketed(self._strips(dtype, max_bytes, route), max_bytes):
             adapted = [strip for strip in bucket if self._has_adapter(strip.name)]
             found = gathered([strip for strip in bucket if strip not in adapted], self._device, route)
+            matrices = self._hf.state_dict() if adapted else {}
             for strip in adapted:
-                whole = self.whole(strip.name, strip.value, strip.dtype)
+                whole = self._merged(strip, matrices)
                 found |= {strip.name: whole} if route is None else route.own_rows(strip, whole)
             yield found
 
@@ -72,30 +82,49 @@ class ModelWeights:
             for strip in cut(Strip(name, value, target), parts):
                 yield strip, size // parts
 
+    def _merged(self, strip: Strip, matrices: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        assert self._adapters is not None
+        parts = [strip.value, *(matrices[name] for name in self._adapters.matrices(strip.name))]
+        found = [whole_tensor(part, part.dtype, self._device) for part in parts]
+        return self._adapters.merged(strip.name, *found).to(strip.dtype)
+
     def _has_adapter(self, name: str) -> bool:
         return self._adapters is not None and self._adapters.has(name)
 
-    def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight `name`, of which `value` is the shard, with its adapter, on the engine's device; a collective."""
-        if self._adapters is None or not self._adapters.has(name):
-            return whole_tensor(value, dtype, self._device)
-        base = whole_tensor(value, value.dtype, self._device)
-        return self._adapters.merged(name, base, self._gathered).to(dtype)
+    def whole(
+        self, everything: Mapping[str, torch.Tensor], dtype: torch.dtype, group: dist.ProcessGroup | None
+    ) -> Callable[[str], torch.Tensor | None]:
+        """By the name of a weight: all of it with its adapter, in host memory of rank 0 alone. A collective.
 
-    def write_adapter(self, folder: Path, source: str) -> None:
+        `everything`: these tensors, or what they were at some time.
+        """
+        plain = everything if self._adapters is None else self._adapters.plain(everything)
+
+        def of(name: str) -> torch.Tensor | None:
+            value = plain[self._tied.get(name, name)]
+            target = dtype if value.is_floating_point() else value.dtype
+            if self._adapters is None or not self._adapters.has(name):
+                return on_first_rank(value, target, group)
+            parts = [value, *(everything[matrix] for matrix in self._adapters.matrices(name))]
+            found = [on_first_rank(part, part.dtype, group) for part in parts]
+            return self._adapters.merged(name, *found).to(target) if dist.get_rank() == 0 else None
+
+        return of
+
+    def write_adapter(
+        self, trained: Mapping[str, torch.Tensor], folder: Path, source: str, group: dist.ProcessGroup | None
+    ) -> None:
         """The adapters alone (and a value head) as peft loads them onto the model `source`; a collective.
 
         Nothing is written for a model without adapters.
         """
         if self._adapters is None:
             return
-        names = self._adapters.trained(self._hf.state_dict())
-        state = {self._adapters.peft_name(name): self._gathered(value) for name, value in names.items()}
-        with groups.failing_together():
+        state = {
+            self._adapters.peft_name(name): on_first_rank(value, value.dtype, group) for name, value in trained.items()
+        }
+        with groups.failing_together(group):
             if dist.get_rank() == 0:
                 with ChecksumRecorder(folder) as recorder, recorder.open("adapter_model.safetensors") as stream:
-                    write_safetensors(state, stream)
+                    write_safetensors(state, state.values(), stream)
                 self._adapters.peft_config(source).save_pretrained(str(folder))
-
-    def _gathered(self, value: torch.Tensor) -> torch.Tensor:
-        return whole_tensor(value, value.dtype, self._device)

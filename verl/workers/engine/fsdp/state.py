@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import checkpoint, groups
 from verl.workers.engine.common.optim import LossScale, restore_schedule
 from verl.workers.engine.common.same_model import ABOUT, ModelDescription, differences
+from verl.workers.engine.fsdp.export import HFExport
 from verl.workers.engine.fsdp.model_weights import ModelWeights
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
 
@@ -33,8 +34,31 @@ def checked(path: str | os.PathLike, contents: Collection[str]) -> Path:
 
 
 @dataclass(frozen=True)
+class Frozen:
+    """What a checkpoint of some contents holds of an engine at one moment: live tensors, or copies of them."""
+
+    contents: Collection[str]
+    weights: Mapping[str, torch.Tensor]
+    """As `ModelWeights.everything` names them; what learns alone, where the whole model is not asked for."""
+    moments: Mapping[str, torch.Tensor]
+    extra: Mapping[str, Any]
+    about: Mapping[str, Any]
+
+    def with_tensors(self, change: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]) -> Frozen:
+        """With others in place of all tensors, which `change` gives by name."""
+        names = {f"weights/{name}": value for name, value in self.weights.items()}
+        names |= {f"moments/{name}": value for name, value in self.moments.items()}
+        found = change(names)
+        return replace(
+            self,
+            weights={name: found[f"weights/{name}"] for name in self.weights},
+            moments={name: found[f"moments/{name}"] for name in self.moments},
+        )
+
+
+@dataclass(frozen=True)
 class EngineState:
-    """The parts of an engine that change as it learns; they are on their device while they are saved or loaded."""
+    """The parts of an engine that change as it learns; they are on their device while they are loaded."""
 
     hf: nn.Module
     about: Mapping[str, Any]
@@ -47,18 +71,36 @@ class EngineState:
     source: str
     """Where the model was loaded from."""
 
-    def save(self, folder: Path, contents: Collection[str]) -> None:
-        """A collective."""
-        with groups.failing_together(), ChecksumRecorder(folder) as recorder:
+    def freeze(self, contents: Collection[str]) -> Frozen:
+        """The live tensors, and a copy of all that is small. A collective."""
+        weights: Mapping[str, torch.Tensor] = {}
+        if "hf_model" in contents:
+            weights = self.weights.everything()
+        elif "model" in contents:
+            weights = self.weights.stored()
+        moments = self.optimizer.tensors() if "optimizer" in contents and self.optimizer is not None else {}
+        extra: dict[str, Any] = {}
+        if "extra" in contents:
+            step = self.schedule.last_epoch if self.schedule is not None else 0
+            random = checkpoint.random_states(self.device)
+            extra = {"schedule_step": step, "loss_scale": self.loss_scale.state_dict(), "random": random}
+        return Frozen(contents, weights, moments, extra, self._description().about)
+
+    def write(self, frozen: Frozen, folder: Path, export: HFExport | None, group: dist.ProcessGroup | None) -> None:
+        """All files of a checkpoint; a collective of `group`. Reads nothing of the engine that changes."""
+        contents = frozen.contents
+        with groups.failing_together(group), ChecksumRecorder(folder) as recorder:
             if "model" in contents:
-                checkpoint.save_tensors(self.weights.stored(), folder / "model", recorder)
-                self.weights.write_adapter(folder / ADAPTER_FOLDER, self.source)
+                trained = self.weights.trained(frozen.weights)
+                checkpoint.save_tensors(trained, folder / "model", recorder, group)
+                self.weights.write_adapter(trained, folder / ADAPTER_FOLDER, self.source, group)
             if "optimizer" in contents and self.optimizer is not None:
-                checkpoint.save_tensors(self.optimizer.tensors(), folder / "optimizer", recorder)
-            random = checkpoint.random_states(self.device) if "extra" in contents else []
+                checkpoint.save_tensors(frozen.moments, folder / "optimizer", recorder, group)
             # What rank 0 writes alone comes after the last collective: where it fails, the others are not inside one.
             if dist.get_rank() == 0:
-                self._write_alone(contents, random, recorder)
+                _write_alone(frozen, recorder)
+        if export is not None:
+            export.write(self.weights.whole(frozen.weights, export.dtype, group), folder / "huggingface", group)
 
     def check_fits(self, folder: Path, contents: Collection[str]) -> None:
         """Raise ValueError for a checkpoint of another model, before anything is read."""
@@ -80,17 +122,16 @@ class EngineState:
             self.loss_scale.load_state_dict(extra["loss_scale"])
             checkpoint.restore_random_state(extra["random"], self.device)
 
-    def _write_alone(self, contents: Collection[str], random: list[dict[str, Any]], recorder: ChecksumRecorder) -> None:
-        """The files of a checkpoint that are one rank's: what the model is, the schedule and the random states."""
-        if "model" in contents:
-            with recorder.open(ABOUT) as stream:
-                stream.write(json.dumps(self._description().about, indent=1).encode())
-        if "extra" in contents:
-            step = self.schedule.last_epoch if self.schedule is not None else 0
-            extra = {"schedule_step": step, "loss_scale": self.loss_scale.state_dict(), "random": random}
-            with recorder.open("extra.pt") as stream:
-                torch.save(extra, stream)
-
     def _description(self) -> ModelDescription:
         """What a checkpoint must fit."""
         return ModelDescription.of(self.hf, self.weights.stored(), self.about)
+
+
+def _write_alone(frozen: Frozen, recorder: ChecksumRecorder) -> None:
+    """The files of a checkpoint that are one rank's: what the model is, the schedule and the random states."""
+    if "model" in frozen.contents:
+        with recorder.open(ABOUT) as stream:
+            stream.write(json.dumps(frozen.about, indent=1).encode())
+    if "extra" in frozen.contents:
+        with recorder.open("extra.pt") as stream:
+            torch.save(dict(frozen.extra), stream)

@@ -1,0 +1,207 @@
+"""Checkpoints that are written while training goes on: the files are those of the moment at which the save began."""
+
+import threading
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM
+
+from tests.support.engine_cases import make_batch, make_engine, token_loss, whole_weights
+from tests.support.memory import peak_of_this_process
+from tests.support.tiny import tiny_config, tiny_model
+from verl.utils.checkpoint.disk import is_full
+from verl.utils.checkpoint.manifest import ChecksumRecorder
+from verl.workers.engine.common.offload import EngineMemory
+from verl.workers.engine.common.snapshot import HostSnapshot
+from verl.workers.engine.fsdp.export import HFExport
+
+ALL = ["model", "optimizer", "extra", "hf_model"]
+
+
+def train(engine, seed=0):
+    engine.forward_backward(make_batch(seed=seed), token_loss, ["log_probs"])
+    return engine.optimizer_step()
+
+
+def files_of(folder):
+    return {path.relative_to(folder).as_posix(): content_of(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def content_of(path):
+    if path.name != ".metadata":
+        return path.read_bytes()
+    metadata = FileSystemReader(path.parent).read_metadata()  # it names its folder, too
+    return metadata.state_dict_metadata, metadata.storage_data
+
+
+@contextmanager
+def held_back(monkeypatch, owner, name):
+    """Calls of `owner.name` wait until the block ends."""
+    go, real = threading.Event(), getattr(owner, name)
+
+    def waiting(*args, **kwargs):
+        assert go.wait(60)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, waiting)
+    try:
+        yield
+    finally:
+        go.set()
+        monkeypatch.setattr(owner, name, real)
+
+
+def in_a_thread(work):
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (work(), done.set()))
+    thread.start()
+    return thread, done
+
+
+def test_steps_taken_while_a_checkpoint_is_written_are_not_in_it(tmp_path, monkeypatch):
+    engines = [make_engine(tiny_model(), snapshots=snapshots) for snapshots in (True, False)]
+    for engine in engines:
+        train(engine)
+        torch.manual_seed(7)
+    behind, at_once = engines
+    with held_back(monkeypatch, ChecksumRecorder, "open"):
+        behind.begin_save(tmp_path / "behind", ALL)
+        before = whole_weights(behind)
+        torch.rand(5)
+        train(behind, seed=1)
+        train(behind, seed=2)
+        assert not files_of(tmp_path)
+    behind.finish_save()
+    torch.manual_seed(7)
+    at_once.save(tmp_path / "at once", ALL)
+    found, wanted = files_of(tmp_path / "behind"), files_of(tmp_path / "at once")
+    assert set(found) == set(wanted)
+    assert [name for name in found if found[name] != wanted[name]] == []
+    assert any(not torch.equal(value, before[name]) for name, value in whole_weights(behind).items())
+
+
+def test_an_optimizer_step_waits_for_what_is_left_of_the_copy(tmp_path, monkeypatch):
+    engine = make_engine(tiny_model())
+    train(engine)
+    wanted = whole_weights(engine)
+    engine.forward_backward(make_batch(seed=1), token_loss, ["log_probs"])
+    with held_back(monkeypatch, np, "copyto"):
+        engine.begin_save(tmp_path, ["model"])
+        thread, done = in_a_thread(engine.optimizer_step)
+        assert not done.wait(0.3)
+        assert all(torch.equal(value, wanted[name]) for name, value in whole_weights(engine).items())
+    thread.join()
+    engine.finish_save()
+    again = make_engine(tiny_model(seed=3))
+    again.load(tmp_path, ["model"])
+    found = whole_weights(again)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert any(not torch.equal(value, wanted[name]) for name, value in whole_weights(engine).items())
+
+
+def test_a_second_save_waits_for_the_first_and_uses_its_memory(tmp_path, monkeypatch):
+    engine = make_engine(tiny_model())
+    train(engine)
+    states = [whole_weights(engine)]
+    with held_back(monkeypatch, ChecksumRecorder, "open"):
+        engine.begin_save(tmp_path / "1", ["model", "optimizer"])
+        train(engine)
+        states.append(whole_weights(engine))
+        thread, done = in_a_thread(lambda: engine.begin_save(tmp_path / "2", ["model", "optimizer"]))
+        assert not done.wait(0.3)
+    thread.join()
+    engine.finish_save()
+    again = make_engine(tiny_model(seed=3))
+    for step, wanted in enumerate(states, start=1):
+        again.load(tmp_path / str(step), ["model", "optimizer"])
+        assert all(torch.equal(value, wanted[name]) for name, value in whole_weights(again).items())
+
+
+@pytest.mark.parametrize("file", ["model/__0_0.distcp", "extra.pt", "huggingface/model.safetensors"])
+def test_a_full_disk_is_told_to_whoever_finishes_and_the_next_save_goes_on(file, tmp_path):
+    engine = make_engine(tiny_model())
+    for full in (tmp_path / "1" / file, tmp_path / "2" / file):
+        full.parent.mkdir(parents=True)
+        full.symlink_to("/dev/full")
+    engine.begin_save(tmp_path / "1", ALL)
+    with pytest.raises(OSError, match="No space left") as caught:
+        engine.finish_save()
+    assert is_full(caught.value)
+    engine.begin_save(tmp_path / "2", ALL)
+    with pytest.raises(OSError, match="No space left"):  # of the one before, which nobody finished
+        engine.begin_save(tmp_path / "3", ALL)
+    engine.save(tmp_path / "4", ALL)
+    assert (tmp_path / "4" / file).stat().st_size > 0
+
+
+def test_what_waits_in_host_memory_is_copied_from_there_and_not_overwritten_before(monkeypatch):
+    """A device that is not the host's is played by plain tensors: they leave, come back and change as a GPU's do."""
+    model = torch.nn.Linear(300, 300)
+    moments = [torch.randn(1000), torch.zeros(0)]
+    memory = EngineMemory(torch.device("meta"), model, lambda: moments, offload_gradients=False)
+    snapshot = HostSnapshot(torch.device("cpu"))
+    tensors = {"weight": model.weight.detach(), "moment": moments[0], "nothing": moments[1]}
+    for _ in range(2):
+        wanted = {name: value.clone() for name, value in tensors.items()}
+        memory.leave(True, True, snapshot.wait)
+        with held_back(monkeypatch, np, "copyto"):
+            taken = snapshot.take(tensors, {name: memory.bytes_of(value) for name, value in tensors.items()})
+            for _ in range(2):  # passes change nothing: what comes back need not wait to leave again
+                memory.come_back(True, True)
+                assert all(torch.equal(value, wanted[name]) for name, value in tensors.items())
+                memory.leave(True, True, lambda: pytest.fail("nothing has changed"))
+            memory.come_back(True, True)
+            for value in tensors.values():
+                value += 1
+            memory.changed()
+            thread, done = in_a_thread(lambda: memory.leave(True, True, snapshot.wait))
+            assert not done.wait(0.3)
+        thread.join()
+        assert all(torch.equal(value, wanted[name]) for name, value in taken.items())
+        memory.come_back(True, True)
+        assert all(torch.equal(value, wanted[name] + 1) for name, value in tensors.items())
+
+
+@pytest.mark.parametrize(("family", "changes"), [("qwen2", {}), ("mixtral", {"num_local_experts": 2})])
+def test_an_export_holds_one_weight_at_a_time(family, changes, tmp_path):
+    state = tiny_model(family, **changes).state_dict()
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    alive = weakref.WeakSet()
+    most = 0
+
+    def whole(name):
+        nonlocal most
+        found = state[name].clone()
+        alive.add(found)
+        most = max(most, sum(value.nbytes for value in alive))
+        return found
+
+    HFExport(skeleton, torch.float32).write(whole, tmp_path, None)
+    assert most <= 2 * max(value.nbytes for value in state.values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from /proc")
+def test_a_save_takes_the_copy_and_little_beside_it(tmp_path, monkeypatch):
+    engine = make_engine(tiny_model(vocab_size=15_000, hidden_size=256))
+    train(engine)
+    weights = sum(4 * value.numel() for value in engine.model.hf.parameters())
+    engine.save(tmp_path / "libraries", ["extra", "hf_model"])  # load their code
+    for step in ("first", "second"):
+        with held_back(monkeypatch, ChecksumRecorder, "open"):
+            with peak_of_this_process() as copying:
+                engine.begin_save(tmp_path / step, ALL)
+                train(engine)  # once the copy is there
+            with peak_of_this_process() as training:
+                train(engine)
+        with peak_of_this_process() as writing:
+            engine.finish_save()
+        copy = copying.bytes - training.bytes
+        wanted = 3 * weights if step == "first" else 0  # it uses the memory of the first
+        assert abs(copy - wanted) < 0.75 * weights
+        assert writing.bytes < 0.1 * weights

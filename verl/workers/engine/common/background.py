@@ -1,0 +1,50 @@
+"""Work that goes on in a thread of its own: told once it is done, with what went wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+
+
+def in_background(name: str, work: Callable[[], None]) -> Future[None]:
+    """Start `work`. It does not keep the process from ending."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again for whoever waits
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
+
+
+class OneAfterTheOther:
+    """Works in the background of which one goes on at a time, each awaited by whoever began it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._now: Future[None] | None = None
+        self._awaited = True
+
+    def settle(self) -> None:
+        """Wait for the one that goes on; raise what went wrong with it, if nobody awaits it."""
+        if self._now is not None:
+            wait([self._now])
+            if not self._awaited:
+                self.finish()
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Start one; it must be settled what came before."""
+        self._awaited = False
+        self._now = in_background(self._name, work)
+
+    def finish(self) -> None:
+        """Wait for the one begun last, and raise what went wrong with it."""
+        if self._now is not None:
+            self._awaited = True
+            self._now.result()

@@ -1,0 +1,64 @@
+"""Checkpoints of an FSDPEngine in the background: its state is copied to host memory, and the copy is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from verl.workers.engine.common import groups
+from verl.workers.engine.common.background import OneAfterTheOther
+from verl.workers.engine.common.offload import EngineMemory, local_shard, sharded_like
+from verl.workers.engine.common.snapshot import HostSnapshot
+from verl.workers.engine.fsdp.export import HFExport
+from verl.workers.engine.fsdp.state import EngineState, Frozen
+
+
+class BackgroundSaves:
+    """One at a time: there is one place in host memory for copies. Made by all ranks together."""
+
+    def __init__(self, device: torch.device, mesh: DeviceMesh) -> None:
+        self._group = groups.group_for_files()
+        # Copies are laid out as the tensors on the devices are; nothing is sent over this mesh.
+        same = device.type == "cpu"
+        self._mesh = mesh if same else init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.mesh_dim_names)
+        self._snapshot = HostSnapshot(device)
+        self._writing = OneAfterTheOther("checkpoint")
+
+    def settle(self) -> None:
+        """Wait for the save before this one; raise what went wrong with it if nobody asked for that."""
+        self._writing.settle()
+
+    def begin(
+        self, state: EngineState, frozen: Frozen, memory: EngineMemory, folder: Path, export: HFExport | None
+    ) -> None:
+        """Copy the tensors of `frozen` from where they are now, and write the copy under `folder`."""
+
+        def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            sources = {name: memory.bytes_of(value) for name, value in tensors.items()}
+            taken = self._snapshot.take({name: local_shard(value) for name, value in tensors.items()}, sources)
+            return {name: sharded_like(value, taken[name], self._mesh) for name, value in tensors.items()}
+
+        copy = frozen.with_tensors(copied)
+
+        def write() -> None:
+            with groups.failing_together(self._group):
+                self._snapshot.wait()
+            state.write(copy, folder, export, self._group)
+
+        self._writing.begin(write)
+
+    def before_change(self) -> None:
+        """Wait for what is left of a copy: what it reads may change afterwards, or be overwritten."""
+        self._snapshot.wait()
+
+    def before_device_is_left(self) -> None:
+        """The same, where the copy is from the device."""
+        if self._snapshot.reads_device:
+            self._snapshot.wait()
+
+    def finish(self) -> None:
+        """Wait until the save begun last is written, and raise what went wrong."""
+        self._writing.finish()
