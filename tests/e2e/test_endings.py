@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.training_harness import make_task, overrides
-from verl.planning.remedies import PHASES
 
 pytestmark = pytest.mark.processes
 
@@ -54,64 +50,6 @@ def test_what_the_task_runner_refuses_is_last_and_its_traceback_in_the_file_it_n
     log = named_log(file).read_text()
     assert "Traceback (most recent call last)" in log
     assert "in make_dataloader" in log, "the traceback of the other process"
-
-
-def test_a_rank_that_dies_ends_with_role_rank_phase_and_the_step_it_goes_on_at(task, tmp_path):
-    """Killed in the middle of the second update, from within: the reward function knows when."""
-    Path(tmp_path, "reward.py").write_text(
-        "import os, pathlib\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        f"    if pathlib.Path({str(tmp_path)!r}, 'checkpoints', 'global_step_1').is_dir():\n"
-        f"        pathlib.Path({str(tmp_path)!r}, 'now').touch()\n"
-        "    return len(solution_str) % 3\n"
-    )
-    run = overrides(
-        task,
-        tmp_path,
-        "algorithm.adv_estimator=grpo",
-        f"custom_reward_function.path={tmp_path / 'reward.py'}",
-        "data.val_files=[]",
-        "trainer.save_freq=1",
-        "trainer.total_training_steps=1000",
-    )
-    process = subprocess.Popen(
-        command(*run), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        deadline = time.monotonic() + 150
-        while not Path(tmp_path, "now").exists():
-            assert process.poll() is None, process.stderr.read()[-3000:]
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        os.kill(rank_of(process.pid), signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 1
-    *_, last = lines = errors.rstrip().splitlines()
-    (file,) = [line for line in lines[-16:] if line.startswith("Full traceback in ")]
-    found = re.search(r"Role (\S+), rank 0, host \S+ pid \d+, phase (\w+) of step (\d+)\.", last)
-    assert found, last
-    assert "ActorRollout" in found[1] or "actor_rollout" in found[1]
-    steps = [int(path.name.rpartition("_")[2]) for path in (tmp_path / "checkpoints").glob("global_step_*")]
-    assert f"The same command goes on at step {max(steps)} " in last
-    assert int(found[3]) == max(steps) + 1
-    told = "What helps, cheapest first:" if found[2] in PHASES else "Lower the micro-batch sizes of its phase"
-    assert told in "\n".join(lines[lines.index(file) :]), "by the controller, which knows the phase"
-    assert "WorkerDiedError" in named_log(file).read_text()
-    assert named_log(file).parent == tmp_path / "checkpoints"
-    assert "Traceback" not in errors
-
-
-def rank_of(driver: int) -> int:
-    import psutil
-
-    (found,) = [
-        child.pid
-        for child in psutil.Process(driver).children(recursive=True)
-        if child.cmdline() and child.cmdline()[0].startswith("ray::RayRankHost")
-    ]
-    return found
 
 
 @pytest.mark.parametrize("program", ["main_ppo", "main_sft", "main_generation", "main_eval"])

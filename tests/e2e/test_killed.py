@@ -1,21 +1,26 @@
-"""Killed at any moment, a run resumes from a whole step; asked to stop, it saves and exits 0."""
+"""Killed at any moment, a run goes on from a whole step, by itself where it can; asked to, it saves and exits 0."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.training_harness import make_task, overrides
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, find_latest_ckpt_path
+from verl.utils.checkpoint.manifest import read_manifest
 
 pytestmark = pytest.mark.processes
+
+STEPS = 10
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +40,7 @@ def start(task: dict[str, str], folder: Path, *more: str) -> subprocess.Popen:
         "trainer.logger=[console]",
         *more,
     )
-    environment = {**os.environ, "PYTHONPATH": ""}
+    environment = {**os.environ}
     log = (folder / "log.txt").open("a")
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *run]
     return subprocess.Popen(
@@ -55,8 +60,6 @@ def wait_for_step(folder: Path, process: subprocess.Popen, step: int, timeout: f
 
 def kill_everything(process: subprocess.Popen) -> None:
     """SIGKILL to the driver and to every process of its cluster, as a machine that loses power."""
-    import psutil
-
     family = psutil.Process(process.pid).children(recursive=True)
     for member in [psutil.Process(process.pid), *family]:
         try:
@@ -91,8 +94,42 @@ def survive(task: dict[str, str], folder: Path, kills: int, seed: int) -> None:
     assert CheckpointManager.verify(folder / "checkpoints" / f"global_step_{reached + 1}") == []
 
 
-def test_killed_at_a_random_moment_a_run_continues_from_a_whole_step(task, tmp_path):
-    survive(task, tmp_path, kills=1, seed=0)
+def rank_of(process: subprocess.Popen) -> psutil.Process:
+    family = psutil.Process(process.pid).children(recursive=True)
+    (found,) = [member for member in family if member.name().startswith("ray::RayRank")]
+    return found
+
+
+def final_files(folder: Path) -> dict[str, int]:
+    """What the last step holds of the actor: a checksum per file."""
+    files = read_manifest(folder / "checkpoints" / f"global_step_{STEPS}").files
+    return {name: record.crc32 for name, record in files.items() if name.startswith("actor/")}
+
+
+def test_killed_supervisor_and_killed_rank_cost_no_bit_of_the_final_weights(task, tmp_path):
+    """The first is started again by hand, with the same command; the second by itself."""
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    total = f"trainer.total_training_steps={STEPS}"
+    reference = start(task, undisturbed, total)
+    process = start(task, disturbed, total)
+    wait_for_step(disturbed, process, 1)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    assert psutil.wait_procs(family, timeout=60)[1] == [], "nothing outlives the supervisor"
+    reached = latest_step(disturbed)
+
+    process = start(task, disturbed, total)
+    wait_for_step(disturbed, process, reached + 2)
+    rank_of(process).kill()
+    assert process.wait(timeout=200) == 0, (disturbed / "log.txt").read_text()[-3000:]
+    (restart,) = re.findall(r"^restart .*", (disturbed / "log.txt").read_text(), re.MULTILINE)
+    found = re.match(r"restart 1 of 3 in 2 s: worker process died: .* \(\w+ of step (\d+), role (\w+)\); (.*)", restart)
+    assert found, restart
+    assert found[2] == "actor_rollout"
+    assert re.match(rf"goes on at step \d+ \({disturbed}/checkpoints/global_step_\d+\), steps? .* made again", found[3])
+    assert reference.wait(timeout=200) == 0, (undisturbed / "log.txt").read_text()[-3000:]
+    assert final_files(disturbed) == final_files(undisturbed)
 
 
 @pytest.mark.slow

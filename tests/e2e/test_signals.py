@@ -1,4 +1,4 @@
-"""Signals to more than the driver: it ends soon, says what was lost, and leaves no process behind."""
+"""Signals to more than the program: it ends soon, says what was lost, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Waits(TaskRunner):
         time.sleep(300)
 
 with ends_in_words():
-    run_ppo(load_config(None, sys.argv[1:]), Waits)
+    run_ppo(load_config(None, sys.argv[1:]), Waits, supervised=True)
 """
 
 

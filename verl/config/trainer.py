@@ -37,6 +37,10 @@ class RunConfig(Block):
         choices=("refuse", "move_aside"),
     )
     resume_from_path: str | None = key("The global_step_N folder of resume_path.", null="not set", path=True)
+    max_restarts: int = key(
+        "How often a run that died is started again, from its newest checkpoint; a new checkpoint sets the count back.",
+        min=0,
+    )
     auto_memory: bool = key(
         "Where the memory plan does not fit, make the cheapest changes that let it (each is logged with its cost)."
     )

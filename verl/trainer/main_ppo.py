@@ -17,6 +17,7 @@ from verl.config.load import Config
 from verl.config.plan import active_roles
 from verl.trainer.common.cluster import (
     joins_a_head,
+    running_head,
     serve_as_node,
     start_head,
     start_ray,
@@ -28,6 +29,8 @@ from verl.trainer.common.ending import tells_of_restart, what_the_same_command_d
 from verl.trainer.common.own_ray import OwnRay, result_of
 from verl.trainer.common.signals import Asked, stop_on_signals
 from verl.trainer.common.status_line import progress_bar
+from verl.trainer.supervision.report import tell
+from verl.trainer.supervision.supervisor import supervise
 from verl.utils.logging_setup import shown_messages
 from verl.utils.process_tree import family
 
@@ -42,21 +45,29 @@ def main() -> None:
 
 @command("ppo_trainer", sets_up_logging=False)
 def _main(config: DictConfig) -> None:
-    run_ppo(config)
+    run_ppo(config, supervised=True)
 
 
 @shown_messages()
-def run_ppo(config: Config, task_runner_class: Any = None) -> None:
-    """Check the configuration, start or join Ray, and wait for a TaskRunner (plain or Ray remote class) to finish."""
+def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = False) -> None:
+    """Check the configuration, start or join Ray, and wait for a TaskRunner (plain or Ray remote class) to finish.
+
+    `supervised`: the run is a child of this process, which starts it again when it dies (`trainer.max_restarts` times)
+    and exits when it is over: what follows in a script is done by the child alone.
+    """
     config = checked(config, PPOConfig)
     logger.info(batch_plan(config).render())
 
     if joins_a_head(config):
         return serve_as_node(config)
+    runner_class = TaskRunner if task_runner_class is None else task_runner_class
     with tells_of_restart(config.trainer):
+        if supervised and config.trainer.max_restarts > 0:
+            attempt = supervise(config, lambda head: running_head(config, head), stop_head)
+            return _run_on_ray(attempt.config, runner_class, attempt.head)
         head = start_head(config)  # before Ray is imported: it reads its settings then
         try:
-            _run_on_ray(config, TaskRunner if task_runner_class is None else task_runner_class, head)
+            _run_on_ray(config, runner_class, head)
         finally:
             stop_head(head)
 
@@ -88,7 +99,10 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> None:
 def _standing_of(runner: Any) -> Any:
     import ray
 
-    return ray.get(runner.standing.remote()) if hasattr(runner, "standing") else None
+    standing = ray.get(runner.standing.remote()) if hasattr(runner, "standing") else None
+    if standing is not None:
+        tell(step=standing.step + 1, phase=standing.phase)
+    return standing
 
 
 class TaskRunner:

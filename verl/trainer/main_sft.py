@@ -17,6 +17,7 @@ from verl.trainer.common.command_line import checked, command
 from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
 from verl.trainer.common.own_ray import OwnRay
 from verl.trainer.common.signals import stop_on_signals
+from verl.trainer.supervision.supervisor import supervise
 from verl.utils.logging_setup import shown_messages
 
 logger = logging.getLogger("verl.trainer.main_sft")  # not "__main__", which is outside the one logging setup
@@ -25,21 +26,29 @@ logger = logging.getLogger("verl.trainer.main_sft")  # not "__main__", which is 
 @command("sft_trainer")
 def main(config: DictConfig) -> None:
     """Fine-tune a model on answers that are given."""
-    run_sft(config)
+    run_sft(config, supervised=True)
 
 
 @shown_messages()
-def run_sft(config: Given) -> None:
-    """Check the configuration, read the data, start the ranks (on Ray, if there are several) and train."""
+def run_sft(config: Given, supervised: bool = False) -> None:
+    """Check the configuration, read the data, start the ranks (on Ray, if there are several) and train.
+
+    `supervised`: as in `run_ppo`.
+    """
     config = checked(config, SFTConfig)
     logger.info(describe(config))
+    with tells_of_restart(config.trainer):
+        if supervised and config.trainer.max_restarts > 0:
+            config = supervise(config).config
+        _train(config)
 
+
+def _train(config: SFTConfig) -> None:
     from verl.planning.check import check_sft_memory
     from verl.trainer.sft.trainer import SFTTrainer
 
     check_sft_memory(config)
-
-    with tells_of_restart(config.trainer), SFTTrainer(config) as trainer:
+    with SFTTrainer(config) as trainer:
         own = OwnRay()
         if config.ranks > 1:
             import ray

@@ -257,9 +257,8 @@ def test_too_few_rows_for_a_batch_is_one_clear_error(model_path, files):
 
 def test_bad_rows_are_named_with_file_and_line_and_no_traceback(model_path, files, monkeypatch, capsys):
     (files / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": "a", "response": 7}\n')
-    monkeypatch.setattr(
-        sys, "argv", ["main_sft", "data.train_files=rows.jsonl", f"model.path={model_path}", "data.max_length=64"]
-    )
+    arguments = ["data.train_files=rows.jsonl", f"model.path={model_path}", "data.max_length=64"]
+    monkeypatch.setattr(sys, "argv", ["main_sft", *arguments, "trainer.max_restarts=0"])  # in this process
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

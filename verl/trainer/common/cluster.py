@@ -135,6 +135,14 @@ def start_head(config: PPOConfig) -> subprocess.Popen | None:
     return head
 
 
+def running_head(config: PPOConfig, head: subprocess.Popen | None) -> subprocess.Popen | None:
+    """The head so far, if it runs; else another, where there is one at all."""
+    if head is not None and head.poll() is None:
+        return head
+    stop_head(head)
+    return start_head(config)
+
+
 def stop_head(head: subprocess.Popen | None) -> None:
     """End the head that this process started, and with it the nodes that joined."""
     if head is None:

@@ -21,6 +21,8 @@ from typing import Any
 
 from verl.config import ConfigError
 from verl.trainer.common.own_ray import RayLostError, RemoteTraceback
+from verl.trainer.supervision.causes import place_of, restartable
+from verl.trainer.supervision.report import earlier_attempts, is_supervised, tell
 from verl.utils.exceptions import note
 from verl.version import __version__
 
@@ -55,7 +57,7 @@ def ends_in_words(
             logger.debug("in full:", exc_info=True)
             _end(reword(text).splitlines(), 2)
         said = [f"Full traceback in {_write_log(error)}.", *map(reword, _what(error)), *_where(error)]
-        _end(said, 1, at_once=isinstance(error, RayLostError))
+        _end(said, 1, at_once=isinstance(error, RayLostError), said_by_supervisor=_is_restartable(error))
     finally:
         if before is None:
             os.environ.pop(_FULL_ERRORS, None)
@@ -65,14 +67,21 @@ def ends_in_words(
 
 @contextmanager
 def tells_of_restart(trainer: Any) -> Iterator[None]:
-    """Errors that leave this block know the run's folder and what the same command would do."""
+    """Errors that leave this block know the run's folder and what the same command would do; supervisors hear it."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         from verl.utils.fs import expand_path
 
         note(error, run_folder=expand_path(trainer.default_local_dir), restart=what_the_same_command_does(trainer))
+        place = place_of(error)
+        first_sentence = _what(error)[0].partition(". ")[0].rstrip(".")
+        cause = f"{first_sentence} ({place})" if place else first_sentence
+        step = getattr(error, "step", None)
+        tell(ending={"cause": cause, "restartable": _is_restartable(error), "place": place, "step": step})
         raise
+    finally:
+        tell(ending={"cause": None, "restartable": False, "place": None})  # unless one was told
 
 
 def what_the_same_command_does(trainer: Any) -> str:
@@ -87,35 +96,33 @@ def what_the_same_command_does(trainer: Any) -> str:
 
 
 def _resumed_from(trainer: Any) -> Path | None:
-    from verl.utils.checkpoint.steps import newest_first
+    from verl.utils.checkpoint.steps import looks_whole, newest_first
     from verl.utils.fs import expand_path
 
     if trainer.resume_mode == "resume_path":
         return Path(str(trainer.resume_from_path))
     found = newest_first(Path(expand_path(trainer.default_local_dir)).absolute())
-    return next((folder for folder in found if _is_whole(folder)), None)
+    return next(filter(looks_whole, found), None)
 
 
-def _is_whole(folder: Path) -> bool:
-    from verl.utils.checkpoint.steps import manifest_of
-
-    manifest = manifest_of(folder)
-    try:
-        return manifest is not None and all(
-            (folder / name).stat().st_size == record.size for name, record in manifest.files.items()
-        )
-    except OSError:
-        return False
+def _is_restartable(error: BaseException) -> bool:
+    return is_supervised() and restartable(error, again=earlier_attempts() > 0)
 
 
-def _end(lines: list[str], code: int, at_once: bool = False) -> None:
-    """Say it and exit. `at_once`: without waiting for Ray, which may be gone, and for threads."""
+def _end(lines: list[str], code: int, at_once: bool = False, said_by_supervisor: bool = False) -> None:
+    """Say it and exit. `at_once`: without waiting for Ray, which may be gone, and for threads.
+
+    `said_by_supervisor`: only if it does not start the run again.
+    """
+    if said_by_supervisor:
+        tell(lines=lines)
     ray = sys.modules.get("ray")
     if not at_once and ray is not None and ray.is_initialized():
         ray.shutdown()  # what dying workers print arrives at any time until then
     sys.stdout.flush()
-    sys.stderr.write("\n".join([*lines, ""]))
-    sys.stderr.flush()
+    if not said_by_supervisor:
+        sys.stderr.write("\n".join([*lines, ""]))
+        sys.stderr.flush()
     if at_once:
         os._exit(code)
     sys.exit(code)

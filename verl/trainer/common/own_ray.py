@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.trainer.common.signals import Asked
+from verl.trainer.supervision.report import tell
 from verl.utils.process_tree import children, kill_family, states
 
 # Without one of these there is no Ray.
@@ -96,6 +97,7 @@ def result_of(call: Any, own: OwnRay, asked: Asked) -> Any:
     import ray
 
     while not ray.wait([call], timeout=_LOOK_S, fetch_local=False)[0]:
+        tell(beat=True)
         if (lost := own.lost(signalled=asked.by is not None)) is not None:
             raise _lost(f"Ray's own processes ended ({lost})", own, asked)
     try:

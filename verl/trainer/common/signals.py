@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
+ENDING = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+# `timeout` signals its command, then the command's whole group; schedulers signal every process, and ours each other.
+_SAME_S = 0.5
 _FINISHES = "stopping: this step is finished and saved first"
 
 
@@ -28,8 +31,9 @@ class Asked:
 def stop_on_signals(
     ask: Callable[[], Any], at_once: Callable[[], Any] = lambda: None, first: str = _FINISHES
 ) -> Iterator[Asked]:
-    """SIGTERM, SIGHUP and Ctrl-C call `ask`; a second one calls `at_once` and ends the process.
+    """SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C call `ask`; a second one calls `at_once` and ends the process.
 
+    SIGUSR1 is a scheduler's warning that another will follow, which then counts as the first.
     Signals that are ignored (`nohup`, a job in the background) stay so. Threads other than the main one get none.
     """
     asked = Asked()
@@ -37,14 +41,21 @@ def stop_on_signals(
         yield asked
         return
 
-    def on_first(number: int, frame: Any) -> None:
-        asked.by = signal.Signals(number).name
-        for known in before:
-            signal.signal(known, on_second)
+    asked_at = 0.0
+
+    def on_signal(number: int, frame: Any) -> None:
+        nonlocal asked_at
+        name, now = signal.Signals(number).name, time.monotonic()
+        earlier, seconds = asked.by, now - asked_at
+        asked.by, asked_at = name, now  # nothing is called since they were read: no signal comes between
+        if is_the_same(earlier, name, seconds):
+            return
+        if earlier not in (None, "SIGUSR1"):
+            return on_second(number)
         logger.warning("%s: %s (again to stop at once)", asked.by, first)
         ask()
 
-    def on_second(number: int, frame: Any) -> None:
+    def on_second(number: int) -> None:
         for known, handler in before.items():
             # Ctrl-C stays an exception for whoever called us. Others kill: Ray's own handler would wait for Ray first.
             signal.signal(known, handler if known == signal.SIGINT else signal.SIG_DFL)
@@ -52,10 +63,15 @@ def stop_on_signals(
         os.kill(os.getpid(), number)
 
     before = {
-        number: signal.signal(number, on_first) for number in _ENDING if signal.getsignal(number) != signal.SIG_IGN
+        number: signal.signal(number, on_signal) for number in ENDING if signal.getsignal(number) != signal.SIG_IGN
     }
     try:
         yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def is_the_same(first: str | None, second: str, seconds: float) -> bool:
+    """Whether a signal is only one more delivery of the first one, that many seconds after it."""
+    return first == second and seconds < _SAME_S

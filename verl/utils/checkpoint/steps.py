@@ -62,6 +62,17 @@ def manifest_of(folder: Path) -> Manifest | None:
         return None
 
 
+def looks_whole(folder: Path) -> bool:
+    """Whether the files of a step have the sizes that its manifest says; loading compares their contents too."""
+    manifest = manifest_of(folder)
+    try:
+        return manifest is not None and all(
+            (folder / name).stat().st_size == record.size for name, record in manifest.files.items()
+        )
+    except OSError:
+        return False
+
+
 def serial_of(folder: Path) -> int | None:
     """When a step was saved, in saves into its root; None where it has no readable manifest."""
     manifest = manifest_of(folder)

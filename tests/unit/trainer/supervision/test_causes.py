@@ -1,0 +1,73 @@
+"""What another attempt may help against, and what would only happen again."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+import torch
+
+from verl.config import ConfigError
+from verl.single_controller.base.errors import Failure, HangError, WorkerCallError, WorkerDiedError
+from verl.trainer.common.cluster import RayUnavailableError
+from verl.trainer.common.guard import TrainingStoppedError
+from verl.trainer.common.own_ray import RayLostError
+from verl.trainer.supervision.causes import place_of, restartable
+
+WHERE = ("actor", 1, "host", "update_actor")
+
+
+def raised_by_a_worker(error: BaseException) -> WorkerCallError:
+    return WorkerCallError(Failure.of(error), *WHERE)
+
+
+def because_of(cause: BaseException) -> RuntimeError:
+    try:
+        raise RuntimeError("the last step could not be saved") from cause
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerDiedError("worker process died", *WHERE),
+        HangError("rank 1 hangs", *WHERE),
+        RayLostError("Ray's own processes ended"),
+        because_of(WorkerDiedError("worker process died", *WHERE)),
+        ray.exceptions.ObjectLostError("0" * 56, None, ""),
+        raised_by_a_worker(RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:1")),
+        raised_by_a_worker(torch.distributed.DistBackendError("NCCL error in: x, remote process exited")),
+        raised_by_a_worker(RuntimeError("CUDA error: uncorrectable ECC error encountered")),
+    ],
+)
+def test_what_died_or_lost_its_peers_is_started_again(error):
+    assert restartable(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError([]),
+        TrainingStoppedError("3 steps in a row without an update"),
+        FloatingPointError("weights are lost"),
+        ValueError("data.train_batch_size"),
+        KeyboardInterrupt(),
+        raised_by_a_worker(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
+        raised_by_a_worker(LookupError("Connection reset by peer")),
+        RayUnavailableError("nothing answers"),
+    ],
+)
+def test_what_would_happen_again_is_not(error):
+    assert not restartable(error, again=False)
+
+
+def test_a_cluster_that_is_not_there_yet_is_waited_for_once_a_run_ran():
+    assert restartable(RayUnavailableError("nothing answers"), again=True)
+
+
+def test_a_place_is_step_phase_and_role():
+    error = WorkerDiedError("worker process died", *WHERE)
+    assert place_of(error) == "while starting, in update_actor, role actor"
+    error.phase, error.step = "update_actor", 14
+    assert place_of(error) == "update_actor of step 14, role actor"
+    assert place_of(RayLostError("gone")) is None

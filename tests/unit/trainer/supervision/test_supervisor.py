@@ -1,0 +1,270 @@
+"""The supervisor with real processes, signals and a real terminal; the run is a few lines, without Ray or torch."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
+
+PROGRAM = """
+import os, pathlib, signal, subprocess, sys, time
+from types import SimpleNamespace
+from verl.trainer.common.ending import ends_in_words, tells_of_restart
+from verl.trainer.common.signals import stop_on_signals
+from verl.trainer.supervision import policy, report, run
+from verl.trainer.supervision.supervisor import supervise
+from verl.utils.logging_setup import setup_logging
+
+class WorkerDiedError(RuntimeError):
+    phase, step, role, rank, host = "gen", 3, "actor", 0, "here"
+    summary = property(str)
+
+policy._FIRST_DELAY_S = run._STOPPED_S = 0.3
+run._SILENT_S = run._ENDING_S = 1.0
+folder = pathlib.Path(sys.argv[1])
+trainer = SimpleNamespace(
+    max_restarts=2, default_local_dir=str(folder), resume_mode="auto", resume_from_path=None
+)
+setup_logging()
+
+def attempt():
+    attempts = folder / "attempts"
+    number = len(attempts.read_text().split()) + 1 if attempts.exists() else 1
+    with attempts.open("a") as file:
+        file.write(f"{os.getpid()}\\n")
+    return number
+
+with ends_in_words(), tells_of_restart(trainer):
+    supervise(SimpleNamespace(trainer=trainer))
+    assert not {"ray", "torch"} & set(sys.modules)
+    number = attempt()
+    BODY
+"""
+
+
+def program(body: str) -> str:
+    return PROGRAM.replace("BODY", body.replace("\n", "\n    "))
+
+
+def run(body: str, folder: Path, **options: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", program(body), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator:
+    """Starts a program that writes `running` when its child runs; ends it at the latest with the test."""
+    started: list[subprocess.Popen] = []
+
+    def start(body: str, **options: object) -> tuple[subprocess.Popen, int]:
+        command = [sys.executable, "-c", program(body), str(tmp_path)]
+        options = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True} | options
+        started.append(subprocess.Popen(command, **options))
+        wait_for(lambda: (tmp_path / "running").exists())
+        return started[-1], pids(tmp_path)[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        if process.stderr:
+            process.stderr.close()
+
+
+def wait_for(happened, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(pid) for pid in (folder / "attempts").read_text().split()]
+
+
+RUNNING = "(folder / 'running').touch()\n"
+STOPS_WHEN_ASKED = """
+asked = []
+with stop_on_signals(lambda: asked.append(1), lambda: asked.append("at once")):
+    (folder / 'running').touch()
+    while not asked: time.sleep(0.01)
+    time.sleep(0.8)
+"""
+
+
+def test_a_driver_that_is_killed_is_started_again_and_nothing_it_started_is_left(tmp_path):
+    body = """
+if number == 1:
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True)
+    (folder / "left").write_text(str(left.pid))
+    report.tell(step=2)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = run(body, tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, _ = pids(tmp_path)
+    said = f"restart 1 of 2 in 0 s: the driver (pid {first}) was killed by SIGKILL; starts from the beginning, "
+    assert f"{said}steps 1-2 are made again" in done.stderr
+    assert not psutil.pid_exists(int((tmp_path / "left").read_text()))
+
+
+def test_an_error_that_may_be_an_accident_is_said_in_one_line_with_the_step_it_goes_on_at(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    (manager.begin(2) / "weights").write_bytes(b"1")
+    manager.commit(2)
+    body = "if number == 1: raise WorkerDiedError('worker process died. What helps: less.')"
+    done = run(body, tmp_path)
+    assert done.returncode == 0, done.stderr
+    traceback, restart = done.stderr.splitlines()
+    assert "Full traceback in " in traceback
+    assert "restart 1 of 2 in 0 s: worker process died (gen of step 3, role actor); " in restart
+    assert restart.endswith(f"goes on at step 2 ({tmp_path}/global_step_2), step 3 is made again")
+
+
+def test_the_same_place_twice_is_no_accident_and_its_cause_is_last(tmp_path):
+    done = run("raise WorkerDiedError('worker process died.')", tmp_path)
+    assert done.returncode == 1
+    assert len(pids(tmp_path)) == 2
+    *_, why, file, cause, last = done.stderr.splitlines()
+    assert why.endswith("not started again: it died twice at the same place (gen of step 3, role actor)")
+    assert file.startswith("Full traceback in ")
+    assert cause.endswith("worker process died.")
+    assert last.startswith("Role actor, rank 0, host here, phase gen of step 3. The same command starts from the begin")
+
+
+def test_without_restarts_left_the_cause_is_last(tmp_path):
+    done = run("os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+    assert done.returncode == 1
+    *_, last_pid = attempts = pids(tmp_path)
+    assert len(attempts) == 3
+    *_, why, last = done.stderr.splitlines()
+    assert "trainer.max_restarts = 2" in why
+    assert last.startswith(f"The driver (pid {last_pid}) was killed by SIGKILL. The same command starts from the begin")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("from verl.config import ConfigError; raise ConfigError([])", 2),
+        ("raise LookupError('no such role')", 1),
+        ("raise KeyboardInterrupt", 130),
+        ("sys.exit(7)", 7),
+        ("pass", 0),
+    ],
+)
+def test_what_would_happen_again_ends_as_it_does_alone(tmp_path, body, code):
+    done = run(body, tmp_path)
+    assert done.returncode == code, done.stderr
+    assert len(pids(tmp_path)) == 1
+    assert "restart" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "was stopped (SIGSTOP) and nobody let it go on"),
+        ("report.tell(beat=True); time.sleep(60)", "gave no sign of life for 1 s (process state "),
+    ],
+)
+def test_a_driver_that_is_stopped_or_silent_is_killed_and_started_again(tmp_path, body, cause):
+    done = run(f"if number == 1: {body}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert cause in done.stderr
+    assert not psutil.pid_exists(pids(tmp_path)[0])
+
+
+def test_a_run_that_has_ended_well_and_does_not_exit_is_ended(tmp_path):
+    done = run("import atexit, threading; threading.Thread(target=lambda: time.sleep(60)).start()", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(pids(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_reaches_the_run_once_however_often_it_is_delivered(start, number):
+    """To the process and to its group, as `timeout` does, and to every process, as schedulers do."""
+    process, child = start(STOPS_WHEN_ASKED)
+    process.send_signal(number)
+    os.killpg(process.pid, number)
+    os.kill(child, number)
+    assert process.wait(timeout=20) == 0, process.stderr.read()
+    assert process.stderr.read().count("stopping: ") == 1
+
+
+def test_the_second_signal_ends_all_at_once_also_what_hears_no_signal(start):
+    process, child = start(f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{RUNNING}time.sleep(60)")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.6)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == -signal.SIGTERM
+    assert not psutil.pid_exists(child)
+
+
+def test_a_warning_signal_and_the_one_it_warns_of_are_no_two_requests(start):
+    process, _ = start(STOPS_WHEN_ASKED)
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0, process.stderr.read()
+
+
+def test_who_dies_after_being_asked_to_stop_is_not_started_again(start, tmp_path):
+    process, child = start(f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{RUNNING}time.sleep(60)")
+    process.send_signal(signal.SIGTERM)
+    os.kill(child, signal.SIGKILL)
+    assert process.wait(timeout=20) == -signal.SIGTERM
+    assert len(pids(tmp_path)) == 1
+
+
+def test_a_run_dies_with_its_supervisor(start):
+    process, child = start(f"{RUNNING}time.sleep(60)")
+    process.kill()
+    wait_for(lambda: not psutil.pid_exists(child))
+
+
+def on_a_terminal(body: str, folder: Path) -> tuple[int, int]:
+    """The program as the leader of a session on a terminal of its own: its pid and our end of the terminal."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", program(body), str(folder)])
+    return pid, terminal
+
+
+def said_on(terminal: int) -> str:
+    text = b""
+    while True:
+        try:
+            text += os.read(terminal, 4096)
+        except OSError:  # the last process closed it
+            return text.decode()
+
+
+def test_a_run_on_a_terminal_writes_reads_and_hears_ctrl_c(tmp_path):
+    """Its process group is not the terminal's: it writes there even under `stty tostop`, and a debugger can ask."""
+    body = f"""
+subprocess.run(["stty", "tostop"], preexec_fn=lambda: signal.signal(signal.SIGTTOU, signal.SIG_IGN), check=True)
+print("reads", input(), flush=True)
+{STOPS_WHEN_ASKED}print("stopped", flush=True)
+"""
+    pid, terminal = on_a_terminal(body, tmp_path)
+    try:
+        os.write(terminal, b"something\n")
+        wait_for(lambda: (tmp_path / "running").exists())
+        os.write(terminal, b"\x03")
+        said = said_on(terminal)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, said
+    finally:
+        os.close(terminal)
+    assert "reads something" in said
+    assert "SIGINT: stopping" in said
+    assert "stopped\r\n" in said

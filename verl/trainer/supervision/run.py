@@ -1,0 +1,155 @@
+"""One attempt of a supervised run: a child that leads a process group of its own and dies with its supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from verl.trainer.supervision.forward import Forwarded
+from verl.trainer.supervision.policy import Ending
+from verl.trainer.supervision.report import Reports
+from verl.trainer.supervision.terminal import JOB_CONTROL, go_on, take_back
+from verl.utils.process_tree import end_with_parent
+
+_LOOK_S = 0.2
+# Whoever stopped it may let it go on; after this it is taken for dead.
+_STOPPED_S = 5.0
+_SILENT_S = 60.0
+# What a run that has said how it ends may still take.
+_ENDING_S = 30.0
+_TRACED = "t"
+
+
+class Run:
+    """The supervisor's view of its child."""
+
+    def __init__(self, pid: int, reports: Reports, forwarded: Forwarded) -> None:
+        self.pid = pid
+        self.cause: str | None = None
+        """Why the supervisor killed it."""
+        self._reports, self._forwarded = reports, forwarded
+        self._beat: float | None = None
+        self._stopped: float | None = None
+
+    @classmethod
+    def fork(cls, forwarded: Forwarded, earlier: int) -> Run | None:
+        """None in the child, of which there were some earlier."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        reports, parent = Reports(), os.getpid()
+        # A signal before the child has its own handlers would be forwarded by it.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            forwarded.__exit__(None, None, None)
+            end_with_parent()
+            if os.getppid() != parent:
+                os._exit(1)
+            reports.hand_over(earlier)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            return None
+        with suppress(OSError):  # the child was faster
+            os.setpgid(pid, pid)
+        reports.receive()
+        forwarded.child = pid
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        return cls(pid, reports, forwarded)
+
+    @property
+    def step(self) -> int | None:
+        """The step that it said last to be under way."""
+        told = self._reports.latest
+        return told.get("ending", {}).get("step") or told.get("step")
+
+    @property
+    def last_lines(self) -> list[str]:
+        """What it would have said last, had it known that nobody starts it again."""
+        return list(self._reports.latest.get("lines", []))
+
+    @property
+    def has_spoken(self) -> bool:
+        """It came to its own end, so it has said why; or left that to us (`last_lines`)."""
+        return "ending" in self._reports.latest
+
+    def wait(self) -> int:
+        """Until it has ended, or was killed for a reason (`cause`); its exit code, negative for a signal."""
+        code = None
+        while code is None:
+            if self._reports.read(_LOOK_S):
+                self._beat = time.monotonic()
+            code = self._look()
+            if code is None and (self._forwarded.at_once or self._is_lost()):
+                self._kill()
+        self._reports.read(0)
+        self._reports.close()
+        self._forwarded.child = None
+        take_back(self.pid)
+        if self.cause is not None and self.has_spoken:  # it was done but for its exit
+            return int(self._reports.latest["ending"]["cause"] is not None)
+        return code
+
+    def ending(self, code: int) -> Ending | None:
+        """How it ended; None: well, or as it was asked to."""
+        if code == 0:
+            return None
+        if self.has_spoken:
+            told = self._reports.latest["ending"]
+            return Ending(told["cause"] or f"exit code {code}", told["restartable"], told["place"])
+        if self.cause is not None:
+            return Ending(self.cause, restartable=True)
+        if code < 0:
+            name = signal.Signals(-code).name
+            return Ending(f"the driver (pid {self.pid}) was killed by {name}", restartable=True)
+        return Ending(f"the driver (pid {self.pid}) ended with exit code {code}, without a word", restartable=True)
+
+    def _look(self) -> int | None:
+        """Take what the system says of all children; the exit code of this one, if it has ended."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            except ChildProcessError:  # somebody else waited for it
+                return 1
+            if pid == 0:
+                return None
+            if pid != self.pid:  # an orphan of the run
+                continue
+            if os.WIFSTOPPED(status) and os.WSTOPSIG(status) in JOB_CONTROL:
+                go_on(self.pid)
+            elif os.WIFSTOPPED(status):
+                self._stopped = time.monotonic()
+            elif os.WIFCONTINUED(status):
+                self._stopped, self._beat = None, None
+            else:
+                return os.waitstatus_to_exitcode(status)
+
+    def _is_lost(self) -> bool:
+        """Whether nothing will come of it any more; `cause` says why."""
+        now = time.monotonic()
+        if self._stopped is not None and now - self._stopped > _STOPPED_S:
+            self.cause = (
+                f"the driver (pid {self.pid}) was stopped (SIGSTOP) and nobody let it go on for {_STOPPED_S:.0f} s"
+            )
+        elif self._stopped is None and self._beat is not None:
+            limit = _ENDING_S if "ending" in self._reports.latest else _SILENT_S
+            if now - self._beat > limit and (state := _state(self.pid)) != _TRACED:
+                self.cause = (
+                    f"the driver (pid {self.pid}) gave no sign of life for {limit:.0f} s (process state {state})"
+                )
+        return self.cause is not None
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def _state(pid: int) -> str:
+    """Its letter in /proc; "?" where that is not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "?"
