@@ -1,0 +1,277 @@
+"""One run under faults: the real command, aimed at through its notes, watched until it stands beyond each fault."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from _chaos_faults import LAYOUTS, Fault
+from _chaos_processes import by_kind, identity, send, state_of, words_of
+from _chaos_watch import STARTING, Checkpoints, Notes, Place
+
+from verl.utils.process_tree import end_with_parent, family, kill_family
+
+ROOT = Path(__file__).parents[1]
+REWARD = '''
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Long enough for a scorer to be hit while it works."""
+    time.sleep(0.02)
+    return sum(c < "P" for c in solution_str) / max(1, len(solution_str))
+'''
+SAVE_FREQ, TEST_FREQ = 2, 4
+_TICK_S = 0.005
+# So long, after a fault that need not restart the run, it is watched for one all the same.
+_SETTLE_S = 6.0
+_UNNOTICED_S = 45.0
+
+
+@dataclass
+class Outcome:
+    """What came of a fault. `broken` is empty where all promises were kept."""
+
+    fault: Fault
+    layout: str
+    pid: int
+    step: int
+    phase: str
+    saved: int
+    seconds: float = 0.0
+    how: str = ""
+    resumed_at: int | None = None
+    redone: int = 0
+    said: str = ""
+    broken: str = ""
+
+    def row(self) -> dict[str, Any]:
+        own = {name: value for name, value in asdict(self).items() if name != "fault"}
+        return {"kind": self.fault.kind, "target": self.fault.target, "done": self.fault.done, **own}
+
+
+class Run:
+    """The command in `folder`. A hand touches it only where a promise is broken, which is counted."""
+
+    def __init__(self, task: dict[str, str], folder: Path, layout: str, steps: int, limit: float) -> None:
+        self.layout, self.steps, self.limit = layout, steps, limit
+        self.folder = folder
+        self.folder.mkdir(parents=True)
+        # Short, for the sockets of Ray.
+        self.ray_folder = tempfile.mkdtemp(prefix="c", dir="/tmp")
+        (folder / "tmp").mkdir()
+        self.notes = Notes(folder / "notes.jsonl")
+        self.checkpoints = Checkpoints(folder / "checkpoints")
+        self.command = [sys.executable, "-m", "verl.trainer.main_ppo", *_arguments(task, folder, layout, steps)]
+        self.newest_at_last_fault = 0
+        self.hands = 0
+        self.start()
+
+    # ---------------------------------------------------------------- the process
+
+    def start(self) -> None:
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "RAY_TMPDIR": self.ray_folder,
+            "TMPDIR": str(self.folder / "tmp"),
+            "HF_HUB_OFFLINE": "1",
+        }
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=self.folder,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+
+    def start_again(self) -> None:
+        """By hand."""
+        self.hands += 1
+        kill_family(self.process.pid)
+        self.process.wait()
+        self.start()
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.txt"
+
+    @property
+    def over(self) -> bool:
+        return self.process.poll() is not None
+
+    def wait(self) -> int | None:
+        """The exit status; None where the run did not end while it could have made its steps ten times."""
+        try:
+            return self.process.wait(timeout=self.limit + 10.0 * self.steps)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            self.notes.look()
+
+    def close(self) -> None:
+        kill_family(self.process.pid)
+        self.process.wait()
+        self.checkpoints.close()
+        self.notes.look()
+
+    # ---------------------------------------------------------------- aiming
+
+    def hit(self, fault: Fault, usual: dict[str, float], rng: random.Random) -> Outcome | None:
+        """Send the fault at its moment and wait until the run is beyond it; None where the run ended before."""
+        pid = None
+        while pid is None:
+            if not self._aim(fault, usual):
+                return None
+            found = by_kind(self.process.pid, self.notes.actor_ranks()).get(fault.target, [])
+            pid = rng.choice(found) if found else None
+        last = next(note for note in reversed(self.notes.all) if "phase" in note)
+        outcome = Outcome(fault, self.layout, pid, last["step"], last["phase"], self.checkpoints.newest())
+        alive = {identity(member) for member in family(self.process.pid)[1:]} - {None}
+        said_before, self.newest_at_last_fault = self.log.stat().st_size, outcome.saved
+        moment = time.monotonic()
+        if not send(pid, fault.signal):
+            return self.hit(fault, usual, rng)
+        self._follow(outcome, Place.of(last), moment)
+        if outcome.how == "restarted":
+            self._check_restart(outcome, alive)
+        outcome.said = _sentence(self.log, said_before)
+        return outcome
+
+    def _aim(self, fault: Fault, usual: dict[str, float]) -> bool:
+        """Wait for the moment; False: the run is over."""
+        while self.checkpoints.newest() <= self.newest_at_last_fault:
+            if not self._tick():
+                return False
+        if fault.kind == "starting":
+            return self._aim_at_start(fault, usual)
+        self.notes.look()
+        first = self.notes.all[-1]["step"] + fault.steps
+        for note in self._coming():
+            if fault.kind == "saver":
+                if note["step"] >= first and (folder := self.checkpoints.saving()) is not None:
+                    time.sleep(fault.share * 0.1)
+                    if folder.exists():
+                        return True
+            elif note["step"] >= first and note.get("phase") == fault.phase:
+                time.sleep(max(0.0, note["time"] + fault.share * usual[fault.phase] - time.monotonic()))
+                return True
+        return False
+
+    def _aim_at_start(self, fault: Fault, usual: dict[str, float]) -> bool:
+        """Kill the controller, which does not count, and wait for a phase of the start that follows."""
+        before = self.notes.controller
+        for pid in by_kind(self.process.pid, []).get("controller", []):
+            send(pid, fault.signal.SIGKILL)
+        for note in self._coming(restarted=True):
+            if note["pid"] != before and note.get("phase") == fault.phase:
+                time.sleep(fault.share * usual[fault.phase])
+                return True
+        return False
+
+    def _coming(self, restarted: bool = False) -> Iterator[dict[str, Any]]:
+        """Notes as they are written, and the last one again while there is none; until the run is over."""
+        while True:
+            yield from self.notes.look() or self.notes.all[-1:]
+            if not self._tick():
+                if not restarted or self.process.returncode == 0:
+                    return
+                self.start_again()
+
+    def _tick(self) -> bool:
+        time.sleep(_TICK_S)
+        return not self.over
+
+    # ---------------------------------------------------------------- following
+
+    def _follow(self, outcome: Outcome, hit: Place | None, moment: float) -> None:
+        """Until the run stands beyond the place where it was hit, or broke its promise."""
+        before, beyond, deadline = self.notes.controller, None, moment + self.limit
+        while True:
+            for note in self.notes.look():
+                place = Place.of(note)
+                if note["pid"] != before:
+                    if outcome.how != "restarted":
+                        outcome.how, beyond = "restarted", None
+                    outcome.resumed_at = note.get("resumed_at", outcome.resumed_at)
+                if place is not None and beyond is None and (hit is None or place > hit) and note["time"] > moment:
+                    beyond = note["time"]
+            now = time.monotonic()
+            if beyond is not None:
+                patience = _UNNOTICED_S if outcome.fault.restarts else _SETTLE_S
+                if outcome.how == "restarted" or now > moment + patience or self._finished():
+                    outcome.how, outcome.seconds = outcome.how or "went on", beyond - moment
+                    return
+            if self._finished():
+                outcome.how, outcome.seconds = "ended", now - moment
+                return
+            if not self._tick() and self.process.returncode != 0:
+                outcome.broken += f"the run ended with {self.process.returncode}; "
+                self.start_again()
+            elif now > deadline:
+                outcome.broken += f"no recovery in {self.limit:.0f} s; "
+                self._keep_evidence(outcome)
+                self.start_again()
+                deadline = now + self.limit
+
+    def _finished(self) -> bool:
+        return self.over and self.process.returncode == 0
+
+    def _check_restart(self, outcome: Outcome, alive: set[Any]) -> None:
+        left = [words_of(pid) for pid, began in alive if identity(pid) == (pid, began)]
+        if left:
+            outcome.broken += f"left running: {', '.join(' '.join(words)[:60] for words in left)}; "
+        if outcome.resumed_at is None or outcome.resumed_at < outcome.saved:
+            outcome.broken += f"resumed at {outcome.resumed_at}, though {outcome.saved} was saved; "
+        starts = outcome.phase in STARTING
+        outcome.redone = 0 if starts or outcome.resumed_at is None else outcome.step - outcome.resumed_at
+
+    def _keep_evidence(self, outcome: Outcome) -> None:
+        lines = [f"{outcome}", ""]
+        lines += [f"{pid} {state_of(pid)} {' '.join(words_of(pid))[:120]}" for pid in family(self.process.pid)]
+        (self.folder / f"hang-{outcome.pid}.txt").write_text("\n".join(lines) + "\n" + self.log.read_text()[-5000:])
+
+
+_RAY_PREFIX = re.compile(r"^(\x1b\[\d+m)?\((\w+) pid=\d+\)(\x1b\[0m)? *")
+_SAYS = re.compile(r"died|killed|stopped|hangs|hung|silent|lost|ended \(|does not answer|starting again|again")
+
+
+def _sentence(log: Path, since: int) -> str:
+    """The first line after a fault that tells of it."""
+    with log.open("rb") as file:
+        file.seek(since)
+        lines = file.read().decode(errors="replace").splitlines()
+    own = [_RAY_PREFIX.sub("", line) for line in lines]
+    return next((line for line in own if _SAYS.search(line)), "")
+
+
+def _arguments(task: dict[str, str], folder: Path, layout: str, steps: int) -> list[str]:
+    sys.path.insert(0, str(ROOT))
+    from tests.support.training_harness import overrides
+
+    return overrides(
+        task,
+        folder,
+        *LAYOUTS[layout],
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "reward_model.reward_kwargs={num_processes: 2}",
+        f"trainer.cls_path={ROOT / 'benchmarks' / '_chaos_trainer.py'}:NotingTrainer",
+        f"trainer.rollout_data_dir={folder / 'answers'}",
+        f"trainer.total_training_steps={steps}",
+        "trainer.total_epochs=1000",
+        f"trainer.save_freq={SAVE_FREQ}",
+        f"trainer.test_freq={TEST_FREQ}",
+        "trainer.max_actor_ckpt_to_keep=4",
+        "trainer.logger=[console]",
+    )

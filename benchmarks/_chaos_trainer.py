@@ -1,0 +1,72 @@
+"""The trainer of a run under faults: the ordinary one, which also notes the phases it enters, for who aims at them.
+
+Loaded by `trainer.cls_path`. Every line of the file is one JSON object with a time that all processes share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+# Methods of the trainer that are phases, in the order of a run and, from `_hand_over_weights` on, of a step.
+PHASES = {
+    "init_workers": "start",
+    "_load_checkpoint": "resume",
+    "_hand_over_weights": "hand-over",
+    "_generate": "generation",
+    "_compute_reward": "reward",
+    "_compute_old_log_prob": "old log-probs",
+    "_compute_advantage": "advantages",
+    "_update": "update",
+    "_after_step": "answers",
+    "_save_checkpoint": "save",
+    "_validate": "validation",
+    "_log_metrics": "log",
+}
+
+
+def _noted(method: str, phase: str) -> Callable[..., Any]:
+    def call(self: NotingTrainer, *args: Any, **kwargs: Any) -> Any:
+        if self.inside is not None:  # validation generates and hands over, too
+            return getattr(RayPPOTrainer, method)(self, *args, **kwargs)
+        self.inside = phase
+        self.note(phase=phase, number=list(PHASES.values()).index(phase))
+        try:
+            return getattr(RayPPOTrainer, method)(self, *args, **kwargs)
+        finally:
+            self.inside = None
+            self.after(phase)
+
+    return call
+
+
+class NotingTrainer(RayPPOTrainer):
+    """Notes go to `notes.jsonl` beside the folder of the answers."""
+
+    inside: str | None = None
+    vars().update({method: _noted(method, phase) for method, phase in PHASES.items()})
+
+    def note(self, **fields: Any) -> None:
+        line = {"time": time.monotonic(), "pid": os.getpid(), "step": self.global_steps, **fields}
+        answers = Path(self.config.trainer.rollout_data_dir)
+        with (answers.parent / "notes.jsonl").open("a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def after(self, phase: str) -> None:
+        if phase == "start":
+            import ray
+
+            described = ray.get([worker.describe.remote() for worker in self.actor_wg.workers])
+            self.note(actor_ranks=[pid for *_, pid in described])
+        elif phase == "resume":
+            self.note(resumed_at=self.global_steps)
+        elif phase == "answers":
+            path = Path(self.config.trainer.rollout_data_dir) / f"{self.global_steps}.jsonl"
+            self.note(answers=hashlib.sha256(path.read_bytes()).hexdigest())

@@ -1,0 +1,117 @@
+"""The chaos benchmark sees what it is there to see: half checkpoints, other prompts, other weights, what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from _chaos_faults import KINDS, SIGNALS, planned
+from _chaos_processes import by_kind, left_of
+from _chaos_watch import Checkpoints, Notes, Place
+from chaos import differing_answers, differing_weights
+
+from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    watched = Checkpoints(tmp_path)
+    yield watched
+    watched.close()
+
+
+def save(root: Path, step: int, weights: str) -> Path:
+    manager = CheckpointManager(root)
+    folder = manager.begin(step)
+    (folder / "actor").mkdir()
+    (folder / "actor" / "0.distcp").write_text(weights)
+    return manager.commit(step)
+
+
+@pytest.mark.parametrize("layout", KINDS)
+def test_every_kind_is_killed_and_stopped_before_one_comes_again_and_a_seed_gives_one_plan(layout):
+    deck = len(KINDS[layout]) * len(SIGNALS)
+    faults = list(islice(planned(layout, random.Random(3)), deck))
+    assert {(fault.kind, fault.done) for fault in faults} == {(k, done) for k in KINDS[layout] for done in SIGNALS}
+    assert faults == list(islice(planned(layout, random.Random(3)), deck))
+    assert faults != list(islice(planned(layout, random.Random(4)), deck))
+
+
+def test_a_whole_step_is_the_newest_and_half_a_step_under_a_steps_name_is_noticed(tmp_path, checkpoints):
+    save(tmp_path, 2, "two")
+    assert (checkpoints.newest(), checkpoints.broken) == (2, set())
+    half = save(tmp_path, 4, "four")
+    (half / "actor" / "0.distcp").write_text("fo")
+    (tmp_path / "global_step_6").mkdir()
+    assert checkpoints.newest() <= 4
+    assert any("global_step_6: manifest.json: missing" in problem for problem in checkpoints.broken)
+    seen_whole = 4 in checkpoints.saved  # the thread may have looked before it was cut
+    assert seen_whole or any("global_step_4: actor/0.distcp: truncated" in problem for problem in checkpoints.broken)
+
+
+def test_other_weights_and_a_step_that_was_never_saved_are_noticed(tmp_path):
+    runs = []
+    for name, contents in {"undisturbed": ("a", "b", "c"), "same": ("a", "b", "c"), "other": ("a", "B")}.items():
+        watched = Checkpoints(tmp_path / name)
+        for step, weights in enumerate(contents, start=1):
+            save(tmp_path / name, step, weights)
+        watched.close()
+        runs.append(SimpleNamespace(checkpoints=watched))
+    undisturbed, same, other = runs
+    assert differing_weights(same, undisturbed) == []
+    assert differing_weights(other, undisturbed) == ["step 2: actor/0.distcp differ", "step 3 was never saved"]
+
+
+def test_a_step_done_again_with_other_prompts_is_noticed_though_its_last_time_was_right(tmp_path):
+    def noted(name: str, answers: list[tuple[int, str]]) -> SimpleNamespace:
+        lines = [json.dumps({"pid": 1, "step": step, "answers": digest}) for step, digest in answers]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        notes = Notes(tmp_path / name)
+        notes.look()
+        return SimpleNamespace(notes=notes)
+
+    undisturbed = noted("undisturbed", [(1, "p"), (2, "q"), (3, "r")])
+    assert differing_answers(noted("again", [(1, "p"), (2, "q"), (2, "q"), (3, "r")]), undisturbed) == []
+    found = differing_answers(noted("wrong", [(1, "p"), (2, "r"), (2, "q")]), undisturbed)
+    assert [problem.rpartition(" ")[2] for problem in found] == ["2", "3"]
+
+
+def test_notes_are_read_line_by_line_and_places_follow_the_order_of_a_step(tmp_path):
+    path, notes = tmp_path / "notes.jsonl", Notes(tmp_path / "notes.jsonl")
+    assert notes.look() == []
+    path.write_text('{"pid": 7, "step": 1, "phase": "update", "number": 7}\n{"pid": 7, "st')
+    (update,) = notes.look()
+    with path.open("a") as out:
+        out.write('ep": 2, "phase": "hand-over", "number": 2}\n{"pid": 7, "step": 0, "phase": "resume", "number": 1}\n')
+    following, resume = notes.look()
+    assert Place.of(following) > Place.of(update)
+    assert Place.of(resume) is None
+
+
+def test_processes_are_told_apart_by_what_they_run_and_what_is_left_of_them_is_found():
+    program = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', input()]); sys.stdin.read()"
+    server = b"import time; time.sleep(60)  # verl.utils.process_pool.fork_server\n"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as parent:
+        parent.stdin.write(server)
+        parent.stdin.flush()
+        found, deadline = {}, time.monotonic() + 60
+        while "fork server" not in found and time.monotonic() < deadline:
+            found = by_kind(parent.pid, None)
+        (pid,) = found["fork server"]
+        try:
+            assert found["driver"] == [parent.pid]
+            assert any(line.startswith(f"{pid} ") for line in left_of([]))
+            assert not any(line.startswith(f"{pid} ") for line in left_of([parent.pid]))
+        finally:
+            os.kill(pid, signal.SIGKILL)
