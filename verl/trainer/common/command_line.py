@@ -16,6 +16,7 @@ from verl.config.load import Given
 from verl.config.schema import Block
 from verl.trainer.common.ending import ends_in_words
 from verl.utils.logging_setup import setup_logging
+from verl.utils.lost_terminal import outlive_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ def command(
         composed = hydra.main(config_path="config", config_name=config_name, version_base=None)(told)
 
         def main() -> None:
+            outlive_terminal()
             with ends(), prepared_arguments(config_name):
                 composed()
 

@@ -24,6 +24,7 @@ from verl.trainer.common.own_ray import RayLostError, RemoteTraceback
 from verl.trainer.supervision.causes import place_of, restartable
 from verl.trainer.supervision.report import earlier_attempts, is_supervised, tell
 from verl.utils.exceptions import note
+from verl.utils.lost_terminal import keep_lost_output
 from verl.version import __version__
 
 logger = logging.getLogger("verl.trainer.common.ending")
@@ -68,12 +69,14 @@ def ends_in_words(
 @contextmanager
 def tells_of_restart(trainer: Any) -> Iterator[None]:
     """Errors that leave this block know the run's folder and what the same command would do; supervisors hear it."""
+    from verl.utils.fs import expand_path
+
+    folder = expand_path(trainer.default_local_dir)
+    keep_lost_output(os.path.join(folder, "after_the_terminal.log"))
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        from verl.utils.fs import expand_path
-
-        note(error, run_folder=expand_path(trainer.default_local_dir), restart=what_the_same_command_does(trainer))
+        note(error, run_folder=folder, restart=what_the_same_command_does(trainer))
         place = place_of(error)
         first_sentence = _what(error)[0].partition(". ")[0].rstrip(".")
         cause = f"{first_sentence} ({place})" if place else first_sentence

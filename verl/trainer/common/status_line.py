@@ -174,6 +174,8 @@ class Bars:
         self._last: Standing | None = None
 
     def __call__(self, now: Standing) -> None:
+        if not self._rows.console.is_terminal:  # it closed: what is drawn now would fill a file
+            self._rows.stop()
         self._rows.update(self._steps, completed=now.step, total=now.total, count=f"{now.step}/{now.total}")
         if _another_phase(self._last, now):
             # A new row, for its clock and its estimate start again.

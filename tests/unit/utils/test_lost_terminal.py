@@ -1,0 +1,82 @@
+"""A real pseudo-terminal that closes, and a pipe whose reader ends: the program goes on, and its lines into a file."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import logging, pathlib, signal, sys, time
+from verl.utils.lost_terminal import keep_lost_output, outlive_terminal
+
+outlive_terminal()
+keep_lost_output("kept.log")
+from verl.trainer.common.signals import stop_on_signals
+from verl.trainer.common.status_line import Standing, progress_bar
+from verl.utils.logging_setup import setup_logging
+
+setup_logging()
+logger = logging.getLogger("verl.test")
+if "nohup" in sys.argv:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+ended = pathlib.Path("end")
+with stop_on_signals(lambda: None) as asked, progress_bar(lambda: Standing(3, 10, "gen", 1.0, 1, 2)):
+    while not ended.exists():
+        logger.info("step")
+        print("printed", flush=True)
+        time.sleep(0.05)
+print(f"stopped by {asked.by}")
+"""
+
+
+def start(folder: Path, stream: int, *arguments: str) -> subprocess.Popen:
+    """With the terminal or pipe `stream` as its output, and as its controlling terminal if it is one."""
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    lead = lambda: os.isatty(1) and os.close(os.open(os.ttyname(1), os.O_RDWR))  # noqa: E731 - opened by a leader
+    process = subprocess.Popen(
+        command, cwd=folder, stdout=stream, stderr=stream, start_new_session=True, preexec_fn=lead
+    )
+    os.close(stream)
+    return process
+
+
+def end(process: subprocess.Popen, folder: Path) -> list[str]:
+    """Let it write for a while after the loss, and end; what it wrote then."""
+    time.sleep(1)
+    assert process.poll() is None
+    (folder / "end").touch()
+    assert process.wait(timeout=20) == 0
+    return (folder / "kept.log").read_text().splitlines()
+
+
+@pytest.mark.parametrize("signal", ["SIGHUP", None])
+def test_a_terminal_that_closes(tmp_path, signal):
+    """It asks the program to end, but for `nohup`; the bars of a terminal do not fill the file."""
+    ours, theirs = pty.openpty()
+    process = start(tmp_path, theirs, *([] if signal else ["nohup"]))
+    seen = b""
+    while b"printed" not in seen or b"gen" not in seen:
+        seen += os.read(ours, 4096)
+    os.close(ours)
+    lines = end(process, tmp_path)
+    assert lines[-1].endswith(f"stopped by {signal}")
+    assert sum("printed" in line for line in lines) > 5
+    assert sum("INFO" in line and "step" in line for line in lines) > 5
+    assert any("SIGHUP" in line for line in lines) == (signal is not None)
+    assert sum("gen" in line for line in lines) < len(lines) / 3, "soon nothing is drawn there"
+
+
+def test_a_pipe_whose_reader_ends(tmp_path):
+    ours, theirs = os.pipe()
+    process = start(tmp_path, theirs)
+    assert os.read(ours, 4096)
+    os.close(ours)
+    lines = end(process, tmp_path)
+    assert lines[-1] == "stopped by None"
+    assert lines.count("printed") > 5
