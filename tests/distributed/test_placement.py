@@ -13,7 +13,7 @@ import pytest
 
 from verl.single_controller.base import ResourcePool
 from verl.single_controller.ray import RayResourcePool, merge_resource_pool
-from verl.single_controller.ray.resource_pool import _address_key
+from verl.single_controller.ray.resource_pool import Node, _address_key, room_for
 
 # A cluster of several nodes cannot share a process with the session's own, hence the subprocess.
 PROGRAM = """
@@ -85,3 +85,17 @@ def test_pools_count_their_ranks():
 def test_addresses_sort_as_numbers():
     addresses = ["10.0.0.10", "10.0.0.9", "head.local", "9.1.1.1"]
     assert sorted(addresses, key=_address_key) == ["9.1.1.1", "10.0.0.9", "10.0.0.10", "head.local"]
+
+
+def test_pools_share_nodes_but_no_gpu():
+    def nodes(*free: float) -> list[Node]:
+        return [Node(str(i), f"10.0.0.{i}", 8, gpus) for i, gpus in enumerate(free)]
+
+    assert room_for([[8, 8]], True, nodes(8, 8))
+    assert not room_for([[8, 8]], True, nodes(8, 7))
+    assert room_for([[8, 8]], True, [node.when_free() for node in nodes(8, 7)])
+    assert not room_for([[8, 8]], True, nodes(16)), "two entries are two nodes"
+    assert room_for([[4, 4], [2, 2]], True, nodes(8, 6))
+    assert not room_for([[4, 4], [4]], True, nodes(7, 7))
+    assert room_for([[2, 2], [2, 2]], False, nodes(0, 0))
+    assert not room_for([[1, 1]], False, nodes(0))

@@ -90,6 +90,9 @@ class TrainerConfig(RunConfig):
     )
     master_addr: str | None = key("Address of node 0, with node_rank.", null="this machine")
     master_port: int = key("Port of node 0, with node_rank.", min=1, max=65535)
+    nodes_within: float = key(
+        "Seconds that a start waits for nodes that are not there yet (or not again), and a node for its head.", min=0
+    )
 
 
 @dataclass(kw_only=True, slots=True)

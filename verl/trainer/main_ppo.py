@@ -15,23 +15,17 @@ from omegaconf import DictConfig
 from verl.config import PPOConfig, batch_plan, load_config
 from verl.config.load import Config
 from verl.config.plan import active_roles
-from verl.trainer.common.cluster import (
-    joins_a_head,
-    running_head,
-    serve_as_node,
-    start_head,
-    start_ray,
-    stop_head,
-    wait_for_nodes,
-)
+from verl.trainer.common.cluster import start_ray, wait_for_nodes
 from verl.trainer.common.command_line import checked, command
 from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
+from verl.trainer.common.nodes import joins_a_head, running_head, serve_as_node, start_head, stop_head
 from verl.trainer.common.own_ray import OwnRay, result_of
 from verl.trainer.common.signals import Asked, stop_on_signals
 from verl.trainer.common.status_line import progress_bar
-from verl.trainer.supervision.report import tell
+from verl.trainer.supervision.report import earlier_attempts, tell
 from verl.trainer.supervision.supervisor import supervise
 from verl.utils.logging_setup import shown_messages
+from verl.utils.lost_terminal import outlive_terminal
 from verl.utils.process_tree import family
 
 logger = logging.getLogger(__name__)
@@ -39,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Train a model by reinforcement learning; a wrong configuration lists every problem and exits with 2."""
+    outlive_terminal()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     _main()
 
@@ -74,17 +69,20 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
 
 def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> None:
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     own, ours = OwnRay(), not ray.is_initialized()
     if ours:
         own = start_ray(config.ray_init.num_cpus if config.trainer.node_rank is None else None)
-        wait_for_nodes(config)
+        if not own:
+            wait_for_nodes(config, again=earlier_attempts() > 0)
     if head is not None:
         own = OwnRay(family(head.pid))
     if not hasattr(runner_class, "remote"):
         # Three threads: one runs, the others take the request to stop and say where the run stands.
         runner_class = ray.remote(num_cpus=1, max_concurrency=3)(runner_class)
-    runner = runner_class.remote()
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    runner = runner_class.options(scheduling_strategy=here).remote()  # beside us: other nodes may go and come
     stopping: AbstractContextManager[Asked] = nullcontext(Asked())
     if hasattr(runner, "request_stop"):
         stopping = stop_on_signals(lambda: runner.request_stop.remote(), own.kill)

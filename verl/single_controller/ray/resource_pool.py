@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl.single_controller.base.worker_group import ResourcePool
+from verl.utils.network import answers
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,10 @@ class Node:
     address: str
     total_gpus: float
     free_gpus: float
+
+    def when_free(self) -> Node:
+        """As it would be without any job."""
+        return replace(self, free_gpus=self.total_gpus)
 
 
 class RayResourcePool(ResourcePool):
@@ -54,16 +59,21 @@ class RayResourcePool(ResourcePool):
         self.name_prefix = name_prefix or "pool"
         self.detached = detached
         self._placement_groups: list[PlacementGroup] | None = None
+        self._nodes: list[Node] = []
 
     def get_placement_groups(self) -> list[PlacementGroup]:
         """The pool's placement groups, one per node, made on first use. Raises ResourceError if they cannot be had."""
         if self._placement_groups is None:
-            nodes = choose_nodes(self.store, self.use_gpu, self.name_prefix)
+            self._nodes = choose_nodes(self.store, self.use_gpu, self.name_prefix)
             self._placement_groups = [
-                self._place(i, count, node) for i, (count, node) in enumerate(zip(self.store, nodes, strict=True))
+                self._place(i, count, node) for i, (count, node) in enumerate(zip(self.store, self._nodes, strict=True))
             ]
             self._wait_until_ready(self._placement_groups)
         return self._placement_groups
+
+    def nodes_by_rank(self) -> list[Node]:
+        """The node of every rank, once they are placed."""
+        return [node for node, count in zip(self._nodes, self.store, strict=True) for _ in range(count)]
 
     def release(self) -> None:
         """Give the placement groups back; actors in them end."""
@@ -129,17 +139,37 @@ def merge_resource_pool(a: RayResourcePool, b: RayResourcePool) -> RayResourcePo
         a.store + b.store, a.use_gpu, f"{a.name_prefix}+{b.name_prefix}", a.max_colocate_count, a.detached
     )
     merged._placement_groups = a.get_placement_groups() + b.get_placement_groups()
+    merged._nodes = a._nodes + b._nodes
     return merged
 
 
 def choose_nodes(process_on_nodes: Sequence[int], use_gpu: bool, name: str) -> list[Node]:
     """A node for each entry, in the order of addresses. One error at once if the cluster cannot serve them."""
     nodes = alive_nodes()
+    chosen = _placed(process_on_nodes, use_gpu, nodes)
+    if chosen is None:
+        raise ResourceError(_too_little(process_on_nodes, use_gpu, name, nodes))
+    return chosen
+
+
+def room_for(pools: Sequence[Sequence[int]], use_gpu: bool, nodes: Sequence[Node]) -> bool:
+    """Whether these nodes can serve all pools together: they share nodes, but no GPU."""
+    free = {node.node_id: node for node in nodes}
+    for pool in pools:
+        chosen = _placed(pool, use_gpu, list(free.values()))
+        if chosen is None:
+            return False
+        for count, node in zip(pool, chosen, strict=True):
+            free[node.node_id] = replace(node, free_gpus=node.free_gpus - count)
+    return True
+
+
+def _placed(process_on_nodes: Sequence[int], use_gpu: bool, nodes: Sequence[Node]) -> list[Node] | None:
     chosen: list[Node] = []
     for count in process_on_nodes:
         fitting = [node for node in nodes if node not in chosen and (not use_gpu or node.free_gpus >= count)]
         if not fitting:
-            raise ResourceError(_too_little(process_on_nodes, use_gpu, name, nodes))
+            return None
         chosen.append(fitting[0])
     return chosen
 
@@ -158,6 +188,24 @@ def alive_nodes() -> list[Node]:
         if node["Alive"]
     ]
     return sorted(nodes, key=lambda node: (_address_key(node.address), node.node_id))
+
+
+def lost_ranks(nodes_by_rank: Sequence[Node]) -> dict[str, list[int]]:
+    """Ranks by the address of their node, where that is gone: given up by Ray, or nobody answers for it there.
+
+    Ray itself takes up to a minute to give a node up; by then its peers have failed in ways that do not name it.
+    """
+    alive = {
+        node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]
+    }
+    ranks: dict[Node, list[int]] = {}
+    for rank, node in enumerate(nodes_by_rank):
+        ranks.setdefault(node, []).append(rank)
+    return {
+        node.address: there
+        for node, there in ranks.items()
+        if node.node_id not in alive or not answers(*alive[node.node_id])
+    }
 
 
 def describe_cluster() -> str:

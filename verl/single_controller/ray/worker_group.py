@@ -24,10 +24,11 @@ from verl.single_controller.base.host import RankHost
 from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.base.worker_group import ClassWithInitArgs, WorkerGroup, check_prefixes, specs_of
 from verl.single_controller.ray.batch_ref import BatchRef
-from verl.single_controller.ray.resource_pool import RayResourcePool
+from verl.single_controller.ray.resource_pool import RayResourcePool, lost_ranks
 from verl.single_controller.ray.stored import StoredRows, store_rows
 from verl.utils.import_utils import register_user_modules_by_value
 from verl.utils.logging_setup import quiet_warnings
+from verl.utils.network import interface_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class RayRankHost(RankHost):
     def construct(self, info: RankInfo, cls_with_init: ClassWithInitArgs) -> Failure | None:
         quiet_warnings()
         os.environ.update(info.environment())
+        _use_the_nodes_network()
         if info.device_name == "cpu":
             _share_cores(info.local_world_size)
         return super().construct(info, cls_with_init)
@@ -122,6 +124,7 @@ class RayWorkerGroup(WorkerGroup):
         self.name_prefix = name_prefix or f"group-{uuid.uuid4().hex[:6]}"
         self._detached = detached or resource_pool.detached
         self._workers = self._start_actors(resource_pool, _checked_env(worker_env or {}))
+        self._nodes = resource_pool.nodes_by_rank()
         self._broken: list[WorkerDiedError] = []
         self._hosts = ["?"] * resource_pool.world_size
         self._set_roles(specs_of(ray_cls_with_init), resource_pool.world_size)
@@ -158,7 +161,7 @@ class RayWorkerGroup(WorkerGroup):
             )
         group = object.__new__(cls)
         group.name_prefix = name_prefix or names[0]
-        group._detached, group._workers, group._broken = True, workers, []
+        group._detached, group._workers, group._broken, group._nodes = True, workers, [], []
         group._hosts = group._ask_hosts(workers)
         group._set_roles(specs_of(ray_cls_with_init) if ray_cls_with_init else specs, info.world_size)
         group.master_address, group.master_port = info.master_addr, info.master_port
@@ -297,9 +300,13 @@ class RayWorkerGroup(WorkerGroup):
 
     def _raise(self, method: str, failures: dict[int, Exception | Failure]) -> None:
         died = next((rank for rank, failure in failures.items() if isinstance(failure, Exception)), None)
-        if died is not None:
+        if lost := lost_ranks(self._nodes):
+            died, what, advice = min(min(ranks) for ranks in lost.values()), _loss(lost, self.role), ""
+        elif died is not None:
             what, advice = _death(failures[died])
-            error = WorkerDiedError(what, self.role, died, self._hosts[died], method, str(failures[died]))
+        if died is not None:
+            detail = "\n".join(str(failure) for failure in failures.values())
+            error = WorkerDiedError(what, self.role, died, self._hosts[died], method, detail)
             error.advice = advice
             self._broken.append(error)
             raise error
@@ -355,6 +362,15 @@ def _death(error: Exception | Failure) -> tuple[str, str]:
     return f"worker process died: {how}. {_ADVICE}", _ADVICE
 
 
+def _loss(ranks_by_node: dict[str, list[int]], role: str) -> str:
+    """That nodes are gone, with whom; a node's ranks follow each other."""
+    ranks = {
+        node: f"rank {there[0]}" if len(there) == 1 else f"ranks {there[0]}-{there[-1]}"
+        for node, there in ranks_by_node.items()
+    }
+    return "; ".join(f"node {node} is gone, with {there} of {role}" for node, there in ranks.items())
+
+
 def _on(actor: Any, method: str, lane: str) -> Any:
     return getattr(actor, method).options(concurrency_group=lane)
 
@@ -364,6 +380,14 @@ def _named_actor(name: str) -> Any:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError as error:
         raise ValueError(f"no running worker named {name!r}. Was its group started with detached=True?") from error
+
+
+def _use_the_nodes_network() -> None:
+    """Gloo asks the hostname for an address, which many systems resolve to the machine itself: not for other nodes."""
+    if sum(node["Alive"] for node in ray.nodes()) > 1:
+        name = interface_of(ray.util.get_node_ip_address())
+        if name is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _share_cores(ranks_on_node: int) -> None:

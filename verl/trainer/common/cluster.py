@@ -1,45 +1,34 @@
-"""Starting or joining Ray. Nothing here imports it before it is needed.
+"""Starting or joining Ray, and waiting for its nodes. Nothing here imports it before it is needed.
 
-Either a cluster runs already (`ray start` on every node), or this machine alone is one, or `trainer.node_rank` says
-which of several nodes this is: 0 starts the head and runs the job, the others join it and serve until it ends.
+Either a cluster runs already (`ray start` on every node, or `trainer.node_rank`: see `nodes`), or this machine is one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from verl.config import PPOConfig
+from verl.config.plan import active_roles
 from verl.trainer.common.own_ray import OwnRay, started_apart
-from verl.trainer.common.signals import stop_on_signals
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.utils.exceptions import Travels
-from verl.utils.process_tree import end_with_parent, kill_family
+from verl.utils.network import stranger_at
 
 logger = logging.getLogger(__name__)
 
-_JOIN_TIMEOUT_S = 600.0
-_STOP_TIMEOUT_S = 20.0
-# Ray protects a cluster with a token in the head's home folder. Nodes that do not share it need a copy of it, or
-# RAY_AUTH_MODE=disabled everywhere; the user's own setting stands.
-_AUTH_MODE = "token"
-# How a client of HTTP/2 begins, which all of Ray's servers speak (gRPC): a preface, and settings without any entry.
-_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-_SETTINGS_FRAME = 4
-_PATIENCE_S = 8.0
-_STALE = "A stale cluster is the usual cause: run `ray stop`, then `ray start --head`, and try again."
+_LOOK_S = 1.0
+_SAY_S = 20.0
+STALE = "A stale cluster is the usual cause: run `ray stop`, then `ray start --head`, and try again."
+_TOO_FEW = "See what became of the others (`ray status`), join them again, or set trainer.nnodes."
 
 
 class RayUnavailableError(Travels, RuntimeError):
     """Ray could not be started or joined; the message says what to run."""
 
-    def __init__(self, reason: str, remedy: str = _STALE) -> None:
+    def __init__(self, reason: str, remedy: str = STALE) -> None:
         super().__init__(f"Ray cannot start or join its cluster ({reason}). {remedy}")
 
 
@@ -78,6 +67,12 @@ def _note() -> Path:
     return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
 
 
+def forget_cluster(address: str) -> None:
+    """Remove the note of `ray start`, if it tells of this cluster."""
+    if _note().is_file() and _note().read_text().strip() == address:
+        _note().unlink(missing_ok=True)
+
+
 def _check_cluster_answers(address: str | None) -> None:
     """Ray itself would wait for minutes for a cluster that is gone, or for a stranger's answer."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
@@ -95,172 +90,52 @@ def _check_cluster_answers(address: str | None) -> None:
         )
 
 
-def joins_a_head(config: PPOConfig) -> bool:
-    """Whether this process only lends its machine to the node that runs the job."""
-    return config.trainer.node_rank is not None and config.trainer.node_rank > 0
+def wait_for_nodes(config: PPOConfig, again: bool = False) -> None:
+    """Until the cluster that was joined has what the run asks for, or `trainer.nodes_within` is over.
 
+    Nodes join late, and those of an attempt that died may have to start anew. `again`: this is not the first attempt,
+    so that even a cluster whose nodes are too small for good had been large enough. At a first start that is not waited
+    for: what places the ranks says at once what is missing.
+    """
+    from verl.single_controller.ray.resource_pool import alive_nodes, room_for
 
-def serve_as_node(config: PPOConfig) -> None:
-    """Join the head at `trainer.master_addr:master_port` and stay until it ends."""
-    address = f"{config.trainer.master_addr}:{config.trainer.master_port}"
-    logger.info("Joining the Ray head at %s as node %d...", address, config.trainer.node_rank)
-    _wait_for(config.trainer.master_addr or "", config.trainer.master_port)
-    os.environ.setdefault("RAY_AUTH_MODE", _AUTH_MODE)
-    # --block: the command lives as long as the node, and the node as long as the head.
-    node = _started_apart("start", f"--address={address}", "--block", *_cpus(config))
-    # A scheduler stops all nodes at once: this one serves on while the head finishes its step.
-    with stop_on_signals(lambda: None, lambda: kill_family(node.pid), "this node stays until the head has saved"):
-        node.wait()
-    logger.info("The head is gone: this node is done.")
-
-
-def start_head(config: PPOConfig) -> subprocess.Popen | None:
-    """With `trainer.node_rank=0`: start the head that the other nodes join. `stop_head` ends it."""
-    trainer = config.trainer
-    if trainer.node_rank != 0:
-        return None
-    os.environ.setdefault("RAY_AUTH_MODE", _AUTH_MODE)
-    host = trainer.master_addr or "127.0.0.1"
-    if is_taken(trainer.master_port):
-        raise RayUnavailableError(*_taken(host, trainer.master_port))
-    options = [f"--node-ip-address={host}", f"--port={trainer.master_port}"]
-    # --block: the head is this command, so ending it ends this head and no other Ray of the machine.
-    head = _started_apart("start", "--head", "--block", *options, *_cpus(config), stdout=subprocess.DEVNULL)
-    try:
-        _wait_for(host, trainer.master_port, alive=head)
-    except BaseException:
-        stop_head(head)
-        raise
-    os.environ["RAY_ADDRESS"] = f"{host}:{trainer.master_port}"
-    return head
-
-
-def running_head(config: PPOConfig, head: subprocess.Popen | None) -> subprocess.Popen | None:
-    """The head so far, if it runs; else another, where there is one at all."""
-    if head is not None and head.poll() is None:
-        return head
-    stop_head(head)
-    return start_head(config)
-
-
-def stop_head(head: subprocess.Popen | None) -> None:
-    """End the head that this process started, and with it the nodes that joined."""
-    if head is None:
-        return
-    head.terminate()
-    try:
-        head.wait(timeout=_STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        kill_family(head.pid)
-        head.wait()
-
-
-def wait_for_nodes(config: PPOConfig) -> None:
-    """With `trainer.node_rank`, wait until all nodes have joined."""
-    import ray
-
-    if config.trainer.node_rank is None:
-        return
-    deadline = time.monotonic() + _JOIN_TIMEOUT_S
-    while (alive := sum(node["Alive"] for node in ray.nodes())) < config.trainer.nnodes:
-        if time.monotonic() > deadline:
-            raise RayUnavailableError(f"{alive} of trainer.nnodes = {config.trainer.nnodes} nodes joined in time")
-        time.sleep(1)
-
-
-def _wait_for(host: str, port: int, alive: subprocess.Popen | None = None) -> None:
-    """Until a head answers there; a stranger at its port is told of at once."""
-    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    used = dict.fromkeys(config.role_mapping[role] for role in active_roles(config))
+    pools = [config.resource_pool_spec[name] for name in used]
+    on_gpus = config.trainer.device == "cuda"
+    least = config.trainer.nnodes if config.trainer.node_rank is not None else max(map(len, pools))
+    wait = Wait(config.trainer.nodes_within)
     while True:
-        try:
-            if stranger_at(host, port) is not None:
-                raise RayUnavailableError(*_taken(host, port))
+        nodes = alive_nodes()
+        complete = len(nodes) >= least
+        if complete and room_for(pools, on_gpus, nodes):
             return
-        except OSError as error:
-            if time.monotonic() > deadline or (alive is not None and alive.poll() is not None):
-                raise RayUnavailableError(f"no head answers at {host}:{port}: {error}") from error
-            time.sleep(1)
+        if complete and not again and not room_for(pools, on_gpus, [node.when_free() for node in nodes]):
+            return
+        there = f"{min(len(nodes), least)} of {least} nodes"
+        if on_gpus:
+            there += f", {sum(node.free_gpus for node in nodes):g} of {sum(map(sum, pools))} GPUs"
+        if not wait.goes_on(f"{there}: waiting for the rest (trainer.nodes_within)"):
+            raise RayUnavailableError(f"{there} after {in_words(config.trainer.nodes_within)}", _TOO_FEW)
 
 
-def _taken(host: str, port: int) -> tuple[str, str]:
-    """Cause and remedy where `trainer.master_port` is not free for our head."""
-    try:
-        stranger = stranger_at(host, port)
-    except OSError:
-        stranger = "something else, on another address of this machine"
-    if stranger is None:
-        return f"trainer.master_port = {port}: a Ray head runs at {host}:{port} already", _STALE
-    remedy = "Set another trainer.master_port on all nodes, or end what is there."
-    return f"trainer.master_port = {port}: at {host} answers {stranger}, not a Ray head", remedy
+class Wait:
+    """A wait that says, at once and every so often, what for and how long yet."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end, self._say_at = time.monotonic() + seconds, 0.0
+
+    def goes_on(self, what: str) -> bool:
+        """Say it, if it is time to, and sleep a little; False when the time is over."""
+        now = time.monotonic()
+        if now >= self._end:
+            return False
+        if now >= self._say_at:
+            self._say_at = now + _SAY_S
+            logger.warning("%s, %s left", what, in_words(self._end - now))
+        time.sleep(min(_LOOK_S, self._end - now))
+        return True
 
 
-def _started_apart(*arguments: str, stdout: int | None = None) -> subprocess.Popen:
-    """A `ray` command that signals to our process group do not reach, and that does not outlive us."""
-    return subprocess.Popen(_ray(*arguments), stdout=stdout, start_new_session=True, preexec_fn=end_with_parent)
-
-
-def _ray(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "ray.scripts.scripts", *arguments]
-
-
-def _cpus(config: PPOConfig) -> list[str]:
-    return [] if config.ray_init.num_cpus is None else [f"--num-cpus={config.ray_init.num_cpus}"]
-
-
-def stranger_at(host: str, port: int) -> str | None:
-    """What answers at a port in Ray's place, in words; None if it may be Ray. OSError where nobody answers at all."""
-    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):  # encrypted: not to be told from outside
-        socket.create_connection((host, port), timeout=5).close()
-        return None
-    with socket.create_connection((host, port), timeout=5) as connection:
-        connection.settimeout(_PATIENCE_S)
-        try:
-            connection.sendall(_HELLO)
-            reply = connection.recv(512)
-        except TimeoutError:
-            return f"something that accepts connections and says nothing{_holder(host, port)}"
-        except OSError as error:
-            return f"something that closes connections ({error}){_holder(host, port)}"
-    if len(reply) >= 4 and reply[3] == _SETTINGS_FRAME:
-        return None
-    return _described(reply) + _holder(host, port)
-
-
-def is_taken(port: int) -> bool:
-    """Whether a process of this machine listens at the port already, on any of its addresses."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return True
-    return False
-
-
-def _described(reply: bytes) -> str:
-    if not reply:
-        return "something that closes connections"
-    lines = reply.decode("latin-1").splitlines()
-    if lines[0].startswith(("HTTP/", "<!DOCTYPE", "<html")):
-        server = next((line.partition(":")[2].strip() for line in lines if line.lower().startswith("server:")), "")
-        return f"an HTTP server{f' ({server})' if server else ''}"
-    return f"something that says {lines[0][:60]!r}"
-
-
-def _holder(host: str, port: int) -> str:
-    """The process behind a port of this machine, as far as we may see it."""
-    with contextlib.suppress(OSError):
-        if socket.gethostbyname(host) not in {"127.0.0.1", *socket.gethostbyname_ex(socket.gethostname())[2]}:
-            return ""
-    inodes = {
-        fields[9]
-        for table in ("/proc/net/tcp", "/proc/net/tcp6")
-        if Path(table).exists()
-        for fields in map(str.split, Path(table).read_text().splitlines()[1:])
-        if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port  # 0A: it listens
-    }
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if any(os.readlink(link) == f"socket:[{inode}]" for link in (process / "fd").iterdir() for inode in inodes):
-                return f", process {(process / 'comm').read_text().strip()} (pid {process.name})"
-    return ""
+def in_words(seconds: float) -> str:
+    """Seconds up to a minute and a half, then minutes."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"

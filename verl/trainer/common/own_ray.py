@@ -25,6 +25,9 @@ class OwnRay:
         self._names = {pid: _name(pid) for pid in pids}
         self._seen = set(pids)
 
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
     def lost(self, signalled: bool = False) -> str | None:
         """The process without which there is no Ray, if it has ended.
 

@@ -1,0 +1,69 @@
+"""A node and its head's port: told that the job is over, it ends; left alone, it waits for so long and says so."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from verl.config import PPOConfig, load_config
+from verl.trainer.common.cluster import RayUnavailableError
+from verl.trainer.common.nodes import Head, serve_as_node, stop_head
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def head(port) -> Iterator[Head]:
+    """One that ends at once; what it answers while it lives is Ray's matter."""
+    process = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    yield Head(process, "127.0.0.1", port, nodes=2)
+    process.kill()
+    process.wait()
+
+
+def node(port: int, within: float) -> PPOConfig:
+    given = {
+        "data": {"train_files": "openai/gsm8k"},
+        "actor_rollout_ref": {"model": {"path": "a/b"}},
+        "trainer": {"nnodes": 2, "node_rank": 1, "master_addr": "127.0.0.1", "master_port": port},
+    }
+    return load_config(given, [f"trainer.nodes_within={within}"], check_files=False)
+
+
+def test_a_node_that_asks_after_the_end_hears_that_the_job_is_over(head, caplog):
+    """A client of Ray, which greets otherwise, or one that goes without a word is no node: the door stays open."""
+    ending = threading.Thread(target=stop_head, args=(head,))
+    ending.start()
+    for greeting in (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(40), b""):
+        while ending.is_alive():
+            try:
+                with socket.create_connection(("127.0.0.1", head.port), timeout=5) as client:
+                    client.sendall(greeting)
+                break
+            except ConnectionRefusedError:
+                continue
+    with caplog.at_level("INFO"):
+        serve_as_node(node(head.port, within=30))
+    ending.join(timeout=10)
+    assert not ending.is_alive(), "every node knows: nobody is waited for any longer"
+    assert head.process.returncode is not None
+    assert "The job is over: this node is done." in caplog.text
+    assert "not every node" not in caplog.text
+
+
+def test_a_node_whose_head_never_comes_says_for_whom_it_waits_and_gives_up(port, caplog):
+    with pytest.raises(
+        RayUnavailableError, match=rf"the head at 127.0.0.1:{port} does not answer yet, after 1 s"
+    ) as gave_up:
+        serve_as_node(node(port, within=1.0))
+    assert "trainer.node_rank=0" in str(gave_up.value)
+    (said,) = [record.message for record in caplog.records if "waiting for it" in record.message]
+    assert said == f"the head at 127.0.0.1:{port} does not answer yet; waiting for it (trainer.nodes_within), 1 s left"
