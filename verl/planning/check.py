@@ -10,11 +10,12 @@ from typing import Any
 from verl.config import PPOConfig, SFTConfig
 from verl.config.devices import gpu_memory, host_memory_available
 from verl.config.plan import active_roles
+from verl.config.schema import pick, put
 from verl.config.trainer import RunConfig
 from verl.models.loading import ModelKind
 from verl.planning.advice import refuse_what_cannot_fit, repair
 from verl.planning.host import HostMemory, holds_files
-from verl.planning.phases import DeviceMemory, MemoryPlan
+from verl.planning.phases import GB, DeviceMemory, MemoryPlan
 from verl.planning.plan import memory_plan, sft_memory_plan
 from verl.planning.shapes import ModelShape
 from verl.utils.fs import expand_path, resolve_model_path
@@ -67,6 +68,17 @@ def _checked(config: Any, plan_of: Callable[[Any], MemoryPlan]) -> MemoryPlan:
             logger.warning("trainer.auto_memory set %s", change.told())
     plan = plan_of(config)
     logger.info(plan.render())
+    for block, missing in plan.no_snapshot.items():
+        key = f"{block}.checkpoint.snapshot".removeprefix(".")
+        if missing:
+            logger.warning(
+                "%s=False: %.1f GB of host memory are missing for a copy of what is saved; training waits while a "
+                "checkpoint is written",
+                key,
+                missing / GB,
+            )
+        if pick(config, key) is None:
+            put(config, key, not missing)
     for warning in refuse_what_cannot_fit(config, plan_of):
         logger.warning(warning)
     return plan

@@ -1,4 +1,4 @@
-"""What a node's own memory holds: its processes, what waits there offloaded, batches, and a checkpoint on its way.
+"""What a node's own memory holds: its processes, what waits there offloaded, batches, and checkpoints on their way.
 
 Weights are read from mapped files, which the system takes back when it needs the memory: loading holds nothing.
 """
@@ -6,8 +6,8 @@ Weights are read from mapped files, which the system takes back when it needs th
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl.planning.costs import TrainedModel
@@ -18,6 +18,8 @@ _RANK = {"cuda": int(3.5 * GB), "cpu": int(0.6 * GB)}
 _CONTROLLER = int(2.0 * GB)
 # Of a token of a batch: its columns, in the store, at the controller and where they are used.
 _TOKEN = 300
+# Page-locked buffers through which a rank's state comes from its device.
+_STAGING = 2**28
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class Held:
     optimizer_offload: bool = False
     saved: tuple[str, ...] = ()
     """Contents of its checkpoints; none of a frozen one."""
+    snapshot: bool | None = None
+    """Whether they are copied here and written behind the next step; None: where there is room."""
+    missing: float = 0.0
+    """Bytes that a copy lacks, for which there is none."""
 
     def offloaded(self) -> float:
         """Page-locked from the first time on. On a CPU nothing is elsewhere."""
@@ -53,26 +59,51 @@ class Held:
         """Weights and moments of ranks whose device is the host."""
         return self.ranks * (self.model.weights() + self.model.moments()) if self.model.device == "cpu" else 0.0
 
-    def export(self) -> float:
-        """The whole model, gathered by the first rank for transformers."""
-        return float(self.model.compute_bytes * self.model.shape.parameters) if "hf_model" in self.saved else 0.0
+    def copy(self) -> float:
+        """What a checkpoint holds, of all ranks."""
+        model = self.model
+        weights = 4 * model.learning / model.shards if "model" in self.saved else 0.0
+        moments = model.moments() if "optimizer" in self.saved else 0.0
+        return self.ranks * ((model.weights() if "hf_model" in self.saved else weights) + moments)
 
     def copies(self) -> float:
-        """Tensors on their way to a file, one after the other on every rank: the largest and the one after it."""
-        if not self.saved or self.model.device == "cpu":
+        """Tensors on their way to a file: a whole one of the exported model on the first rank, and on every rank what
+        comes from a device; without a copy of all, the largest tensor and the one after it."""
+        if not self.saved:
             return 0.0
-        return self.ranks * 2 * 4 * self.model.shape.embedding_parameters / self.model.shards
+        largest = self.model.shape.embedding_parameters
+        export = float(self.model.compute_bytes * largest) if "hf_model" in self.saved else 0.0
+        if self.model.device == "cpu":
+            return export
+        return export + self.ranks * (_STAGING if self.snapshot else 2 * 4 * largest / self.model.shards)
 
     def files(self) -> float:
         """What a checkpoint of it takes."""
         model = self.model
         weights = 4 * model.learning if "model" in self.saved else 0
         moments = model.moments() * model.shards if "optimizer" in self.saved else 0
-        return weights + moments + self.export()
+        export = model.compute_bytes * model.shape.parameters if "hf_model" in self.saved else 0
+        return weights + moments + export
+
+
+HostPhases = Callable[[Sequence[Held]], list[PhaseMemory]]
+
+
+def with_snapshots(held: Sequence[Held], phases: HostPhases) -> list[Held]:
+    """Each of them with a copy of its checkpoints or without; those that leave it open get one in turn, while all
+    `phases` fit."""
+    settled = [replace(role, snapshot=bool(role.snapshot)) for role in held]
+    for index, role in enumerate(held):
+        if role.snapshot is None and role.saved:
+            settled[index] = replace(role, snapshot=True)
+            missing = max(phase.excess for phase in phases(settled))
+            if missing:
+                settled[index] = replace(role, snapshot=False, missing=missing)
+    return settled
 
 
 def host_phases(
-    held: Sequence[Held], ranks: int, tokens: int, kept_steps: int, host: HostMemory | None, prefix: str = ""
+    ranks: int, tokens: int, kept_steps: int, host: HostMemory | None, prefix: str, held: Sequence[Held]
 ) -> list[PhaseMemory]:
     """Of a node with `ranks` processes: training, and saving one more of `kept_steps` checkpoints; `tokens` are those
     of a step's batch."""
@@ -81,8 +112,8 @@ def host_phases(
     base["models"] = sum(role.resident() for role in held)
     base["offloaded"] = sum(role.offloaded() for role in held)
     base["batches"] = float(tokens * _TOKEN)
+    base["snapshot"] = sum(role.copy() for role in held if role.snapshot)
     saving = {
-        "export": sum(role.export() for role in held),
         "copies": sum(role.copies() for role in held),
         "files": kept_steps * sum(role.files() for role in held) if host and host.holds_files else 0.0,
     }

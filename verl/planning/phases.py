@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 GB = 2**30
 # The columns of the tables, in order.
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "gathered", "activations", "head", "rollout", "context")
-HOST_PARTS = ("processes", "models", "offloaded", "export", "copies", "files", "batches")
+HOST_PARTS = ("processes", "models", "offloaded", "snapshot", "copies", "files", "batches")
 # Share of what torch allocates that is lost between blocks.
 _SLACK = 0.03
 
@@ -61,6 +62,8 @@ class MemoryPlan:
 
     phases: tuple[PhaseMemory, ...]
     device: DeviceMemory | None
+    no_snapshot: Mapping[str, float] = field(default_factory=dict)
+    """By block: the bytes of host memory that a copy of its checkpoints lacks; 0 where it has room."""
 
     @property
     def fullest(self) -> PhaseMemory:

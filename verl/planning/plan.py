@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from verl.config.plan import BLOCK_OF_ROLE, active_roles, actor_is_reference, layout_of, needs_reference
@@ -18,7 +19,7 @@ from verl.inference.build import NativeOptions
 from verl.inference.graphs import pool_bytes
 from verl.inference.kv_memory import bytes_per_token, device_room, host_room, logit_bytes, step_bytes
 from verl.planning.costs import TrainedModel
-from verl.planning.host import Held, HostMemory, host_phases
+from verl.planning.host import Held, HostMemory, HostPhases, host_phases, with_snapshots
 from verl.planning.phases import DEVICE_PARTS, GB, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.planning.shapes import ModelShape
 
@@ -47,7 +48,7 @@ def memory_plan(
     """
     models = _models(config, shapes)
     phases = [_phase(config, models, phase, device) for phase in _phases(config)]
-    return MemoryPlan((*phases, *_host(config, models, host)), device)
+    return _with_host(phases, device, *_host(config, models, host))
 
 
 def sft_memory_plan(
@@ -66,10 +67,11 @@ def sft_memory_plan(
     parts["context"] = _context(kind, config.ranks)
     phase = PhaseMemory("sft", "all ranks", parts, device.total if device else None)
     ranks = min(config.ranks, config.trainer.n_gpus_per_node)
-    held = [Held(model, ranks, saved=tuple(config.checkpoint.save_contents))]
+    checkpoint = config.checkpoint
+    held = Held(model, ranks, saved=tuple(checkpoint.save_contents), snapshot=checkpoint.snapshot)
     batch = data.train_batch_size * data.max_length
     kept = _kept_steps(config.trainer.save_freq, config.trainer.max_ckpt_to_keep)
-    return MemoryPlan((phase, *host_phases(held, ranks, batch, kept, host, "sft_")), device)
+    return _with_host([phase], device, {"": held}, partial(host_phases, ranks, batch, kept, host, "sft_"))
 
 
 def micro_batch_tokens(config: PPOConfig, phase: str) -> tuple[int, int, bool]:
@@ -161,20 +163,33 @@ def _phase(
     return PhaseMemory(phase, layout.pool, parts, device.total if device else None)
 
 
-def _host(config: PPOConfig, models: Mapping[str, TrainedModel], host: HostMemory | None) -> list[PhaseMemory]:
-    """Of the node that has a rank of every role."""
+def _with_host(
+    phases: list[PhaseMemory], device: DeviceMemory | None, held: Mapping[str, Held], phases_of: HostPhases
+) -> MemoryPlan:
+    """The plan of a device's phases and of what a host holds, by block."""
+    settled = dict(zip(held, with_snapshots(list(held.values()), phases_of), strict=True))
+    missing = {block: role.missing for block, role in settled.items() if role.saved}
+    return MemoryPlan((*phases, *phases_of(list(settled.values()))), device, missing)
+
+
+def _host(
+    config: PPOConfig, models: Mapping[str, TrainedModel], host: HostMemory | None
+) -> tuple[dict[str, Held], HostPhases]:
+    """Of the node that has a rank of every role: what it holds by block, and the phases of that."""
     trainer = config.trainer
     ranks = {role: min(trainer.n_gpus_per_node, layout_of(config, role).world_size) for role in active_roles(config)}
-    held = []
+    held = {}
     for role, model in models.items():
         block = pick(config, BLOCK_OF_ROLE[role])
         saved = () if model.frozen else tuple(block.checkpoint.save_contents)
+        copied = None if model.frozen else block.checkpoint.snapshot
         fsdp = block.fsdp_config
-        held.append(Held(model, ranks[role], fsdp.param_offload, fsdp.optimizer_offload and not model.frozen, saved))
+        moments_away = fsdp.optimizer_offload and not model.frozen
+        held[BLOCK_OF_ROLE[role]] = Held(model, ranks[role], fsdp.param_offload, moments_away, saved, copied)
     processes = sum({layout_of(config, role).pool: count for role, count in ranks.items()}.values())
     batch = _samples(config) * (config.data.max_prompt_length + config.data.max_response_length)
     kept = _kept_steps(trainer.save_freq, trainer.max_actor_ckpt_to_keep)
-    return host_phases(held, processes, batch, kept, host)
+    return held, partial(host_phases, processes, batch, kept, host, "")
 
 
 def _kept_steps(save_freq: int | None, kept: int | None) -> int:

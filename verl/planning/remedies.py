@@ -25,6 +25,7 @@ _COSTS = (
     ("max_num", "fewer sequences at once"),
     ("_length", "another training"),
     ("save_contents", "no folder for transformers beside the checkpoint"),
+    ("snapshot", "training waits while a checkpoint is written"),
 )
 # Smaller shares leave an engine no room for its weights and a few sequences.
 _LEAST_UTILIZATION = 0.1
@@ -62,7 +63,7 @@ class Remedy:
     def cost(self) -> str:
         """What is paid for it."""
         name = self.key.rpartition(".")[2]
-        if self.way == "off":
+        if self.way == "off" and "offload" in name:
             return "device memory"
         return next((cost for part, cost in _COSTS if part in name), "a little speed")
 
@@ -128,6 +129,7 @@ _BACK = [
 ]
 _HALF = [Remedy(f"{block}.optim.state_dtype", "bf16") for block in (_CRITIC, _ACTOR)]
 _EXPORTS = [Remedy(f"{block}.checkpoint.save_contents", "hf_model") for block in (_CRITIC, _ACTOR)]
+_WAITS = [Remedy(f"{block}.checkpoint.snapshot", "off") for block in (_CRITIC, _ACTOR)]
 _LENGTHS = [Remedy("data.max_response_length", "halve"), Remedy("data.max_prompt_length", "halve")]
 
 
@@ -166,10 +168,11 @@ _TABLE: dict[str, tuple[Remedy, ...]] = {
     "update_critic": _update(_CRITIC, f"{_CRITIC}.model"),
     "update_actor": _update(_ACTOR, f"{_POLICY}.model"),
     # The host's: what was moved there may come back, and a checkpoint need not hold all.
-    "train": (*_HALF, *_BACK),
-    "save_checkpoint": (*_EXPORTS, *_HALF, *_BACK),
-    "sft_train": (Remedy("fsdp_config.grad_offload", "off"),),
+    "train": (*_WAITS, *_HALF, *_BACK),
+    "save_checkpoint": (*_WAITS, *_EXPORTS, *_HALF, *_BACK),
+    "sft_train": (Remedy("checkpoint.snapshot", "off"), Remedy("fsdp_config.grad_offload", "off")),
     "sft_save_checkpoint": (
+        Remedy("checkpoint.snapshot", "off"),
         Remedy("checkpoint.save_contents", "hf_model"),
         Remedy("optim.state_dtype", "bf16"),
         Remedy("fsdp_config.grad_offload", "off"),

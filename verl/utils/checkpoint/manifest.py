@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from verl.utils.atomic_file import replacing
+from verl.utils.checkpoint.steady_file import SteadyFile
 
 MANIFEST = "manifest.json"
 
@@ -191,7 +192,7 @@ class _ChecksumStream(io.BufferedWriter):
     """A file being written whose checksum grows with it."""
 
     def __init__(self, path: Path, taken: dict[Path, dict[str, int]], failed: Callable[[OSError], None]) -> None:
-        super().__init__(io.FileIO(path, "wb"))
+        super().__init__(SteadyFile(path))
         self._failed = failed
         self._path, self._taken = path, taken
         self._crc, self._size, self._in_order = 0, 0, True

@@ -1,0 +1,50 @@
+"""Large files go to disk while they are written and leave the memory that the system has for files."""
+
+import os
+
+import pytest
+
+from verl.utils.checkpoint import steady_file
+from verl.utils.checkpoint.manifest import ChecksumRecorder
+from verl.utils.checkpoint.steady_file import SteadyFile
+
+BLOCK = 2**20
+
+
+def cached_blocks(path):
+    """How many of a file's blocks the system has in memory."""
+    found = 0
+    with path.open("rb") as file:
+        for start in range(0, path.stat().st_size, BLOCK):
+            try:
+                found += bool(os.preadv(file.fileno(), [bytearray(1)], start, os.RWF_NOWAIT))
+            except BlockingIOError:
+                continue
+            except OSError:
+                pytest.skip("this file system does not say what is in memory")
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be told")
+def test_what_is_on_disk_is_no_longer_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(steady_file, "_PORTION", BLOCK)
+    monkeypatch.setattr(steady_file, "_WAITING", 4 * BLOCK)
+    data = os.urandom(16 * BLOCK)
+    (tmp_path / "plain").write_bytes(data)
+    if cached_blocks(tmp_path / "plain") < 16:
+        pytest.skip("this file system keeps nothing in memory")
+    with SteadyFile(tmp_path / "steady") as file:
+        done = 0
+        while done < len(data):
+            done += file.write(memoryview(data)[done:])
+    assert cached_blocks(tmp_path / "steady") <= 4
+    assert (tmp_path / "steady").read_bytes() == data
+
+
+def test_parts_of_any_size_arrive_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(steady_file, "_PORTION", 1000)
+    parts = [os.urandom(size) for size in (3, 5000, 0, 999, 1000, 20_000, 1)]
+    with ChecksumRecorder(tmp_path).open("file") as stream:
+        for part in parts:
+            assert stream.write(part) == len(part)
+    assert (tmp_path / "file").read_bytes() == b"".join(parts)
