@@ -30,6 +30,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(c < "P" for c in solution_str) / max(1, len(solution_str))
 '''
 SAVE_FREQ, TEST_FREQ = 2, 4
+HANG_TIMEOUT_S = 10
 _TICK_S = 0.005
 # So long, after a fault that need not restart the run, it is watched for one all the same.
 _SETTLE_S = 6.0
@@ -150,7 +151,7 @@ class Run:
 
     def _aim(self, fault: Fault, usual: dict[str, float]) -> bool:
         """Wait for the moment; False: the run is over."""
-        while self.checkpoints.newest() <= self.newest_at_last_fault:
+        while self.checkpoints.newest(now=False) <= self.newest_at_last_fault:
             if not self._tick():
                 return False
         if fault.kind == "starting":
@@ -243,16 +244,17 @@ class Run:
 
 
 _RAY_PREFIX = re.compile(r"^(\x1b\[\d+m)?\((\w+) pid=\d+\)(\x1b\[0m)? *")
-_SAYS = re.compile(r"died|killed|stopped|hangs|hung|silent|lost|ended \(|does not answer|starting again|again")
+# The supervisor's, else one of the run itself.
+_SAYS = (re.compile(r"restart \d+ of \d+ in .*"), re.compile(r".*(died|was killed|stopped|hangs|again).*"))
 
 
 def _sentence(log: Path, since: int) -> str:
-    """The first line after a fault that tells of it."""
+    """The line after a fault that tells of it."""
     with log.open("rb") as file:
         file.seek(since)
         lines = file.read().decode(errors="replace").splitlines()
-    own = [_RAY_PREFIX.sub("", line) for line in lines]
-    return next((line for line in own if _SAYS.search(line)), "")
+    own = [_RAY_PREFIX.sub("", line) for line in lines if "(raylet)" not in line]
+    return next((found[0] for pattern in _SAYS for line in own if (found := pattern.search(line))), "")
 
 
 def _arguments(task: dict[str, str], folder: Path, layout: str, steps: int) -> list[str]:
@@ -273,5 +275,6 @@ def _arguments(task: dict[str, str], folder: Path, layout: str, steps: int) -> l
         f"trainer.save_freq={SAVE_FREQ}",
         f"trainer.test_freq={TEST_FREQ}",
         "trainer.max_actor_ckpt_to_keep=4",
+        f"trainer.hang_timeout={HANG_TIMEOUT_S}",
         "trainer.logger=[console]",
     )

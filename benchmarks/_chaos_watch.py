@@ -15,7 +15,7 @@ from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, reading
 from verl.utils.checkpoint.manifest import read_manifest
 from verl.utils.checkpoint.steps import step_of
 
-_LOOK_S = 0.02
+_LOOK_S = 0.05
 STARTING = ("start", "resume")
 
 
@@ -104,9 +104,10 @@ class Checkpoints:
         self._thread = threading.Thread(target=self._watch, name="checkpoints", daemon=True)
         self._thread.start()
 
-    def newest(self) -> int:
-        """The last whole step that is there now; 0 when there is none."""
-        self._look()
+    def newest(self, now: bool = True) -> int:
+        """The last whole step that is there (`now`: at this moment, not some milliseconds ago); 0: there is none."""
+        if now:
+            self._look()
         return max(self.saved, default=0)
 
     def saving(self) -> Path | None:
