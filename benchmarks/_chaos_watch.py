@@ -16,6 +16,8 @@ from verl.utils.checkpoint.manifest import read_manifest
 from verl.utils.checkpoint.steps import step_of
 
 _LOOK_S = 0.05
+# What else there is in a step names folders and times.
+_TENSORS = (".distcp", ".safetensors")
 STARTING = ("start", "resume")
 
 
@@ -71,22 +73,36 @@ class Notes:
                 taken[note["phase"]].append(after["time"] - note["time"])
         return {phase: statistics.median(seconds) for phase, seconds in taken.items()}
 
-    def answers(self) -> dict[int, set[str]]:
-        """By step: what was trained on, each time that the step was done."""
-        found: dict[int, set[str]] = defaultdict(set)
+    def answers(self) -> dict[str, list[str]]:
+        """By step: what it was trained on; more than one where that was not the same each time the step was done."""
+        found: dict[str, set[str]] = defaultdict(set)
         for note in self.all:
             if "answers" in note:
-                found[note["step"]].add(note["answers"])
-        return dict(found)
+                found[str(note["step"])].add(note["answers"])
+        return {step: sorted(digests) for step, digests in found.items()}
 
 
 @dataclass
 class Saved:
-    """A step as it was when it appeared; files by name with size and checksum."""
+    """A step as it was when it appeared; `tensors`: size and checksum of the files that hold any."""
 
-    step: int
     serial: int
-    files: dict[str, tuple[int, int]]
+    tensors: dict[str, list[int]]
+
+
+@dataclass
+class Undisturbed:
+    """What a run without faults did: the answers of each step, what it saved, and how long its phases take."""
+
+    answers: dict[str, list[str]]
+    tensors: dict[str, dict[str, list[int]]]
+    usual_seconds: dict[str, float]
+
+    @classmethod
+    def of(cls, notes: Notes, checkpoints: Checkpoints) -> Undisturbed:
+        """By step, as text: JSON knows no other keys."""
+        saved = {str(step): it.tensors for step, it in sorted(checkpoints.saved.items())}
+        return cls(notes.answers(), saved, notes.usual_seconds())
 
 
 @dataclass
@@ -137,11 +153,12 @@ class Checkpoints:
                 return
             with reading(folder):
                 problems = CheckpointManager.verify(folder)
-                files = {name: (it.size, it.crc32) for name, it in read_manifest(folder).files.items()}
+                files = read_manifest(folder).files
         except (ValueError, OSError) as error:
             problems, files, serial = [str(error)], {}, -1
         if not problems:
             self.verified += 1
-            self.saved[step] = Saved(step, serial, files)
+            tensors = {name: [it.size, it.crc32] for name, it in files.items() if Path(name).suffix in _TENSORS}
+            self.saved[step] = Saved(serial, tensors)
         elif folder.exists():  # else it was deleted while we looked: older ones go
             self.broken |= {f"{folder.name}: {'; '.join(problems)}"}

@@ -30,12 +30,14 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from _chaos_faults import KINDS, LAYOUTS, planned
 from _chaos_processes import left_of
 from _chaos_run import REWARD, ROOT, SAVE_FREQ, Run
+from _chaos_watch import Undisturbed
 from _report import report
 
 from verl.utils.process_tree import adopt_orphans, children
@@ -72,21 +74,19 @@ def injected(args: argparse.Namespace, work: Path, out: Path) -> bool:
     sys.path.insert(0, str(ROOT))
     from tests.support.training_harness import make_task
 
-    (work / "task").mkdir()
-    task = make_task(work / "task")
+    (out / "task").mkdir(exist_ok=True)
+    task = make_task(out / "task")
     Path(task["reward"]).write_text(REWARD)
     rng, left, number, broken = random.Random(args.seed), args.faults, 0, False
     plans = {layout: planned(layout, rng, args.kinds) for layout in args.layouts}
-    undisturbed: dict[str, Run] = {}
     steps = min(args.per_run, args.faults) * _STEPS_PER_FAULT // SAVE_FREQ * SAVE_FREQ
     while left > 0:
         layout = args.layouts[number % len(args.layouts)]
-        if layout not in undisturbed:
-            undisturbed[layout] = without_faults(task, work / layout, layout, steps, args.limit)
+        reference = without_faults(task, out / f"undisturbed-{layout}-{steps}.json", work, layout, steps, args.limit)
         run = Run(task, work / f"{layout}-{number}", layout, steps, args.limit)
         try:
-            count = disturbed(run, undisturbed[layout], plans[layout], min(left, args.per_run), rng, out)
-            broken |= not finished(run, undisturbed[layout], out)
+            count = disturbed(run, reference, plans[layout], min(left, args.per_run), rng, out)
+            broken |= not finished(run, reference, out)
         finally:
             run.close()
         left, number = left - count, number + 1
@@ -95,23 +95,29 @@ def injected(args: argparse.Namespace, work: Path, out: Path) -> bool:
     return broken
 
 
-def without_faults(task: dict[str, str], folder: Path, layout: str, steps: int, limit: float) -> Run:
+def without_faults(task: dict[str, str], known: Path, work: Path, layout: str, steps: int, limit: float) -> Undisturbed:
+    """Done once for all parts that share a folder."""
+    if known.exists():
+        return Undisturbed(**json.loads(known.read_text()))
     began = time.monotonic()
-    run = Run(task, folder, layout, steps, limit)
-    code = run.wait()
-    run.close()
+    run = Run(task, work / layout, layout, steps, limit)
+    try:
+        code = run.wait()
+    finally:
+        run.close()
     if code != 0:
         raise SystemExit(f"the undisturbed run ended with {code}: see {run.log}")
     say(f"{layout}: {steps} steps undisturbed in {time.monotonic() - began:.0f} s")
-    return run
+    found = Undisturbed.of(run.notes, run.checkpoints)
+    known.write_text(json.dumps(asdict(found)))
+    return found
 
 
-def disturbed(run: Run, reference: Run, plan: Any, count: int, rng: random.Random, out: Path) -> int:
+def disturbed(run: Run, reference: Undisturbed, plan: Any, count: int, rng: random.Random, out: Path) -> int:
     """How many faults the run took before it came to its end."""
-    usual = reference.notes.usual_seconds()
     for taken in range(count):
         fault = next(plan)
-        outcome = run.hit(fault, usual, rng)
+        outcome = run.hit(fault, reference.usual_seconds, rng)
         if outcome is None:
             return taken
         append(out / "faults.jsonl", outcome.row())
@@ -127,7 +133,7 @@ def disturbed(run: Run, reference: Run, plan: Any, count: int, rng: random.Rando
 # ---------------------------------------------------------------- what a run must have kept
 
 
-def finished(run: Run, reference: Run, out: Path) -> bool:
+def finished(run: Run, reference: Undisturbed, out: Path) -> bool:
     """Wait for its end and note what it broke."""
     before = set(os.listdir("/dev/shm"))
     code = run.wait()
@@ -149,28 +155,26 @@ def finished(run: Run, reference: Run, out: Path) -> bool:
     return not problems
 
 
-def differing_answers(run: Run, reference: Run) -> list[str]:
+def differing_answers(run: Run, reference: Undisturbed) -> list[str]:
     """Steps that were trained on other prompts, answers or scores than those of the undisturbed run."""
-    expected, found = reference.notes.answers(), run.notes.answers()
-    return [f"prompts, answers or scores differ at {step}" for step in expected if found.get(step) != expected[step]]
+    found = run.notes.answers()
+    return [
+        f"prompts, answers or scores differ at {step}"
+        for step, it in reference.answers.items()
+        if found.get(step) != it
+    ]
 
 
-def differing_weights(run: Run, reference: Run) -> list[str]:
+def differing_weights(run: Run, reference: Undisturbed) -> list[str]:
     """Saved steps whose weights or optimizer are not those of the undisturbed run."""
     problems = []
-    for step, expected in reference.checkpoints.saved.items():
-        found = run.checkpoints.saved.get(step)
-        names = [name for name in expected.files if _holds_tensors(name)]
+    for step, expected in reference.tensors.items():
+        found = run.checkpoints.saved.get(int(step))
         if found is None:
             problems.append(f"step {step} was never saved")
-        elif differing := [name for name in names if found.files.get(name) != expected.files[name]]:
+        elif differing := [name for name in expected if found.tensors.get(name) != expected[name]]:
             problems.append(f"step {step}: {', '.join(differing)} differ")
     return problems
-
-
-def _holds_tensors(name: str) -> bool:
-    """Of the files of a step; what else there is names folders and times."""
-    return name.startswith("actor/") and Path(name).suffix in (".distcp", ".safetensors")
 
 
 def left_behind(run: Run, shared_before: set[str]) -> list[str]:

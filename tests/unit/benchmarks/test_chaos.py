@@ -18,7 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from _chaos_faults import KINDS, SIGNALS, planned
 from _chaos_processes import by_kind, left_of
-from _chaos_watch import Checkpoints, Notes, Place
+from _chaos_watch import Checkpoints, Notes, Place, Undisturbed
 from chaos import differing_answers, differing_weights
 
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
@@ -68,7 +68,8 @@ def test_other_weights_and_a_step_that_was_never_saved_are_noticed(tmp_path):
             save(tmp_path / name, step, weights)
         watched.close()
         runs.append(SimpleNamespace(checkpoints=watched))
-    undisturbed, same, other = runs
+    _, same, other = runs
+    undisturbed = Undisturbed.of(Notes(tmp_path / "none"), runs[0].checkpoints)
     assert differing_weights(same, undisturbed) == []
     assert differing_weights(other, undisturbed) == ["step 2: actor/0.distcp differ", "step 3 was never saved"]
 
@@ -81,7 +82,8 @@ def test_a_step_done_again_with_other_prompts_is_noticed_though_its_last_time_wa
         notes.look()
         return SimpleNamespace(notes=notes)
 
-    undisturbed = noted("undisturbed", [(1, "p"), (2, "q"), (3, "r")])
+    plain = noted("undisturbed", [(1, "p"), (2, "q"), (3, "r")])
+    undisturbed = Undisturbed(plain.notes.answers(), {}, {})
     assert differing_answers(noted("again", [(1, "p"), (2, "q"), (2, "q"), (3, "r")]), undisturbed) == []
     found = differing_answers(noted("wrong", [(1, "p"), (2, "r"), (2, "q")]), undisturbed)
     assert [problem.rpartition(" ")[2] for problem in found] == ["2", "3"]
