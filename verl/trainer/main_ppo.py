@@ -17,12 +17,13 @@ from verl.config.load import Config
 from verl.config.plan import active_roles
 from verl.trainer.common.cluster import start_ray, wait_for_nodes
 from verl.trainer.common.command_line import checked, command
+from verl.trainer.common.controller_poll import ControllerPoll
 from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
 from verl.trainer.common.nodes import joins_a_head, running_head, serve_as_node, start_head, stop_head
 from verl.trainer.common.own_ray import OwnRay, result_of
 from verl.trainer.common.signals import Asked, stop_on_signals
-from verl.trainer.common.status_line import progress_bar
-from verl.trainer.supervision.report import earlier_attempts, tell
+from verl.trainer.common.status_line import Standing, progress_bar
+from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise
 from verl.utils.logging_setup import shown_messages
 from verl.utils.lost_terminal import outlive_terminal
@@ -86,21 +87,13 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> None:
     stopping: AbstractContextManager[Asked] = nullcontext(Asked())
     if hasattr(runner, "request_stop"):
         stopping = stop_on_signals(lambda: runner.request_stop.remote(), own.kill)
-    with stopping as asked, progress_bar(lambda: _standing_of(runner)):
-        result_of(runner.run.remote(config), own, asked)
+    poll = ControllerPoll(runner, own, config.trainer.hang_timeout)
+    with stopping as asked, progress_bar(lambda: poll.standing):
+        result_of(runner.run.remote(config), own, asked, poll.look)
     if asked.by is not None:
         if ours:
             ray.shutdown()  # what the run printed arrives at any time until then
         logger.warning("stopped by %s; %s", asked.by, what_the_same_command_does(config.trainer))
-
-
-def _standing_of(runner: Any) -> Any:
-    import ray
-
-    standing = ray.get(runner.standing.remote()) if hasattr(runner, "standing") else None
-    if standing is not None:
-        tell(step=standing.step + 1, phase=standing.phase)
-    return standing
 
 
 class TaskRunner:
@@ -191,9 +184,9 @@ class TaskRunner:
             self._trainer.stop_requested.set()
 
     def standing(self) -> Any:
-        """Step and phase of the run, for whoever has a terminal; None before it trains."""
+        """Step and phase of the run, for whoever has a terminal; before there is a trainer, that it answers."""
         status = getattr(self._trainer, "status", None)
-        return None if status is None else status.standing()
+        return Standing.unknown() if status is None else status.standing()
 
     def add_actor_rollout_worker(self, config: PPOConfig) -> None:
         """The policy: one hybrid role, or training and generation apart where their pools differ."""

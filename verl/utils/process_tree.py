@@ -49,6 +49,14 @@ def states(pid: int) -> list[str]:
     return found
 
 
+def standstill(pid: int) -> str | None:
+    """Why a process itself cannot run: gone, ended, stopped, traced; None: it can, or nothing is known of it."""
+    if not os.path.isdir("/proc/self"):
+        return None
+    state = _stat(str(pid))
+    return "gone" if state is None else {"T": "stopped", "t": "traced", "Z": "ended", "X": "ended"}.get(state[0])
+
+
 def cpu_seconds(pid: int) -> float | None:
     """Processor time of `pid`, of all that descends from it, and of what it waited for; None: not known."""
     if _stat(str(pid)) is None:

@@ -38,6 +38,11 @@ class Progress:
         with self._lock:
             self._done += units
 
+    @property
+    def done(self) -> int:
+        """Units done here, counted by the group or not."""
+        return self._done
+
     def read(self) -> tuple[int, int]:
         """(done, total)"""
         return round(self._done * self._share), round(self._total * self._share)

@@ -16,9 +16,13 @@ class Group:
 
     def __init__(self) -> None:
         self.asked = threading.Event()
-        self.told = [[(1, np.array([5, 6]))], []]
+        self.told = [[(1, np.array([5, 6]))], None]
 
     def finished_samples(self):
+        """What `ask` asks the ranks for."""
+
+    def ask(self, method, within):
+        assert method == "finished_samples"
         told, self.told = self.told, [[], []]
         self.asked.set()
         return told
@@ -58,7 +62,7 @@ def test_answers_arrive_while_the_generation_runs():
 
 def test_a_rank_that_cannot_tell_costs_the_overlap_and_not_the_generation():
     class Broken(Group):
-        def finished_samples(self):
+        def ask(self, method, within):
             self.asked.set()
             raise RuntimeError("gone")
 

@@ -60,6 +60,9 @@ class HangError(WorkerError):
     """Nothing moves any more, within `trainer.hang_timeout`: `summary` says who waits for whom, the detail holds what
     every rank did last, with its stack. A run that is started again may get past it."""
 
+    at_once: bool = False
+    """Ray itself hangs: nothing is to be waited for on the way out."""
+
 
 @dataclass(frozen=True)
 class Failure:

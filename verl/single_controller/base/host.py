@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto, mask_filler_rows
+from verl.single_controller.base.beat import Beat, Heart
 from verl.single_controller.base.decorator import MethodSpec
 from verl.single_controller.base.dispatch import Shard
 from verl.single_controller.base.errors import Failure
@@ -28,13 +29,18 @@ class RankHost:
         self._specs: dict[str, dict[str, MethodSpec]] = {}
         self._info: RankInfo | None = None
         self._loop = _EventLoop()
+        self._heart = Heart()
+
+    def beat(self) -> Beat:
+        """What the compute lane does; answers beside it."""
+        return self._heart.beat()
 
     def construct(self, info: RankInfo, cls_with_init: ClassWithInitArgs) -> Failure | None:
         """Construct every role as rank `info`."""
         self._info = info
         self._specs = specs_of(cls_with_init)
         try:
-            with worker_rank(info):
+            with worker_rank(info), self._heart.running("__init__", lambda: 0):
                 for role, cls in cls_with_init.roles().items():
                     self._workers[role] = cls()
         except Exception as error:  # noqa: BLE001 - carried to the controller, which raises it
@@ -43,6 +49,13 @@ class RankHost:
 
     def call(self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], lane: str) -> Any:
         """Run one method of one role; an exception comes back as a `Failure`."""
+        if lane != "compute":
+            return self._run(role, method, args, kwargs, lane)
+        worker = self._workers.get(role)
+        with self._heart.running(method, lambda: worker._progress.done if isinstance(worker, Worker) else 0):
+            return self._run(role, method, args, kwargs, lane)
+
+    def _run(self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], lane: str) -> Any:
         try:
             worker = self._workers[role]
             bound = getattr(worker, method)

@@ -127,6 +127,10 @@ class WorkerGroup(ABC):
         """Start the call on the given ranks; what is returned waits for their outputs, or raises a WorkerError."""
 
     @abstractmethod
+    def ask(self, method: str, within: float) -> list[Any]:
+        """The ranks' answers to a control call without arguments; None of a rank that gives none within the seconds."""
+
+    @abstractmethod
     def shutdown(self) -> None:
         """End the processes of the group."""
 

@@ -67,6 +67,9 @@ class LocalWorkerGroup(WorkerGroup):
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, LocalWorkerGroup]:
         return {prefix: self._view(prefix) for prefix in check_prefixes(prefix_set, self._all_specs)}
 
+    def ask(self, method: str, within: float) -> list[Any]:
+        return [self._raise_if_failed(self._host.call(self.role, method, [], {}, "control"), method)]
+
     def shutdown(self) -> None:
         self._host = LocalRankHost()
 

@@ -21,14 +21,17 @@ from verl.single_controller.base.decorator import MethodSpec
 from verl.single_controller.base.dispatch import Shard
 from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError
 from verl.single_controller.base.host import RankHost
+from verl.single_controller.base.open_calls import OpenCall
 from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.base.worker_group import ClassWithInitArgs, WorkerGroup, check_prefixes, specs_of
+from verl.single_controller.ray.asking import Questions, RankProcess
 from verl.single_controller.ray.batch_ref import BatchRef
 from verl.single_controller.ray.resource_pool import RayResourcePool, lost_ranks
 from verl.single_controller.ray.stored import StoredRows, store_rows
 from verl.utils.import_utils import register_user_modules_by_value
 from verl.utils.logging_setup import quiet_warnings
 from verl.utils.network import interface_of
+from verl.utils.stacks import answer_stack_requests
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,11 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 class RayRankHost(RankHost):
     """The actor of one rank. Batches arrive by reference and results stay in the object store."""
+
+    def describe(self) -> Any:
+        """As the base class says, then Ray's name of the node."""
+        answer_stack_requests()
+        return (*super().describe(), ray.get_runtime_context().get_node_id())
 
     def prepare(self) -> tuple[str, int]:
         """Address of this node and a free port on it: where rank 0 will listen."""
@@ -106,6 +114,9 @@ class RayWorkerGroup(WorkerGroup):
     Batches that calls return stay where they were made: the result is a `BatchRef`, which behaves like a DataProto.
     """
 
+    expendable = False
+    """Its processes hold nothing that training needs: a rank that hangs may be killed, and the group started anew."""
+
     def __init__(
         self,
         resource_pool: RayResourcePool | None = None,
@@ -126,6 +137,7 @@ class RayWorkerGroup(WorkerGroup):
         self._workers = self._start_actors(resource_pool, _checked_env(worker_env or {}))
         self._nodes = resource_pool.nodes_by_rank()
         self._broken: list[WorkerDiedError] = []
+        self._questions = Questions(self._workers)
         self._hosts = ["?"] * resource_pool.world_size
         self._set_roles(specs_of(ray_cls_with_init), resource_pool.world_size)
         device = device_name or ("cuda" if resource_pool.use_gpu else "cpu")
@@ -162,6 +174,7 @@ class RayWorkerGroup(WorkerGroup):
         group = object.__new__(cls)
         group.name_prefix = name_prefix or names[0]
         group._detached, group._workers, group._broken, group._nodes = True, workers, [], []
+        group._questions = Questions(workers)
         group._hosts = group._ask_hosts(workers)
         group._set_roles(specs_of(ray_cls_with_init) if ray_cls_with_init else specs, info.world_size)
         group.master_address, group.master_port = info.master_addr, info.master_port
@@ -185,6 +198,19 @@ class RayWorkerGroup(WorkerGroup):
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
 
+    @property
+    def processes(self) -> list[RankProcess]:
+        """Where every rank runs."""
+        return self._questions.processes
+
+    def ask(self, method: str, within: float) -> list[Any]:
+        answers = self._questions.ask("call", (self.role, method, [], {}, "control"), "control", within)
+        return [None if isinstance(answer, Exception) else answer for answer in answers]
+
+    def beats(self, within: float) -> list[Any]:
+        """A `Beat` of every rank, or the exception that tells of its death; None: no answer in time."""
+        return self._questions.ask("beat", (), "beat", within)
+
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Object refs of the ranks' plain results, for `ray.get`."""
         return self._plain_refs(range(self.world_size), method, args, kwargs)
@@ -198,7 +224,7 @@ class RayWorkerGroup(WorkerGroup):
     def _start_actors(self, pool: RayResourcePool, env: dict[str, str]) -> list[Any]:
         # User files that were loaded before Ray was imported travel by content, too.
         register_user_modules_by_value()
-        host = ray.remote(concurrency_groups={"compute": 1, "control": _CONTROL_THREADS})(RayRankHost)
+        host = ray.remote(concurrency_groups={"compute": 1, "control": _CONTROL_THREADS, "beat": 1})(RayRankHost)
         places = [
             (group, i)
             for group, count in zip(pool.get_placement_groups(), pool.store, strict=True)
@@ -230,11 +256,13 @@ class RayWorkerGroup(WorkerGroup):
             )
         ]
         refs = {i.rank: _on(self._workers[i.rank], "construct", "compute").remote(i, cls_with_init) for i in infos}
-        self._wait("__init__", refs)
+        self._wait("__init__", refs, OpenCall(self, "__init__"))
 
     def _ask_hosts(self, workers: list[Any]) -> list[str]:
         refs = {rank: _on(worker, "describe", "control").remote() for rank, worker in enumerate(workers)}
-        return [f"{host} pid {pid}" for _, _, host, pid in self._wait("start", refs)]
+        found = self._wait("start", refs)
+        self._questions.processes = [RankProcess(node, host, pid) for _, _, host, pid, node in found]
+        return [f"{host} pid {pid}" for _, _, host, pid, _ in found]
 
     def _set_roles(self, all_specs: dict[str, dict[str, MethodSpec]], world_size: int) -> None:
         self._all_specs = all_specs
@@ -253,9 +281,10 @@ class RayWorkerGroup(WorkerGroup):
         self, ranks: Sequence[int], method: str, args: list[list[Any]], kwargs: dict[str, list[Any]], lane: str
     ) -> Callable[[], list[Any]]:
         refs = self._send("call", ranks, method, args, kwargs, lane)
+        call = OpenCall(self, method)
         return lambda: [
             BatchRef.from_stored(output) if isinstance(output, StoredRows) else output
-            for output in self._wait(method, refs)
+            for output in self._wait(method, refs, call)
         ]
 
     def _plain_refs(self, ranks: Sequence[int], method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -281,14 +310,23 @@ class RayWorkerGroup(WorkerGroup):
             refs[rank] = _on(self._workers[rank], entry, lane).remote(self.role, method, own_args, own_kwargs, lane)
         return refs
 
-    def _wait(self, method: str, refs: dict[int, Any]) -> list[Any]:
+    def _wait(self, method: str, refs: dict[int, Any], call: OpenCall | None = None) -> list[Any]:
         """Outputs by rank. The first failure ends the wait: the other ranks may be stuck in a collective with it."""
+        try:
+            return self._outputs(method, refs, call)
+        finally:
+            if call is not None:
+                call.close()
+
+    def _outputs(self, method: str, refs: dict[int, Any], call: OpenCall | None) -> list[Any]:
         outputs: dict[int, Any] = {}
         failures: dict[int, Exception | Failure] = {}
         deadline = None
         while len(outputs) + len(failures) < len(refs) and (deadline is None or time.monotonic() < deadline):
             pending = {ref: rank for rank, ref in refs.items() if rank not in outputs and rank not in failures}
             ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
+            if call is not None and call.given_up is not None:
+                raise call.given_up
             for ref, output in zip(ready, _outcomes(ready), strict=True):
                 (failures if isinstance(output, Exception | Failure) else outputs)[pending[ref]] = output
             if failures and deadline is None:

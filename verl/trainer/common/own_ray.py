@@ -4,14 +4,14 @@ run in one of its actors: what that raised is raised here, as itself and with it
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from verl.trainer.common.signals import Asked
 from verl.trainer.supervision.report import tell
-from verl.utils.process_tree import children, kill_family, states
+from verl.utils.process_tree import children, kill_family, standstill, states
 
 # Without one of these there is no Ray.
 _ESSENTIAL = ("gcs_server", "raylet")
@@ -38,6 +38,11 @@ class OwnRay:
         if not signalled:
             self._seen.difference_update(ended)
         return f"{self._names[fatal[0]]}, pid {fatal[0]}" if fatal else None
+
+    def stopped(self) -> str | None:
+        """The process without which there is no Ray, if it is stopped."""
+        found = [pid for pid, name in self._names.items() if name in _ESSENTIAL and standstill(pid) == "stopped"]
+        return f"Ray's {self._names[found[0]]} (pid {found[0]}) is stopped (SIGSTOP)" if found else None
 
     def kill(self) -> None:
         """End all of it now, workers included."""
@@ -92,10 +97,11 @@ class RayLostError(RuntimeError):
     """Ray's own processes are gone, and with them the run."""
 
 
-def result_of(call: Any, own: OwnRay, asked: Asked) -> Any:
+def result_of(call: Any, own: OwnRay, asked: Asked, look: Callable[[], None] = lambda: None) -> Any:
     """The result of a TaskRunner's method; its own exception, or WorkerDiedError where its process is gone.
 
-    Ray itself would wait a minute for its own processes, if they are gone, and then end this one without a word.
+    `look` is called every second meanwhile. Ray itself would wait a minute for its own processes, if they are gone,
+    and then end this one without a word.
     """
     import ray
 
@@ -103,6 +109,7 @@ def result_of(call: Any, own: OwnRay, asked: Asked) -> Any:
         tell(beat=True)
         if (lost := own.lost(signalled=asked.by is not None)) is not None:
             raise _lost(f"Ray's own processes ended ({lost})", own, asked)
+        look()
     try:
         return ray.get(call)
     except ray.exceptions.RayTaskError as error:

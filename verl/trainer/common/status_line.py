@@ -7,6 +7,8 @@ their counts, beside their work. Training neither waits for that nor hears of it
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
 import threading
 import time
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _REDRAW_S = 0.5
 _LOOK_S = 5.0
+_ANSWER_S = 1.0
 _LINE_S = 30.0
 
 # What users know the phases as.
@@ -45,11 +48,26 @@ class Standing:
     done: int = 0
     units: int = 0
     """0: this phase is not counted."""
+    trouble: str | None = None
+    """What the run waits for, where something is wrong."""
+    hang: Exception | None = None
+    """What ends the run: nothing moves any more."""
+    pid: int = 0
+    host: str = ""
+    """Of the controller."""
+
+    @classmethod
+    def unknown(cls) -> Standing:
+        """Of a controller that has not begun: 0 of 0 steps."""
+        return cls(0, 0, pid=os.getpid(), host=socket.gethostname())
 
 
-@dataclass(frozen=True)
-class _Phase:
-    name: str
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """A phase that runs."""
+
+    key: str
+    """Its name in metrics."""
     groups: Sequence[Any] = ()
     progress: Progress = field(default_factory=Progress)
     start: float = field(default_factory=time.monotonic)
@@ -59,8 +77,11 @@ class StatusLine:
     """Kept by the trainer, which may run in an actor without a terminal."""
 
     def __init__(self, total_steps: int, done_steps: int = 0) -> None:
-        self._total, self._step = total_steps, done_steps
-        self._phase = _Phase("")
+        self.total, self.step = total_steps, done_steps
+        self.now = Phase("")
+        self.trouble: str | None = None
+        self.hang: Exception | None = None
+        self.on_phase_end: Callable[[str, float], None] = lambda name, seconds: None
         self._ask_ranks = True
 
     @contextmanager
@@ -69,36 +90,40 @@ class StatusLine:
 
         What the controller itself does in a phase may be counted too, by `verl.utils.progress`.
         """
-        outer, self._phase = self._phase, _Phase(BAR_NAMES.get(name, name), groups)
+        outer, self.now = self.now, Phase(name, groups)
         try:
-            with counted_by(self._phase.progress):
+            with counted_by(self.now.progress):
                 yield
+            self.on_phase_end(name, time.monotonic() - self.now.start)
         except Exception as error:
             # It tells of them in whatever process it ends.
-            note(error, phase=name, step=self._step + 1)
+            note(error, phase=name, step=self.step + 1)
             raise
         finally:
-            self._phase = outer
+            self.now = outer
 
     def step_done(self) -> None:
         """One more step is complete."""
-        self._step += 1
+        self.step += 1
 
     def standing(self) -> Standing:
         """Where the run stands now. May be called from any thread."""
-        phase = self._phase
+        phase = self.now
         counts = [phase.progress.read(), *self._counts_of_ranks(phase)]
         done, units = (sum(column) for column in zip(*counts, strict=True))
-        return Standing(self._step, self._total, phase.name, time.monotonic() - phase.start, done, units)
+        name, seconds = BAR_NAMES.get(phase.key, phase.key), time.monotonic() - phase.start
+        process = os.getpid(), socket.gethostname()
+        return Standing(self.step, self.total, name, seconds, done, units, self.trouble, self.hang, *process)
 
-    def _counts_of_ranks(self, phase: _Phase) -> list[tuple[int, int]]:
+    def _counts_of_ranks(self, phase: Phase) -> list[tuple[int, int]]:
         """(done, total) of every rank that works in the phase."""
         if not self._ask_ranks:
             return []
         try:
             # A worker class of the user's own need not count.
             counting = [group for group in phase.groups if hasattr(group, "progress")]
-            return [counts for group in counting for counts in group.progress()]
+            answers = [counts for group in counting for counts in group.ask("progress", _ANSWER_S)]
+            return [counts for counts in answers if counts is not None]
         except Exception as error:  # noqa: BLE001 - said, once; a count that is missing must not end a training run
             self._ask_ranks = False
             logger.warning("progress inside phases is not shown any more: %r", error)
@@ -116,7 +141,7 @@ def progress_bar(standing: Callable[[], Standing | None]) -> Iterator[None]:
             try:
                 while not done.wait(_REDRAW_S if drawn else _LOOK_S):
                     now = standing()
-                    if now is not None:
+                    if now is not None and now.total:
                         show(now)
             except Exception as error:  # noqa: BLE001 - said; the run goes on without its bar
                 if not done.is_set():

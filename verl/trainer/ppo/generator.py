@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 SAMPLED = "do_sample"
 # Often against what a generation takes, rarely against what asking costs the ranks (a millisecond).
 _ASK_S = 0.1
+_ANSWER_S = 1.0
 
 Infer = Callable[[Callable[..., Any], DataProto, str], DataProto]
 
@@ -185,8 +186,8 @@ class RewardOverlap:
         def keep_asking() -> None:
             try:
                 while not over.wait(_ASK_S):
-                    for finished in group.finished_samples():
-                        ahead.add(finished)
+                    for finished in group.ask("finished_samples", _ANSWER_S):
+                        ahead.add(finished or [])
             except Exception as error:  # noqa: BLE001 - said; what was not scored by now is scored after generation
                 logger.warning("answers are not scored while others are generated: %r", error)
 

@@ -18,6 +18,7 @@ from verl.trainer.common.guard import StepGuard, advises_on_memory, check_weight
 from verl.trainer.common.phases import Phases, memory_gb, verdict
 from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks, StepEnd, is_due
 from verl.trainer.common.status_line import StatusLine
+from verl.trainer.common.watch import HangWatch
 from verl.trainer.ppo.advantage import (
     add_advantages,
     apply_kl_penalty,
@@ -115,6 +116,8 @@ class RayPPOTrainer:
         self._compose(reward_fn, val_reward_fn)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.state.draw_from(self.train_dataloader)
+        self.status = StatusLine(self.total_training_steps)
+        self.watch = HangWatch(self.status, self.config.trainer.hang_timeout)
 
     # ---------------------------------------------------------------- setting up
 
@@ -159,8 +162,9 @@ class RayPPOTrainer:
         """Reserve devices, start one group per pool with its roles colocated, load the models."""
         self.generator.start()
         self.state.begin()
-        self.groups.start()
-        self.weight_sync.connect()
+        with self.watch:
+            self.groups.start()
+            self.weight_sync.connect()
 
     # ---------------------------------------------------------------- the loop
 
@@ -175,9 +179,9 @@ class RayPPOTrainer:
             self.state.first_step,
         )
         try:
-            with advises_on_memory(self.config):
+            with advises_on_memory(self.config), self.watch:
                 self._load_checkpoint()
-                self.status = StatusLine(self.total_training_steps, self.global_steps)
+                self.status.step = self.global_steps
                 if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
                     with self.status.phase("testing"):
                         found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate, trainer.val_only)
@@ -210,6 +214,7 @@ class RayPPOTrainer:
         found, stopping = self._end_step(step, saves, tests, step >= last, self.phases)
         metrics |= found | {"training/global_step": step, "training/epoch": self.prompts.epoch}
         metrics |= phase_metrics(self._last_batch, self.phases, self.groups.devices)
+        metrics |= self.watch.step_done(self.phases.seconds["step"])
         for name, value in self.phases.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
         self._log_metrics(metrics, step)

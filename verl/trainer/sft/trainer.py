@@ -22,6 +22,7 @@ from verl.trainer.common.phases import Phases
 from verl.trainer.common.run_start import RunStart, run_parts
 from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks, StepEnd, is_due
 from verl.trainer.common.status_line import StatusLine, progress_bar
+from verl.trainer.common.watch import HangWatch, raises_here
 from verl.trainer.sft.data import create_sft_dataset, train_loader, val_loader
 from verl.trainer.sft.ranks import Ranks
 from verl.utils import hf_tokenizer
@@ -60,12 +61,15 @@ class SFTTrainer:
         self._end_step = StepEnd(self.stop_requested, self.setbacks, self.saver, self._save_checkpoint, self._validate)
         self._skipped_in_a_row = 0
         self._ranks: Ranks | None = None
+        self.status = StatusLine(self.total_training_steps)
+        self.watch = HangWatch(self.status, trainer.hang_timeout, stuck=raises_here())
 
     def start(self) -> None:
         """Start the ranks and load the model."""
-        self._ranks = Ranks(self.config)
-        self.worker_group = self._ranks.group
-        self.worker_group.init_model()
+        with self.watch:
+            self._ranks = Ranks(self.config)
+            self.worker_group = self._ranks.group
+            self.worker_group.init_model()
 
     def close(self) -> None:
         """Wait for the save under way, end the ranks and give the folder back; safe to call twice."""
@@ -90,9 +94,9 @@ class SFTTrainer:
         trainer = self.config.trainer
         names, first = (trainer.project_name, trainer.experiment_name), self.run_start.first_step
         tracking = Tracking(*names, trainer.logger, self.config.to_dict(), first)
-        with tracking as self.tracking, advises_on_memory(self.config):
+        with tracking as self.tracking, advises_on_memory(self.config), self.watch:
             self._load_checkpoint()
-            self.status = StatusLine(self.total_training_steps, self.global_steps)
+            self.status.step = self.global_steps
             with progress_bar(self.status.standing):
                 if trainer.val_before_train and self.val_dataloader is not None:
                     found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate)
@@ -131,6 +135,7 @@ class SFTTrainer:
             "perf/throughput": tokens / seconds / self.config.ranks,
         }
         metrics |= {f"timing_s/{name}": value for name, value in phases.seconds.items()} | found
+        metrics |= self.watch.step_done(seconds)
         self.tracking.log(metrics, step)
         self.status.step_done()
         self._check_finite(batch, metrics)

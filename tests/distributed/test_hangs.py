@@ -1,0 +1,149 @@
+"""A rank that stands still is named within seconds, and the call that waits for it ends; nothing waits with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.workers import Counter, Summer
+from verl.single_controller.base import HangError, WorkerDiedError
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.trainer.common.phases import Phases
+from verl.trainer.common.status_line import StatusLine
+from verl.trainer.common.watch import HangWatch
+from verl.utils.process_tree import standstill
+from verl.utils.progress import expect, tick
+
+
+class Stuck(Summer):
+    """Ranks that wait for each other in several wrong ways."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pids(self) -> int:
+        return os.getpid()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def work_together(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        expect(1)
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            dist.all_reduce(torch.ones(1))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def count(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.2)
+            tick()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def deadlock(self, rank: int) -> None:
+        if self.rank == rank:
+            threading.Lock().acquire() and threading.Event().wait()
+        dist.all_reduce(torch.ones(1))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mismatch(self) -> None:
+        if self.rank == 0:
+            dist.broadcast(torch.ones(1), src=1)
+        else:
+            dist.all_reduce(torch.ones(1))
+
+
+@pytest.fixture
+def group(start):
+    ranks = start(Stuck)
+    ranks.setup()
+    return ranks
+
+
+def later(seconds: float, act) -> None:
+    threading.Timer(seconds, act).start()
+
+
+def hang_of(act, timeout: float, phase: str = "update_actor") -> tuple[HangError, float, StatusLine]:
+    status = StatusLine(10, done_steps=6)
+    began = time.monotonic()
+    with pytest.raises(HangError) as caught, HangWatch(status, timeout), Phases(status)(phase):
+        act()
+    return caught.value, time.monotonic() - began, status
+
+
+def test_a_stopped_rank_is_named_in_seconds_the_call_ends_and_no_status_call_waits(group, caplog):
+    pid = group.pids()[1]
+    later(1.0, lambda: os.kill(pid, signal.SIGSTOP))
+    status = StatusLine(10, done_steps=6)
+    asked, over = [], threading.Event()
+
+    def keep_asking() -> None:
+        while not over.wait(0.2):
+            began = time.monotonic()
+            asked.append((status.standing().trouble, time.monotonic() - began))
+
+    asking = threading.Thread(target=keep_asking)
+    asking.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(HangError) as caught, HangWatch(status, 8.0), Phases(status)("update_actor", group):
+            group.work_together(120)
+    finally:
+        over.set()
+        asking.join()
+    took, error = time.monotonic() - began, caught.value
+    assert took < 40
+    assert max(seconds for _, seconds in asked) < 10, "asking where it stands never waits for the rank"
+    assert any(trouble and f"pid {pid}) is stopped (SIGSTOP)" in trouble for trouble, _ in asked), "said beforehand"
+    assert error.summary.startswith("update_actor of step 7 hangs for ")
+    assert f"rank 1 of Stuck (host {os.uname().nodename}, pid {pid}) is stopped (SIGSTOP)" in error.summary
+    assert "rank 0 of Stuck waits for it in all_reduce" in error.summary
+    assert (error.role, error.rank, error.method, error.phase, error.step) == (
+        "Stuck",
+        1,
+        "work_together",
+        "update_actor",
+        7,
+    )
+    assert "Stuck[0], stack:\n    all_reduce (" in str(error)
+    assert "update_actor of step 7 waits for " in caplog.text
+    deadline = time.monotonic() + 10
+    while standstill(pid) == "stopped":
+        assert time.monotonic() < deadline, "it does not outlive the run"
+        time.sleep(0.1)
+
+
+def test_a_deadlocked_function_and_collectives_that_do_not_fit_are_told_apart(group):
+    error, _, _ = hang_of(lambda: group.deadlock(1), timeout=4.0)
+    assert "rank 1 of Stuck" in error.summary
+    assert f"is in the user's function deadlock ({__file__}:" in error.summary
+    assert "rank 0 of Stuck waits for it in all_reduce" in error.summary
+
+
+def test_ranks_in_different_collectives_are_named_with_them(group):
+    error, _, _ = hang_of(group.mismatch, timeout=4.0)
+    assert "ranks wait in different collectives: rank 0 of Stuck in broadcast" in error.summary
+    assert "rank 1 of Stuck in all_reduce" in error.summary
+
+
+def test_a_call_that_goes_on_counting_is_no_hang(group):
+    status = StatusLine(10)
+    with HangWatch(status, 4.0), Phases(status)("gen"):
+        group.count(10.0)
+    assert status.trouble is None
+
+
+def test_a_rank_of_a_group_that_training_does_not_need_is_killed_so_that_the_group_can_start_anew(start):
+    group = start(Counter)
+    group.expendable = True
+    pid = group.whoami()[1][3]
+    os.kill(pid, signal.SIGSTOP)
+    status = StatusLine(10)
+    with pytest.raises(WorkerDiedError, match="rank 1"), HangWatch(status, 5.0), Phases(status)("gen"):
+        group.add(1)
+    assert status.hang is None

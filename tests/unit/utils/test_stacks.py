@@ -1,0 +1,85 @@
+"""Stacks of this process and of another, which may hold the GIL or be stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from verl.utils.process_tree import standstill
+from verl.utils.stacks import origin_of, own_stacks, stacks_of, users_frame
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+HOLDS_THE_GIL = """
+import ctypes
+from verl.utils.stacks import answer_stack_requests
+answer_stack_requests()
+def never_lets_go():
+    print("now", flush=True)
+    while True: ctypes.PyDLL(None).sleep(600)
+never_lets_go()
+"""
+
+
+def test_the_threads_of_this_process_are_told_by_identity():
+    asked, over = threading.Event(), threading.Event()
+
+    def waits_here():
+        asked.set()
+        over.wait(30)
+
+    thread = threading.Thread(target=waits_here)
+    thread.start()
+    asked.wait(30)
+    stack = own_stacks()[thread.ident]
+    over.set()
+    thread.join()
+    assert "waits_here" in [frame.function for frame in stack]
+    assert users_frame(stack).function == "waits_here", "a lock of the standard library is not where it waits"
+    assert users_frame(stack).file == __file__
+
+
+def test_whose_a_file_is():
+    import torch
+
+    import verl.protocol
+
+    files = [verl.protocol.__file__, torch.__file__, threading.__file__, "<frozen runpy>", "/home/me/reward.py"]
+    assert [origin_of(file) for file in files] == ["verl", "installed", "installed", "installed", "user"]
+
+
+def test_a_process_that_holds_the_gil_is_read_from_outside_and_a_stopped_one_is_known(tmp_path):
+    script = tmp_path / "holds.py"
+    script.write_text(HOLDS_THE_GIL)
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"now\n"
+        (stack,) = stacks_of(process.pid).values()
+        assert [frame.function for frame in stack] == ["never_lets_go", "<module>"]
+        assert users_frame(stack).file == str(script)
+        assert stacks_of(process.pid), "again"
+        assert standstill(process.pid) is None
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert standstill(process.pid) == "stopped"
+        assert stacks_of(process.pid, timeout=0.2) == {}
+    finally:
+        process.kill()
+        process.wait()
+    assert standstill(process.pid) == "gone"
+
+
+def test_a_process_that_never_offered_it_is_not_harmed():
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=-1)
+    try:
+        process.stdout.readline()
+        assert stacks_of(process.pid) == {}
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()

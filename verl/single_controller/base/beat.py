@@ -1,0 +1,96 @@
+"""Beat: what a rank's process does now, told beside its work; RankReport: what is known of a rank, answer or not."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from verl.utils.stacks import Stack, own_stacks, users_frame
+
+_COLLECTIVES = "all_gather|all_reduce|all_to_all|reduce_scatter|broadcast|barrier|gather|scatter|reduce|send|recv"
+_NAMED = re.compile(rf"(?:^|_)({_COLLECTIVES})(?:$|_)|(init_process_group|rendezvous)")
+# Where torch waits for a collective under another name.
+_IN_OTHER_WORDS = {"unshard": "all_gather", "wait_for_unshard": "all_gather", "foreach_reduce": "reduce_scatter"}
+_PLACES = (f"torch{os.sep}distributed{os.sep}", f"sharding_manager{os.sep}transfer_group.py")
+_MOST_STACKS = 4
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Of one process."""
+
+    method: str | None = None
+    """The compute call that runs."""
+    seconds: float = 0.0
+    """Since when it runs."""
+    done: int = 0
+    """Units of it, as far as they are counted."""
+    thread: int = 0
+    stacks: tuple[Stack, ...] = ()
+    """The compute thread's first, then those of threads in collectives or in users' code."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """A rank as seen by who waits for it."""
+
+    role: str
+    rank: int
+    host: str
+    pid: int
+    state: str
+    """runs, stopped, traced, dead, silent (it is there and does not answer), unreachable (its node does not)."""
+    beat: Beat = Beat()
+    """The last that came; of a silent process, with its stack as read from outside."""
+
+    @property
+    def collective(self) -> str | None:
+        """That it waits in."""
+        return next(filter(None, map(collective_of, self.beat.stacks)), None)
+
+
+class Heart:
+    """Follows the compute lane of a process."""
+
+    def __init__(self) -> None:
+        self._running: tuple[str, float, int, Callable[[], int]] | None = None
+
+    @contextmanager
+    def running(self, method: str, done: Callable[[], int]) -> Iterator[None]:
+        """Around every compute call; `done` counts its units."""
+        self._running = method, time.monotonic(), threading.get_ident(), done
+        try:
+            yield
+        finally:
+            self._running = None
+
+    def beat(self) -> Beat:
+        """From any thread."""
+        if (running := self._running) is None:
+            return Beat()
+        method, start, thread, done = running
+        stacks = own_stacks()
+        return Beat(method, time.monotonic() - start, done(), thread, telling_stacks(stacks, thread))
+
+
+def telling_stacks(stacks: dict[int, Stack], thread: int) -> tuple[Stack, ...]:
+    """Of a process's stacks that of `thread` first, then others that say what it may wait for."""
+    others = [stack for ident, stack in stacks.items() if ident not in (thread, threading.get_ident())]
+    told = [stack for stack in others if collective_of(stack) or users_frame(stack)]
+    return (stacks.get(thread, ()), *told[: _MOST_STACKS - 1])
+
+
+def collective_of(stack: Stack) -> str | None:
+    """The collective that a thread is in, by the names of torch's own functions."""
+    for frame in stack:
+        if any(place in frame.file for place in _PLACES):
+            if (found := _NAMED.search(frame.function)) is not None:
+                return found[1] or found[2]
+            if frame.function in _IN_OTHER_WORDS:
+                return _IN_OTHER_WORDS[frame.function]
+    return None

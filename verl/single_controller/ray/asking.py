@@ -1,0 +1,164 @@
+"""Questions to ranks that are asked beside their work, with a limit: a rank that cannot answer holds up nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl.single_controller.base.beat import Beat, RankReport, telling_stacks
+from verl.single_controller.base.errors import Failure
+from verl.utils.process_tree import standstill
+from verl.utils.stacks import Stack, stacks_of
+
+logger = logging.getLogger(__name__)
+
+_START_S = 20.0
+_STATES = {"stopped": "stopped", "traced": "traced", "ended": "dead", "gone": "dead"}
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """Where a rank runs: Ray's name of its node, host name, process."""
+
+    node: str
+    host: str
+    pid: int
+
+
+class Questions:
+    """To the actors of a group. One question of a kind is under way to each: none pile up where nobody answers."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = actors
+        self._asked: dict[tuple[Any, ...], Any] = {}
+        self._lock = threading.Lock()
+        self.processes: list[RankProcess] = []
+
+    def ask(self, method: str, args: tuple[Any, ...], lane: str, within: float) -> list[Any]:
+        """By rank: the answer, the exception that Ray has of it, or None. An answer that came late is given next."""
+        names = [(rank, method, repr(args)) for rank in range(len(self._actors))]
+        with self._lock:
+            for name in names:
+                if name not in self._asked:
+                    entry = getattr(self._actors[name[0]], method).options(concurrency_group=lane)
+                    self._asked[name] = entry.remote(*args)
+            refs = [self._asked[name] for name in names]
+        ready = set(ray.wait(refs, num_returns=len(refs), timeout=within, fetch_local=False)[0])
+        return [self._answer(ref, name) if ref in ready else None for ref, name in zip(refs, names, strict=True)]
+
+    def _answer(self, ref: Any, name: tuple[Any, ...]) -> Any:
+        with self._lock:
+            self._asked.pop(name, None)
+        try:
+            answer = ray.get(ref, timeout=1)
+        except ray.exceptions.GetTimeoutError:
+            return None
+        except ray.exceptions.RayError as error:
+            return error
+        if isinstance(answer, Failure):
+            raise answer.exception() or RuntimeError(answer.summary)
+        return answer
+
+
+class RankReports:
+    """What is known of the ranks of groups; keeps what they said last, for when they say nothing any more."""
+
+    def __init__(self) -> None:
+        self._last: dict[RankProcess, Beat] = {}
+        self._nodes = Nodes()
+
+    def of(self, group: Any, within: float) -> list[RankReport]:
+        """Of every rank of a group. Processes of this node are looked at even if they do not answer."""
+        here = ray.get_runtime_context().get_node_id()
+        states = [standstill(process.pid) if process.node == here else None for process in group.processes]
+        beats = group.beats(within)
+        return [
+            self._report(group, rank, process, beat, state)
+            for rank, (process, beat, state) in enumerate(zip(group.processes, beats, states, strict=True))
+        ]
+
+    def kill(self, process: RankProcess) -> None:
+        """SIGKILL: a stopped process takes no other."""
+        self._nodes.kill(process)
+
+    def _report(self, group: Any, rank: int, process: RankProcess, beat: Any, state: str | None) -> RankReport:
+        known = self._last.get(process, Beat())
+        if isinstance(beat, Beat) and state is None:
+            self._last[process] = beat
+            return RankReport(group.role, rank, process.host, process.pid, "runs", beat)
+        if isinstance(beat, Exception):
+            state = "gone"
+        if state is not None:
+            return RankReport(group.role, rank, process.host, process.pid, _STATES[state], known)
+        found = self._nodes.look(process)
+        if found is None:
+            return RankReport(group.role, rank, process.host, process.pid, "unreachable", known)
+        state, stacks = found
+        if stacks:
+            known = replace(known, stacks=telling_stacks(stacks, known.thread or next(iter(stacks))))
+        return RankReport(group.role, rank, process.host, process.pid, _STATES.get(state or "", "silent"), known)
+
+
+Look = tuple[str | None, dict[int, Stack]]
+
+
+def look_at(pid: int) -> Look:
+    """Why a process of this machine cannot run, if so, and its stacks."""
+    state = standstill(pid)
+    return state, {} if state is not None else stacks_of(pid)
+
+
+class Nodes:
+    """Eyes on other nodes: a small actor there, started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._eyes: dict[str, Any] = {}
+
+    def look(self, process: RankProcess) -> Look | None:
+        """None: the node does not answer."""
+        if process.node == ray.get_runtime_context().get_node_id():
+            return look_at(process.pid)
+        return self._ask(process.node, "look", process.pid)
+
+    def kill(self, process: RankProcess) -> None:
+        """SIGKILL, wherever it is."""
+        if process.node == ray.get_runtime_context().get_node_id():
+            _kill(process.pid)
+        else:
+            self._ask(process.node, "kill", process.pid)
+
+    def _ask(self, node: str, method: str, pid: int) -> Any:
+        if node not in self._eyes:
+            there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+            self._eyes[node] = ray.remote(num_cpus=0)(_Eyes).options(scheduling_strategy=there).remote()
+        ref = getattr(self._eyes[node], method).remote(pid)
+        try:
+            return ray.get(ref, timeout=_START_S)
+        except ray.exceptions.RayError as error:
+            logger.debug("node %s: %r", node, error)
+            del self._eyes[node]
+            return None
+
+
+class _Eyes:
+    """On another node."""
+
+    def look(self, pid: int) -> Look:
+        return look_at(pid)
+
+    def kill(self, pid: int) -> None:
+        _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

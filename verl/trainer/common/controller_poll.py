@@ -1,0 +1,112 @@
+"""ControllerPoll: the driver asks the controller where it stands, with a limit, and judges when no answer comes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from typing import Any
+
+from verl.trainer.common.own_ray import OwnRay
+from verl.trainer.supervision.report import tell
+from verl.utils.process_tree import standstill
+
+logger = logging.getLogger(__name__)
+
+_TOLD_AFTER_S = 5.0
+# Whoever is stopped comes to nothing by itself; whoever only does not answer may be busy.
+_STOPPED_S, _SILENT_S = 60.0, 300.0
+# What the controller ends with itself comes sooner, with its traceback.
+_OWN_ENDING_S = 5.0
+_ROLE = "TaskRunner"
+
+
+class ControllerPoll:
+    """Of a TaskRunner (or a class of the user's own, which need not say where it stands) and of Ray's processes."""
+
+    def __init__(self, runner: Any, own: OwnRay, timeout: float | None) -> None:
+        self._runner, self._own, self._timeout = runner, own, timeout
+        self._asked: Any = None
+        self._answered = time.monotonic()
+        self._standstill: tuple[str, float] | None = None
+        self._hang_seen: float | None = None
+        self._told: str | None = None
+        self.standing: Any = None
+        """The last that came."""
+
+    def look(self) -> None:
+        """Ask, or see whether the answer is there; raises HangError once nothing is to be hoped for. Never waits."""
+        now = time.monotonic()
+        self._ask(now)
+        hang = getattr(self.standing, "hang", None)
+        if hang is not None:
+            self._hang_seen = self._hang_seen or now
+            if now - self._hang_seen >= _OWN_ENDING_S:
+                raise hang
+        self._look_at_processes(now)
+
+    def _ask(self, now: float) -> None:
+        import ray
+
+        if not hasattr(self._runner, "standing"):
+            self._answered = now
+            return
+        if self._asked is None:
+            self._asked = self._runner.standing.remote()
+        if ray.wait([self._asked], timeout=0, fetch_local=False)[0]:
+            asked, self._asked, self._answered = self._asked, None, now
+            try:
+                self.standing = ray.get(asked, timeout=1)
+            except ray.exceptions.RayError as error:
+                logger.debug("the controller does not say where it stands: %r", error)  # its run says why
+            else:
+                tell(step=self.standing.step + 1, phase=self.standing.phase)
+
+    def _look_at_processes(self, now: float) -> None:
+        pid = getattr(self.standing, "pid", 0)
+        here = pid and self.standing.host == socket.gethostname()
+        why = self._own.stopped()
+        if why is None and here and (state := standstill(pid)) in ("stopped", "traced"):
+            why = f"the controller (TaskRunner, pid {pid}) is {state} (SIGSTOP or a debugger)"
+        if why is None:
+            self._standstill = None
+            return self._look_at_silence(now, pid if here else 0)
+        if self._standstill is None or self._standstill[0] != why:
+            self._standstill = why, now
+        self._weigh(why, now - self._standstill[1], _STOPPED_S, _TOLD_AFTER_S)
+
+    def _look_at_silence(self, now: float, pid: int) -> None:
+        seconds = now - self._answered
+        if seconds < _TOLD_AFTER_S:
+            self._told = None
+            return
+        if seconds >= (self._timeout or _SILENT_S) / 2:
+            why, detail = self._silent(pid)
+            self._weigh(why, seconds, _SILENT_S, 0.0, detail)
+
+    def _silent(self, pid: int) -> tuple[str, str]:
+        from verl.trainer.common.hang_verdict import judge_controller
+        from verl.utils.stacks import show, stacks_of
+
+        who = f"the controller (TaskRunner{f', pid {pid}' if pid else ''}) does not answer"
+        stacks = stacks_of(pid) if pid else {}
+        if not stacks:
+            return who, ""
+        # The thread that trains is the one with most of this package's frames.
+        main = max(stacks.values(), key=lambda stack: sum(frame.origin == "verl" for frame in stack))
+        return judge_controller(main, f"{who}: it").sentence, "\n\n".join(map(show, stacks.values()))
+
+    def _weigh(self, why: str, seconds: float, limit: float, told_after: float, detail: str = "") -> None:
+        limit = self._timeout or limit
+        if seconds >= limit:
+            from verl.single_controller.base.errors import HangError
+
+            self._own.kill()
+            place = f"{socket.gethostname()} pid {getattr(self.standing, 'pid', os.getpid())}"
+            error = HangError(f"the run hangs for {seconds:.0f} s: {why}", _ROLE, 0, place, "run", detail)
+            error.at_once = True
+            raise error
+        if seconds >= told_after and self._told != why:
+            self._told = why
+            logger.warning("the run waits for %.0f s: %s. It is given up after %.0f s.", seconds, why, limit)

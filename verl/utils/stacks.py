@@ -1,0 +1,148 @@
+"""Python stacks: of the threads of this process, and of another one on this machine, even if it holds the GIL.
+
+A process that calls `answer_stack_requests` writes the stacks of all its threads into a file in memory when a certain
+signal comes (`faulthandler` does, without the interpreter); whoever may look at the process can read that file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import os
+import re
+import signal
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+_FILE = "verl-stacks"
+_DEEPEST = 60
+_PACKAGE = str(Path(__file__).parents[1])
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_requests: int | None = None
+
+
+class Frame(NamedTuple):
+    """A place in a stack."""
+
+    file: str
+    line: int
+    function: str
+    origin: str = "installed"
+    """user, verl (this package) or installed."""
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})"
+
+
+Stack = tuple[Frame, ...]
+"""Innermost first."""
+
+
+def own_stacks() -> dict[int, Stack]:
+    """Of every thread of this process, by its identity."""
+    return {thread: _walk(frame) for thread, frame in sys._current_frames().items()}
+
+
+def answer_stack_requests() -> None:
+    """From now on `stacks_of(this process)` works, for this user; where the system cannot do it, nothing happens."""
+    global _requests
+    number = _signal()
+    if _requests is None and number is not None and hasattr(os, "memfd_create"):
+        _requests = os.memfd_create(_FILE, os.MFD_CLOEXEC)
+        faulthandler.register(number, file=_requests, all_threads=True, chain=False)
+
+
+def stacks_of(pid: int, timeout: float = 2.0) -> dict[int, Stack]:
+    """Of every thread of a process, by its identity; empty where it does not answer: it is stopped, or never will."""
+    file = _request_file(pid)
+    if file is None or not _catches(pid):
+        return {}
+    try:
+        with open(file, "rb") as answers:
+            before = answers.seek(0, os.SEEK_END)
+            os.kill(pid, _signal() or 0)
+            text, deadline = b"", time.monotonic() + timeout
+            while time.monotonic() < deadline:
+                time.sleep(0.05)
+                answers.seek(before)
+                more = answers.read()
+                if more and more == text:
+                    break
+                text = more
+    except OSError:
+        return {}
+    return parse_dump(text.decode(errors="replace"))
+
+
+def parse_dump(text: str) -> dict[int, Stack]:
+    """What faulthandler writes, by thread."""
+    found: dict[int, list[Frame]] = {}
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        if (thread := _THREAD.match(line)) is not None:
+            frames = found.setdefault(int(thread[1], 16), [])
+        elif (place := _FRAME.match(line)) is not None:
+            frames.append(Frame(place[1], int(place[2]), place[3], origin_of(place[1])))
+    return {thread: tuple(frames) for thread, frames in found.items()}
+
+
+def users_frame(stack: Stack) -> Frame | None:
+    """The user's function that a thread is in: it has not called this package from there."""
+    own = next((frame for frame in stack if frame.origin != "installed"), None)
+    return own if own is not None and own.origin == "user" else None
+
+
+def show(stack: Stack, indent: str = "    ") -> str:
+    """One line per place, innermost first."""
+    return "\n".join(f"{indent}{frame}" for frame in stack) or f"{indent}(no Python code)"
+
+
+@functools.cache
+def origin_of(file: str) -> str:
+    """Whose a source file is: of this package, of the user, or installed."""
+    if file.startswith(_PACKAGE + os.sep):
+        return "verl"
+    places = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    installed = file.startswith(("<", *places)) or "/site-packages/" in file or "/dist-packages/" in file
+    return "installed" if installed else "user"
+
+
+def _walk(frame: FrameType | None) -> Stack:
+    found: list[Frame] = []
+    while frame is not None and len(found) < _DEEPEST:
+        code = frame.f_code
+        found.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name, origin_of(code.co_filename)))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _signal() -> int | None:
+    """One that nothing else uses: schedulers and users send SIGUSR1 and SIGUSR2."""
+    first = getattr(signal, "SIGRTMIN", None)
+    return None if first is None else first + 9
+
+
+def _request_file(pid: int) -> str | None:
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            place = f"/proc/{pid}/fd/{name}"
+            if os.readlink(place).startswith(f"/memfd:{_FILE}"):
+                return place
+    except OSError:
+        return None
+    return None
+
+
+def _catches(pid: int) -> bool:
+    """Whether the signal has a handler there: without one it would end the process."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> ((_signal() or 1) - 1) & 1)
