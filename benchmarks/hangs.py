@@ -66,7 +66,7 @@ def hang(folder: Path, name: str, timeout: float, limit: float) -> dict[str, Any
         "trainer.n_gpus_per_node=2",
         "trainer.total_training_steps=3",
         f"trainer.hang_timeout={timeout}",
-        # MR
+        "trainer.max_restarts=0",
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=4",
         "data.max_response_length=64",

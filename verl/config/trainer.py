@@ -50,7 +50,7 @@ class RunConfig(Block):
 
     hang_timeout: float | None = key(
         "Seconds without any progress in a phase after which the run says who waits for whom, and ends.",
-        null="by the phase: five times what it took lately, at least 120; 1800 before it is known",
+        null="by the phase: five times what it took lately, at least 300; 1800 before it is known",
         above=0,
     )
 

@@ -28,6 +28,7 @@ from verl.trainer.supervision.supervisor import supervise
 from verl.utils.logging_setup import shown_messages
 from verl.utils.lost_terminal import outlive_terminal
 from verl.utils.process_tree import family
+from verl.utils.stacks import answer_stack_requests
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> None:
     stopping: AbstractContextManager[Asked] = nullcontext(Asked())
     if hasattr(runner, "request_stop"):
         stopping = stop_on_signals(lambda: runner.request_stop.remote(), own.kill)
+    answer_stack_requests()
     poll = ControllerPoll(runner, own, config.trainer.hang_timeout)
     with stopping as asked, progress_bar(lambda: poll.standing):
         result_of(runner.run.remote(config), own, asked, poll.look)

@@ -28,7 +28,7 @@ class ControllerPoll:
     def __init__(self, runner: Any, own: OwnRay, timeout: float | None) -> None:
         self._runner, self._own, self._timeout = runner, own, timeout
         self._asked: Any = None
-        self._answered = time.monotonic()
+        self._answered: float | None = None  # before it has started there is nothing to judge
         self._standstill: tuple[str, float] | None = None
         self._hang_seen: float | None = None
         self._told: str | None = None
@@ -50,7 +50,6 @@ class ControllerPoll:
         import ray
 
         if not hasattr(self._runner, "standing"):
-            self._answered = now
             return
         if self._asked is None:
             self._asked = self._runner.standing.remote()
@@ -61,7 +60,8 @@ class ControllerPoll:
             except ray.exceptions.RayError as error:
                 logger.debug("the controller does not say where it stands: %r", error)  # its run says why
             else:
-                tell(step=self.standing.step + 1, phase=self.standing.phase)
+                if self.standing.total:
+                    tell(step=self.standing.step + 1, phase=self.standing.phase)
 
     def _look_at_processes(self, now: float) -> None:
         pid = getattr(self.standing, "pid", 0)
@@ -77,7 +77,7 @@ class ControllerPoll:
         self._weigh(why, now - self._standstill[1], _STOPPED_S, _TOLD_AFTER_S)
 
     def _look_at_silence(self, now: float, pid: int) -> None:
-        seconds = now - self._answered
+        seconds = 0.0 if self._answered is None else now - self._answered
         if seconds < _TOLD_AFTER_S:
             self._told = None
             return
