@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
 import time
 
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 
 from tests.support.workers import Counter, Summer
 from verl.single_controller.base import HangError, WorkerDiedError
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.trainer.common.controller_poll import ControllerPoll
+from verl.trainer.common.own_ray import OwnRay
 from verl.trainer.common.phases import Phases
-from verl.trainer.common.status_line import StatusLine
+from verl.trainer.common.status_line import Standing, StatusLine
 from verl.trainer.common.watch import HangWatch
 from verl.utils.process_tree import standstill
 from verl.utils.progress import expect, tick
+from verl.utils.stacks import answer_stack_requests
 
 
 class Stuck(Summer):
@@ -147,3 +152,52 @@ def test_a_rank_of_a_group_that_training_does_not_need_is_killed_so_that_the_gro
     with pytest.raises(WorkerDiedError, match="rank 1"), HangWatch(status, 5.0), Phases(status)("gen"):
         group.add(1)
     assert status.hang is None
+
+
+class Controller:
+    """Answers where it stands until it cannot."""
+
+    def standing(self) -> Standing:
+        return Standing(1, 9, "rollout", pid=os.getpid(), host=os.uname().nodename)
+
+    def hold_the_gil(self) -> None:
+        answer_stack_requests()
+        while True:
+            ctypes.PyDLL(None).sleep(600)
+
+
+def keep_looking(poll: ControllerPoll) -> None:
+    for _ in range(100):
+        began = time.monotonic()
+        poll.look()
+        assert time.monotonic() - began < 5, "looking never waits for it"
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("stop", r"the controller \(TaskRunner, pid {pid}\) is stopped"),
+        (
+            "hold",
+            r"the controller \(TaskRunner, pid {pid}\) does not answer: it is in the user's function hold_the_gil",
+        ),
+    ],
+)
+def test_the_driver_judges_a_controller_that_does_not_answer(ray_cluster, how, sentence, caplog):
+    controller = ray.remote(num_cpus=0, max_concurrency=2)(Controller).remote()
+    poll = ControllerPoll(controller, OwnRay(), 6.0)
+    while poll.standing is None:
+        poll.look()
+        time.sleep(0.1)
+    pid = poll.standing.pid
+    try:
+        if how == "stop":
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            controller.hold_the_gil.remote()
+        with pytest.raises(HangError, match="the run hangs for .*" + sentence.format(pid=pid)):
+            keep_looking(poll)
+        assert "the run waits for" in caplog.text
+    finally:
+        os.kill(pid, signal.SIGKILL)
