@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from verl.types.weights import TensorSpec
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 
 _THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+# Less is one file.
 _ONE_FILE = 2**28
 
 
@@ -31,13 +37,8 @@ def save_tensors(
 
     What is on a device comes to host memory tensor by tensor.
     """
-    # A checksum takes as long as the disk: what is in host memory is written as several files side by side.
     here = all(value.device.type == "cpu" for value in tensors.values())
-    threads = _THREADS if here and sum(value.nbytes for value in tensors.values()) > _ONE_FILE else 1
-    # Copies made ahead would lie in page-locked memory, rounded up to powers of two and never given back. Files are
-    # brought to disk by the recorder's streams when they close.
-    writer = dcp.FileSystemWriter(folder, sync_files=False, thread_count=threads, per_thread_copy_ahead=0)
-    writer.fs = _RecordedFileSystem(recorder)
+    writer = _Writer(folder, recorder, side_by_side=_THREADS if here else 1)
     with _plain_errors(recorder):
         dcp.save(dict(tensors), storage_writer=writer, process_group=group)
 
@@ -98,6 +99,46 @@ def restore_random_state(states: list[dict[str, Any]], device: torch.device) -> 
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Through a recorder, and what is large as several files side by side: checksums take as long as the disk."""
+
+    def __init__(self, folder: Path, recorder: ChecksumRecorder, side_by_side: int) -> None:
+        # Copies made ahead would lie in page-locked memory, rounded up to powers of two and never given back. Files are
+        # brought to disk by the recorder's streams when they close.
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
+        self.fs = _RecordedFileSystem(recorder)
+        self._side_by_side = side_by_side
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        parts = [
+            replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=plan.storage_data.prefix + name))
+            for name, items in zip(["", "1_", "2_", "3_"], self._split(plan.items), strict=False)
+        ]
+        # torch's own threads would lose what they raise, and the files with it.
+        with ThreadPoolExecutor(len(parts), "checkpoint") as threads:
+            written = list(threads.map(lambda part: super(_Writer, self).write_data(part, planner).value(), parts))
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result([result for results in written for result in results])
+        return done
+
+    def _split(self, items: list[WriteItem]) -> list[list[WriteItem]]:
+        """About as many bytes in each."""
+        sizes = [0] * min(self._side_by_side, 1 + sum(map(_size_of, items)) // _ONE_FILE)
+        if len(sizes) == 1:
+            return [items]
+        parts: list[list[WriteItem]] = [[] for _ in sizes]
+        for item in sorted(items, key=_size_of, reverse=True):
+            least = sizes.index(min(sizes))
+            parts[least].append(item)
+            sizes[least] += _size_of(item)
+        return parts
+
+
+def _size_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
 
 
 class _RecordedFileSystem(FileSystem):
