@@ -76,6 +76,7 @@ class Saver:
         self._config, self._tokenizer, self._planned_bytes = config, tokenizer, planned_bytes
         trainer = config.trainer
         self._manager = CheckpointManager(trainer.default_local_dir, max_to_keep, trainer.default_hdfs_dir)
+        self.root = self._manager.root
         self._thread: threading.Thread | None = None
         self._done: list[Save] = []
         self._waited = 0.0
@@ -91,7 +92,7 @@ class Saver:
         which transformers loads, goes the tokenizer.
         """
         start, step = time.monotonic(), state["global_steps"]
-        self.wait_for_turn(step)
+        self.settle()
         files = {"config.json": json.dumps(self._config.to_dict(), indent=1, default=str).encode()}
         files |= {f"{model}/{name}": content for model in models for name, content in self._tokenizer_files.items()}
         kept = copy.deepcopy(dict(state))

@@ -1,0 +1,243 @@
+"""Steps are written behind training: in order, whole at any moment, and true when they are read back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.training_harness import make_task, overrides, run_training
+from verl.trainer.common.setbacks import UnsavedRunError
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, resolve_resume
+
+REPOSITORY = Path(__file__).parents[4]
+
+# One rank that writes like an engine: what it holds is frozen in `begin_save` and goes to files in `finish_save`.
+KILLED_AT_EVERY_OPERATION = """
+import json, os, shutil, signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+from verl.single_controller.base import ClassWithInitArgs, Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.local import LocalWorkerGroup
+from verl.trainer.common.checkpoint import Saver
+from verl.utils.checkpoint.manifest import ChecksumRecorder
+
+class Rank(Worker):
+    content = b"old"
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_save(self, path):
+        self.frozen = Path(path), Rank.content
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, lane="control")
+    def finish_save(self):
+        with ChecksumRecorder(self.frozen[0]) as recorder:
+            for shard in range(2):
+                with recorder.open(f"shard_{shard}") as file:
+                    file.write(self.frozen[1])
+
+class Tokenizer:
+    def save_pretrained(self, folder):
+        Path(folder, "tokenizer.json").write_text("{}")
+
+before, (steps, limits, copies) = Path(sys.argv[1]) / "before", map(json.loads, sys.argv[2:])
+parts = {part: LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Rank)) for part in ("actor", "critic")}
+
+def saver(root):
+    trainer = SimpleNamespace(default_local_dir=str(root), default_hdfs_dir=copies and str(root / copies))
+    return Saver(SimpleNamespace(trainer=trainer, to_dict=dict), limits, Tokenizer())
+
+def save(saver, step):
+    saver.begin({"global_steps": step}, parts, ["actor/huggingface"])
+
+# The audit hook sees every open, mkdir, rename, unlink and rmdir before it happens: the child dies at the nth.
+OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+counted = 0
+
+def die_at(number):
+    def hook(event, arguments):
+        global counted
+        if event in OPERATIONS:
+            counted += 1
+            if counted == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+
+first = saver(before)
+for step in steps:
+    save(first, step)
+first.close()
+for number in range(1, 2000):
+    root = Path(shutil.copytree(before, before.with_name(str(number))))
+    child = os.fork()
+    if child == 0:
+        second = saver(root)
+        Rank.content = b"new"
+        die_at(number)
+        save(second, 2)
+        Rank.content = b"newer"  # the next step trains
+        second.close()
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        print(number)
+        break
+"""
+
+
+def newest(root: Path) -> str:
+    """What the newest step holds; everything that can be wrong with the folder or its copies fails here."""
+    path = resolve_resume("auto", root)
+    assert CheckpointManager.verify(path) == []
+    assert CheckpointManager.verify(root / (root / "latest").read_text()) == []
+    problems = [problem for step in root.glob("global_step_*") for problem in CheckpointManager.verify(step)]
+    assert all(problem.startswith("critic: deleted, ") for problem in problems), problems
+    assert [name for name in root.glob(".*") if name.name != ".lock"] == []
+    for copy in (root / "copies").glob("*/manifest.json"):
+        assert CheckpointManager.verify(copy.parent) == [], "a copy with a manifest is whole"
+    return (path / "actor" / "shard_0").read_text()
+
+
+@pytest.mark.parametrize(
+    ("before", "max_to_keep", "copies"),
+    [([1, 2], 1, "copies"), pytest.param([1], {"actor": 2, "critic": 1}, None, marks=pytest.mark.slow)],
+    ids=["replaced", "parts"],
+)
+def test_killed_before_every_single_file_operation_of_a_save_and_its_copy(tmp_path, before, max_to_keep, copies):
+    given = [str(tmp_path), *map(json.dumps, (before, max_to_keep, copies))]
+    command = [sys.executable, "-c", KILLED_AT_EVERY_OPERATION, *given]
+    result = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    survived = int(result.stdout)
+    states = [newest(tmp_path / str(number)) for number in range(1, survived + 1)]
+    assert survived > 40
+    assert set(states) == {"old", "new"}
+    assert states == sorted(states, reverse=True), "once the new step is there it stays"
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+class Held(RayPPOTrainer):
+    """A save ends only when the next one, or the end of the run, waits for it."""
+
+    def init_workers(self) -> None:
+        super().init_workers()
+        self.may_end = threading.Semaphore(0)
+        self.events: list[str] = []
+        engine, saver = self.actor_wg._host._workers[self.actor_wg.role].engine, self.state.saver
+        finish, wait_for_turn, collect = engine.finish_save, saver.wait_for_turn, saver.collect
+
+        def finish_when_allowed() -> None:
+            assert self.may_end.acquire(timeout=60)
+            finish()
+
+        def let_the_one_before_end(step: int) -> None:
+            if step > 1:
+                self.may_end.release()
+            wait_for_turn(step)
+
+        def let_the_last_end(wait: bool = False) -> Any:
+            if wait:
+                self.may_end.release()
+            return collect(wait)
+
+        engine.finish_save, saver.wait_for_turn, saver.collect = (
+            finish_when_allowed,
+            let_the_one_before_end,
+            let_the_last_end,
+        )
+
+    def _train_step(self, batch: Any) -> dict[str, float]:
+        metrics = super()._train_step(batch)
+        steps = sorted(path.name for path in Path(self.config.trainer.default_local_dir).glob("g*"))
+        self.events.append(f"step {self.global_steps}: saved {steps}")
+        return metrics
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> dict[str, str]:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def command(task: dict[str, str], folder: Path, *more: str) -> list[str]:
+    few = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "data.val_files=[]")
+    offload = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True"
+    return overrides(task, folder, *few, offload, "trainer.save_freq=1", "trainer.total_training_steps=3", *more)
+
+
+def test_a_save_in_flight_while_others_train_is_the_state_of_its_step(task, tmp_path):
+    """And the one that is due meanwhile waits for it, so they end in order."""
+    whole = run_training(command(task, tmp_path / "a"), trainer_cls=Held)
+    assert whole.events == [
+        "step 1: saved []",
+        "step 2: saved []",
+        "step 3: saved ['global_step_1']",
+    ], "the second step trained while the first was being written, the third while the second was"
+    first, second, third = whole.history
+    assert "checkpoint/background_s" not in first
+    assert second["checkpoint/background_s"] > second["checkpoint/wait_s"] > 0
+    assert second["timing_s/save_checkpoint"] >= second["checkpoint/wait_s"]
+    assert third["checkpoint/gb"] > 0.001
+    for step in (1, 2):
+        folder = tmp_path / "a" / "checkpoints"
+        resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/global_step_{step}")
+        resumed = run_training(command(task, tmp_path / f"from_{step}", *resume))
+        assert [row["step"] for row in resumed.history] == list(range(step + 1, 4))
+        assert all(torch.equal(resumed.final_weights[name], value) for name, value in whole.final_weights.items())
+
+
+class BreaksBehind(RayPPOTrainer):
+    """The first save fails when it is written."""
+
+    def init_workers(self) -> None:
+        super().init_workers()
+        engine = self.actor_wg._host._workers[self.actor_wg.role].engine
+        finish, failures = engine.finish_save, [OSError("the shard is gone"), *self.also]
+
+        def finish_or_fail() -> None:
+            finish()
+            if failures:
+                raise failures.pop(0)
+
+        engine.finish_save = finish_or_fail
+
+    also: tuple[Exception, ...] = ()
+
+
+def test_a_save_that_fails_behind_training_is_counted_and_leaves_nothing(task, tmp_path, caplog):
+    trainer = run_training(command(task, tmp_path, "trainer.total_training_steps=2"), trainer_cls=BreaksBehind)
+    assert "training/failed_saves" not in trainer.history[0]
+    assert trainer.history[1]["training/failed_saves"] == 1.0
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("*step*"))
+    assert names == ["global_step_2"]
+    assert "save of step 1 failed: WorkerCallError: worker raised OSError: the shard is gone" in caplog.text
+
+
+class LosesWeights(BreaksBehind):
+    also = (FloatingPointError("weights are not finite"),)
+
+
+def test_weights_that_a_background_save_finds_lost_end_the_run_with_their_step(task, tmp_path):
+    with pytest.raises(RuntimeError, match=r"^step 2: weights are not finite.* starts from the beginning"):
+        run_training(command(task, tmp_path), trainer_cls=LosesWeights)
+
+
+def test_a_last_step_that_does_not_read_back_is_an_unsaved_end(task, tmp_path, monkeypatch):
+    commit = CheckpointManager.commit
+
+    def commit_and_damage(manager: CheckpointManager, step: int) -> Path:
+        path = commit(manager, step)
+        file = path / "trainer.pt"
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        return path
+
+    monkeypatch.setattr(CheckpointManager, "commit", commit_and_damage)
+    with pytest.raises(UnsavedRunError, match=r"is not whole: trainer.pt: damaged"):
+        run_training(command(task, tmp_path, "trainer.total_training_steps=1"))
