@@ -138,19 +138,41 @@ def test_killed_many_times_a_run_continues_from_a_whole_step(task, tmp_path):
     survive(task, tmp_path, kills=20, seed=1)
 
 
+def wait_for_first_step(folder: Path, process: subprocess.Popen) -> None:
+    """Until it is taken; nothing is saved then."""
+    deadline = time.monotonic() + 150
+    while not (folder / "checkpoints" / "debug_step_1.pt").exists():
+        assert process.poll() is None, (folder / "log.txt").read_text()[-3000:]
+        assert time.monotonic() < deadline, (folder / "log.txt").read_text()[-3000:]
+        time.sleep(0.1)
+
+
 def test_sigterm_to_the_whole_process_group_finishes_the_step_saves_and_exits_0(task, tmp_path):
     """As `timeout` and schedulers send it: to Ray's processes too, were they of the group."""
     process = start(
         task, tmp_path, "trainer.total_training_steps=1000", "trainer.save_freq=-1", "trainer.dump_steps=[1]"
     )
-    deadline = time.monotonic() + 150
-    while not (tmp_path / "checkpoints" / "debug_step_1.pt").exists():
-        assert process.poll() is None, (tmp_path / "log.txt").read_text()[-3000:]
-        assert time.monotonic() < deadline, (tmp_path / "log.txt").read_text()[-3000:]
-        time.sleep(0.1)
+    wait_for_first_step(tmp_path, process)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(timeout=120) == 0, (tmp_path / "log.txt").read_text()[-3000:]
     step = latest_step(tmp_path)
     assert step >= 1
     *_, last = (tmp_path / "log.txt").read_text().splitlines()
     assert last.startswith(f"stopped by SIGTERM; the same command goes on at step {step} ")
+
+
+@pytest.mark.slow
+def test_sigterm_that_leaves_little_time_gives_up_a_long_step_and_saves_the_one_before(tmp_path):
+    task = make_task(tmp_path, max_position_embeddings=4096)
+    long = ("data.max_response_length=3000", "actor_rollout_ref.rollout.ignore_eos=True", "trainer.save_within=1")
+    steps = ("trainer.total_training_steps=1000", "trainer.save_freq=-1", "trainer.dump_steps=[1]")
+    process = start(task, tmp_path, *steps, *long)
+    wait_for_first_step(tmp_path, process)
+    time.sleep(1.5)  # into the generation of the second, which takes longer
+    asked = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 0, (tmp_path / "log.txt").read_text()[-3000:]
+    log = (tmp_path / "log.txt").read_text()
+    assert "SIGTERM: step 2 given up after " in log, (log[-3000:], time.monotonic() - asked)
+    assert log.splitlines()[-1].startswith("stopped by SIGTERM; the same command goes on at step 1 ")
+    assert CheckpointManager.verify(tmp_path / "checkpoints" / "global_step_1") == []

@@ -48,6 +48,11 @@ class RunConfig(Block):
         "Steps in a row without an update (NaN or infinite gradient, no sample with a score) that stop the run.", min=1
     )
 
+    save_within: float | None = key(
+        "Seconds that SIGTERM or SIGUSR1 leave: a step that does not fit is given up, and the one before saved.",
+        null="the step is finished first",
+        above=0,
+    )
     hang_timeout: float | None = key(
         "Seconds without any progress in a phase after which the run says who waits for whom, and ends.",
         null="by the phase: five times what it took lately, at least 300; 1800 before it is known",

@@ -15,13 +15,14 @@ from omegaconf import DictConfig
 from verl.config import PPOConfig, batch_plan, load_config
 from verl.config.load import Config
 from verl.config.plan import active_roles
+from verl.trainer.common import preemption
 from verl.trainer.common.cluster import start_ray, wait_for_nodes
 from verl.trainer.common.command_line import checked, command
 from verl.trainer.common.controller_poll import ControllerPoll
 from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
 from verl.trainer.common.nodes import joins_a_head, running_head, serve_as_node, start_head, stop_head
 from verl.trainer.common.own_ray import OwnRay, result_of
-from verl.trainer.common.signals import Asked, stop_on_signals
+from verl.trainer.common.signals import FINISHES, Asked, stop_on_signals
 from verl.trainer.common.status_line import Standing, progress_bar
 from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise
@@ -87,7 +88,9 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> None:
     runner = runner_class.options(scheduling_strategy=here).remote()  # beside us: other nodes may go and come
     stopping: AbstractContextManager[Asked] = nullcontext(Asked())
     if hasattr(runner, "request_stop"):
-        stopping = stop_on_signals(lambda: runner.request_stop.remote(), own.kill)
+        by, within = Asked(), config.trainer.save_within
+        first = FINISHES if within is None else f"stopping: saved first, if it can be in {within:g} s"
+        stopping = stop_on_signals(lambda: _ask_to_stop(runner, by.by), own.kill, first, by)
     answer_stack_requests()
     poll = ControllerPoll(runner, own, config.trainer.hang_timeout)
     with stopping as asked, progress_bar(lambda: poll.standing):
@@ -96,6 +99,13 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> None:
         if ours:
             ray.shutdown()  # what the run printed arrives at any time until then
         logger.warning("stopped by %s; %s", asked.by, what_the_same_command_does(config.trainer))
+
+
+def _ask_to_stop(runner: Any, by: str | None) -> None:
+    if by in preemption.SIGNALS and hasattr(runner, "preempt"):
+        runner.preempt.remote(by)
+    else:
+        runner.request_stop.remote()
 
 
 class TaskRunner:
@@ -184,6 +194,12 @@ class TaskRunner:
         self._stop_requested = True
         if self._trainer is not None:
             self._trainer.stop_requested.set()
+
+    def preempt(self, by: str) -> None:
+        """As `request_stop`, by a signal that leaves `trainer.save_within` seconds."""
+        self._stop_requested = True
+        if self._trainer is not None:
+            self._trainer.preempt(by)
 
     def standing(self) -> Any:
         """Step and phase of the run, for whoever has a terminal; before there is a trainer, that it answers."""

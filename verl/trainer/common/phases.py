@@ -18,11 +18,17 @@ class Phases:
     """
 
     def __init__(
-        self, status: StatusLine, memory: Callable[[tuple[Any, ...]], tuple[float, float]] | None = None
+        self,
+        status: StatusLine,
+        memory: Callable[[tuple[Any, ...]], tuple[float, float]] | None = None,
+        enter: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """`memory` gives (peak since it was last asked, now) in GB, of the fullest rank of some groups."""
-        self._status = status
-        self._memory = memory
+        """`memory` gives (peak since it was last asked, now) in GB, of the fullest rank of some groups.
+
+        `enter` is told of every phase before it begins, and may refuse it.
+        """
+        self._status, self._memory, self._enter = status, memory, enter
+        self._running: dict[str, float] = {}
         self._peaks: list[float] = []
         self.seconds: dict[str, float] = {}
         self.memory_gb: dict[str, float] = {}
@@ -30,11 +36,14 @@ class Phases:
     @contextmanager
     def __call__(self, name: str, *groups: Any) -> Iterator[None]:
         """Time a phase, in which these worker groups work; nested phases each count their own whole time."""
+        self._enter(name)
         start, inner = time.perf_counter(), len(self._peaks)
+        self._running[name] = start
         try:
             with self._status.phase(name, *groups):
                 yield
         finally:
+            self._running.pop(name, None)
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         working = tuple(group for group in groups if group is not None)
         if self._memory is not None and working:
@@ -42,6 +51,13 @@ class Phases:
             self._peaks.append(peak)
         if self._peaks[inner:]:
             self.memory_gb[name] = max(self.memory_gb.get(name, 0.0), *self._peaks[inner:])
+
+    def spent(self) -> dict[str, float]:
+        """Seconds by phase so far, those that run included. From any thread."""
+        now, seconds = time.perf_counter(), dict(self.seconds)
+        for name, start in dict(self._running).items():
+            seconds[name] = seconds.get(name, 0.0) + now - start
+        return seconds
 
 
 def memory_gb(groups: tuple[Any, ...]) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.trainer.common.checkpoint import Saver
 from verl.trainer.common.guard import TrainingStoppedError
 from verl.trainer.common.phases import Phases
+from verl.trainer.common.preemption import Preemption
 from verl.utils.exceptions import causes
 from verl.workers.reward_manager.naive import RewardError
 
@@ -110,10 +111,11 @@ class StepEnd:
         saver: Saver,
         save: Callable[[], Any],
         validate: Callable[[], dict[str, float]],
+        preemption: Preemption,
     ) -> None:
         """`save` begins a save of `saver`, or does what the user's own trainer does."""
         self._stop_requested, self._setbacks, self._saver = stop_requested, setbacks, saver
-        self._save, self._validate = save, validate
+        self._save, self._validate, self._preemption = save, validate, preemption
 
     def __call__(
         self, step: int, saves: bool, tests: bool, ends: bool, phases: Phases, *groups: Any
@@ -128,7 +130,8 @@ class StepEnd:
             metrics |= self._attempt_save(step, phases)
         if tests and not self._stop_requested.is_set():
             with phases("testing", *groups):
-                metrics |= self._setbacks.attempt(VALIDATION, step, self._validate) or {}
+                validate = partial(self._preemption.unless_given_up, self._validate)
+                metrics |= self._setbacks.attempt(VALIDATION, step, validate) or {}
         stopping = self._stop_requested.is_set()
         if stopping and not saved:
             metrics |= self._attempt_save(step, phases)
@@ -136,6 +139,16 @@ class StepEnd:
             with phases("save_checkpoint"):
                 metrics |= self._saved(last=True)
         return metrics | self._saver.metrics() | self._setbacks.metrics(), stopping
+
+    def go_back(self, step: int, phases: Phases) -> None:
+        """The step after this one was given up: have this one saved, if it is not."""
+        if step and self._saver.newest_step != step:
+            self._attempt_save(step, phases)
+        with phases("save_checkpoint"):
+            self._saved(last=True)
+        self._setbacks.refuse_an_unsaved_end(step)
+        place = f"is saved in {self._saver.root}" if step else "is where the same command starts: none was complete"
+        logger.warning("%s; step %d %s", self._preemption.given_up, step, place)
 
     def _attempt_save(self, step: int, phases: Phases) -> dict[str, float]:
         with phases("save_checkpoint"):
@@ -145,10 +158,12 @@ class StepEnd:
         return metrics
 
     def _saved(self, last: bool = False) -> dict[str, float]:
-        """Metrics of the saves that have ended since. `last`: the run ends with what is on disk then."""
+        """Metrics of the saves that have ended since. `last`: the run ends with what is on disk then, and reads it back
+        if there is time."""
         metrics: dict[str, float] = {}
+        verify = last and (self._preemption.within is None or not self._stop_requested.is_set())
         for save in self._saver.collect(wait=last):
-            metrics |= self._setbacks.attempt(SAVE, save.step, partial(save.result, verify=last)) or {}
+            metrics |= self._setbacks.attempt(SAVE, save.step, partial(save.result, verify=verify)) or {}
         return metrics
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 ENDING = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
 # `timeout` signals its command, then the command's whole group; schedulers signal every process, and ours each other.
 _SAME_S = 0.5
-_FINISHES = "stopping: this step is finished and saved first"
+FINISHES = "stopping: this step is finished and saved first"
 
 
 @dataclass
@@ -29,14 +29,17 @@ class Asked:
 
 @contextmanager
 def stop_on_signals(
-    ask: Callable[[], Any], at_once: Callable[[], Any] = lambda: None, first: str = _FINISHES
+    ask: Callable[[], Any],
+    at_once: Callable[[], Any] = lambda: None,
+    first: str = FINISHES,
+    asked: Asked | None = None,
 ) -> Iterator[Asked]:
     """SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C call `ask`; a second one calls `at_once` and ends the process.
 
     SIGUSR1 is a scheduler's warning that another will follow, which then counts as the first.
     Signals that are ignored (`nohup`, a job in the background) stay so. Threads other than the main one get none.
     """
-    asked = Asked()
+    asked = asked or Asked()
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from verl.algos import AdvantageEstimator
@@ -16,6 +17,7 @@ from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.common.dumps import dump_batch, dump_rows
 from verl.trainer.common.guard import StepGuard, advises_on_memory, check_weights, explained
 from verl.trainer.common.phases import Phases, memory_gb, verdict
+from verl.trainer.common.preemption import Preemption
 from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks, StepEnd, is_due
 from verl.trainer.common.status_line import StatusLine
 from verl.trainer.common.watch import HangWatch
@@ -113,6 +115,7 @@ class RayPPOTrainer:
         self._seconds: dict[str, float] = {}
         self._guard = StepGuard(self.config.trainer.max_nonfinite_steps)
         self._mismatch = RolloutMismatch(self.config.algorithm.rollout_correction)
+        self._preemption = Preemption(self.config.trainer.save_within)
         self._compose(reward_fn, val_reward_fn)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.state.draw_from(self.train_dataloader)
@@ -156,7 +159,7 @@ class RayPPOTrainer:
             setbacks=self.setbacks,
         )
         phases = (lambda: self._save_checkpoint(), lambda: self._validate())
-        self._end_step = StepEnd(self.stop_requested, self.setbacks, self.state.saver, *phases)
+        self._end_step = StepEnd(self.stop_requested, self.setbacks, self.state.saver, *phases, self._preemption)
 
     def init_workers(self) -> None:
         """Reserve devices, start one group per pool with its roles colocated, load the models."""
@@ -184,7 +187,8 @@ class RayPPOTrainer:
                 self.status.step = self.global_steps
                 if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
                     with self.status.phase("testing"):
-                        found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate, trainer.val_only)
+                        validate = partial(self._preemption.unless_given_up, self._validate)
+                        found = self.setbacks.attempt(VALIDATION, self.global_steps, validate, trainer.val_only)
                         self._log_metrics(found or self.setbacks.metrics(), self.global_steps)
                 if not trainer.val_only:
                     self._train()
@@ -195,6 +199,7 @@ class RayPPOTrainer:
 
     def _train(self) -> None:
         logger.info("Starting training...")
+        self._keep_state()
         while self.global_steps < self.total_training_steps:
             batch = self.prompts.take(self.config.data.gen_batch_size)
             self.global_steps += 1
@@ -205,9 +210,17 @@ class RayPPOTrainer:
     def _step(self, batch: DataProto) -> bool:
         """One step with its checkpoint, validation and log; whether the run was asked to stop, and is saved."""
         trainer, step, last = self.config.trainer, self.global_steps, self.total_training_steps
-        self.phases = Phases(self.status, memory_gb if self.device_name == "cuda" else None)
-        with self.phases("step"):
-            metrics = self._train_step(batch)
+        self.phases = Phases(self.status, memory_gb if self.device_name == "cuda" else None, self._preemption.enter)
+        self._preemption.begin_step(step, self.phases)
+        try:
+            with self.phases("step"):
+                metrics = self._train_step(batch)
+        except Exception:
+            if self._preemption.ended() is None:
+                raise
+            self.state.go_back()
+            self._end_step.go_back(self.global_steps, self.phases)
+            return True
         check_weights(metrics, step, trainer, self._log_metrics)
         saves = is_due(step, trainer.save_freq, last)
         tests = self.val_dataloader is not None and is_due(step, trainer.test_freq, last)
@@ -219,10 +232,23 @@ class RayPPOTrainer:
             self._seconds[name] = self._seconds.get(name, 0.0) + value
         self._log_metrics(metrics, step)
         self.status.step_done()
+        self._keep_state()
         self._guard.check(metrics, getattr(self.reward_fn, "last_failure", None))
         if step >= last or stopping:
             self.setbacks.refuse_an_unsaved_end(step)
         return stopping
+
+    def _keep_state(self) -> None:
+        """Between steps: what is saved if the next one is given up."""
+        self._preemption.end_step(self.global_steps)
+        if self.config.trainer.save_within is not None:
+            self.state.keep()
+
+    def preempt(self, by: str) -> None:
+        """As `stop_requested.set()`, but by a signal that leaves `trainer.save_within` seconds. From any thread."""
+        self.stop_requested.set()
+        if self._preemption.decide(by, self.state.saver.seconds):
+            self._preemption.keep_cancelling(lambda: self.rollout_wg.cancel())
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
         """One training step on a batch of prompts; returns its metrics."""

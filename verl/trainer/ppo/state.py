@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ class TrainerState:
         """Updates of the actor so far: what the rollout's weights are stamped with."""
         self.kl_controller: Any = get_kl_controller(config.algorithm.kl_ctrl)
         self.run_start: RunStart | None = None
+        self._kept: dict[str, Any] | None = None
+        self._final: dict[str, Any] | None = None
         limits = {"actor": config.trainer.max_actor_ckpt_to_keep}
         if Role.Critic in workers:
             limits["critic"] = config.trainer.max_critic_ckpt_to_keep
@@ -66,7 +69,23 @@ class TrainerState:
         if groups.critic is not None:
             parts["critic"] = background_part(groups.critic, self._workers[Role.Critic])
         exports = "hf_model" in self._config.actor_rollout_ref.actor.checkpoint.save_contents
-        self.saver.begin(self._as_saved(), parts, ["actor/huggingface"] if exports else [])
+        state = self._as_saved() if self._final is None else self._final
+        self.saver.begin(state, parts, ["actor/huggingface"] if exports else [])
+
+    def keep(self) -> None:
+        """Remember the state after this step, for `go_back`."""
+        self._kept = copy.deepcopy(self._as_saved())
+
+    def go_back(self) -> None:
+        """The step under way was given up: what is saved from now on is the state that was kept.
+
+        Of the state on the ranks only updates change anything. The run ends with this: its prompts stay where they are.
+        """
+        assert self._kept is not None
+        self._final = kept = self._kept
+        self.step, self.policy_version, self.kl_controller.value = (
+            kept[name] for name in ("global_steps", "policy_version", "kl_coef")
+        )
 
     def _as_saved(self) -> dict[str, Any]:
         return {

@@ -19,6 +19,7 @@ from verl.trainer.common.checkpoint import Saver, load_step
 from verl.trainer.common.dumps import dump_batch
 from verl.trainer.common.guard import NonFiniteError, advises_on_memory
 from verl.trainer.common.phases import Phases
+from verl.trainer.common.preemption import Preemption
 from verl.trainer.common.run_start import RunStart, run_parts
 from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks, StepEnd, is_due
 from verl.trainer.common.status_line import StatusLine, progress_bar
@@ -58,7 +59,14 @@ class SFTTrainer:
         self.setbacks = Setbacks()
         limit, planned = trainer.max_ckpt_to_keep, lambda: self.run_start.step_bytes
         self.saver = Saver(config, limit, self.tokenizer, planned)
-        self._end_step = StepEnd(self.stop_requested, self.setbacks, self.saver, self._save_checkpoint, self._validate)
+        self._end_step = StepEnd(
+            self.stop_requested,
+            self.setbacks,
+            self.saver,
+            self._save_checkpoint,
+            self._validate,
+            Preemption(trainer.save_within),
+        )
         self._skipped_in_a_row = 0
         self._ranks: Ranks | None = None
         self.status = StatusLine(self.total_training_steps)
@@ -156,6 +164,9 @@ class SFTTrainer:
         assert self.val_dataloader is not None
         found: dict[str, list[Any]] = {}
         for rows in self.val_dataloader:
+            if self.stop_requested.is_set() and self.config.trainer.save_within is not None:
+                logger.warning("validation given up: there may be no time for it (trainer.save_within)")
+                return {}
             result = self.worker_group.evaluate(DataProto.from_dict(rows, auto_padding=True))
             for name, values in result.meta_info["metrics"].items():
                 found.setdefault(name, []).extend(values)

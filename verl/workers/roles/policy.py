@@ -137,13 +137,23 @@ class ActorRolloutRefWorker(Worker):
             telling["on_finished"] = lambda place, output: finished.append((int(rows[place]), output.token_ids))
         try:
             with keys_under("actor_rollout_ref.rollout", RolloutConfig):
-                return self.rollout.generate_sequences(prompts, **telling, **sampling)
+                answers = self.rollout.generate_sequences(prompts, **telling, **sampling)
+            self.check_cancelled()
+            return answers
         finally:
             # After a failure too: the run may go on, and ranks that share an engine release together.
             # A new one: what an engine's thread still says of this generation is nobody's business any more.
             self._finished = deque()
             if self.config.rollout.free_cache_engine and "actor" in self.parts:
                 self.rollout.release(["kv_cache"])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def cancel(self) -> bool:
+        """As of every worker; a generation ends at its next token."""
+        cancelled = super().cancel()
+        if cancelled and self._computing == "generate_sequences":
+            self.rollout.abort()
+        return cancelled
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def finished_samples(self) -> list[tuple[int, np.ndarray]]:
