@@ -163,12 +163,12 @@ def test_sigterm_to_the_whole_process_group_finishes_the_step_saves_and_exits_0(
 
 @pytest.mark.slow
 def test_sigterm_that_leaves_little_time_gives_up_a_long_step_and_saves_the_one_before(tmp_path):
-    task = make_task(tmp_path, max_position_embeddings=4096)
-    long = ("data.max_response_length=3000", "actor_rollout_ref.rollout.ignore_eos=True", "trainer.save_within=1")
+    task = make_task(tmp_path, max_position_embeddings=512)
+    long = ("data.max_response_length=400", "actor_rollout_ref.rollout.ignore_eos=True", "trainer.save_within=1")
     steps = ("trainer.total_training_steps=1000", "trainer.save_freq=-1", "trainer.dump_steps=[1]")
     process = start(task, tmp_path, *steps, *long)
     wait_for_first_step(tmp_path, process)
-    time.sleep(1.5)  # into the generation of the second, which takes longer
+    time.sleep(0.5)  # into the generation of the second, which takes longer
     asked = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=120) == 0, (tmp_path / "log.txt").read_text()[-3000:]
