@@ -3,7 +3,7 @@ and a reward function that waits for itself.
 
 Real runs of `main_ppo` on Ray, two ranks on CPU, a tiny model. A trainer of ours stops the rank (SIGSTOP) in the middle
 of the phase; the clock runs from there to the line in the run's own output that names it, and to the run's end after
-`trainer.hang_timeout`. The last row is what watching costs a step of a run in which nothing is wrong.
+`trainer.hang_timeout`. Then what watching costs a step of a run in which nothing is wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from _report import report
 from tests.support.training_harness import make_task, overrides
 
 PHASES = {"gen": "_generate_rows", "update_actor": "_update", "update_weights": "_hand_over_weights"}
+CASES = [*PHASES, "reward", "cost"]
 TRAINER = """
 import os, signal, threading, time
 
@@ -41,6 +44,17 @@ class Stopping(RayPPOTrainer):
             threading.Timer({after}, stop).start() if {after} else stop()
         return super().{method}(*args, **kwargs)
 """
+WATCHED = """
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+
+class Stopping(RayPPOTrainer):
+    def _step(self, batch):
+        ended = super()._step(batch)
+        watched = self.watch.seconds * 1e3 / self.global_steps
+        print(f"WATCHED {watched} ms in {self.phases.seconds['step']} s", flush=True)
+        return ended
+"""
 REWARD = """
 import threading, time
 
@@ -58,64 +72,92 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def hang(folder: Path, name: str, timeout: float, limit: float) -> dict[str, Any]:
-    """One run: what it said of the hang, and when."""
-    folder.mkdir()
-    task = make_task(folder)
-    more = [
+def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+    """A run in which, by the files of the folder, something may go wrong in its second step."""
+    command = [
         "trainer.n_gpus_per_node=2",
         "trainer.total_training_steps=3",
-        f"trainer.hang_timeout={timeout}",
         "trainer.max_restarts=0",
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=4",
         "data.max_response_length=64",
         "data.val_files=[]",
+        *more,
     ]
+    if (folder / "trainer.py").exists():
+        command.append(f"trainer.cls_path={folder / 'trainer.py'}:Stopping")
+    run = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(make_task(folder), folder, *command)]
+    return subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def hang(folder: Path, name: str, timeout: float, limit: float) -> dict[str, Any]:
+    """One run: what it said of the hang, and when."""
+    folder.mkdir()
+    more = [f"trainer.hang_timeout={timeout}"]
     if name in PHASES:
         after = 0 if name == "update_weights" else 0.2
-        (folder / "stopping.py").write_text(TRAINER.format(method=PHASES[name], after=after))
-        more.append(f"trainer.cls_path={folder / 'stopping.py'}:Stopping")
+        (folder / "trainer.py").write_text(TRAINER.format(method=PHASES[name], after=after))
         said = re.compile(r"(\w+ of step \d+ waits for .*is stopped.*)")
     else:
-        Path(task["reward"]).write_text(REWARD)
-        more += ["reward_model.reward_kwargs.num_processes=0", "reward_model.overlap=False"]
+        reward = folder / "deadlock.py"
+        reward.write_text(REWARD)
+        more += ["reward_model.reward_kwargs.num_processes=0", f"custom_reward_function.path={reward}"]
         said = re.compile(r"(\w+ of step \d+ (?:waits|hangs) for .*compute_score.*)")
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(task, folder, *more)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return {"hang": name, "hang_timeout s": timeout, **follow(process, said, limit)}
+    return {"hang": name, "hang_timeout s": timeout, **follow(start(folder, *more), said, limit)}
 
 
 def follow(process: subprocess.Popen[str], said: re.Pattern[str], limit: float) -> dict[str, Any]:
-    stopped, named, lines, sentence = None, None, [], None
-    deadline = time.monotonic() + limit
-    assert process.stdout is not None
-    for line in process.stdout:
+    """From the moment of the stop to the line that names it, and to the end."""
+    stopped, named, sentence, lines = None, None, None, []
+    for line in output_of(process, limit):
         lines.append(line)
         if (found := re.search(r"STOPPED ([\d.]+)", line)) is not None:
             stopped = float(found[1])
         if named is None and (match := said.search(line)) is not None:
             named, sentence = time.time(), match[1]
-        if time.monotonic() > deadline:
-            process.kill()
-    code = process.wait()
     if stopped is None or named is None:
         sys.stderr.write("".join(lines[-60:]))
-    since = lambda then: None if stopped is None or then is None else round(then - stopped, 1)  # noqa: E731
-    return {"named after s": since(named), "ended after s": since(time.time()), "exit code": code, "sentence": sentence}
+        return {"exit code": process.wait(), "sentence": "NOT NAMED"}
+    since = {"named after s": round(named - stopped, 1), "ended after s": round(time.time() - stopped, 1)}
+    return {**since, "exit code": process.wait(), "sentence": sentence}
+
+
+def cost(folder: Path, limit: float) -> dict[str, Any]:
+    """Processor time of the thread that watches, in a run of long phases in which nothing is wrong."""
+    folder.mkdir()
+    (folder / "trainer.py").write_text(WATCHED)
+    process = start(folder, "data.max_response_length=512", "actor_rollout_ref.rollout.ignore_eos=True")
+    told = [
+        found for line in output_of(process, limit) if (found := re.search(r"WATCHED ([\d.]+) ms in ([\d.]+)", line))
+    ]
+    rate = {"watching, ms per step": float(told[-1][1]), "step s": float(told[-1][2])} if told else {}
+    return {"ranks": 2, **rate, "exit code": process.wait()}
+
+
+def output_of(process: subprocess.Popen[str], limit: float) -> Iterator[str]:
+    """Its lines as they come; after the limit it is killed."""
+    over = threading.Timer(limit, process.kill)
+    over.start()
+    assert process.stdout is not None
+    yield from process.stdout
+    over.cancel()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[*PHASES, "reward"], default=[*PHASES, "reward"])
+    parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--timeout", type=float, default=20.0, help="trainer.hang_timeout")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds a run may take")
     parser.add_argument("--json", help="append the result to this file")
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as folder:
-        rows = [hang(Path(folder) / name, name, options.timeout, options.limit) for name in options.only]
-    report("Hangs: seconds from SIGSTOP to the sentence that names the rank", rows, options.json)
+        names = [name for name in options.only if name != "cost"]
+        rows = [hang(Path(folder) / name, name, options.timeout, options.limit) for name in names]
+        costs = [cost(Path(folder) / "cost", options.limit)] if "cost" in options.only else []
+    for title, found in {"Hangs: seconds from the stop to the sentence": rows, "What watching costs": costs}.items():
+        if found:
+            report(title, found, options.json)
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ class Stuck(Summer):
             dist.all_reduce(torch.ones(1))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def count(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
+    def count(self, seconds: float, more_per_rank: float) -> None:
+        end = time.monotonic() + seconds + self.rank * more_per_rank
         while time.monotonic() < end:
             time.sleep(0.2)
             tick()
@@ -136,11 +136,13 @@ def test_ranks_in_different_collectives_are_named_with_them(group):
     assert "rank 1 of Stuck in all_reduce" in error.summary
 
 
-def test_a_call_that_goes_on_counting_is_no_hang(group):
+def test_a_call_that_goes_on_counting_is_no_hang_and_the_rank_that_others_wait_for_is_seen(group):
     status = StatusLine(10)
-    with HangWatch(status, 4.0), Phases(status)("gen"):
-        group.count(10.0)
+    with HangWatch(status, 4.0) as watch, Phases(status)("gen"):
+        group.count(6.0, 4.0)  # rank 1 needs longer
     assert status.trouble is None
+    assert 1.0 < watch.step_done(10.0)["timing_s/waiting_for_one_rank"] < 10.0
+    assert watch.step_done(1.0)["timing_s/waiting_for_one_rank"] == 0.0
 
 
 def test_a_rank_of_a_group_that_training_does_not_need_is_killed_so_that_the_group_can_start_anew(start):

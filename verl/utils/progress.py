@@ -16,6 +16,20 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+_pulses = 0
+
+
+def pulse() -> None:
+    """Something moves in this process that is counted nowhere: a portion of a file was written or read."""
+    global _pulses
+    _pulses += 1
+
+
+def pulses() -> int:
+    """How often, so far: as long as this changes, the process does not hang."""
+    return _pulses
+
+
 class Progress:
     """Units of work (samples) done, and to do as far as is known.
 

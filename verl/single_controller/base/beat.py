@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from verl.utils.progress import pulses
 from verl.utils.stacks import Stack, own_stacks, users_frame
 
 _COLLECTIVES = "all_gather|all_reduce|all_to_all|reduce_scatter|broadcast|barrier|gather|scatter|reduce|send|recv"
@@ -29,7 +30,7 @@ class Beat:
     seconds: float = 0.0
     """Since when it runs."""
     done: int = 0
-    """Units of it, as far as they are counted."""
+    """Units of it, as far as they are counted, and whatever else moves in the process."""
     thread: int = 0
     stacks: tuple[Stack, ...] = ()
     """The compute thread's first, then those of threads in collectives or in users' code."""
@@ -72,10 +73,10 @@ class Heart:
     def beat(self) -> Beat:
         """From any thread."""
         if (running := self._running) is None:
-            return Beat()
+            return Beat(done=pulses())
         method, start, thread, done = running
         stacks = own_stacks()
-        return Beat(method, time.monotonic() - start, done(), thread, telling_stacks(stacks, thread))
+        return Beat(method, time.monotonic() - start, done() + pulses(), thread, telling_stacks(stacks, thread))
 
 
 def telling_stacks(stacks: dict[int, Stack], thread: int) -> tuple[Stack, ...]:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,16 +74,19 @@ class RankReports:
     """What is known of the ranks of groups; keeps what they said last, for when they say nothing any more."""
 
     def __init__(self) -> None:
-        self._last: dict[RankProcess, Beat] = {}
+        self._last: dict[RankProcess, tuple[float, Beat]] = {}
         self._nodes = Nodes()
 
-    def of(self, group: Any, within: float) -> list[RankReport]:
-        """Of every rank of a group. Processes of this node are looked at even if they do not answer."""
+    def of(self, group: Any, since: float, within: float) -> list[RankReport]:
+        """Of every rank of a group; what one said before `since` (of another call) does not count.
+
+        Processes of this node are looked at even if they do not answer.
+        """
         here = ray.get_runtime_context().get_node_id()
         states = [standstill(process.pid) if process.node == here else None for process in group.processes]
         beats = group.beats(within)
         return [
-            self._report(group, rank, process, beat, state)
+            self._report(RankReport(group.role, rank, process.host, process.pid, "runs"), process, beat, state, since)
             for rank, (process, beat, state) in enumerate(zip(group.processes, beats, states, strict=True))
         ]
 
@@ -90,22 +94,26 @@ class RankReports:
         """SIGKILL: a stopped process takes no other."""
         self._nodes.kill(process)
 
-    def _report(self, group: Any, rank: int, process: RankProcess, beat: Any, state: str | None) -> RankReport:
-        known = self._last.get(process, Beat())
+    def _report(
+        self, report: RankReport, process: RankProcess, beat: Any, state: str | None, since: float
+    ) -> RankReport:
         if isinstance(beat, Beat) and state is None:
-            self._last[process] = beat
-            return RankReport(group.role, rank, process.host, process.pid, "runs", beat)
+            self._last[process] = time.monotonic(), beat
+            return replace(report, beat=beat)
+        told, known = self._last.get(process, (0.0, Beat()))
+        report = replace(report, beat=known if told >= since else Beat(thread=known.thread))
         if isinstance(beat, Exception):
             state = "gone"
-        if state is not None:
-            return RankReport(group.role, rank, process.host, process.pid, _STATES[state], known)
-        found = self._nodes.look(process)
-        if found is None:
-            return RankReport(group.role, rank, process.host, process.pid, "unreachable", known)
-        state, stacks = found
+        stacks: dict[int, Stack] = {}
+        if state is None:
+            found = self._nodes.look(process)
+            if found is None:
+                return replace(report, state="unreachable")
+            state, stacks = found
         if stacks:
-            known = replace(known, stacks=telling_stacks(stacks, known.thread or next(iter(stacks))))
-        return RankReport(group.role, rank, process.host, process.pid, _STATES.get(state or "", "silent"), known)
+            seen = telling_stacks(stacks, known.thread or next(iter(stacks)))
+            report = replace(report, beat=replace(report.beat, stacks=seen))
+        return replace(report, state=_STATES.get(state or "", "silent"))
 
 
 Look = tuple[str | None, dict[int, Stack]]

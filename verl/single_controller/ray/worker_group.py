@@ -175,8 +175,8 @@ class RayWorkerGroup(WorkerGroup):
         group.name_prefix = name_prefix or names[0]
         group._detached, group._workers, group._broken, group._nodes = True, workers, [], []
         group._questions = Questions(workers)
-        group._hosts = group._ask_hosts(workers)
         group._set_roles(specs_of(ray_cls_with_init) if ray_cls_with_init else specs, info.world_size)
+        group._hosts = group._ask_hosts(workers)
         group.master_address, group.master_port = info.master_addr, info.master_port
         return group
 
@@ -256,7 +256,7 @@ class RayWorkerGroup(WorkerGroup):
             )
         ]
         refs = {i.rank: _on(self._workers[i.rank], "construct", "compute").remote(i, cls_with_init) for i in infos}
-        self._wait("__init__", refs, OpenCall(self, "__init__"))
+        self._wait("__init__", refs)
 
     def _ask_hosts(self, workers: list[Any]) -> list[str]:
         refs = {rank: _on(worker, "describe", "control").remote() for rank, worker in enumerate(workers)}
@@ -312,20 +312,20 @@ class RayWorkerGroup(WorkerGroup):
 
     def _wait(self, method: str, refs: dict[int, Any], call: OpenCall | None = None) -> list[Any]:
         """Outputs by rank. The first failure ends the wait: the other ranks may be stuck in a collective with it."""
+        call = call or OpenCall(self, method)
         try:
             return self._outputs(method, refs, call)
         finally:
-            if call is not None:
-                call.close()
+            call.close()
 
-    def _outputs(self, method: str, refs: dict[int, Any], call: OpenCall | None) -> list[Any]:
+    def _outputs(self, method: str, refs: dict[int, Any], call: OpenCall) -> list[Any]:
         outputs: dict[int, Any] = {}
         failures: dict[int, Exception | Failure] = {}
         deadline = None
         while len(outputs) + len(failures) < len(refs) and (deadline is None or time.monotonic() < deadline):
             pending = {ref: rank for rank, ref in refs.items() if rank not in outputs and rank not in failures}
             ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
-            if call is not None and call.given_up is not None:
+            if call.given_up is not None:
                 raise call.given_up
             for ref, output in zip(ready, _outcomes(ready), strict=True):
                 (failures if isinstance(output, Exception | Failure) else outputs)[pending[ref]] = output

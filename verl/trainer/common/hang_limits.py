@@ -29,7 +29,9 @@ class HangLimits:
     def limit(self, phase: str, standstill: bool = False) -> float:
         """Of a phase; `standstill`: a process that is waited for cannot run at all."""
         if self._timeout is not None:
-            return self._timeout
+            # Before the first phase models are loaded, which says nothing of what phases take.
+            starts = not self._took and not phase and not standstill
+            return max(self._timeout, _LEAST_S) if starts else self._timeout
         if standstill:
             return _STANDSTILL_S
         if phase in self._took:

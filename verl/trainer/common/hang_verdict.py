@@ -22,7 +22,7 @@ _DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
 class Verdict:
     """`kind` tells: stopped, traced, dead, unreachable, silent; user (a function of the user's), behind (a rank does
     not arrive where others wait), mismatch (ranks in different collectives), together (all in the same), idle (no rank
-    works, the call does not end), alone (all ranks work, none waits), controller, debugged."""
+    works, the call does not end), alone (all ranks work, none waits), starting, controller, debugged."""
 
     kind: str
     sentence: str

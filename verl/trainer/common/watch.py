@@ -21,6 +21,7 @@ from verl.single_controller.base.open_calls import OpenCall, calls_so_far, open_
 from verl.trainer.common.hang_limits import HangLimits, SlowRanks
 from verl.trainer.common.hang_verdict import Verdict, behind, judge, judge_controller, name_of, table
 from verl.trainer.common.status_line import Phase, StatusLine
+from verl.utils.progress import pulses
 from verl.utils.stacks import answer_stack_requests, own_stacks, show
 
 logger = logging.getLogger(__name__)
@@ -28,10 +29,10 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 # Phases that are over sooner are not looked into.
 _QUIET_S = 3.0
-_ANSWER_S = 2.0
+_ANSWER_S = 1.0
 # A rank costs the controller about 0.3 ms each time it is asked.
 _PER_RANK_S = 0.03
-_TOLD_AFTER_S = 4.0
+_TOLD_AFTER_S = 2.0
 _RAISED_S = 1.0
 
 WAITING_METRIC = "timing_s/waiting_for_one_rank"
@@ -49,6 +50,8 @@ class HangWatch:
         status.on_phase_end = self._limits.took
         self._reports: Any = None
         self._thread = 0
+        self.seconds = 0.0
+        """Processor time that watching has taken so far."""
         self._started(time.monotonic())
 
     def __enter__(self) -> HangWatch:
@@ -80,9 +83,12 @@ class HangWatch:
         self._told: set[str] = set()
 
     def _watch(self, over: threading.Event) -> None:
+        before = self.seconds
         while not over.wait(_LOOK_S):
             try:
-                if self._look(time.monotonic()):
+                ended = self._look(time.monotonic())
+                self.seconds = before + time.thread_time()
+                if ended:
                     return
             except Exception as error:  # noqa: BLE001 - said; the run goes on as if it were not watched
                 if not over.is_set():
@@ -92,7 +98,7 @@ class HangWatch:
     def _look(self, now: float) -> bool:
         """Whether this was the end of it."""
         phase = self._status.now
-        pulse = (id(phase), self._status.step, calls_so_far(), phase.progress.done)
+        pulse = (phase, self._status.step, calls_so_far(), phase.progress.done, pulses())
         if pulse != self._pulse:
             self._goes_on(phase)
             self._started(now)
@@ -152,7 +158,7 @@ class HangWatch:
         error = self._error(phase, sentence, verdict, calls, reports)
         self._status.trouble, self._status.hang = sentence, error
         logger.error("%s", error)
-        for call in calls:
+        for call in open_calls():  # whoever waits: what is awaited on the way out must end, too
             call.given_up = error
         time.sleep(_RAISED_S)  # a rank that is killed must not be what the call ends with
         self._kill([place for place, report in zip(blamed, verdict.culprits, strict=True) if report.state == "stopped"])
@@ -169,7 +175,7 @@ class HangWatch:
             host = f"{socket.gethostname()} pid {os.getpid()}"
             error = HangError(sentence, "controller", 0, host, calls[0].method if calls else phase.key, detail)
         else:
-            method = named.beat.method or calls[0].method
+            method = next(call.method for call in calls if call.group.role == named.role)
             error = HangError(sentence, named.role, named.rank, f"{named.host} pid {named.pid}", method, detail)
         error.phase, error.step = phase.key or None, self._status.step + 1
         return error
@@ -184,12 +190,14 @@ class HangWatch:
     def _ask(self, calls: Sequence[OpenCall]) -> list[RankReport]:
         now, before, self._looked = time.monotonic(), self._looked, time.monotonic()
         reports: list[RankReport] = []
-        for group in {id(call.group.processes): call.group for call in calls}.values():
+        for call in {id(call.group.processes): call for call in reversed(calls)}.values():
             if self._reports is None:
                 from verl.single_controller.ray.asking import RankReports
 
                 self._reports = RankReports()
-            of_group = self._reports.of(group, _ANSWER_S)
+            if not call.group.processes:
+                continue
+            of_group = self._reports.of(call.group, call.start, _ANSWER_S)
             if (slow := behind(of_group)) is not None and before >= self._quiet_since:
                 self._slow.seen(name_of(slow), now - before)
             reports += of_group
@@ -197,6 +205,8 @@ class HangWatch:
 
     def _judge(self, calls: Sequence[OpenCall], reports: Sequence[RankReport]) -> Verdict:
         own = judge_controller(self._own_stack())
+        if starting := [call.group.role for call in calls if not call.group.processes]:
+            return Verdict("starting", f"the processes of {starting[0]} have not started")
         if not reports or (own.kind in ("user", "debugged") and calls[0].thread != self._thread):
             return own
         return judge(reports)

@@ -21,6 +21,7 @@ from typing import Any
 
 from verl.utils.atomic_file import replacing
 from verl.utils.checkpoint.steady_file import SteadyFile
+from verl.utils.progress import pulse
 
 MANIFEST = "manifest.json"
 
@@ -247,6 +248,7 @@ def _read_record(file: io.BufferedReader) -> FileRecord:
     size, crc, block = 0, 0, memoryview(bytearray(_BLOCK))
     while count := file.readinto(block):
         crc = zlib.crc32(block[:count], crc)
+        pulse()
         size += count
     return FileRecord(size, crc)
 

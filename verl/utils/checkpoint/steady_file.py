@@ -6,6 +6,8 @@ import io
 import os
 from typing import Any
 
+from verl.utils.progress import pulse
+
 # Written at once; and how much may wait for the disk, which the writer then waits for.
 _PORTION, _WAITING = 16 * 2**20, 256 * 2**20
 
@@ -24,6 +26,7 @@ class SteadyFile(io.FileIO):
         """A portion of it: buffered writers come back with the rest."""
         written = super().write(memoryview(data).cast("B")[:_PORTION])
         self._end += written
+        pulse()
         if written == _PORTION and hasattr(os, "posix_fadvise"):
             # Of pages that are not on disk yet this starts the writing, and returns.
             os.posix_fadvise(self.fileno(), self._end - _PORTION, _PORTION, os.POSIX_FADV_DONTNEED)

@@ -39,6 +39,7 @@ def test_a_limit_that_is_set_holds_whatever_was_seen(timeout, seen, standstill):
     for phase, seconds in seen:
         limits.took(phase, seconds)
     assert limits.limit("gen", standstill) == timeout
+    assert limits.limit("", standstill) == (timeout if seen or standstill else max(timeout, 300)), "models are loaded"
 
 
 def test_a_rank_is_slow_if_others_wait_for_it_in_three_steps_in_a_row():
