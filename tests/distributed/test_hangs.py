@@ -201,5 +201,6 @@ def test_the_driver_judges_a_controller_that_does_not_answer(ray_cluster, how, s
         with pytest.raises(HangError, match="the run hangs for .*" + sentence.format(pid=pid)):
             keep_looking(poll)
         assert "the run waits for" in caplog.text
+        assert standstill(pid) != "stopped", "it does not outlive the run"
     finally:
-        os.kill(pid, signal.SIGKILL)
+        ray.kill(controller)

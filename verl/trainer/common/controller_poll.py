@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 from typing import Any
 
 from verl.trainer.common.own_ray import OwnRay
 from verl.trainer.supervision.report import tell
-from verl.utils.process_tree import standstill
+from verl.utils.process_tree import kill_family, standstill
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +101,11 @@ class ControllerPoll:
         if seconds >= limit:
             from verl.single_controller.base.errors import HangError
 
+            pid, host = getattr(self.standing, "pid", 0), getattr(self.standing, "host", "?")
+            if pid and host == socket.gethostname():
+                kill_family(pid)
             self._own.kill()
-            place = f"{socket.gethostname()} pid {getattr(self.standing, 'pid', os.getpid())}"
-            error = HangError(f"the run hangs for {seconds:.0f} s: {why}", _ROLE, 0, place, "run", detail)
+            error = HangError(f"the run hangs for {seconds:.0f} s: {why}", _ROLE, 0, f"{host} pid {pid}", "run", detail)
             error.at_once = True
             raise error
         if seconds >= told_after and self._told != why:

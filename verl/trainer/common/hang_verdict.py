@@ -15,7 +15,7 @@ _WHY = {
     "dead": "has died",
     "unreachable": "does not answer, nor does its node",
 }
-_DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
+_DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/")
 
 
 @dataclass(frozen=True)

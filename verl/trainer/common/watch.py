@@ -78,7 +78,8 @@ class HangWatch:
     def _started(self, now: float) -> None:
         self._pulse: Any = None
         self._units: Any = None
-        self._quiet_since = self._still_since = self._next_look = self._looked = now
+        self._quiet_since = self._still_since = self._next_look = now
+        self._looked: float | None = None
         self._standstill_since: float | None = None
         self._told: set[str] = set()
 
@@ -98,7 +99,7 @@ class HangWatch:
     def _look(self, now: float) -> bool:
         """Whether this was the end of it."""
         phase = self._status.now
-        pulse = (phase, self._status.step, calls_so_far(), phase.progress.done, pulses())
+        pulse = (phase, self._status.step, calls_so_far())
         if pulse != self._pulse:
             self._goes_on(phase)
             self._started(now)
@@ -109,6 +110,7 @@ class HangWatch:
         reports = self._ask(calls)
         self._next_look = time.monotonic() + _LOOK_S + _PER_RANK_S * len(reports)
         units = [(report.rank, report.beat.method, report.beat.done) for report in reports]
+        units.append((-1, None, phase.progress.done + pulses()))  # the controller's own
         if units != self._units:
             self._units, self._still_since = units, now
             if self._standstill_since is None:
@@ -157,7 +159,7 @@ class HangWatch:
             return False
         error = self._error(phase, sentence, verdict, calls, reports)
         self._status.trouble, self._status.hang = sentence, error
-        logger.error("%s", error)
+        logger.error("%s", sentence)
         for call in open_calls():  # whoever waits: what is awaited on the way out must end, too
             call.given_up = error
         time.sleep(_RAISED_S)  # a rank that is killed must not be what the call ends with
@@ -198,7 +200,7 @@ class HangWatch:
             if not call.group.processes:
                 continue
             of_group = self._reports.of(call.group, call.start, _ANSWER_S)
-            if (slow := behind(of_group)) is not None and before >= self._quiet_since:
+            if (slow := behind(of_group)) is not None and before is not None:
                 self._slow.seen(name_of(slow), now - before)
             reports += of_group
         return reports

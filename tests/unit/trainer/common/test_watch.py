@@ -1,0 +1,92 @@
+"""The watch of a controller that hangs in its own code; ranks that hang are in tests/distributed/test_hangs.py."""
+
+from __future__ import annotations
+
+import io
+import signal
+import threading
+import time
+
+import pytest
+
+from verl.single_controller.base import HangError
+from verl.trainer.common import watch as watching
+from verl.trainer.common.status_line import StatusLine
+from verl.trainer.common.watch import HangWatch, raises_here
+from verl.utils.progress import pulse, tick
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="needs a signal of its own")
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    for name in ("_LOOK_S", "_QUIET_S", "_RAISED_S"):
+        monkeypatch.setattr(watching, name, 0.05)
+
+
+def waits_for_itself() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def test_a_function_that_waits_for_itself_is_named_and_raised_out_of():
+    status = StatusLine(10, done_steps=2)
+    watch = HangWatch(status, 0.5, stuck=raises_here())
+    with pytest.raises(HangError) as caught, watch, status.phase("reward"):
+        waits_for_itself()
+    line = waits_for_itself.__code__.co_firstlineno + 3
+    named = f"the controller is in the user's function waits_for_itself ({__file__}:{line})"
+    assert caught.value.summary.startswith("reward of step 3 hangs for ")
+    assert caught.value.summary.endswith(named)
+    assert (caught.value.phase, caught.value.step, caught.value.role) == ("reward", 3, "controller")
+    assert status.standing().hang is caught.value
+
+
+@pytest.mark.parametrize("move", [tick, pulse])
+def test_whatever_moves_is_no_hang(move):
+    status = StatusLine(10)
+    with HangWatch(status, 0.5, stuck=raises_here()), status.phase("save_checkpoint"):
+        for _ in range(15):
+            time.sleep(0.1)
+            move()
+    assert status.standing().trouble is None
+
+
+def test_what_goes_on_is_said_as_the_trouble_was(caplog):
+    status, said = StatusLine(10), []
+    with HangWatch(status, 1.0, stuck=raises_here()):
+        with status.phase("adv"):
+            time.sleep(0.8)
+            said.append(status.standing().trouble)
+        time.sleep(0.3)
+        said.append(status.standing().trouble)
+    assert said[0].startswith("adv of step 1 waits for 1 s: the controller is in the user's function test_what_goes_on")
+    assert said[1] is None
+    assert "what is done between phases of step 1 goes on" in caplog.text
+
+
+def test_a_debugger_that_is_open_is_no_hang():
+    import pdb
+
+    class SlowToType(io.StringIO):
+        def readline(self, *_: object) -> str:
+            time.sleep(1.2)
+            return "continue\n"
+
+    status = StatusLine(10)
+    with HangWatch(status, 0.3, stuck=raises_here()), status.phase("gen"):
+        pdb.Pdb(stdin=SlowToType(), stdout=io.StringIO(), nosigint=True).set_trace()
+        went_on = True
+    assert went_on
+    assert status.standing().trouble is None
+
+
+def test_the_thread_ends_with_the_block_and_the_next_block_is_watched_again():
+    status = StatusLine(10)
+    watch = HangWatch(status, 60.0)
+    for _ in range(2):
+        with watch:
+            assert [thread for thread in threading.enumerate() if thread.name == "hang-watch"]
+        time.sleep(0.3)
+        assert not [thread for thread in threading.enumerate() if thread.name == "hang-watch"]
