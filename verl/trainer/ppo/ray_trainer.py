@@ -173,6 +173,10 @@ class RayPPOTrainer:
 
     def fit(self) -> None:
         """Train until the steps are done, or until asked to stop: then finish the step, save and return."""
+        with self.watch:
+            self._fit()
+
+    def _fit(self) -> None:
         trainer = self.config.trainer
         self.tracking = Tracking(
             trainer.project_name,
@@ -182,7 +186,7 @@ class RayPPOTrainer:
             self.state.first_step,
         )
         try:
-            with advises_on_memory(self.config), self.watch:
+            with advises_on_memory(self.config):
                 self._load_checkpoint()
                 self.status.step = self.global_steps
                 if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):

@@ -102,7 +102,7 @@ class SFTTrainer:
         trainer = self.config.trainer
         names, first = (trainer.project_name, trainer.experiment_name), self.run_start.first_step
         tracking = Tracking(*names, trainer.logger, self.config.to_dict(), first)
-        with tracking as self.tracking, advises_on_memory(self.config), self.watch:
+        with self.watch, tracking as self.tracking, advises_on_memory(self.config):
             self._load_checkpoint()
             self.status.step = self.global_steps
             with progress_bar(self.status.standing):

@@ -13,6 +13,7 @@ from verl.utils.checkpoint import remote as copies
 from verl.utils.checkpoint.locks import reader_lock
 from verl.utils.checkpoint.manifest import MANIFEST
 from verl.utils.checkpoint.steps import manifest_of, newest_first, step_of
+from verl.utils.progress import pulse
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,9 @@ class Copier:
 
     def _wait_for_thread(self, deadline: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._runs, timeout=max(0.0, deadline - time.monotonic()))
+            while self._runs and time.monotonic() < deadline:
+                self._changed.wait(timeout=min(10.0, max(0.0, deadline - time.monotonic())))
+                pulse()  # a wait with a limit of its own is no hang
 
     def _ask(self) -> None:
         with self._changed:
