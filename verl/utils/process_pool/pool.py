@@ -7,11 +7,15 @@ something, nor while others have the processor). What was sent with one that tak
 A call that takes long and only waits (for a network, a lock, for ever) needs no processor, so a fresh worker takes its
 place beside it: any number of these, up to some hundreds, cost one time limit. One that computes for ever keeps its
 place until its time is up: k of them cost k × timeout / processes.
+
+A worker, or the process that forks them, may be killed or stopped by somebody else. That is no fault of the calls: they
+are made again, in a new one, a few times at most.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import pickle
 import selectors
@@ -23,10 +27,20 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from verl.utils.process_pool.errors import CannotSend, PoolClosed, ProcessDied, RemoteTraceback, TaskTimeout
+from verl.utils import process_tree
+from verl.utils.process_pool.errors import (
+    CannotSend,
+    InitializerError,
+    PoolClosed,
+    ProcessDied,
+    RemoteTraceback,
+    TaskTimeout,
+)
 from verl.utils.process_pool.fork_server import IMPORTING, MEMORY, MODULES, RETURNED
-from verl.utils.process_pool.processes import Done, ForkServer, Task, Worker, portable
+from verl.utils.process_pool.processes import FROM_OUTSIDE, Done, ForkServer, Task, Worker, ending_in_words, portable
 from verl.utils.progress import expect, tick
+
+logger = logging.getLogger(__name__)
 
 # A call takes long when it takes this many times what calls typically take, and not less than that.
 _LONG = 20
@@ -34,7 +48,11 @@ _FIRST_GUESS_SECONDS = 0.1
 _LONG_SECONDS = 0.005
 # So often, at most, a call that takes long is looked at: does it compute or wait.
 _LOOK_SECONDS = 0.25
+_LOOK_AT_LEAST_SECONDS = 2.0
 _MOST_BESIDE = 256
+# Processes that a call may lose; from a call that ends each of its processes in a way that others might have done it,
+# nobody else would be told apart.
+_MOST_LOST = 3
 # Work per message: much against the time until a busy machine lets the pool send the next one.
 _MESSAGE_SECONDS = 0.1
 _MOST_PER_MESSAGE = 256
@@ -59,6 +77,9 @@ class ProcessPool:
         self._waiting: deque[Task] = deque()
         self._workers: dict[int, Worker] = {}
         self._typical_seconds = _FIRST_GUESS_SECONDS
+        self._servers_lost = 0  # since the last answer
+        self.made_again = 0
+        """Calls that lost their process to somebody else and were made again, so far."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -152,16 +173,25 @@ class ProcessPool:
     # ---------------------------------------------------------------- starting and stopping
 
     def _start(self) -> None:
-        self._server = ForkServer(self._initializer, self._memory_limit)
         self._closing = False
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
+        self._start_server()
+        self._thread = threading.Thread(target=self._run, name="process-pool", daemon=True)
+        self._thread.start()
+
+    def _start_server(self) -> None:
+        for last in (False,) * (_MOST_LOST - 1) + (True,):
+            try:
+                self._server = ForkServer(self._initializer, self._memory_limit)
+                break
+            except EOFError as error:
+                if last:
+                    raise InitializerError(f"it was lost {_MOST_LOST} times as it started: {error}") from error
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._selector.register(self._server.control, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="process-pool", daemon=True)
-        self._thread.start()
 
     def _wake(self) -> None:
         # Full means that a wake-up is already on its way; closed, that nobody is left to wake.
@@ -172,16 +202,43 @@ class ProcessPool:
         reason = "the process pool broke"
         try:
             while not self._closing:
-                self._deal()
-                self._let_answers_pile_up()
-                for ready, _ in self._selector.select(self._seconds_to_next_event()):
-                    self._listen(ready)
-                self._check_clocks()
+                try:
+                    self._turn()
+                except (OSError, EOFError) as error:
+                    reason = f"the process that starts workers is gone ({error})"
+                    self._replace_server(reason)
             reason = "the process pool was closed"
-        except (OSError, EOFError) as error:
-            reason = f"the process that starts workers is gone ({error})"
+        except (OSError, EOFError, InitializerError) as error:
+            logger.error("%s, and cannot be started again: %s", reason, error)
         finally:
             self._stop(reason)
+
+    def _turn(self) -> None:
+        self._deal()
+        self._let_answers_pile_up()
+        for ready, _ in self._selector.select(self._seconds_to_next_event()):
+            self._listen(ready)
+        self._check_clocks()
+
+    def _replace_server(self, reason: str) -> None:
+        """Its workers are gone with it. Calls that ran go to others, as those do that were sent with them."""
+        self._servers_lost += 1
+        if self._servers_lost > _MOST_LOST:
+            raise EOFError(f"it was lost {self._servers_lost} times without an answer in between")
+        logger.warning("%s: another one is started, and its calls are made again.", reason)
+        self._end_processes()
+        for worker in self._workers.values():
+            if worker.tasks:
+                self._make_again(worker.tasks.popleft(), "lost its process with the one that starts workers")
+            self._give_back(worker, keep=0)
+        self._workers.clear()
+        self._start_server()
+
+    def _end_processes(self) -> None:
+        self._selector.close()
+        self._server.close()
+        for worker in self._workers.values():
+            worker.link.close()
 
     def _stop(self, reason: str) -> None:
         with self._lock:
@@ -189,10 +246,7 @@ class ProcessPool:
                 self._thread = None
             abandoned = [task for worker in self._workers.values() for task in worker.tasks] + list(self._waiting)
             self._waiting.clear()
-        self._selector.close()
-        self._server.close()
-        for worker in self._workers.values():
-            worker.link.close()
+        self._end_processes()
         self._bell.close()
         self._ringer.close()
         self._workers.clear()
@@ -206,6 +260,9 @@ class ProcessPool:
         while self._waiting:
             at_work = [worker for worker in self._workers.values() if not worker.blocked]
             worker = next((worker for worker in at_work if not worker.tasks), None)
+            if worker is not None and process_tree.standstill(worker.pid) == "stopped":
+                self._kill(worker)
+                continue
             if worker is None:
                 if len(at_work) >= self._processes:
                     return
@@ -254,19 +311,19 @@ class ProcessPool:
                 elif not worker.tasks:  # an answer to nothing: something else writes to its socket
                     self._kill(worker)
                     return
-                elif not self._take(worker, letter, content):
-                    return
                 else:
                     took += seconds
+                    if not self._take(worker, letter, content):
+                        break
         except EOFError:
             self._died(worker)
             return
         answers = worker.answered - before
-        if answers:
-            if not imported:
-                # One call that takes long must not change what is taken for long.
-                most = 4 * self._typical_seconds + 0.001
-                self._typical_seconds += 0.3 * (min(took / answers, most) - self._typical_seconds)
+        if answers and not imported:
+            # One call that takes long must not change what is taken for long.
+            most = 4 * self._typical_seconds + 0.001
+            self._typical_seconds += 0.3 * (min(took / answers, most) - self._typical_seconds)
+        if answers and worker.pid in self._workers:
             worker.begin()
             # One that comes back from waiting may find its place taken.
             if not worker.tasks and sum(not other.blocked for other in self._workers.values()) > self._processes:
@@ -282,6 +339,7 @@ class ProcessPool:
         else:
             task.tell(*_result(letter, content))
         worker.answered += 1
+        self._servers_lost = 0
         worker.importing = None
         if letter != MEMORY and not worker.spent:
             return True
@@ -297,20 +355,23 @@ class ProcessPool:
             self._read(worker)  # the answer may be there: this thread, too, may have been kept waiting
             if worker.pid not in self._workers or not worker.tasks or worker.tasks[0] is not task:
                 continue
-            if now - worker.since < task.timeout:
-                self._look_at(worker, now)
+            soon = worker.looked_at == worker.since and now - worker.since < _LOOK_SECONDS
+            worker.look(now)
+            if worker.stopped:
+                self._make_again(worker.tasks.popleft(), "was stopped")
+                self._kill(worker)
+            elif now - worker.since < task.timeout:
+                self._pass_on(worker, soon)
             elif not worker.excused(now, task.timeout):
                 why = f", after it had to import {worker.importing}" if worker.importing else ""
                 worker.tasks.popleft()
                 task.tell(None, TaskTimeout(f"took longer than {task.timeout:g} s and was stopped{why}"))
                 self._kill(worker)
 
-    def _look_at(self, worker: Worker, now: float) -> None:
+    def _pass_on(self, worker: Worker, soon: bool) -> None:
         """It takes long. If it only waits, its place goes to another; and so does what was sent with its call, at the
         latest when others have nothing else to do.
         """
-        soon = worker.looked_at == worker.since and now - worker.since < _LOOK_SECONDS
-        worker.look(now)
         if sum(other.blocked for other in self._workers.values()) > _MOST_BESIDE:
             worker.blocked = False
         # One that computes is soon done, or just got little of a busy processor so far, as a rule.
@@ -327,16 +388,32 @@ class ProcessPool:
         timeout, seen = worker.tasks[0].timeout, worker.looked_at - worker.since
         long = min(max(_LONG_SECONDS, _LONG * self._typical_seconds), timeout / 4)
         # Hundreds may be waiting at a time: the longer one does, the less often it is looked at.
-        next_look = worker.looked_at + max(_LOOK_SECONDS, seen / 2) if seen else worker.since + long
+        pause = max(_LOOK_SECONDS, min(seen / 2, _LOOK_AT_LEAST_SECONDS))
+        next_look = worker.looked_at + pause if seen else worker.since + long
         return min(next_look, worker.since + timeout)
 
     def _died(self, worker: Worker, to_blame: bool = True) -> None:
-        """A worker ended by itself: its running call is to blame, the others go to another."""
+        """A worker is gone: its running call is to blame, unless somebody else may be; the others go to another."""
+        code = self._server.ending_of(worker)
+        how = f"ended its process {ending_in_words(code)}"
         self._take_out(worker)
-        how = self._server.ending_of(worker)
+        self._server.forget(worker)
         if to_blame and worker.tasks:
-            worker.tasks.popleft().tell(None, ProcessDied(f"ended its process {how}"))
+            task = worker.tasks.popleft()
+            if code in FROM_OUTSIDE:
+                self._make_again(task, how)
+            else:
+                task.tell(None, ProcessDied(how))
         self._give_back(worker, keep=0)
+
+    def _make_again(self, task: Task, how: str) -> None:
+        """Its process was killed or stopped, by others as far as can be told."""
+        task.lost += 1
+        if task.lost < _MOST_LOST:
+            self.made_again += 1
+            self._waiting.appendleft(task)
+        else:
+            task.tell(None, ProcessDied(f"{how}, as in {task.lost - 1} processes before"))
 
     def _kill(self, worker: Worker) -> None:
         self._give_back(worker, keep=0)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pickle
+import selectors
 import signal
 import socket
 import subprocess
@@ -30,6 +31,10 @@ _READ_BYTES = 1 << 18
 # Only idle workers are sent to, and they read at once. One that does not is broken.
 _SEND_SECONDS = 30.0
 _ANSWER_SECONDS = 120.0
+# So often, while an answer is awaited, a look whether the one who is to give it has been stopped.
+_LOOK_SECONDS = 0.5
+# Endings that others bring about, as a rule: an operator, the kernel that is out of memory, an ending session.
+FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT, -signal.SIGQUIT}
 _BUSY_SHARE = 0.1
 _MUCH_STARVING, _MOST_STARVING = 0.05, 10.0
 _SERVE = (
@@ -52,6 +57,7 @@ class Task:
     done: Done
     number: int
     again: bool = False  # its first try may have failed for what others did
+    lost: int = 0  # processes that were killed or stopped under it
 
     def tell(self, value: Any, error: Exception | None) -> None:
         self.done(self.number, value, error)
@@ -69,6 +75,7 @@ class Worker:
         self.answered = 0
         self.importing: str | None = None  # what the running task had it import last
         self.blocked = False  # it takes long, and uses no processor
+        self.stopped = False  # it, or a process that it started, cannot run until somebody lets it
         self.spent = False  # what was sent with the running task has gone to others: it must not go on to it
         self._cpu: float | None = None
         self._starved: float | None = None
@@ -114,8 +121,9 @@ class Worker:
         self.blocked, self._cpu, self._starved = False, None, process_tree.starved_seconds(self.pid)
 
     def look(self, now: float) -> None:
-        """See whether it, and all it started, wait for something else than the processor."""
+        """See whether it, and all it started, wait for something else than the processor, or were stopped."""
         states, cpu = process_tree.states(self.pid), process_tree.cpu_seconds(self.pid)
+        self.stopped = "T" in states
         # One that computes on a busy machine gets little of the processor, but could run at any time.
         self.blocked = bool(states) and "R" not in states
         if self.blocked and self._cpu is not None and cpu is not None:
@@ -134,7 +142,10 @@ class Worker:
 
 
 class ForkServer:
-    """Starts with the initializer done, or raises an InitializerError that says why it cannot be."""
+    """Starts with the initializer done, or raises an InitializerError that says why it cannot be.
+
+    An EOFError, here and later: somebody killed or stopped its process.
+    """
 
     def __init__(self, initializer: Callable[[], object] | None, memory_limit: int | None) -> None:
         payload = portable((initializer, memory_limit))
@@ -171,15 +182,12 @@ class ForkServer:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.pid, signal.SIGKILL)
         self._tell(KILLED, worker.pid)
-        self._forget(worker)
+        self.forget(worker)
 
-    def ending_of(self, worker: Worker) -> str:
-        """How one that ended by itself did so, in words; what it left behind is killed."""
+    def ending_of(self, worker: Worker) -> int:
+        """How one that is gone ended, as in `subprocess.Popen.returncode`; what it left behind is killed."""
         self._tell(ENDED, worker.pid)
-        self._forget(worker)
-        code = self._answer()
-        known = {number.value: number.name for number in signal.Signals}
-        return f"with exit code {code}" if code >= 0 else f"by {known.get(-code, f'signal {-code}')}"
+        return self._answer()
 
     def preload(self, names: bytes) -> None:
         """Have it import modules (a pickled list of names), so that fresh workers need not."""
@@ -190,7 +198,7 @@ class ForkServer:
         """End it, its workers, and what they started."""
         self.control.close()  # the sign for it
         try:
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=0 if process_tree.standstill(self._process.pid) == "stopped" else 10)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -202,22 +210,47 @@ class ForkServer:
         with Connection(os.dup(self.control.fileno())) as pipe:
             try:
                 pipe.send_bytes(payload)
+                while not pipe.poll(_LOOK_SECONDS):
+                    self._check_not_stopped()
                 return pipe.recv()
             except (EOFError, ConnectionError) as error:
-                return f"it ended before it was ready ({error or 'no reason given'})"
+                code = self._process.wait()
+                if code in FROM_OUTSIDE:
+                    raise EOFError(f"its process ended {ending_in_words(code)}") from error
+                return f"it ended before it was ready, {ending_in_words(code)}"
 
     def _tell(self, order: bytes, number: int) -> None:
         self.control.sendall(CONTROL.pack(order, number))
 
-    def _forget(self, worker: Worker) -> None:
+    def forget(self, worker: Worker) -> None:
+        """It has ended, and it is known how."""
         worker.link.close()
         self._pids.discard(worker.pid)
 
     def _answer(self) -> int:
+        """EOFError: it is gone, or was stopped; TimeoutError: it hangs."""
+        give_up = time.monotonic() + _ANSWER_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.control, selectors.EVENT_READ)
+            while not selector.select(_LOOK_SECONDS):
+                self._check_not_stopped()
+                if time.monotonic() > give_up:
+                    raise TimeoutError("it does not answer")
         received = self.control.recv(CONTROL.size)
         if not received:
             raise EOFError("its process ended")
         return CONTROL.unpack(received)[1]
+
+    def _check_not_stopped(self) -> None:
+        if process_tree.standstill(self._process.pid) == "stopped":
+            os.killpg(self._process.pid, signal.SIGKILL)
+            raise EOFError("its process was stopped")
+
+
+def ending_in_words(code: int) -> str:
+    """Of `ForkServer.ending_of`."""
+    known = {number.value: number.name for number in signal.Signals}
+    return f"with exit code {code}" if code >= 0 else f"by {known.get(-code, f'signal {-code}')}"
 
 
 def portable(thing: Any) -> bytes:

@@ -168,6 +168,11 @@ class NaiveRewardManager:
             self._ahead = ScoresAhead(functools.partial(self._samples, columns), self.submit)
         return self._ahead
 
+    @property
+    def scored_again(self) -> int:
+        """Samples that lost their scorer to somebody else and were scored by another, so far."""
+        return self._pool.scored_again
+
     def close(self) -> None:
         """End the scorer processes. The next call starts new ones."""
         self._pool.close()

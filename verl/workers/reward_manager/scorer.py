@@ -111,6 +111,11 @@ class ScorerPool:
         calls = zip(parts, self._outcomes(parts, [len(part) for part in parts]), strict=True)
         return [score for part, outcome in calls for score in _scores_of_call(len(part), outcome)]
 
+    @property
+    def scored_again(self) -> int:
+        """Samples whose scorer was killed or stopped by somebody else, and that another one scored, so far."""
+        return 0 if self._pool is None else self._pool.made_again
+
     def close(self) -> None:
         """Stop every process; samples still waiting are cancelled. The pool may be used again."""
         if self._pool is not None:

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -322,17 +321,6 @@ def test_closing_ends_every_process_and_a_closed_pool_can_be_used_again(function
     assert pool.submit(sample("fine")).result().value == 0.5
     pool.close()
     pool.close()
-
-
-def test_a_lost_server_is_an_error_for_what_it_had_and_the_pool_starts_anew(pool, tmp_path):
-    server = pool.submit(sample("pid")).result().extra["server"]
-    hanging = pool.submit(sample("command", file=str(tmp_path / "pid")))
-    wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-    os.kill(server, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="the process that starts workers is gone"):
-        hanging.result(timeout=20)
-    wait_until(lambda: not alive(int((tmp_path / "pid").read_text())))
-    assert pool.submit(sample("fine")).result(timeout=20).value == 0.5
 
 
 def test_no_process_outlives_a_killed_trainer(tmp_path):
