@@ -4,7 +4,7 @@
 # bash examples/grpo_trainer/run_qwen2-7b.sh [key=value …]
 set -euo pipefail
 
-python3 -m verl.trainer.main_ppo \
+exec python3 -m verl.trainer.main_ppo \
     algorithm=grpo \
     algorithm.adv_estimator=grpo \
     data.train_files="$HOME/data/gsm8k/train.parquet" \

@@ -3,7 +3,7 @@
 # bash examples/ppo_trainer/run_deepseek7b_llm.sh [key=value …]
 set -euo pipefail
 
-python3 -m verl.trainer.main_ppo \
+exec python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=gae \
     data.train_files="$HOME/data/gsm8k/train.parquet" \
     data.val_files="$HOME/data/gsm8k/test.parquet" \

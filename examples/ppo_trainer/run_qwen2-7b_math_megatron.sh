@@ -3,7 +3,7 @@
 # bash examples/ppo_trainer/run_qwen2-7b_math_megatron.sh [key=value …]
 set -euo pipefail
 
-python3 -m verl.trainer.main_ppo \
+exec python3 -m verl.trainer.main_ppo \
     actor_rollout_ref=megatron \
     critic=megatron \
     algorithm.adv_estimator=gae \

@@ -4,7 +4,7 @@
 # bash examples/ppo_trainer/run_qwen2-7b_rm.sh [key=value …]
 set -euo pipefail
 
-python3 -m verl.trainer.main_ppo \
+exec python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=gae \
     algorithm.use_kl_in_reward=True \
     algorithm.kl_ctrl.kl_coef=0.01 \

@@ -4,7 +4,7 @@
 # bash examples/ppo_trainer/run_qwen2-7b_seq_balance.sh [key=value …]
 set -euo pipefail
 
-python3 -m verl.trainer.main_ppo \
+exec python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=gae \
     algorithm.gamma=1.0 \
     data.train_files="$HOME/data/gsm8k/train.parquet" \

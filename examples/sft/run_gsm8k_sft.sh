@@ -5,7 +5,7 @@ set -euo pipefail
 
 DATA_DIR=${DATA_DIR:-$HOME/data/gsm8k}
 
-python3 -m verl.trainer.main_sft \
+exec python3 -m verl.trainer.main_sft \
     data.train_files="$DATA_DIR/train.parquet" \
     data.val_files="$DATA_DIR/test.parquet" \
     data.prompt_key=prompt \

@@ -39,4 +39,4 @@ trainer=(
     trainer.validation_data_dir=runs/smollm2/two_step/answers
 )
 
-python3 -m verl.trainer.main_ppo "${data[@]}" "${policy[@]}" "${trainer[@]}" "$@"
+exec python3 -m verl.trainer.main_ppo "${data[@]}" "${policy[@]}" "${trainer[@]}" "$@"

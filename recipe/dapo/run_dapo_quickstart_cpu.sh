@@ -50,4 +50,4 @@ trainer=(
     trainer.experiment_name=quickstart
 )
 
-python3 -m verl.trainer.main_ppo "${dapo[@]}" "${data[@]}" "${policy[@]}" "${trainer[@]}" "$@"
+exec python3 -m verl.trainer.main_ppo "${dapo[@]}" "${data[@]}" "${policy[@]}" "${trainer[@]}" "$@"

@@ -65,4 +65,4 @@ trainer=(
     trainer.experiment_name=qwen2.5_7b
 )
 
-python3 -m verl.trainer.main_ppo "${dapo[@]}" "${data[@]}" "${policy[@]}" "${rollout[@]}" "${trainer[@]}" "$@"
+exec python3 -m verl.trainer.main_ppo "${dapo[@]}" "${data[@]}" "${policy[@]}" "${rollout[@]}" "${trainer[@]}" "$@"

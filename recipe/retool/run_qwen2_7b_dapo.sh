@@ -57,5 +57,5 @@ trainer=(
     trainer.experiment_name=qwen2.5_7b_dapo
 )
 
-python3 -m verl.trainer.main_ppo \
+exec python3 -m verl.trainer.main_ppo \
     "${algorithm[@]}" "${data[@]}" "${policy[@]}" "${rollout[@]}" "${trainer[@]}" "$@"

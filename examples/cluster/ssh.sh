@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Machines that are reached by ssh, without a scheduler; the repository and its environment lie at the same place on all.
+#   HOSTS="10.0.0.1 10.0.0.2" bash examples/cluster/ssh.sh start [key=value …]     all nodes
+#   HOSTS=… NODE=1 bash examples/cluster/ssh.sh start [key=value …]                one that came back, with the same keys
+#   HOSTS=… bash examples/cluster/ssh.sh stop                                      finish the step, save, end
+# The first host is node 0. Output goes to cluster-node<N>.log in the repository of each; the connection may close.
+# TRAIN names another script that does `exec python3 -m verl.trainer.main_ppo … "$@"`: signals go to what it becomes.
+set -euo pipefail
+
+read -r -a hosts <<< "${HOSTS:?the addresses of the machines, node 0 first}"
+train=${TRAIN:-examples/grpo_trainer/run_qwen2-7b.sh}
+token=$HOME/.ray/auth_token # for all nodes: who does not know it cannot run anything on this Ray
+action=${1:?start or stop}
+shift
+
+start() { # a node, and the keys of the run
+    local node=$1 remote
+    shift
+    remote=$(printf '%q ' env RAY_AUTH_MODE=token RAY_AUTH_TOKEN="$(cat "$token")" bash "$train" "$@" \
+        trainer.nnodes="${#hosts[@]}" trainer.node_rank="$node" trainer.master_addr="${hosts[0]}")
+    # nohup and no terminal: the run does not depend on this connection.
+    # shellcheck disable=SC2029
+    ssh "${hosts[$node]}" "cd $(printf %q "$PWD") || exit; nohup $remote >> cluster-node$node.log 2>&1 < /dev/null & echo \$!" \
+        > "cluster-node$node.pid"
+    echo "node $node on ${hosts[$node]}: process $(cat "cluster-node$node.pid")"
+}
+
+case $action in
+    start)
+        if [ ! -s "$token" ]; then
+            mkdir -p "$(dirname "$token")"
+            (umask 077 && od -An -vtx1 -N32 /dev/urandom | tr -d ' \n' > "$token")
+        fi
+        for node in ${NODE:-${!hosts[@]}}; do start "$node" "$@"; done
+        ;;
+    stop) # node 0 saves and ends; it tells the others that the job is over
+        ssh "${hosts[0]}" "kill -TERM $(cat cluster-node0.pid)"
+        ;;
+    *)
+        echo "start or stop, not $action" >&2
+        exit 2
+        ;;
+esac
