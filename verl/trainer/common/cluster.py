@@ -105,7 +105,8 @@ def wait_for_nodes(config: PPOConfig, again: bool = False) -> None:
     least = config.trainer.nnodes if config.trainer.node_rank is not None else max(map(len, pools))
     wait = Wait(config.trainer.nodes_within)
     while True:
-        nodes = alive_nodes()
+        # A head without GPUs is none of the nodes that are asked for.
+        nodes = [node for node in alive_nodes() if node.total_gpus or not on_gpus]
         complete = len(nodes) >= least
         if complete and room_for(pools, on_gpus, nodes):
             return
