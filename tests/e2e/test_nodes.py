@@ -1,0 +1,104 @@
+"""Two nodes, of which one loses its processes in the middle of a run: it finishes by itself, as if nothing had been."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.training_harness import make_task, overrides
+from tests.support.two_nodes import TwoNodes, are_possible, two_nodes
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not are_possible(), reason="makes network namespaces, as root"),
+]
+STEPS = 5
+
+
+@pytest.fixture
+def nodes() -> Iterator[TwoNodes]:
+    with two_nodes() as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> dict[str, str]:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(task, tmp_path_factory) -> bytes:
+    """The weights that the run ends with."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with two_nodes() as both:
+        first, second = start(both, 0, task, folder), start(both, 1, task, folder)
+        assert first.wait(timeout=300) == 0, said(folder)
+        assert second.wait(timeout=30) == 0, said(folder, 1)
+    assert "The job is over: this node is done." in said(folder, 1)
+    return weights(folder)
+
+
+def start(nodes: TwoNodes, node: int, task: dict[str, str], folder: Path) -> subprocess.Popen:
+    """One rank on each node."""
+    more = (
+        "algorithm.adv_estimator=grpo",
+        "data.val_files=[]",
+        "trainer.save_freq=1",
+        f"trainer.total_training_steps={STEPS}",
+        "ray_init.num_cpus=2",
+    )
+    return nodes.start(node, folder, *overrides(task, folder, *more))
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "checkpoints" / f"global_step_{STEPS}" / "actor/huggingface/model.safetensors").read_bytes()
+
+
+def said(folder: Path, node: int = 0) -> str:
+    return (folder / f"node{node}.log").read_text()
+
+
+def wait_until(true: Callable[[], bool], folder: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not true():
+        assert time.monotonic() < deadline, said(folder)[-3000:]
+        time.sleep(0.2)
+
+
+def test_a_node_that_is_lost_and_comes_again(nodes, task, tmp_path, undisturbed):
+    """Its command is given again, late: the run names the node, waits, and goes on from the last whole step."""
+    first, lost = start(nodes, 0, task, tmp_path), start(nodes, 1, task, tmp_path)
+    wait_until((tmp_path / "checkpoints" / "global_step_2").is_dir, tmp_path)
+    nodes.kill(1)
+    lost.wait()
+    wait_until(lambda: "1 of 2 nodes: waiting for the rest" in said(tmp_path), tmp_path)
+    second = start(nodes, 1, task, tmp_path)
+    assert first.wait(timeout=300) == 0, said(tmp_path)[-5000:]
+    assert second.wait(timeout=30) == 0, said(tmp_path, 1)
+    assert "restart 1 of 3" in said(tmp_path)
+    assert "node 10.77.0.2 is gone, with rank 1 of actor_rollout" in said(tmp_path)
+    assert weights(tmp_path) == undisturbed
+    assert [nodes.processes(0), nodes.processes(1)] == [[], []]
+
+
+@pytest.mark.parametrize(("node", "process"), [(0, "gcs_server"), (1, "raylet")])
+def test_rays_own_processes_on_either_node(nodes, task, tmp_path, undisturbed, node, process):
+    """Nobody touches anything: the head starts again and its node joins it; a node's Ray starts again."""
+    first, second = start(nodes, 0, task, tmp_path), start(nodes, 1, task, tmp_path)
+    wait_until((tmp_path / "checkpoints" / "global_step_2").is_dir, tmp_path)
+    nodes.kill(node, process)
+    assert first.wait(timeout=300) == 0, said(tmp_path)[-5000:]
+    assert second.wait(timeout=30) == 0, said(tmp_path, 1)
+    if node == 0:
+        assert "the head at 10.77.0.1:29500 is gone; waiting for it" in said(tmp_path, 1)
+    else:
+        assert "this node's Ray died: starting it again (1 of 3)" in said(tmp_path, 1)
+        assert "node 10.77.0.2 is gone, with rank 1 of actor_rollout" in said(tmp_path)
+    assert weights(tmp_path) == undisturbed
+    assert [nodes.processes(0), nodes.processes(1)] == [[], []]
