@@ -13,6 +13,9 @@ class RunConfig(Block):
     """What every training program asks about its run."""
 
     nnodes: int = key("Nodes.", min=1)
+    nodes_within: float = key(
+        "Seconds that a start waits for nodes that are not there yet (or not again), and a node for its head.", min=0
+    )
     n_gpus_per_node: int = key(
         "GPUs per node; processes per node where there is no GPU.", null="GPUs found here, 1 if none", min=1
     )
@@ -95,9 +98,6 @@ class TrainerConfig(RunConfig):
     )
     master_addr: str | None = key("Address of node 0, with node_rank.", null="this machine")
     master_port: int = key("Port of node 0, with node_rank.", min=1, max=65535)
-    nodes_within: float = key(
-        "Seconds that a start waits for nodes that are not there yet (or not again), and a node for its head.", min=0
-    )
 
 
 @dataclass(kw_only=True, slots=True)

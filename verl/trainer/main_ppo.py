@@ -78,14 +78,18 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> None:
     if ours:
         own = start_ray(config.ray_init.num_cpus if config.trainer.node_rank is None else None)
         if not own:
-            wait_for_nodes(config, again=earlier_attempts() > 0)
+            used = {config.role_mapping[role] for role in active_roles(config)}
+            pools = [pool for name, pool in config.resource_pool_spec.items() if name in used]
+            nodes = 1 if config.trainer.node_rank is None else config.trainer.nnodes
+            wait_for_nodes(config.trainer, pools, earlier_attempts() > 0, nodes)
     if head is not None:
         own = OwnRay(family(head.pid))
     if not hasattr(runner_class, "remote"):
-        # Three threads: one runs, the others take the request to stop and say where the run stands.
-        runner_class = ray.remote(num_cpus=1, max_concurrency=3)(runner_class)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    runner = runner_class.options(scheduling_strategy=here).remote()  # beside us: other nodes may go and come
+        # Three threads: one runs, the others take the request to stop and say where the run stands. On this node, if
+        # it has room: others may go and come.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        runner_class = ray.remote(num_cpus=1, max_concurrency=3, scheduling_strategy=here)(runner_class)
+    runner = runner_class.remote()
     stopping: AbstractContextManager[Asked] = nullcontext(Asked())
     if hasattr(runner, "request_stop"):
         by, within = Asked(), config.trainer.save_within

@@ -12,11 +12,12 @@ from omegaconf import DictConfig
 from verl.config import SFTConfig
 from verl.config.load import Given
 from verl.config.sft_rules import describe
-from verl.trainer.common.cluster import start_ray
+from verl.trainer.common.cluster import start_ray, wait_for_nodes
 from verl.trainer.common.command_line import checked, command
 from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
 from verl.trainer.common.own_ray import OwnRay
 from verl.trainer.common.signals import stop_on_signals
+from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise
 from verl.utils.logging_setup import shown_messages
 
@@ -55,6 +56,9 @@ def _train(config: SFTConfig) -> None:
 
             if not ray.is_initialized():
                 own = start_ray(config.ray_init.num_cpus)
+                if not own:
+                    pool = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
+                    wait_for_nodes(config.trainer, [pool], earlier_attempts() > 0)
         trainer.start()
         with stop_on_signals(trainer.stop_requested.set, own.kill) as asked:
             trainer.fit()

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from verl.config import PPOConfig
-from verl.config.plan import active_roles
+from verl.config import RunConfig
 from verl.trainer.common.own_ray import OwnRay, started_apart
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.utils.exceptions import Travels
@@ -90,8 +90,8 @@ def _check_cluster_answers(address: str | None) -> None:
         )
 
 
-def wait_for_nodes(config: PPOConfig, again: bool = False) -> None:
-    """Until the cluster that was joined has what the run asks for, or `trainer.nodes_within` is over.
+def wait_for_nodes(trainer: RunConfig, pools: Sequence[Sequence[int]], again: bool = False, at_least: int = 1) -> None:
+    """Until the cluster that was joined has room for the pools (processes per node), or `nodes_within` is over.
 
     Nodes join late, and those of an attempt that died may have to start anew. `again`: this is not the first attempt,
     so that even a cluster whose nodes are too small for good had been large enough. At a first start that is not waited
@@ -99,11 +99,8 @@ def wait_for_nodes(config: PPOConfig, again: bool = False) -> None:
     """
     from verl.single_controller.ray.resource_pool import alive_nodes, room_for
 
-    used = dict.fromkeys(config.role_mapping[role] for role in active_roles(config))
-    pools = [config.resource_pool_spec[name] for name in used]
-    on_gpus = config.trainer.device == "cuda"
-    least = config.trainer.nnodes if config.trainer.node_rank is not None else max(map(len, pools))
-    wait = Wait(config.trainer.nodes_within)
+    on_gpus, least = trainer.device == "cuda", max(at_least, *map(len, pools))
+    wait = Wait(trainer.nodes_within)
     while True:
         # A head without GPUs is none of the nodes that are asked for.
         nodes = [node for node in alive_nodes() if node.total_gpus or not on_gpus]
@@ -116,7 +113,7 @@ def wait_for_nodes(config: PPOConfig, again: bool = False) -> None:
         if on_gpus:
             there += f", {sum(node.free_gpus for node in nodes):g} of {sum(map(sum, pools))} GPUs"
         if not wait.goes_on(f"{there}: waiting for the rest (trainer.nodes_within)"):
-            raise RayUnavailableError(f"{there} after {in_words(config.trainer.nodes_within)}", _TOO_FEW)
+            raise RayUnavailableError(f"{there} after {in_words(trainer.nodes_within)}", _TOO_FEW)
 
 
 class Wait:
