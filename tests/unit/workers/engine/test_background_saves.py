@@ -151,26 +151,27 @@ def test_a_full_disk_is_told_to_whoever_finishes_and_the_next_save_goes_on(file,
 def test_what_waits_in_host_memory_is_copied_from_there_and_not_overwritten_before(monkeypatch):
     """A device that is not the host's is played by plain tensors: they leave, come back and change as a GPU's do."""
     model = torch.nn.Linear(300, 300)
+    model.register_buffer("table", torch.randn(10))
     moments = [torch.randn(1000), torch.zeros(0)]
     memory = EngineMemory(torch.device("meta"), model, lambda: moments, offload_gradients=False)
     snapshot = HostSnapshot(torch.device("cpu"))
-    tensors = {"weight": model.weight.detach(), "moment": moments[0], "nothing": moments[1]}
+    tensors = {"weight": model.weight.detach(), "table": model.table, "moment": moments[0], "nothing": moments[1]}
     for _ in range(2):
         wanted = {name: value.clone() for name, value in tensors.items()}
-        memory.leave(True, True, snapshot.wait)
+        memory.leave(True, True)
         with held_back(monkeypatch, np, "copyto"):
-            taken = snapshot.take(tensors, {name: memory.bytes_of(value) for name, value in tensors.items()})
+            taken = snapshot.take(tensors, memory.lend(tensors, snapshot.wait))
             for _ in range(2):  # passes change nothing: what comes back need not wait to leave again
                 memory.come_back(True, True)
                 assert all(torch.equal(value, wanted[name]) for name, value in tensors.items())
-                memory.leave(True, True, lambda: pytest.fail("nothing has changed"))
+                memory.leave(True, True)
             memory.come_back(True, True)
-            for value in tensors.values():
-                value += 1
-            memory.changed()
-            thread, done = in_a_thread(lambda: memory.leave(True, True, snapshot.wait))
+            thread, done = in_a_thread(memory.before_change)
             assert not done.wait(0.3)
         thread.join()
+        for value in tensors.values():
+            value += 1
+        memory.leave(True, True)
         assert all(torch.equal(value, wanted[name]) for name, value in taken.items())
         memory.come_back(True, True)
         assert all(torch.equal(value, wanted[name] + 1) for name, value in tensors.items())

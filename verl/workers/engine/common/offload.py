@@ -7,7 +7,7 @@ locking costs far more than the copy. What was there before and has not changed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import accumulate
 
 import torch
@@ -35,24 +35,23 @@ class EngineMemory:
         self._weights, self._buffers, self._states = (OffloadedTensors(device) for _ in range(3))
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients = OffloadedGradients(learning, device)
-        self._same: set[str] = set()  # what host memory holds as it is now
+        self._same: set[OffloadedTensors] = set()  # those that host memory holds as they are now
+        self._lent: set[int] = set()  # storages of the device that are read beside everything else
+        self._settle: Callable[[], None] = lambda: None
         self.offloads_gradients = offload_gradients
 
-    def leave(self, model: bool, optimizer: bool, settle: Callable[[], None]) -> None:
-        """To host memory; gradients, if there are any, go with the model. On a CPU everything is there already.
-
-        `settle` comes before anything that waits in host memory is overwritten.
-        """
+    def leave(self, model: bool, optimizer: bool) -> None:
+        """To host memory; gradients, if there are any, go with the model. On a CPU everything is there already."""
         if self._device.type == "cpu":
             return
         if model and not self._weights.away:
             self._gradients.leave()
-            self._weights.leave(self._model.parameters(), settle, same="weights" in self._same)
-            self._buffers.leave(self._model.buffers(), settle)
-            self._same.add("weights")
+            self._weights.leave(self._model.parameters(), self._weights in self._same, self._before_use)
+            self._buffers.leave(self._model.buffers())
+            self._same.add(self._weights)
         if optimizer and not self._states.away:
-            self._states.leave(self._moments(), settle, same="moments" in self._same)
-            self._same.add("moments")
+            self._states.leave(self._moments(), self._states in self._same, self._before_use)
+            self._same.add(self._states)
         torch.cuda.empty_cache()
 
     def come_back(self, model: bool, optimizer: bool) -> None:
@@ -64,27 +63,32 @@ class EngineMemory:
         if optimizer:
             self._states.come_back()
 
-    @property
-    def away(self) -> tuple[bool, bool]:
-        """Whether weights, and moments, wait in host memory."""
-        return self._weights.away, self._states.away
+    def lend(self, tensors: Mapping[str, torch.Tensor], settle: Callable[[], None]) -> dict[str, list[torch.Tensor]]:
+        """This rank's parts of tensors as rows of bytes where they are now: on the device, or waiting in host memory.
 
-    def changed(self) -> None:
-        """Weights and moments are no longer what host memory holds of them."""
-        self._same.clear()
-
-    def arrived(self) -> None:
-        """Moments on their way back can be read by what is started from now on."""
+        `settle` waits until they are read. It is called before any of them changes, or goes away.
+        """
         self._states.wait()
+        self._lent, self._settle = set(), settle
+        return {name: self._bytes_of(local_shard(value)) for name, value in tensors.items()}
 
-    def bytes_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's part of a tensor as rows of bytes, where it is now: on its device, or waiting in host memory."""
-        local = local_shard(tensor).contiguous().view(-1)
-        storage, size = local.untyped_storage(), local.nbytes
-        for part in (self._weights, self._buffers, self._states):
-            if size and (place := part.place(storage)) is not None:
-                return part.waiting(place + local.storage_offset() * local.itemsize, size)
-        return [local.view(torch.uint8)] if size else []
+    def _bytes_of(self, local: torch.Tensor) -> list[torch.Tensor]:
+        if not local.numel():
+            return []
+        flat = local.contiguous().view(-1)
+        storage, start = flat.untyped_storage(), flat.storage_offset() * flat.itemsize
+        for part in (self._weights, self._states):
+            if (place := part.place(storage)) is not None:
+                return part.waiting(place + start, flat.nbytes)
+        if (place := self._buffers.place(storage)) is not None:  # few and small, and they leave without asking
+            return [waiting.clone() for waiting in self._buffers.waiting(place + start, flat.nbytes)]
+        self._lent.add(storage._cdata)
+        return [flat.view(torch.uint8)]
+
+    def _before_use(self, storages: Collection[int], host: bool) -> None:
+        """Before these storages of the device are emptied, and `host` memory where they wait is overwritten."""
+        if host or not self._lent.isdisjoint(storages):
+            self._settle()
 
     def before_micro_batch(self) -> None:
         """With offloaded gradients, those of earlier micro-batches make room."""
@@ -95,6 +99,12 @@ class EngineMemory:
         """Gradients are whole and moments have arrived: what reads them may start."""
         self._gradients.come_back()
         self._states.wait()
+
+    def before_change(self) -> None:
+        """The same, and weights and moments may change: nothing reads them, and host memory's are old from now on."""
+        self.ready()
+        self._settle()
+        self._same.clear()
 
 
 class OffloadedTensors:
@@ -111,11 +121,15 @@ class OffloadedTensors:
         return bool(self._away)
 
     def leave(
-        self, tensors: Iterable[torch.Tensor], settle: Callable[[], None] = lambda: None, same: bool = False
+        self,
+        tensors: Iterable[torch.Tensor],
+        same: bool = False,
+        before_use: Callable[[Collection[int], bool], None] = lambda storages, host: None,
     ) -> None:
         """Copy to host memory and give the device's back; the tensors may not be read until `come_back`.
 
-        `same`: they are as they were when they came back. `settle` comes before host memory is written.
+        `same`: they are as they were when they came back. `before_use` is told which storages are emptied, and whether
+        host memory is written.
         """
         if self._away:
             raise RuntimeError("offload: these tensors are away already.")
@@ -124,8 +138,8 @@ class OffloadedTensors:
         *starts, total = accumulate((size for _, size in storages), initial=0)
         places = {storage._cdata: start for (storage, _), start in zip(storages, starts, strict=True)}
         copied = storages if not same or places != self._places else []
+        before_use(places, bool(copied))
         if copied:
-            settle()
             self._host.grow(total)
         with self._copies:
             for storage, size in copied:

@@ -38,8 +38,6 @@ class HostSnapshot:
         self._staging: list[torch.Tensor] = []
         self._stream: torch.cuda.Stream | None = None
         self._copy: Future[None] | None = None
-        self.reads_device = False
-        """Whether the copy that runs, or ran last, is from the device."""
 
     @property
     def size(self) -> int:
@@ -64,7 +62,6 @@ class HostSnapshot:
             for source in sources[name]:
                 (here if source.device.type == "cpu" else there).append((start, source))
                 start += len(source)
-        self.reads_device = bool(there)
         if there:
             self._stream = self._stream or torch.cuda.Stream(self._device)
             self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -198,7 +198,7 @@ class FSDPEngine:
         """Clip, step, advance the schedule, zero the gradients; or, on all ranks, only the last (see `step_checks`)."""
         if self._optimizer is None or self._schedule is None:
             raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot step.")
-        self._before_change()
+        self._memory.before_change()
         if not self._optimizer.gradients():
             raise RuntimeError("optimizer_step: there are no gradients; call forward_backward first.")
         lr = self._schedule.get_last_lr()[0]
@@ -283,9 +283,7 @@ class FSDPEngine:
             self._memory.come_back(model, optimizer)
         else:
             self._reshard()
-            if self._saves is not None:
-                self._saves.before_device_is_left()
-            self._memory.leave(model, optimizer, self._settle)
+            self._memory.leave(model, optimizer)
 
     def park(self) -> None:
         """Between phases: what `param_offload` and `optimizer_offload` say moves to host memory."""
@@ -315,15 +313,14 @@ class FSDPEngine:
         folder = checked(path, contents)
         if self._saves is not None:
             self._saves.settle()
-        with self._all_here(optimizer=False):
+        with self.awake(optimizer=False):
             if not self.sound(thorough=True):
                 raise FloatingPointError("the weights are not finite, or give no finite numbers: they are not saved")
         export = self._export(self.compute_dtype) if "hf_model" in contents else None
         if self._saves is not None:
-            self._memory.arrived()
             self._saves.begin(self._state, self._state.freeze(contents), self._memory, folder, export)
             return
-        with self._all_here():
+        with self.awake():
             self._memory.ready()
             self._state.write(self._state.freeze(contents), folder, export, group=None)
 
@@ -337,7 +334,7 @@ class FSDPEngine:
         folder = checked(path, contents)
         self._state.check_fits(folder, contents)
         self.to("device")
-        self._before_change()
+        self._memory.before_change()
         self._state.load(folder, contents)
 
     def export_hf(self, path: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
@@ -368,27 +365,6 @@ class FSDPEngine:
         reshard, prefetch = engine_config.reshard_after_forward, bool(engine_config.forward_prefetch)
         self._one_group = sharding.shard(self.model, self.mesh, self.compute_dtype, reshard, prefetch)
         sharding.fill(self.model.hf, source, node, self.device, self._adapters)
-
-    def _before_change(self) -> None:
-        """Moments have arrived, gradients are whole, and nothing reads the state any more."""
-        self._memory.ready()
-        self._settle()
-        self._memory.changed()
-
-    def _settle(self) -> None:
-        if self._saves is not None:
-            self._saves.before_change()
-
-    @contextmanager
-    def _all_here(self, optimizer: bool = True) -> Iterator[None]:
-        """Within it weights (and moments) are on the device; then they are where they were."""
-        away = self._memory.away
-        self.to("device", optimizer=optimizer)
-        try:
-            yield
-        finally:
-            if any(away):
-                self.to("cpu", *away)
 
     def _export(self, dtype: torch.dtype) -> HFExport:
         """Made here, and kept: making an empty model changes torch's defaults for a moment, for all threads."""

@@ -37,7 +37,7 @@ class BackgroundSaves:
         """Copy the tensors of `frozen` from where they are now, and write the copy under `folder`."""
 
         def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            sources = {name: memory.bytes_of(value) for name, value in tensors.items()}
+            sources = memory.lend(tensors, self._snapshot.wait)
             taken = self._snapshot.take({name: local_shard(value) for name, value in tensors.items()}, sources)
             return {name: sharded_like(value, taken[name], self._mesh) for name, value in tensors.items()}
 
@@ -49,15 +49,6 @@ class BackgroundSaves:
             state.write(copy, folder, export, self._group)
 
         self._writing.begin(write)
-
-    def before_change(self) -> None:
-        """Wait for what is left of a copy: what it reads may change afterwards, or be overwritten."""
-        self._snapshot.wait()
-
-    def before_device_is_left(self) -> None:
-        """The same, where the copy is from the device."""
-        if self._snapshot.reads_device:
-            self._snapshot.wait()
 
     def finish(self) -> None:
         """Wait until the save begun last is written, and raise what went wrong."""
