@@ -13,8 +13,12 @@ import pytest
 import torch
 
 from tests.support.training_harness import make_task, overrides, run_training
+from verl.config import SFTConfig, load_config
+from verl.single_controller.base import Worker
+from verl.trainer.common.checkpoint import Saver, background_part
 from verl.trainer.common.setbacks import UnsavedRunError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.sft.trainer import SFTTrainer
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, resolve_resume
 
 REPOSITORY = Path(__file__).parents[4]
@@ -124,40 +128,40 @@ def test_killed_before_every_single_file_operation_of_a_save_and_its_copy(tmp_pa
 # ---------------------------------------------------------------- whole runs
 
 
-class Held(RayPPOTrainer):
+def hold_saves(engine: Any, saver: Saver) -> None:
     """A save ends only when the next one, or the end of the run, waits for it."""
+    may_end = threading.Semaphore(0)
+    finish, wait_for_turn, collect = engine.finish_save, saver.wait_for_turn, saver.collect
+
+    def finish_when_allowed() -> None:
+        assert may_end.acquire(timeout=60)
+        finish()
+
+    def let_the_one_before_end(step: int) -> None:
+        if saver.newest_step is not None:
+            may_end.release()
+        wait_for_turn(step)
+
+    def let_the_last_end(wait: bool = False) -> Any:
+        if wait:
+            may_end.release()
+        return collect(wait)
+
+    engine.finish_save = finish_when_allowed
+    saver.wait_for_turn, saver.collect = let_the_one_before_end, let_the_last_end
+
+
+class Held(RayPPOTrainer):
+    """Notes which steps are there whenever it has taken one."""
 
     def init_workers(self) -> None:
         super().init_workers()
-        self.may_end = threading.Semaphore(0)
-        self.events: list[str] = []
-        engine, saver = self.actor_wg._host._workers[self.actor_wg.role].engine, self.state.saver
-        finish, wait_for_turn, collect = engine.finish_save, saver.wait_for_turn, saver.collect
-
-        def finish_when_allowed() -> None:
-            assert self.may_end.acquire(timeout=60)
-            finish()
-
-        def let_the_one_before_end(step: int) -> None:
-            if step > 1:
-                self.may_end.release()
-            wait_for_turn(step)
-
-        def let_the_last_end(wait: bool = False) -> Any:
-            if wait:
-                self.may_end.release()
-            return collect(wait)
-
-        engine.finish_save, saver.wait_for_turn, saver.collect = (
-            finish_when_allowed,
-            let_the_one_before_end,
-            let_the_last_end,
-        )
+        self.there: list[list[str]] = []
+        hold_saves(self.actor_wg._host._workers[self.actor_wg.role].engine, self.state.saver)
 
     def _train_step(self, batch: Any) -> dict[str, float]:
         metrics = super()._train_step(batch)
-        steps = sorted(path.name for path in Path(self.config.trainer.default_local_dir).glob("g*"))
-        self.events.append(f"step {self.global_steps}: saved {steps}")
+        self.there.append(sorted(path.name for path in Path(self.config.trainer.default_local_dir).glob("g*")))
         return metrics
 
 
@@ -175,11 +179,7 @@ def command(task: dict[str, str], folder: Path, *more: str) -> list[str]:
 def test_a_save_in_flight_while_others_train_is_the_state_of_its_step(task, tmp_path):
     """And the one that is due meanwhile waits for it, so they end in order."""
     whole = run_training(command(task, tmp_path / "a"), trainer_cls=Held)
-    assert whole.events == [
-        "step 1: saved []",
-        "step 2: saved []",
-        "step 3: saved ['global_step_1']",
-    ], "the second step trained while the first was being written, the third while the second was"
+    assert whole.there == [[], [], ["global_step_1"]], "a step is taken while the one before is being written"
     first, second, third = whole.history
     assert "checkpoint/background_s" not in first
     assert second["checkpoint/background_s"] > second["checkpoint/wait_s"] > 0
@@ -191,6 +191,40 @@ def test_a_save_in_flight_while_others_train_is_the_state_of_its_step(task, tmp_
         resumed = run_training(command(task, tmp_path / f"from_{step}", *resume))
         assert [row["step"] for row in resumed.history] == list(range(step + 1, 4))
         assert all(torch.equal(resumed.final_weights[name], value) for name, value in whole.final_weights.items())
+
+
+def test_supervised_steps_train_while_the_one_before_is_written_and_resume_bit_for_bit(task, tmp_path):
+    rows = [{"prompt": f"add {i} and {i}", "response": f"{i + i}"} for i in range(8)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def fit(folder: str, *more: str) -> tuple[list[list[str]], dict[str, torch.Tensor]]:
+        given = (f"model.path={task['model']}", f"data.train_files={tmp_path}/train.jsonl", "data.train_batch_size=2")
+        keys = ("data.max_length=64", "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.logger=[]")
+        local = f"trainer.default_local_dir={tmp_path / folder}"
+        steps = ("trainer.total_training_steps=3", "trainer.save_freq=1")
+        there: list[list[str]] = []
+        with SFTTrainer(load_config(None, [*given, *keys, *steps, local, *more], root=SFTConfig)) as trainer:
+            trainer.start()
+            engine = next(iter(trainer.worker_group._host._workers.values())).engine
+            hold_saves(engine, trainer.saver)
+            train = trainer._train_step
+
+            def noting(batch: Any) -> dict[str, float]:
+                metrics = train(batch)
+                there.append(sorted(path.name for path in (tmp_path / folder).glob("g*")))
+                return metrics
+
+            trainer._train_step = noting
+            trainer.fit()
+            return there, {
+                name: value.clone() for bucket in engine.buckets(None, 1 << 30) for name, value in bucket.items()
+            }
+
+    there, whole = fit("a")
+    assert there == [[], [], ["global_step_1"]]
+    first = tmp_path / "a" / "global_step_1"
+    _, resumed = fit("b", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={first}")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 class BreaksBehind(RayPPOTrainer):
@@ -241,3 +275,22 @@ def test_a_last_step_that_does_not_read_back_is_an_unsaved_end(task, tmp_path, m
     monkeypatch.setattr(CheckpointManager, "commit", commit_and_damage)
     with pytest.raises(UnsavedRunError, match=r"is not whole: trainer.pt: damaged"):
         run_training(command(task, tmp_path, "trainer.total_training_steps=1"))
+
+
+class Both(Worker):
+    def save_checkpoint(self, path: str) -> None: ...
+
+    def begin_save(self, path: str) -> None: ...
+
+
+class SavesItsOwnWay(Both):
+    def save_checkpoint(self, path: str) -> None: ...
+
+
+class BeginsItsOwnWay(SavesItsOwnWay):
+    def begin_save(self, path: str) -> None: ...
+
+
+@pytest.mark.parametrize(("cls", "behind"), [(Both, True), (SavesItsOwnWay, False), (BeginsItsOwnWay, True)])
+def test_a_worker_with_a_save_of_its_own_is_saved_by_that(cls, behind):
+    assert hasattr(background_part(cls(), cls), "begin_save") is behind

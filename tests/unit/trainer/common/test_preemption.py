@@ -14,6 +14,7 @@ from tests.support.training_harness import make_task, overrides, run_training
 from verl.trainer.common.preemption import GivenUpError, Preemption, fits, rest_of
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
+from verl.utils.checkpoint.manifest import read_manifest
 
 KL = "actor/reward_kl_penalty_coeff"
 USUAL = {"update_weights": 1.0, "gen": 30.0, "reward": 2.0, "update_actor": 10.0, "step": 43.0, "save_checkpoint": 9.0}
@@ -104,14 +105,16 @@ def test_without_a_budget_nothing_is_given_up():
 
 
 class PreemptedInGeneration(RayPPOTrainer):
-    """Its second generation would never end: the engine stands still. The signal comes then."""
+    """One generation would never end: the engine stands still. The signal comes then."""
 
-    def _generate(self, batch: Any) -> Any:
-        if self.global_steps == 2:
+    at = (2, False)
+
+    def _generate_rows(self, batch: Any, validate: bool) -> Any:
+        if (self.global_steps, validate) == self.at:
             worker = self.actor_wg._host._workers[self.actor_wg.role]
             worker.rollout.pause_generation("keep")
             threading.Thread(target=self._signal).start()
-        return super()._generate(batch)
+        return super()._generate_rows(batch, validate)
 
     def _signal(self) -> None:
         while self.rollout_wg.running() != ["generate_sequences"]:
@@ -151,10 +154,27 @@ def test_a_step_that_does_not_fit_is_given_up_and_the_resumed_run_equals_an_unin
     said = caplog.messages[-1]
     assert said.startswith("SIGTERM: step 2 given up after ")
     assert said.endswith(f"trainer.save_within=0.001); step 1 is saved in {root}")
-    again = run_training(hurried, trainer_cls=PreemptedInAdvantages)
+    again = run_training([*hurried, "trainer.save_freq=1"], trainer_cls=PreemptedInAdvantages)
     assert [row["step"] for row in again.history] == [2]
+    assert read_manifest(root / "global_step_2").serial == 2, "it was saved already, and is not once more"
     resumed = run_training(command(task, tmp_path / "a"))
     assert [row["step"] for row in resumed.history] == [3]
     whole = run_training(command(task, tmp_path / "b"))
     assert all(torch.equal(resumed.final_weights[name], value) for name, value in whole.final_weights.items())
     assert resumed.history[-1][KL] == whole.history[-1][KL]
+
+
+class PreemptedInValidation(PreemptedInGeneration):
+    at = (1, True)
+
+
+def test_a_validation_that_does_not_fit_is_given_up_and_its_step_saved(task, tmp_path, caplog):
+    hurried = command(
+        task, tmp_path, "trainer.save_within=0.001", f"data.val_files={task['val']}", "trainer.test_freq=1"
+    )
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        stopped = run_training(hurried, trainer_cls=PreemptedInValidation)
+    (row,) = stopped.history
+    assert "training/failed_validations" not in row
+    assert "SIGTERM: validation of step 1 given up after " in caplog.text
+    assert CheckpointManager.verify(tmp_path / "checkpoints" / "global_step_1") == []
