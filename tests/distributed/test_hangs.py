@@ -123,19 +123,22 @@ def test_a_stopped_rank_is_named_in_seconds_the_call_ends_and_no_status_call_wai
         time.sleep(0.1)
 
 
-def test_a_deadlocked_function_and_collectives_that_do_not_fit_are_told_apart(group):
+@pytest.mark.slow
+def test_a_deadlocked_function_is_named_with_its_place(group):
     error, _, _ = hang_of(lambda: group.deadlock(1), timeout=4.0)
     assert "rank 1 of Stuck" in error.summary
     assert f"is in the user's function deadlock ({__file__}:" in error.summary
     assert "rank 0 of Stuck waits for it in all_reduce" in error.summary
 
 
+@pytest.mark.slow
 def test_ranks_in_different_collectives_are_named_with_them(group):
     error, _, _ = hang_of(group.mismatch, timeout=4.0)
     assert "ranks wait in different collectives: rank 0 of Stuck in broadcast" in error.summary
     assert "rank 1 of Stuck in all_reduce" in error.summary
 
 
+@pytest.mark.slow
 def test_a_call_that_goes_on_counting_is_no_hang_and_the_rank_that_others_wait_for_is_seen(group):
     status = StatusLine(10)
     with HangWatch(status, 4.0) as watch, Phases(status)("gen"):
@@ -145,6 +148,7 @@ def test_a_call_that_goes_on_counting_is_no_hang_and_the_rank_that_others_wait_f
     assert watch.step_done(1.0)["timing_s/waiting_for_one_rank"] == 0.0
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_group_that_training_does_not_need_is_killed_so_that_the_group_can_start_anew(start):
     group = start(Counter)
     group.expendable = True
@@ -180,9 +184,10 @@ def keep_looking(poll: ControllerPoll) -> None:
     ("how", "sentence"),
     [
         ("stop", r"the controller \(TaskRunner, pid {pid}\) is stopped"),
-        (
+        pytest.param(
             "hold",
             r"the controller \(TaskRunner, pid {pid}\) does not answer: it is in the user's function hold_the_gil",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -43,9 +43,9 @@ Stack = tuple[Frame, ...]
 """Innermost first."""
 
 
-def own_stacks() -> dict[int, Stack]:
-    """Of every thread of this process, by its identity."""
-    return {thread: _walk(frame) for thread, frame in sys._current_frames().items()}
+def own_stacks(only: int | None = None) -> dict[int, Stack]:
+    """Of every thread of this process, by its identity; or of one of them."""
+    return {thread: _walk(frame) for thread, frame in sys._current_frames().items() if only in (None, thread)}
 
 
 def answer_stack_requests() -> None:

@@ -33,7 +33,7 @@ class Beat:
     """Units of it, as far as they are counted, and whatever else moves in the process."""
     thread: int = 0
     stacks: tuple[Stack, ...] = ()
-    """The compute thread's first, then those of threads in collectives or in users' code."""
+    """The compute thread's first, then, if asked for, those of threads in collectives or in users' code."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Heart:
         finally:
             self._running = None
 
-    def beat(self) -> Beat:
-        """From any thread."""
+    def beat(self, every_thread: bool) -> Beat:
+        """From any thread. The stacks of all threads take milliseconds, that of the compute thread does not."""
         if (running := self._running) is None:
             return Beat(done=pulses())
         method, start, thread, done = running
-        stacks = own_stacks()
+        stacks = own_stacks(None if every_thread else thread)
         return Beat(method, time.monotonic() - start, done() + pulses(), thread, telling_stacks(stacks, thread))
 
 

@@ -31,9 +31,9 @@ class RankHost:
         self._loop = _EventLoop()
         self._heart = Heart()
 
-    def beat(self) -> Beat:
+    def beat(self, every_thread: bool = False) -> Beat:
         """What the compute lane does; answers beside it."""
-        return self._heart.beat()
+        return self._heart.beat(every_thread)
 
     def construct(self, info: RankInfo, cls_with_init: ClassWithInitArgs) -> Failure | None:
         """Construct every role as rank `info`."""

@@ -77,14 +77,14 @@ class RankReports:
         self._last: dict[RankProcess, tuple[float, Beat]] = {}
         self._nodes = Nodes()
 
-    def of(self, group: Any, since: float, within: float) -> list[RankReport]:
+    def of(self, group: Any, since: float, every_thread: bool, within: float) -> list[RankReport]:
         """Of every rank of a group; what one said before `since` (of another call) does not count.
 
         Processes of this node are looked at even if they do not answer.
         """
         here = ray.get_runtime_context().get_node_id()
         states = [standstill(process.pid) if process.node == here else None for process in group.processes]
-        beats = group.beats(within)
+        beats = group.beats(every_thread, within)
         return [
             self._report(RankReport(group.role, rank, process.host, process.pid, "runs"), process, beat, state, since)
             for rank, (process, beat, state) in enumerate(zip(group.processes, beats, states, strict=True))

@@ -207,9 +207,9 @@ class RayWorkerGroup(WorkerGroup):
         answers = self._questions.ask("call", (self.role, method, [], {}, "control"), "control", within)
         return [None if isinstance(answer, Exception) else answer for answer in answers]
 
-    def beats(self, within: float) -> list[Any]:
+    def beats(self, every_thread: bool, within: float) -> list[Any]:
         """A `Beat` of every rank, or the exception that tells of its death; None: no answer in time."""
-        return self._questions.ask("beat", (), "beat", within)
+        return self._questions.ask("beat", (every_thread,), "beat", within)
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Object refs of the ranks' plain results, for `ray.get`."""

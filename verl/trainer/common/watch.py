@@ -33,6 +33,8 @@ _ANSWER_S = 1.0
 # A rank costs the controller about 0.3 ms each time it is asked.
 _PER_RANK_S = 0.03
 _TOLD_AFTER_S = 2.0
+# From then on the stacks of all threads are asked for.
+_SUSPECT_S = 5.0
 _RAISED_S = 1.0
 
 WAITING_METRIC = "timing_s/waiting_for_one_rank"
@@ -199,11 +201,14 @@ class HangWatch:
                 self._reports = RankReports()
             if not call.group.processes:
                 continue
-            of_group = self._reports.of(call.group, call.start, _ANSWER_S)
+            of_group = self._reports.of(call.group, call.start, self._suspects(now), _ANSWER_S)
             if (slow := behind(of_group)) is not None and before is not None:
                 self._slow.seen(name_of(slow), now - before)
             reports += of_group
         return reports
+
+    def _suspects(self, now: float) -> bool:
+        return self._standstill_since is not None or now - self._still_since >= _SUSPECT_S
 
     def _judge(self, calls: Sequence[OpenCall], reports: Sequence[RankReport]) -> Verdict:
         own = judge_controller(self._own_stack())
@@ -214,7 +219,7 @@ class HangWatch:
         return judge(reports)
 
     def _own_stack(self) -> Any:
-        return own_stacks().get(self._thread, ())
+        return own_stacks(self._thread).get(self._thread, ())
 
     def _kill(self, ranks: Sequence[tuple[Any, int]]) -> None:
         for group, rank in ranks:
