@@ -78,6 +78,45 @@ def test_mistakes_are_all_listed_before_anything_heavy_is_imported(tmp_path):
     assert run([sys.executable, "-c", program], tmp_path).stdout.strip() == "set()"
 
 
+MORTAL = """
+import os, pathlib
+from verl.utils.dataset.sft_dataset import SFTDataset
+
+class Mortal(SFTDataset):
+    def __getitem__(self, index):
+        told = pathlib.Path("died")
+        if os.environ.get("MORTAL") and pathlib.Path(os.environ["MORTAL"]).is_dir() and not told.exists():
+            told.touch()
+            os.kill(os.getpid(), 9)
+        return super().__getitem__(index)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_by_itself_though_it_was_not_to_resume(tmp_path, monkeypatch):
+    """`resume_mode=disable` is about steps of others: what this command saved is its own."""
+    save_tiny_model(tmp_path / "tiny")
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    rows = [{"prompt": row["question"], "response": row["answer"]} for row in RAW[:8]]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = ["data.train_files=rows.jsonl", "data.max_length=512", "data.train_batch_size=4", "model.path=tiny"]
+    common += ["data.custom_cls.path=mortal.py", "data.custom_cls.name=Mortal", "data.dataloader_num_workers=0"]
+    common += ["trainer.save_freq=1", "trainer.total_training_steps=6", "trainer.device=cpu", "trainer.logger=file"]
+    common += ["trainer.resume_mode=disable"]
+    folders = {name: tmp_path / "checkpoints" / "verl" / name for name in ("whole", "mortal")}
+    for name in folders:
+        monkeypatch.setenv("MORTAL", str(folders["mortal"] / "global_step_2"))
+        done = main_sft(*common, f"trainer.experiment_name={name}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert "was killed by SIGKILL; goes on at step " in done.stderr
+    steps = [
+        json.loads(line)["step"] for line in (tmp_path / "runs/verl/mortal/metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == [1, 2, 3, 4, 5, 6], "one run for the tracker"
+    whole, mortal = (load_file(path / "global_step_6/huggingface/model.safetensors") for path in folders.values())
+    assert all(torch.equal(mortal[name], weight) for name, weight in whole.items())
+
+
 @pytest.mark.slow
 def test_two_ranks_on_ray_learn_what_one_learns(tmp_path, monkeypatch, ray_cluster):
     from verl.config import SFTConfig, load_config

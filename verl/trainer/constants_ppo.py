@@ -17,6 +17,7 @@ _DEFAULTS = {
 # Passed on where set: workers on other nodes do not see the environment of this process.
 _PASSED_ON = (
     "VERL_CACHE",
+    "VERL_RUN",
     "HF_TOKEN",
     "HF_ENDPOINT",
     "HF_HOME",

@@ -25,7 +25,8 @@ from verl.trainer.common.own_ray import OwnRay, result_of
 from verl.trainer.common.signals import FINISHES, Asked, stop_on_signals
 from verl.trainer.common.status_line import Standing, progress_bar
 from verl.trainer.supervision.report import earlier_attempts
-from verl.trainer.supervision.supervisor import supervise
+from verl.trainer.supervision.supervisor import supervise, wants_supervision
+from verl.utils.exceptions import note
 from verl.utils.logging_setup import shown_messages
 from verl.utils.lost_terminal import outlive_terminal
 from verl.utils.process_tree import family
@@ -60,17 +61,21 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
         return serve_as_node(config)
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
     with tells_of_restart(config.trainer):
-        if supervised and config.trainer.max_restarts > 0:
+        if wants_supervision(config, supervised):
             attempt = supervise(config, lambda head: running_head(config, head), stop_head)
-            return _run_on_ray(attempt.config, runner_class, attempt.head)
-        head = start_head(config)  # before Ray is imported: it reads its settings then
-        try:
-            _run_on_ray(config, runner_class, head)
-        finally:
-            stop_head(head)
+            by = _run_on_ray(attempt.config, runner_class, attempt.head)
+        else:
+            head = start_head(config)  # before Ray is imported: it reads its settings then
+            try:
+                by = _run_on_ray(config, runner_class, head)
+            finally:
+                stop_head(head)
+        if by is not None:
+            logger.warning("stopped by %s; %s", by, what_the_same_command_does(config.trainer))
 
 
-def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> None:
+def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> str | None:
+    """The signal that ended the run, if one did."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -82,8 +87,7 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> None:
             pools = [pool for name, pool in config.resource_pool_spec.items() if name in used]
             nodes = 1 if config.trainer.node_rank is None else config.trainer.nnodes
             wait_for_nodes(config.trainer, pools, earlier_attempts() > 0, nodes)
-    if head is not None:
-        own = OwnRay(family(head.pid))
+    own = own or OwnRay(() if head is None else family(head.pid), ray.get_runtime_context().gcs_address)
     if not hasattr(runner_class, "remote"):
         # Three threads: one runs, the others take the request to stop and say where the run stands. On this node, if
         # it has room: others may go and come.
@@ -98,11 +102,17 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> None:
     answer_stack_requests()
     poll = ControllerPoll(runner, own, config.trainer.hang_timeout)
     with stopping as asked, progress_bar(lambda: poll.standing):
-        result_of(runner.run.remote(config), own, asked, poll.look)
-    if asked.by is not None:
-        if ours:
-            ray.shutdown()  # what the run printed arrives at any time until then
-        logger.warning("stopped by %s; %s", asked.by, what_the_same_command_does(config.trainer))
+        try:
+            result_of(runner.run.remote(config), own, asked, poll.look)
+        except Exception as error:
+            if (
+                poll.standing is not None and poll.standing.total
+            ):  # of an error that knows it better, this is not written
+                note(error, phase=poll.standing.phase or "what is between phases", step=poll.standing.step + 1)
+            raise
+    if asked.by is not None and ours:
+        ray.shutdown()  # what the run printed arrives at any time until then
+    return asked.by
 
 
 def _ask_to_stop(runner: Any, by: str | None) -> None:

@@ -15,10 +15,10 @@ from verl.config.sft_rules import describe
 from verl.trainer.common.cluster import start_ray, wait_for_nodes
 from verl.trainer.common.command_line import checked, command
 from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
-from verl.trainer.common.own_ray import OwnRay
+from verl.trainer.common.own_ray import OwnRay, watched
 from verl.trainer.common.signals import stop_on_signals
 from verl.trainer.supervision.report import earlier_attempts
-from verl.trainer.supervision.supervisor import supervise
+from verl.trainer.supervision.supervisor import supervise, wants_supervision
 from verl.utils.logging_setup import shown_messages
 
 logger = logging.getLogger("verl.trainer.main_sft")  # not "__main__", which is outside the one logging setup
@@ -39,12 +39,14 @@ def run_sft(config: Given, supervised: bool = False) -> None:
     config = checked(config, SFTConfig)
     logger.info(describe(config))
     with tells_of_restart(config.trainer):
-        if supervised and config.trainer.max_restarts > 0:
-            config = supervise(config).config
-        _train(config)
+        attempt = supervise(config).config if wants_supervision(config, supervised) else config
+        by = _train(attempt)
+        if by is not None:
+            logger.warning("stopped by %s; %s", by, what_the_same_command_does(config.trainer))
 
 
-def _train(config: SFTConfig) -> None:
+def _train(config: SFTConfig) -> str | None:
+    """The signal that ended the run, if one did."""
     from verl.planning.check import check_sft_memory
     from verl.trainer.sft.trainer import SFTTrainer
 
@@ -59,11 +61,14 @@ def _train(config: SFTConfig) -> None:
                 if not own:
                     pool = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
                     wait_for_nodes(config.trainer, [pool], earlier_attempts() > 0)
+            own = own or OwnRay(gcs=ray.get_runtime_context().gcs_address)
         trainer.start()
         with stop_on_signals(trainer.stop_requested.set, own.kill) as asked:
-            trainer.fit()
-        if asked.by is not None:
-            logger.warning("stopped by %s; %s", asked.by, what_the_same_command_does(config.trainer))
+            if config.ranks == 1:
+                trainer.fit()
+            else:
+                watched(trainer.fit, own, asked)
+        return asked.by
 
 
 if __name__ == "__main__":

@@ -93,6 +93,11 @@ def end_with_parent() -> None:
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
+def wake_with_parent() -> None:
+    """Have this process go on, should it be stopped, when the thread that forked it ends."""
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
+
+
 def data_bytes() -> int | None:
     """What this process counts against RLIMIT_DATA now: its private writable memory, touched or not."""
     try:

@@ -285,11 +285,16 @@ def test_wandb_goes_on_with_the_same_run_and_a_fresh_one_is_another(tmp_path, mo
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("VERL_RUN", raising=False)
     for first in (0, 4, 0):
+        Tracking("p", "e", "wandb", first_step=first).close()
+    monkeypatch.setenv("VERL_RUN", "one-command")
+    for first in (0, 0, 4):  # started again before its first checkpoint, then after it
         Tracking("p", "e", "wandb", first_step=first).close()
     import wandb
 
     ids = [about["id"] for about in wandb.runs]
     assert ids[0] == ids[1] != ids[2]
+    assert ids[3:] == ["one-command"] * 3
     assert {about["resume"] for about in wandb.runs} == {"allow"}
     sys.modules.pop("wandb")

@@ -58,8 +58,9 @@ def ends_in_words(
             logger.debug("in full:", exc_info=True)
             _end(reword(text).splitlines(), 2)
         said = [f"Full traceback in {_write_log(error)}.", *map(reword, _what(error)), *_where(error)]
-        at_once = isinstance(error, RayLostError) or getattr(error, "at_once", False)
-        _end(said, 1, at_once=at_once, said_by_supervisor=_is_restartable(error))
+        again = _is_restartable(error)
+        at_once = again or isinstance(error, RayLostError) or getattr(error, "at_once", False)
+        _end(said, 1, at_once, said_by_supervisor=again)
     finally:
         if before is None:
             os.environ.pop(_FULL_ERRORS, None)

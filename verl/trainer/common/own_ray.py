@@ -4,10 +4,13 @@ run in one of its actors: what that raised is raised here, as itself and with it
 from __future__ import annotations
 
 import os
+import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.trainer.common.signals import Asked
 from verl.trainer.supervision.report import tell
@@ -16,14 +19,19 @@ from verl.utils.process_tree import children, kill_family, standstill, states
 # Without one of these there is no Ray.
 _ESSENTIAL = ("gcs_server", "raylet")
 _LOOK_S = 1.0
+_UNANSWERED = 3
+
+Result = TypeVar("Result")
 
 
 class OwnRay:
-    """Nothing of ours where a running cluster was joined: then there is nothing to watch or to end."""
+    """Of a cluster that was joined no process is ours: there is nothing to end, and only its GCS to watch."""
 
-    def __init__(self, pids: Sequence[int] = ()) -> None:
+    def __init__(self, pids: Sequence[int] = (), gcs: str | None = None) -> None:
+        """`gcs`: the address of what holds the cluster together."""
         self._names = {pid: _name(pid) for pid in pids}
         self._seen = set(pids)
+        self._gcs, self._unanswered = gcs, 0
 
     def __bool__(self) -> bool:
         return bool(self._names)
@@ -37,7 +45,20 @@ class OwnRay:
         fatal = [pid for pid in ended if self._names[pid] in _ESSENTIAL or (signalled and pid in self._seen)]
         if not signalled:
             self._seen.difference_update(ended)
-        return f"{self._names[fatal[0]]}, pid {fatal[0]}" if fatal else None
+        if fatal:
+            return f"{self._names[fatal[0]]}, pid {fatal[0]}"
+        return None if self._gcs_answers() else f"nothing answers at {self._gcs}, the address of its GCS"
+
+    def _gcs_answers(self) -> bool:
+        """Ray itself waits for a minute. Once may be an accident of the network."""
+        host, _, port = (self._gcs or "").rpartition(":")
+        if port:
+            try:
+                socket.create_connection((host, int(port)), timeout=_LOOK_S).close()
+                self._unanswered = 0
+            except OSError:
+                self._unanswered += 1
+        return self._unanswered < _UNANSWERED
 
     def stopped(self) -> str | None:
         """The process without which there is no Ray, if it is stopped."""
@@ -124,6 +145,24 @@ def result_of(call: Any, own: OwnRay, asked: Asked, look: Callable[[], None] = l
     raise raised
 
 
+def watched(act: Callable[[], Result], own: OwnRay, asked: Asked) -> Result:
+    """What `act` returns or raises; it runs beside, in a thread, so that RayLostError does not wait for it."""
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="the run", daemon=True).start()
+    while not wait([done], timeout=_LOOK_S).done:
+        tell(beat=True)
+        if (lost := own.lost(signalled=asked.by is not None)) is not None:
+            raise _lost(f"Ray's own processes ended ({lost})", own, asked)
+    return done.result()
+
+
 def _lost(what: str, own: OwnRay, asked: Asked) -> RayLostError:
     own.kill()
     after = f" after {asked.by} to all processes of the run" if asked.by else ""
@@ -138,8 +177,9 @@ def _own_exception(error: Any) -> Exception:
     while isinstance(error, ray.exceptions.RayTaskError):
         error = error.cause
     if not isinstance(error, Exception) or isinstance(error, ray.exceptions.RayError):
-        # Its class does not unpickle here. The last line of a traceback says what it was.
-        error = RuntimeError(text.strip().splitlines()[-1])
+        # Its class does not unpickle here, or is Ray's. The last line of a traceback says what it was.
+        cause, error = error, RuntimeError(text.strip().splitlines()[-1])
+        error.__cause__ = cause if isinstance(cause, Exception) else None
     first: BaseException = error
     while first.__cause__ is not None:
         first = first.__cause__

@@ -18,6 +18,7 @@ from verl.protocol import DataProto
 from verl.trainer.common.checkpoint import Saver, load_step
 from verl.trainer.common.dumps import dump_batch
 from verl.trainer.common.guard import NonFiniteError, advises_on_memory
+from verl.trainer.common.own_ray import RayLostError
 from verl.trainer.common.phases import Phases
 from verl.trainer.common.preemption import Preemption
 from verl.trainer.common.run_start import RunStart, run_parts
@@ -93,6 +94,8 @@ class SFTTrainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, RayLostError):
+            self._ranks = None  # gone, and to end them Ray would be asked, and waited for
         self.close()
 
     # ---------------------------------------------------------------- the loop

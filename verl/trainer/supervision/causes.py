@@ -48,13 +48,12 @@ def restartable(error: BaseException, again: bool = False) -> bool:
 
 
 def place_of(error: BaseException) -> str | None:
-    """The step, phase and role that an error names; None where it names none."""
+    """The step, phase and role of an error that names a role; None of any other."""
     phase, step, role = (getattr(error, name, None) for name in ("phase", "step", "role"))
-    method = getattr(error, "method", None)
-    if phase is None and role is None:
+    if role is None:
         return None
-    when = f"{phase} of step {step}" if phase is not None else f"while starting, in {method}"
-    return when if role is None else f"{when}, role {role}"
+    when = f"{phase} of step {step}" if phase is not None else f"while starting, in {getattr(error, 'method', None)}"
+    return f"{when}, role {role}"
 
 
 def _is_accident(cause: BaseException, again: bool) -> bool:

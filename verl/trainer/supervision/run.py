@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from verl.trainer.supervision.forward import Forwarded
 from verl.trainer.supervision.policy import Ending
 from verl.trainer.supervision.report import Reports
 from verl.trainer.supervision.terminal import JOB_CONTROL, go_on, take_back
-from verl.utils.process_tree import end_with_parent
+from verl.utils.process_tree import family, wake_with_parent
 
 _LOOK_S = 0.2
 # Whoever stopped it may let it go on; after this it is taken for dead.
@@ -47,11 +48,10 @@ class Run:
         if pid == 0:
             os.setpgid(0, 0)
             forwarded.__exit__(None, None, None)
-            end_with_parent()
-            if os.getppid() != parent:
-                os._exit(1)
             reports.hand_over(earlier)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            wake_with_parent()
+            threading.Thread(target=_end_with, args=(parent,), name="end with the supervisor", daemon=True).start()
             return None
         with suppress(OSError):  # the child was faster
             os.setpgid(pid, pid)
@@ -145,6 +145,15 @@ class Run:
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def _end_with(parent: int) -> None:
+    """When the supervisor is killed, nobody else ends what this process started: agents of Ray outlive all others."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    for pid in reversed(family(os.getpid())):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _state(pid: int) -> str:

@@ -51,9 +51,10 @@ def supervise(
     supervisor, strangers = Supervisor(config), children(os.getpid())
     adopt_orphans()
     os.environ["VERL_RUN"] = uuid.uuid4().hex[:12]
-    with Forwarded() as forwarded:
-        while True:
-            supervisor.head = keep_head(supervisor.head)
+    forwarded = Forwarded()
+    while True:
+        supervisor.head = keep_head(supervisor.head)
+        with forwarded:
             run = Run.fork(forwarded, supervisor.attempts)
             if run is None:
                 return supervisor.next_attempt()
@@ -64,6 +65,13 @@ def supervise(
     stop_head(supervisor.head)
     end_descendants(spared=strangers)
     supervisor.end(run, code, forwarded)
+
+
+def wants_supervision(config: Any, wanted: bool) -> bool:
+    """Whether a run is to be supervised; a key that then means nothing is named."""
+    if not wanted and config.trainer.max_restarts > 0 and "trainer.max_restarts" in config.changed:
+        logger.warning("trainer.max_restarts has no effect: call with supervised=True, or start the program itself.")
+    return wanted and config.trainer.max_restarts > 0
 
 
 class Supervisor(Generic[C]):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 JOB_CONTROL = tuple(getattr(signal, name) for name in ("SIGTSTP", "SIGTTIN", "SIGTTOU") if hasattr(signal, name))
+_INPUT = 0
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -28,7 +29,7 @@ def go_on(child: int) -> None:
 def take_back(child: int) -> None:
     """The child is gone: the terminal is ours again, if it had it, and shows its cursor, which bars hide."""
     with suppress(OSError):
-        if os.tcgetpgrp(sys.stdin.fileno()) == child:
+        if os.tcgetpgrp(_INPUT) == child:
             _give_to(os.getpgrp())
     if sys.stderr.isatty():
         sys.stderr.write(_SHOW_CURSOR)
@@ -37,14 +38,14 @@ def take_back(child: int) -> None:
 
 def _in_foreground() -> bool:
     try:
-        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    except (OSError, ValueError):  # no terminal, or none of ours
+        return os.tcgetpgrp(_INPUT) == os.getpgrp()
+    except OSError:  # no terminal, or none of ours
         return False
 
 
 def _give_to(group: int) -> None:
     with _may_write(), suppress(OSError):
-        os.tcsetpgrp(sys.stdin.fileno(), group)
+        os.tcsetpgrp(_INPUT, group)
 
 
 @contextmanager

@@ -20,7 +20,8 @@ class Wandb(Hosted):
     package = "wandb"
 
     def resumed(self, run: Run) -> dict[str, Any]:
-        """The id of the run to go on with, kept beside its other records; a run that begins anew gets a new one.
+        """The id of the run to go on with, kept beside its other records; a run that begins anew gets a new one, but
+        that of the same command (VERL_RUN) where it died before its first checkpoint and was started again.
 
         wandb takes no second value for a step it has: steps that are done again keep their first.
         """
@@ -29,7 +30,7 @@ class Wandb(Hosted):
         file = run.directory / "wandb_id"
         if run.first_step == 0 or not file.is_file():
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(uuid.uuid4().hex[:12])
+            file.write_text(os.environ.get("VERL_RUN") or uuid.uuid4().hex[:12])
         return {"id": file.read_text().strip(), "resume": "allow"}
 
     def table(self, samples: Sequence[Generation]) -> Any:

@@ -38,7 +38,7 @@ def start(*arguments: str) -> subprocess.Popen:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_asks_and_the_second_ends_it_at_once(number):
     process = start()
     process.send_signal(number)

@@ -30,7 +30,7 @@ class WorkerDiedError(RuntimeError):
     summary = property(str)
 
 policy._FIRST_DELAY_S = run._STOPPED_S = 0.3
-run._SILENT_S = run._ENDING_S = 1.0
+run._SILENT_S = run._ENDING_S = 5.0
 folder = pathlib.Path(sys.argv[1])
 trainer = SimpleNamespace(
     max_restarts=2, default_local_dir=str(folder), resume_mode="auto", resume_from_path=None
@@ -173,7 +173,7 @@ def test_what_would_happen_again_ends_as_it_does_alone(tmp_path, body, code):
     ("body", "cause"),
     [
         ("os.kill(os.getpid(), signal.SIGSTOP)", "was stopped (SIGSTOP) and nobody let it go on"),
-        ("report.tell(beat=True); time.sleep(60)", "gave no sign of life for 1 s (process state "),
+        ("report.tell(beat=True); time.sleep(60)", "gave no sign of life for 5 s (process state "),
     ],
 )
 def test_a_driver_that_is_stopped_or_silent_is_killed_and_started_again(tmp_path, body, cause):
