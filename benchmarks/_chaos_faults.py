@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 # Where the actor and the rollout share their ranks, and where the rollout has a pool of its own.
@@ -58,9 +58,11 @@ class Fault:
         return SIGNALS[self.done]
 
 
-def planned(layout: str, rng: random.Random, kinds: list[str] | None = None) -> Iterator[Fault]:
+def planned(
+    layout: str, rng: random.Random, kinds: Collection[str] = (), signals: Collection[str] = tuple(SIGNALS)
+) -> Iterator[Fault]:
     """Faults for runs of a layout, without end."""
-    deck = [(kind, done) for kind in KINDS[layout] if not kinds or kind in kinds for done in SIGNALS]
+    deck = [(kind, done) for kind in KINDS[layout] if not kinds or kind in kinds for done in signals]
     while deck:
         for kind, done in rng.sample(deck, len(deck)):
             target = rng.choice(TARGETS.get(kind, (kind,)))

@@ -32,9 +32,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 SAVE_FREQ, TEST_FREQ = 2, 4
 HANG_TIMEOUT_S = 10
 _TICK_S = 0.005
-# So long, after a fault that need not restart the run, it is watched for one all the same.
-_SETTLE_S = 6.0
-_UNNOTICED_S = 45.0
+# A run that was not started again has come through a fault when it did some more steps, so long after it: Ray may take
+# its time to notice that it lost something.
+_SETTLE_STEPS = 2
+_SETTLE_S, _UNNOTICED_S = 6.0, 45.0
 
 
 @dataclass
@@ -197,7 +198,7 @@ class Run:
 
     def _follow(self, outcome: Outcome, hit: Place | None, moment: float) -> None:
         """Until the run stands beyond the place where it was hit, or broke its promise."""
-        before, beyond, deadline = self.notes.controller, None, moment + self.limit
+        before, beyond, settled, deadline = self.notes.controller, None, 0, moment + self.limit
         while True:
             for note in self.notes.look():
                 place = Place.of(note)
@@ -206,11 +207,12 @@ class Run:
                         outcome.how, beyond = "restarted", None
                     outcome.resumed_at = note.get("resumed_at", outcome.resumed_at)
                 if place is not None and beyond is None and (hit is None or place > hit) and note["time"] > moment:
-                    beyond = note["time"]
+                    beyond, settled = note["time"], place.step + _SETTLE_STEPS
             now = time.monotonic()
             if beyond is not None:
                 patience = _UNNOTICED_S if outcome.fault.restarts else _SETTLE_S
-                if outcome.how == "restarted" or now > moment + patience or self._finished():
+                goes_on = now > moment + patience and self.notes.all[-1]["step"] >= settled
+                if outcome.how == "restarted" or goes_on or self._finished():
                     outcome.how, outcome.seconds = outcome.how or "went on", beyond - moment
                     return
             if self._finished():

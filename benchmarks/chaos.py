@@ -34,7 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from _chaos_faults import KINDS, LAYOUTS, planned
+from _chaos_faults import KINDS, LAYOUTS, SIGNALS, planned
 from _chaos_processes import left_of
 from _chaos_run import REWARD, ROOT, SAVE_FREQ, Run
 from _chaos_watch import Undisturbed
@@ -52,7 +52,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--per-run", type=int, default=20, help="faults of one run; runs take turns in their layout")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
-    parser.add_argument("--kinds", nargs="+", choices=sorted({kind for all_of in KINDS.values() for kind in all_of}))
+    parser.add_argument("--signals", nargs="+", default=list(SIGNALS), choices=list(SIGNALS))
+    parser.add_argument(
+        "--kinds", nargs="+", default=(), choices=sorted({kind for all_of in KINDS.values() for kind in all_of})
+    )
     parser.add_argument("--limit", type=float, default=120, help="seconds in which a fault must be over")
     parser.add_argument("--out", default=None, help="folder whose results these are added to")
     parser.add_argument("--json", default=None, help="append the JSON lines of the tables to this file")
@@ -78,7 +81,7 @@ def injected(args: argparse.Namespace, work: Path, out: Path) -> bool:
     task = make_task(out / "task")
     Path(task["reward"]).write_text(REWARD)
     rng, left, number, broken = random.Random(args.seed), args.faults, 0, False
-    plans = {layout: planned(layout, rng, args.kinds) for layout in args.layouts}
+    plans = {layout: planned(layout, rng, args.kinds, args.signals) for layout in args.layouts}
     steps = min(args.per_run, args.faults) * _STEPS_PER_FAULT // SAVE_FREQ * SAVE_FREQ
     while left > 0:
         layout = args.layouts[number % len(args.layouts)]
