@@ -30,7 +30,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(c < "P" for c in solution_str) / max(1, len(solution_str))
 '''
 SAVE_FREQ, TEST_FREQ = 2, 4
-HANG_TIMEOUT_S = 10
+HANG_TIMEOUT_S = 20
 _TICK_S = 0.005
 # A run that was not started again has come through a fault when it did some more steps, so long after it: Ray may take
 # its time to notice that it lost something.
