@@ -67,6 +67,7 @@ class Run:
         self.layout, self.steps, self.limit = layout, steps, limit
         self.folder = folder
         self.folder.mkdir(parents=True)
+        self.shared_before = set(os.listdir("/dev/shm"))
         # Short, for the sockets of Ray.
         self.ray_folder = tempfile.mkdtemp(prefix="c", dir="/tmp")
         (folder / "tmp").mkdir()

@@ -40,7 +40,7 @@ from _chaos_run import REWARD, ROOT, SAVE_FREQ, Run
 from _chaos_watch import Undisturbed
 from _report import report
 
-from verl.utils.process_tree import adopt_orphans, children
+from verl.utils.process_tree import adopt_orphans
 
 _STEPS_PER_FAULT = 6
 _GOING_S = 5.0
@@ -138,9 +138,7 @@ def disturbed(run: Run, reference: Undisturbed, plan: Any, count: int, rng: rand
 
 def finished(run: Run, reference: Undisturbed, out: Path) -> bool:
     """Wait for its end and note what it broke."""
-    before = set(os.listdir("/dev/shm"))
     code = run.wait()
-    own = children(os.getpid())
     run.close()
     gone_by = time.monotonic() + _GOING_S
     while left_of([run.process.pid]) and time.monotonic() < gone_by:
@@ -150,9 +148,9 @@ def finished(run: Run, reference: Undisturbed, out: Path) -> bool:
     problems += [f"half a checkpoint: {text}" for text in sorted(run.checkpoints.broken)]
     problems += differing_answers(run, reference) + differing_weights(run, reference)
     problems += [f"left running: {text}" for text in left_of([run.process.pid])]
-    problems += left_behind(run, before)
-    checks = {"checkpoints": run.checkpoints.verified, "steps": run.steps, "own": len(own)}
-    append(out / "runs.jsonl", {"layout": run.layout, **checks, "broken": problems})
+    problems += left_behind(run)
+    checked = {"checkpoints": run.checkpoints.verified, "steps": run.steps}
+    append(out / "runs.jsonl", {"layout": run.layout, **checked, "broken": problems})
     for problem in problems:
         say(f"{run.layout} BROKEN: {problem}")
     return not problems
@@ -180,10 +178,10 @@ def differing_weights(run: Run, reference: Undisturbed) -> list[str]:
     return problems
 
 
-def left_behind(run: Run, shared_before: set[str]) -> list[str]:
+def left_behind(run: Run) -> list[str]:
     """Shared memory and temporary files; Ray keeps its logs, which is its way."""
     held = "\n".join(_maps())
-    shared = [name for name in os.listdir("/dev/shm") if name not in shared_before and name not in held]
+    shared = [name for name in os.listdir("/dev/shm") if name not in run.shared_before and name not in held]
     temporary = [str(path.relative_to(run.folder)) for path in (run.folder / "tmp").rglob("*") if path.is_file()]
     unfinished = [path.name for path in run.checkpoints.root.glob(".*") if path.name not in (".lock", ".owner")]
     shutil.rmtree(run.ray_folder, ignore_errors=True)
