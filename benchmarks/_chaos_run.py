@@ -75,12 +75,13 @@ class Run:
         self.checkpoints = Checkpoints(folder / "checkpoints")
         self.command = [sys.executable, "-m", "verl.trainer.main_ppo", *_arguments(task, folder, layout, steps)]
         self.newest_at_last_fault = 0
-        self.hands = 0
+        self.hands = self.stood_still = 0
         self.start()
 
     # ---------------------------------------------------------------- the process
 
     def start(self) -> None:
+        self._began = time.monotonic()
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "RAY_TMPDIR": self.ray_folder,
@@ -154,7 +155,8 @@ class Run:
     def _aim(self, fault: Fault, usual: dict[str, float]) -> bool:
         """Wait for the moment; False: the run is over."""
         while self.checkpoints.newest(now=False) <= self.newest_at_last_fault:
-            if not self._tick():
+            self.notes.look()
+            if not self._tick_while_it_moves():
                 return False
         if fault.kind == "starting":
             return self._aim_at_start(fault, usual)
@@ -186,10 +188,18 @@ class Run:
         """Notes as they are written, and the last one again while there is none; until the run is over."""
         while True:
             yield from self.notes.look() or self.notes.all[-1:]
-            if not self._tick():
+            if not self._tick_while_it_moves():
                 if not restarted or self.process.returncode == 0:
                     return
                 self.start_again()
+
+    def _tick_while_it_moves(self) -> bool:
+        """A run that stands still though it had come through all faults is started again by hand, too."""
+        if time.monotonic() - max(self._began, self.notes.all[-1]["time"] if self.notes.all else 0.0) > self.limit:
+            self.stood_still += 1
+            self._keep_evidence("stood still")
+            self.start_again()
+        return self._tick()
 
     def _tick(self) -> bool:
         time.sleep(_TICK_S)
@@ -240,10 +250,10 @@ class Run:
         starts = outcome.phase in STARTING
         outcome.redone = 0 if starts or outcome.resumed_at is None else outcome.step - outcome.resumed_at
 
-    def _keep_evidence(self, outcome: Outcome) -> None:
-        lines = [f"{outcome}", ""]
+    def _keep_evidence(self, what: object) -> None:
+        lines = [f"{what}", ""]
         lines += [f"{pid} {state_of(pid)} {' '.join(words_of(pid))[:120]}" for pid in family(self.process.pid)]
-        (self.folder / f"hang-{outcome.pid}.txt").write_text("\n".join(lines) + "\n" + self.log.read_text()[-5000:])
+        (self.folder / f"hang-{self.hands}.txt").write_text("\n".join(lines) + "\n" + self.log.read_text()[-5000:])
 
 
 _RAY_PREFIX = re.compile(r"^(\x1b\[\d+m)?\((\w+) pid=\d+\)(\x1b\[0m)? *")

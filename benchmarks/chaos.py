@@ -145,6 +145,7 @@ def finished(run: Run, reference: Undisturbed, out: Path) -> bool:
         time.sleep(0.2)
     problems = [] if code == 0 else [f"the run ended with {code}"]
     problems += [f"by hand: started again {run.hands} times"] if run.hands else []
+    problems += [f"no recovery: it stood still {run.stood_still} times between faults"] if run.stood_still else []
     problems += [f"half a checkpoint: {text}" for text in sorted(run.checkpoints.broken)]
     problems += differing_answers(run, reference) + differing_weights(run, reference)
     problems += [f"left running: {text}" for text in left_of([run.process.pid])]
@@ -241,7 +242,7 @@ def _promises(faults: list[dict[str, Any]], runs: list[dict[str, Any]]) -> list[
 
     steps = sum(run["steps"] for run in runs)
     return [
-        row("no hang", len(faults), "no recovery", hit),
+        row("no hang", len(faults), "no recovery", [*hit, *problems]),
         row("no run that ends", len(faults), "ended with", hit),
         row("no saved step lost", len(faults), "though", hit),
         row("nothing left running at a restart", len(faults), "left running", hit),
