@@ -124,6 +124,21 @@ def test_a_second_save_waits_for_the_first_and_uses_its_memory(tmp_path, monkeyp
         assert all(torch.equal(value, wanted[name]) for name, value in whole_weights(again).items())
 
 
+def test_a_copy_that_fails_fails_its_save_and_training_goes_on(tmp_path, monkeypatch):
+    engine = make_engine(tiny_model())
+
+    def failing(*args):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(np, "copyto", failing)
+        engine.begin_save(tmp_path / "1", ["model"])
+        assert train(engine)["skipped"] == 0
+        with pytest.raises(MemoryError, match="no room"):
+            engine.finish_save()
+    engine.save(tmp_path / "2", ["model"])
+
+
 @pytest.fixture
 def several_files(monkeypatch):
     """As large states are written."""

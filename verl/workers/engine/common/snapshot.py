@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, pairwise
 
@@ -69,7 +70,12 @@ class HostSnapshot:
         return found
 
     def wait(self) -> None:
-        """Until nothing that was given to `take` is read any more."""
+        """Until nothing that was given to `take` is read any more, also where the copy failed."""
+        if self._copy is not None:
+            futures.wait([self._copy])
+
+    def check(self) -> None:
+        """Wait for the copy, and raise what went wrong."""
         if self._copy is not None:
             self._copy.result()
 
@@ -89,7 +95,7 @@ class HostSnapshot:
         if self.size >= size:
             return
         self._memory = None
-        memory = mmap.mmap(-1, size)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
@@ -117,7 +123,7 @@ class HostSnapshot:
                     done.result()
                 for start, part in parts:
                     self._staging[slot][start - begin : start - begin + len(part)].copy_(part, non_blocking=True)
-                arrived = torch.cuda.Event()
+                arrived = torch.cuda.Event(blocking=True)
                 arrived.record(self._stream)
                 filled.append((slot, arrived, begin, end))
             for each in filled:

@@ -45,7 +45,7 @@ class BackgroundSaves:
 
         def write() -> None:
             with groups.failing_together(self._group):
-                self._snapshot.wait()
+                self._snapshot.check()
             state.write(copy, folder, export, self._group)
 
         self._writing.begin(write)
