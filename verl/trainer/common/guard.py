@@ -123,11 +123,15 @@ def no_samples(among: str, reward_error: str | None) -> NoSamplesError:
     )
 
 
-def check_weights(metrics: dict[str, float], step: int, trainer: Any, log: Callable[..., None]) -> None:
-    """Log and raise where the updates of this step left weights that are lost. `trainer`: the run's block of it."""
+def check_weights(
+    metrics: dict[str, float], step: int, trainer: Any, log: Callable[..., None], settle: Callable[[], None]
+) -> None:
+    """Log and raise where the updates of this step left weights that are lost. `trainer`: the run's block of it;
+    `settle` waits for the save under way, which may be the step to go on from."""
     for role in ROLES:
         if f"{role}/{LOST_AT}" in metrics:
             log(metrics, step)
+            settle()
             update = round(metrics[f"{role}/{LOST_AT}"])
             by = f"by update {update} of step {step}" if update else f"before step {step}"
             raise NonFiniteError(

@@ -225,7 +225,7 @@ class RayPPOTrainer:
             self.state.go_back()
             self._end_step.go_back(self.global_steps, self.phases)
             return True
-        check_weights(metrics, step, trainer, self._log_metrics)
+        check_weights(metrics, step, trainer, self._log_metrics, self.state.saver.settle)
         saves = is_due(step, trainer.save_freq, last)
         tests = self.val_dataloader is not None and is_due(step, trainer.test_freq, last)
         found, stopping = self._end_step(step, saves, tests, step >= last, self.phases)
@@ -252,7 +252,15 @@ class RayPPOTrainer:
         """As `stop_requested.set()`, but by a signal that leaves `trainer.save_within` seconds. From any thread."""
         self.stop_requested.set()
         if self._preemption.decide(by, self.state.saver.seconds):
-            self._preemption.keep_cancelling(lambda: self.rollout_wg.cancel())
+            self._preemption.keep_cancelling(self._cancel)
+
+    def _cancel(self) -> None:
+        """End the generation or the scoring that runs. From any thread."""
+        if (rollout := getattr(self.groups, "rollout", None)) is not None:
+            rollout.cancel()
+        if "reward" in self.status.now.key:
+            for manager in (self.reward_fn, self.val_reward_fn):
+                getattr(manager, "close", lambda: None)()
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
         """One training step on a batch of prompts; returns its metrics."""

@@ -122,6 +122,14 @@ class PreemptedInGeneration(RayPPOTrainer):
         self.preempt("SIGTERM")
 
 
+class PreemptedInReward(RayPPOTrainer):
+    """The reward function hangs; the signal comes then."""
+
+    def _compute_reward(self, batch: Any, metrics: Any = None) -> Any:
+        threading.Thread(target=self.preempt, args=["SIGTERM"]).start()
+        return super()._compute_reward(batch, metrics)
+
+
 class PreemptedInAdvantages(RayPPOTrainer):
     """After them the KL controller has moved and the prompts of step 3 are taken."""
 
@@ -178,3 +186,27 @@ def test_a_validation_that_does_not_fit_is_given_up_and_its_step_saved(task, tmp
     assert "training/failed_validations" not in row
     assert "SIGTERM: validation of step 1 given up after " in caplog.text
     assert CheckpointManager.verify(tmp_path / "checkpoints" / "global_step_1") == []
+
+
+HANGS = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(600)
+"""
+
+
+def test_scoring_that_does_not_fit_is_given_up_and_before_the_first_step_there_is_nothing_to_save(
+    task, tmp_path, caplog
+):
+    slow = tmp_path / "slow.py"
+    slow.write_text(HANGS)
+    keys = ("reward_model.overlap=False", "reward_model.reward_kwargs.num_processes=2")
+    with caplog.at_level(logging.WARNING, logger="verl"):
+        stopped = run_training(
+            command(task, tmp_path, f"custom_reward_function.path={slow}", *keys), trainer_cls=PreemptedInReward
+        )
+    assert stopped.history == []
+    assert caplog.messages[-1].startswith("SIGTERM: step 1 given up after ")
+    assert caplog.messages[-1].endswith("; step 0 is where the same command starts: none was complete")
+    assert list((tmp_path / "checkpoints").glob("*step*")) == []
