@@ -30,6 +30,13 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def address_towards(host: str, port: int) -> str:
+    """This machine's own address on the way to another."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # nothing is sent
+        return probe.getsockname()[0]
+
+
 def stranger_at(host: str, port: int) -> str | None:
     """What answers at a port in Ray's place, in words; None if it may be Ray. OSError where nobody answers at all."""
     encrypted = os.environ.get("RAY_USE_TLS", "0") not in ("", "0")

@@ -20,7 +20,7 @@ from verl.config import PPOConfig
 from verl.trainer.common.cluster import STALE, RayUnavailableError, Wait, forget_cluster, in_words
 from verl.trainer.common.own_ray import OwnRay
 from verl.trainer.common.signals import Asked, stop_on_signals
-from verl.utils.network import HELLO, is_taken, stranger_at
+from verl.utils.network import HELLO, address_towards, is_taken, stranger_at
 from verl.utils.process_tree import end_with_parent, family, kill_family
 
 logger = logging.getLogger(__name__)
@@ -136,8 +136,8 @@ class _Node:
     def head_comes(self, asked: Asked) -> bool:
         """Wait for the head; False if the job is over."""
         wait = Wait(self._trainer.nodes_within)
-        what = f"the head at {self._host}:{self._port} {self._before}"
-        while (head := self._head()) == "gone" and asked.by is None:
+        while (head := self._head()) not in ("here", "over") and asked.by is None:
+            what = f"the head at {self._host}:{self._port} {self._before if head == 'gone' else head}"
             if not wait.goes_on(f"{what}; waiting for it (trainer.nodes_within)"):
                 raise RayUnavailableError(f"{what}, after {in_words(self._trainer.nodes_within)}", _NO_HEAD)
         return head == "here"
@@ -146,7 +146,9 @@ class _Node:
         """Join the head that is there, and stay until it is gone or this node has died; False if the job is over."""
         address = f"{self._host}:{self._port}"
         logger.info("Joining the Ray head at %s as node %d...", address, self._trainer.node_rank)
-        self._process = process = _start_ray(f"--address={address}", *_cpus(self._config))
+        # By default Ray takes the address that leads to the internet, which other nodes may not reach.
+        own_address = f"--node-ip-address={address_towards(self._host, self._port)}"
+        self._process = process = _start_ray(f"--address={address}", own_address, *_cpus(self._config))
         start, own = time.monotonic(), OwnRay()
         while (head := self._head(serving=True)) == "here" and process.poll() is None and own.lost() is None:
             own = OwnRay(family(process.pid))  # the command itself does not notice a raylet that was asked to end
@@ -163,18 +165,17 @@ class _Node:
             _end(self._process, f"{self._host}:{self._port}")
 
     def _head(self, serving: bool = False) -> str:
-        """Here, gone or over. While we serve, only a closed port says that it is gone: Ray judges of a slow network."""
+        """Here, gone, over, or what answers in its place; one that starts may answer oddly.
+
+        While we serve, only a closed port says that it is gone: Ray judges of a slow network.
+        """
         try:
             stranger = stranger_at(self._host, self._port)
         except OSError as error:
             return "here" if serving and not isinstance(error, ConnectionRefusedError) else "gone"
-        if stranger is None:
-            return "here"
-        if _OVER in stranger:
+        if stranger is not None and _OVER in stranger:
             return "over"
-        if serving:
-            return "here"
-        raise RayUnavailableError(*_no_head(self._host, self._port, stranger))
+        return "here" if stranger is None or serving else f"does not answer, but {stranger}"
 
     def _count_death(self, served: float) -> None:
         self._deaths = 1 if served > self._trainer.nodes_within else self._deaths + 1
@@ -228,10 +229,6 @@ def _taken(host: str, port: int) -> tuple[str, str]:
         stranger = "something else, on another address of this machine"
     if stranger is None:
         return f"trainer.master_port = {port}: a Ray head runs at {host}:{port} already", STALE
-    return _no_head(host, port, stranger)
-
-
-def _no_head(host: str, port: int, stranger: str) -> tuple[str, str]:
     remedy = "Set another trainer.master_port on all nodes, or end what is there."
     return f"trainer.master_port = {port}: at {host} answers {stranger}, not a Ray head", remedy
 

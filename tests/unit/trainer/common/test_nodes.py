@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import threading
@@ -67,3 +68,17 @@ def test_a_node_whose_head_never_comes_says_for_whom_it_waits_and_gives_up(port,
     assert "trainer.node_rank=0" in str(gave_up.value)
     (said,) = [record.message for record in caplog.records if "waiting for it" in record.message]
     assert said == f"the head at 127.0.0.1:{port} does not answer yet; waiting for it (trainer.nodes_within), 1 s left"
+
+
+def test_what_is_at_the_heads_port_is_named_and_waited_for(caplog):
+    """A head that starts may answer oddly; a stranger stays."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):  # it was closed
+                while True:
+                    other.accept()[0].sendall(b"220 mail.example\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(RayUnavailableError, match=r"does not answer, but something that says '220 mail\.example'"):
+            serve_as_node(node(other.getsockname()[1], within=0.5))
