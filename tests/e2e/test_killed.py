@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pty
 import random
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -176,3 +178,49 @@ def test_sigterm_that_leaves_little_time_gives_up_a_long_step_and_saves_the_one_
     assert "SIGTERM: step 2 given up after " in log, (log[-3000:], time.monotonic() - asked)
     assert log.splitlines()[-1].startswith("stopped by SIGTERM; the same command goes on at step 1 ")
     assert CheckpointManager.verify(tmp_path / "checkpoints" / "global_step_1") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ignored", [False, True], ids=["plain", "nohup"])
+def test_a_terminal_that_closes(task, tmp_path, ignored):
+    """The step is finished and saved; under `nohup` the run goes on to its end. Either way it says so in a file."""
+    ours, theirs = pty.openpty()
+    arguments = overrides(task, tmp_path, "algorithm.adv_estimator=grpo", "data.val_files=[]", "trainer.save_freq=1")
+
+    def before() -> None:
+        os.close(os.open(os.ttyname(1), os.O_RDWR))  # of a session without a terminal: it becomes its own
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "verl.trainer.main_ppo",
+            *arguments,
+            f"trainer.total_training_steps={4 if ignored else 999}",
+        ],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=tmp_path,
+        start_new_session=True,
+        preexec_fn=before,
+    )
+    os.close(theirs)
+    reading = threading.Thread(target=read_until_step, args=(ours, tmp_path / "checkpoints" / "global_step_1"))
+    reading.start()
+    reading.join(timeout=200)
+    kept = tmp_path / "checkpoints" / "after_the_terminal.log"
+    assert process.wait(timeout=200) == 0, kept.read_text()[-3000:]
+    lines = kept.read_text().splitlines()
+    if ignored:
+        assert latest_step(tmp_path) == 4
+    else:
+        assert lines[-1].startswith(f"stopped by SIGHUP; the same command goes on at step {latest_step(tmp_path)} ")
+
+
+def read_until_step(terminal: int, step: Path) -> None:
+    """As a terminal does, which then closes."""
+    while not step.is_dir():
+        os.read(terminal, 4096)
+    os.close(terminal)
