@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -203,9 +205,52 @@ def test_the_driver_judges_a_controller_that_does_not_answer(ray_cluster, how, s
             os.kill(pid, signal.SIGSTOP)
         else:
             controller.hold_the_gil.remote()
-        with pytest.raises(HangError, match="the run hangs for .*" + sentence.format(pid=pid)):
+        with pytest.raises(HangError, match="the run hangs for .*" + sentence.format(pid=pid)) as caught:
             keep_looking(poll)
+        assert (caught.value.phase, caught.value.step) == ("rollout", 2)
         assert "the run waits for" in caplog.text
         assert standstill(pid) != "stopped", "it does not outlive the run"
     finally:
         ray.kill(controller)
+
+
+ON_ANOTHER_NODE = """
+import os, signal, time
+import ray
+from ray.cluster_utils import Cluster
+from verl.single_controller.ray.asking import Nodes, RankProcess
+from verl.utils.stacks import answer_stack_requests
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+cluster.add_node(num_cpus=1, resources={"there": 1})
+ray.init(address=cluster.address, log_to_driver=False)
+
+
+class Rank:
+    def where(self):
+        answer_stack_requests()
+        return ray.get_runtime_context().get_node_id(), "there", os.getpid()
+
+
+rank = ray.remote(resources={"there": 1})(Rank).remote()
+process = RankProcess(*ray.get(rank.where.remote()))
+assert process.node != ray.get_runtime_context().get_node_id()
+nodes = Nodes()
+state, stacks = nodes.look(process)
+assert state is None and stacks
+os.kill(process.pid, signal.SIGSTOP)
+assert nodes.look(process) == ("stopped", {})
+nodes.kill(process)
+time.sleep(1)
+assert nodes.look(process)[0] in ("gone", "ended")
+assert nodes.look(RankProcess("0" * 56, "nowhere", 1)) is None
+ray.shutdown()
+cluster.shutdown()
+print("as it should be")
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_other_nodes_are_looked_at_and_killed_there():
+    run = subprocess.run([sys.executable, "-c", ON_ANOTHER_NODE], capture_output=True, text=True, timeout=300)
+    assert run.stdout.endswith("as it should be\n"), run.stderr[-3000:]

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from verl.inference.sequence import Sequence
 from verl.inference.stop_strings import StopStrings
 from verl.types.request import Output, Request
+from verl.utils.progress import pulse
 
 __all__ = ["AsyncEngine", "StepEngine"]
 
@@ -299,6 +300,7 @@ class AsyncEngine:
                     finished = self._engine.drain()
                 elif self._engine.has_work:
                     finished = self._engine.step()
+                    pulse()
             except Exception as error:  # noqa: BLE001 - every waiting caller gets it; the thread must outlive it
                 for sequence in self._forget_everyone():
                     _answer(sequence, error)

@@ -80,7 +80,8 @@ class ControllerPoll:
         if seconds < _TOLD_AFTER_S:
             self._told = None
             return
-        if seconds >= (self._timeout or _SILENT_S) / 2:
+        limit = self._timeout or _SILENT_S
+        if seconds >= limit or (seconds >= limit / 2 and self._told is None):
             why, detail = self._silent(pid)
             self._weigh(why, seconds, _SILENT_S, 0.0, detail)
 
@@ -107,6 +108,8 @@ class ControllerPoll:
             self._own.kill()
             error = HangError(f"the run hangs for {seconds:.0f} s: {why}", _ROLE, 0, f"{host} pid {pid}", "run", detail)
             error.at_once = True
+            if getattr(self.standing, "phase", ""):
+                error.phase, error.step = self.standing.phase, self.standing.step + 1
             raise error
         if seconds >= told_after and self._told != why:
             self._told = why

@@ -26,13 +26,14 @@ class HangLimits:
         """A phase has ended."""
         self._took[phase].append(seconds)
 
-    def limit(self, phase: str, standstill: bool = False) -> float:
-        """Of a phase; `standstill`: a process that is waited for cannot run at all."""
+    def limit(self, phase: str, kind: str = "") -> float:
+        """Of a phase in which the verdict is of this kind."""
+        stands = kind in ("stopped", "dead")  # that process cannot run at all
         if self._timeout is not None:
-            # Before the first phase models are loaded, which says nothing of what phases take.
-            starts = not self._took and not phase and not standstill
+            # Starting processes and loading models says nothing of what phases take.
+            starts = kind == "starting" or not (self._took or phase or stands)
             return max(self._timeout, _LEAST_S) if starts else self._timeout
-        if standstill:
+        if stands:
             return _STANDSTILL_S
         if phase in self._took:
             return max(_LEAST_S, _TIMES * max(self._took[phase]))

@@ -132,7 +132,7 @@ class HangWatch:
             self._standstill_since, self._still_since = None, now
             self._goes_on(phase)
         seconds = now - (self._still_since if self._standstill_since is None else self._standstill_since)
-        limit = self._limits.limit(phase.key, standstill=verdict.kind in ("stopped", "dead"))
+        limit = self._limits.limit(phase.key, verdict.kind)
         if seconds >= limit:
             return self._end(phase, verdict, calls, reports, seconds)
         if verdict.kind not in self._told and seconds >= (_TOLD_AFTER_S if stands else limit / 2):

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from verl.trainer.common.hang_limits import HangLimits, SlowRanks
 
+SEEN = st.lists(st.tuples(st.sampled_from(["gen", "ref"]), st.floats(0, 1e5)))
+
 
 def test_a_phase_that_is_not_known_gets_half_an_hour_then_five_times_what_it_took():
     limits = HangLimits(None)
@@ -30,16 +32,21 @@ def test_an_old_slow_time_is_forgotten():
 def test_who_cannot_run_at_all_is_waited_for_a_minute():
     limits = HangLimits(None)
     limits.took("gen", 200)
-    assert limits.limit("gen", standstill=True) == limits.limit("other", standstill=True) == 60
+    assert limits.limit("gen", "stopped") == limits.limit("other", "dead") == 60
 
 
-@given(st.floats(0.1, 1e5), st.lists(st.tuples(st.sampled_from(["gen", "ref"]), st.floats(0, 1e5))), st.booleans())
-def test_a_limit_that_is_set_holds_whatever_was_seen(timeout, seen, standstill):
+@given(
+    st.floats(0.1, 1e5),
+    st.lists(st.tuples(st.sampled_from(["gen", "ref"]), st.floats(0, 1e5))),
+    st.sampled_from(["user", "stopped"]),
+)
+def test_a_limit_that_is_set_holds_whatever_was_seen(timeout, seen, kind):
     limits = HangLimits(timeout)
     for phase, seconds in seen:
         limits.took(phase, seconds)
-    assert limits.limit("gen", standstill) == timeout
-    assert limits.limit("", standstill) == (timeout if seen or standstill else max(timeout, 300)), "models are loaded"
+    assert limits.limit("gen", kind) == timeout
+    assert limits.limit("", kind) == (timeout if seen or kind == "stopped" else max(timeout, 300)), "models are loaded"
+    assert limits.limit("gen", "starting") == max(timeout, 300), "a group may be started anew in a phase"
 
 
 def test_a_rank_is_slow_if_others_wait_for_it_in_three_steps_in_a_row():
