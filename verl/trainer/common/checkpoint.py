@@ -45,6 +45,7 @@ class Save:
     path: Path
     seconds: float
     """From its beginning until it was in place, or had failed."""
+    gigabytes: float = 0.0
     error: Exception | None = None
 
     def result(self, verify: bool = False) -> dict[str, float]:
@@ -55,8 +56,7 @@ class Save:
         problems = CheckpointManager.verify(self.path) if verify else []
         if problems:
             raise OSError(f"{self.path} was written and is not whole: {'; '.join(problems[:5])}")
-        gigabytes = read_manifest(self.path).total_bytes / 1e9
-        return {"checkpoint/background_s": self.seconds, "checkpoint/gb": gigabytes}
+        return {"checkpoint/background_s": self.seconds, "checkpoint/gb": self.gigabytes}
 
 
 class Saver:
@@ -111,7 +111,6 @@ class Saver:
             raise
 
         def write() -> None:
-            target, failure = folder, None
             try:
                 _wait_for_all(begun)
                 save_plain(kept, folder / STATE, what="trainer state")
@@ -119,9 +118,11 @@ class Saver:
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     (folder / name).write_bytes(content)
                 target = self._manager.commit(step)
+                gigabytes = read_manifest(target).total_bytes / 1e9
+                save = Save(step, target, time.monotonic() - start, gigabytes)
             except Exception as error:  # noqa: BLE001 - raised by whoever asks for the result
-                failure = self._given_up(error, step)
-            self._end(Save(step, target, time.monotonic() - start, failure))
+                save = Save(step, folder, time.monotonic() - start, error=self._given_up(error, step))
+            self._end(save)
 
         self.newest_step = step
         self._thread = threading.Thread(target=write, name=f"save-step-{step}", daemon=True)
@@ -186,7 +187,7 @@ class Saver:
             logger.error(
                 "%s: %s has no whole copy of %s, which %s has. The same command copies them at its next save; or copy"
                 " the folders by hand, manifest.json last.",
-                *(REMOTE, self._config.trainer.default_hdfs_dir, ", ".join(missing), self._manager.root),
+                *(REMOTE, self._config.trainer.default_hdfs_dir, ", ".join(missing), self.root),
             )
 
     def _end(self, save: Save) -> None:
@@ -203,9 +204,13 @@ class Saver:
             _wait_for_all(begun)
         except Exception as another:  # noqa: BLE001 - the first error is raised, this one is said
             logger.warning("save of step %d: %s", step, another)
-        needed = max(self._planned_bytes(), bytes_of_newest(self._manager.root))
-        self._manager.abandon()
-        return disk_full(self._manager.root, step, needed) if is_full(error) else error
+        try:
+            needed = max(self._planned_bytes(), bytes_of_newest(self.root))
+            self._manager.abandon()
+            return disk_full(self.root, step, needed) if is_full(error) else error
+        except OSError as another:
+            logger.warning("save of step %d: what was written could not be removed: %s", step, another)
+            return error
 
     @cached_property
     def _tokenizer_files(self) -> dict[str, bytes]:

@@ -57,7 +57,8 @@ class TrainerState:
 
     def end(self) -> None:
         """The run is over: its folder may be another's."""
-        self.saver.close()
+        if not self._config.trainer.val_only:
+            self.saver.close()
         if self.run_start is not None:
             self.run_start.close()
             self.run_start = None

@@ -6,6 +6,7 @@ What starts with a dot in the root is work in progress and may be deleted when n
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -21,6 +22,7 @@ from verl.utils.checkpoint.manifest import (
     MANIFEST,
     ChecksumRecorder,
     expect_records,
+    expects_records,
     find_problems,
     sync_folder,
     write_atomically,
@@ -135,6 +137,8 @@ class CheckpointManager:
         if self._open is None or self._open[0] != step:
             raise ValueError(f"step: commit({step}) without begin({step}). Write into the folder that begin returns.")
         folder, target = self._open[1], self.root / STEP_FORMAT.format(step)
+        if not expects_records(folder):
+            raise FileNotFoundError(errno.ENOENT, f"step {step} was deleted while it was being written", str(folder))
         write_manifest(folder, step, serial=1 + last_serial(self.root))
         replaced = None
         if target.exists():

@@ -48,10 +48,10 @@ class Copier:
         self._ask()
 
     def wait(self, timeout: float) -> list[str]:
-        """Until everything is copied or, after another try, fails: names of steps without a copy by then."""
+        """Until all is copied, what earlier runs left too, or has failed again: names of steps without a copy then."""
         deadline = time.monotonic() + timeout
         self._wait_for_thread(deadline)
-        if self._waiting and time.monotonic() < deadline:
+        if (self._waiting or not self._knows_remote) and time.monotonic() < deadline:
             self._ask()
             self._wait_for_thread(deadline)
         with self._changed:

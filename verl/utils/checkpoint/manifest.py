@@ -111,6 +111,11 @@ def expect_records(folder: Path) -> None:
     (folder / _RECORDS).mkdir(parents=True, exist_ok=True)
 
 
+def expects_records(folder: Path) -> bool:
+    """Whether `folder` is as `expect_records` made it: not one that was deleted, and made again by whoever wrote on."""
+    return (folder / _RECORDS).is_dir()
+
+
 def write_manifest(folder: Path, step: int, serial: int) -> Manifest:
     """Bring all files of `folder` to disk and list them in its manifest; ValueError where there is nothing to list."""
     taken = _collect_records(folder)

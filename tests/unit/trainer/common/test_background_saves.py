@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -252,6 +253,26 @@ def test_a_save_that_fails_behind_training_is_counted_and_leaves_nothing(task, t
     names = sorted(path.name for path in (tmp_path / "checkpoints").glob("*step*"))
     assert names == ["global_step_2"]
     assert "save of step 1 failed: WorkerCallError: worker raised OSError: the shard is gone" in caplog.text
+
+
+class LosesItsFolder(RayPPOTrainer):
+    """Somebody deletes it, or its disk goes, while the last step is written."""
+
+    def init_workers(self) -> None:
+        super().init_workers()
+        engine = self.actor_wg._host._workers[self.actor_wg.role].engine
+        finish = engine.finish_save
+
+        def finish_and_lose() -> None:
+            finish()
+            shutil.rmtree(self.config.trainer.default_local_dir)
+
+        engine.finish_save = finish_and_lose
+
+
+def test_a_folder_that_goes_while_the_last_step_is_written_is_an_unsaved_end(task, tmp_path):
+    with pytest.raises(UnsavedRunError, match="ends at step 1, which could not be saved: FileNotFoundError"):
+        run_training(command(task, tmp_path, "trainer.total_training_steps=1"), trainer_cls=LosesItsFolder)
 
 
 class LosesWeights(BreaksBehind):

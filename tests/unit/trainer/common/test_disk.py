@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import logging
 import os
 import subprocess
@@ -20,6 +19,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import started
 from verl.utils.checkpoint import disk
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager
+from verl.utils.checkpoint.steady_file import SteadyFile
 
 MB = 1_000_000
 
@@ -41,11 +41,9 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", mount], check=True)
 
 
-class FullFile(io.FileIO):
-    """A file on a disk without a free block."""
-
-    def write(self, data: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def refuse(file: SteadyFile, data: Any) -> int:
+    """As a file on a disk without a free block."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def command(task: dict[str, str], folder: Path, *more: str) -> list[str]:
@@ -127,7 +125,7 @@ def test_a_disk_that_fills_up_costs_a_save_says_so_and_the_next_one_succeeds(tas
 
 def test_where_nothing_can_be_mounted_a_full_disk_is_one_that_refuses_to_write(task, tmp_path, monkeypatch):
     """The same at the boundary where files are written, on every machine."""
-    monkeypatch.setattr(io, "FileIO", FullFile)
+    monkeypatch.setattr(SteadyFile, "write", refuse)
     with pytest.raises(
         UnsavedRunError, match=r"no space left on .* for step 1 .* needs 1\.\d+ MB or more, .* are free"
     ):

@@ -132,6 +132,9 @@ def test_what_a_killed_run_did_not_copy_the_next_one_does(tmp_path, store):
     unfinished = store.folder / "global_step_2"
     unfinished.mkdir()
     (unfinished / "weights").write_bytes(b"2")
+    over = CheckpointManager(tmp_path / "run", remote=str(store.folder))
+    assert over.copies.wait(PATIENCE) == [], "a run that has nothing left to save does it at its end"
+    assert store.uploads == ["global_step_1", "global_step_2"]
     again = CheckpointManager(tmp_path / "run", remote=str(store.folder))
     save(again, 3)
     assert again.copies.wait(PATIENCE) == []
