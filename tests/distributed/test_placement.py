@@ -13,7 +13,7 @@ import pytest
 
 from verl.single_controller.base import ResourcePool
 from verl.single_controller.ray import RayResourcePool, merge_resource_pool
-from verl.single_controller.ray.resource_pool import Node, _address_key, room_for
+from verl.single_controller.ray.resource_pool import LostRanks, Node, _address_key, room_for
 
 # A cluster of several nodes cannot share a process with the session's own, hence the subprocess.
 PROGRAM = """
@@ -99,3 +99,10 @@ def test_pools_share_nodes_but_no_gpu():
     assert not room_for([[4, 4], [4]], True, nodes(7, 7))
     assert room_for([[2, 2], [2, 2]], False, nodes(0, 0))
     assert not room_for([[1, 1]], False, nodes(0))
+
+
+def test_lost_nodes_are_named_with_their_ranks():
+    assert LostRanks({"10.0.0.2": [4, 5, 6, 7]}).what("actor") == "node 10.0.0.2 is gone, with ranks 4-7 of actor"
+    several = LostRanks({"10.0.0.1": [0], "10.0.0.3": [2, 3]})
+    said = "node 10.0.0.1 is gone, with rank 0 of critic; node 10.0.0.3 is gone, with ranks 2-3 of critic"
+    assert several.what("critic") == said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from verl.single_controller.base.errors import WorkerDiedError
 from verl.single_controller.base.worker_group import ResourcePool
 from verl.utils.network import answers
 
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 # A bundle must ask for something. One byte of memory, and no CPU: then all processes fit on a node with 2 CPUs.
 _NOTHING = {"memory": 1.0}
 _READY_TIMEOUT_S = 120.0
+_READY_LOOK_S = 10.0
 
 
 class ResourceError(ValueError):
@@ -91,13 +94,18 @@ class RayResourcePool(ResourcePool):
         )
 
     def _wait_until_ready(self, groups: list[PlacementGroup]) -> None:
-        _, waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=_READY_TIMEOUT_S)
-        if waiting:
-            self.release()
-            raise ResourceError(
-                f"resource pool {self.name_prefix!r}: {len(waiting)} of {len(groups)} node(s) could not be reserved in"
-                f" {_READY_TIMEOUT_S:.0f} s. {describe_cluster()} Another job may hold them: see `ray status`."
-            )
+        waiting = [group.ready() for group in groups]
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while waiting := ray.wait(waiting, num_returns=len(waiting), timeout=_READY_LOOK_S)[1]:
+            if (lost := lost_ranks(self.nodes_by_rank())) is not None:
+                self.release()
+                raise WorkerDiedError(lost.what(self.name_prefix), self.name_prefix, lost.first, lost.address, "start")
+            if time.monotonic() > deadline:
+                self.release()
+                raise ResourceError(
+                    f"resource pool {self.name_prefix!r}: {len(waiting)} of {len(groups)} node(s) could not be reserved"
+                    f" in {_READY_TIMEOUT_S:.0f} s. {describe_cluster()} Another job may hold them: see `ray status`."
+                )
 
 
 @dataclass
@@ -175,7 +183,10 @@ def _placed(process_on_nodes: Sequence[int], use_gpu: bool, nodes: Sequence[Node
 
 
 def alive_nodes() -> list[Node]:
-    """The cluster's nodes in a stable order: by address, then id."""
+    """The cluster's nodes in a stable order: by address, then id.
+
+    Only those that answer: Ray takes up to a minute to give up one that is lost.
+    """
     free = ray._private.state.available_resources_per_node()
     nodes = [
         Node(
@@ -185,27 +196,42 @@ def alive_nodes() -> list[Node]:
             free.get(node["NodeID"], {}).get("GPU", 0.0),
         )
         for node in ray.nodes()
-        if node["Alive"]
+        if node["Alive"] and answers(node["NodeManagerAddress"], node["NodeManagerPort"])
     ]
     return sorted(nodes, key=lambda node: (_address_key(node.address), node.node_id))
 
 
-def lost_ranks(nodes_by_rank: Sequence[Node]) -> dict[str, list[int]]:
-    """Ranks by the address of their node, where that is gone: given up by Ray, or nobody answers for it there.
+@dataclass(frozen=True)
+class LostRanks:
+    """Those whose node is gone, by its address."""
 
-    Ray itself takes up to a minute to give a node up; by then its peers have failed in ways that do not name it.
-    """
-    alive = {
-        node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes() if node["Alive"]
-    }
-    ranks: dict[Node, list[int]] = {}
+    by_node: dict[str, list[int]]
+
+    @property
+    def address(self) -> str:
+        return next(iter(self.by_node))
+
+    @property
+    def first(self) -> int:
+        return self.by_node[self.address][0]
+
+    def what(self, role: str) -> str:
+        """In words; the ranks of a node follow each other."""
+        said = {
+            node: f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+            for node, ranks in self.by_node.items()
+        }
+        return "; ".join(f"node {node} is gone, with {ranks} of {role}" for node, ranks in said.items())
+
+
+def lost_ranks(nodes_by_rank: Sequence[Node]) -> LostRanks | None:
+    """What a group lost with its nodes, if it did. Its other ranks fail first, in ways that do not name the node."""
+    alive = {node.node_id for node in alive_nodes()}
+    gone: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes_by_rank):
-        ranks.setdefault(node, []).append(rank)
-    return {
-        node.address: there
-        for node, there in ranks.items()
-        if node.node_id not in alive or not answers(*alive[node.node_id])
-    }
+        if node.node_id not in alive:
+            gone.setdefault(node.address, []).append(rank)
+    return LostRanks(gone) if gone else None
 
 
 def describe_cluster() -> str:

@@ -338,8 +338,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def _raise(self, method: str, failures: dict[int, Exception | Failure]) -> None:
         died = next((rank for rank, failure in failures.items() if isinstance(failure, Exception)), None)
-        if lost := lost_ranks(self._nodes):
-            died, what, advice = min(min(ranks) for ranks in lost.values()), _loss(lost, self.role), ""
+        if (lost := lost_ranks(self._nodes)) is not None:
+            died, what, advice = lost.first, lost.what(self.role), ""
         elif died is not None:
             what, advice = _death(failures[died])
         if died is not None:
@@ -398,15 +398,6 @@ def _death(error: Exception | Failure) -> tuple[str, str]:
     else:
         return "worker process died", ""
     return f"worker process died: {how}. {_ADVICE}", _ADVICE
-
-
-def _loss(ranks_by_node: dict[str, list[int]], role: str) -> str:
-    """That nodes are gone, with whom; a node's ranks follow each other."""
-    ranks = {
-        node: f"rank {there[0]}" if len(there) == 1 else f"ranks {there[0]}-{there[-1]}"
-        for node, there in ranks_by_node.items()
-    }
-    return "; ".join(f"node {node} is gone, with {there} of {role}" for node, there in ranks.items())
 
 
 def _on(actor: Any, method: str, lane: str) -> Any:
