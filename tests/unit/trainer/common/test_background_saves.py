@@ -20,6 +20,7 @@ from verl.trainer.common.checkpoint import Saver, background_part
 from verl.trainer.common.setbacks import UnsavedRunError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.sft.trainer import SFTTrainer
+from verl.utils.checkpoint import copier, remote
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, resolve_resume
 
 REPOSITORY = Path(__file__).parents[4]
@@ -186,12 +187,11 @@ def test_a_save_in_flight_while_others_train_is_the_state_of_its_step(task, tmp_
     assert second["checkpoint/background_s"] > second["checkpoint/wait_s"] > 0
     assert second["timing_s/save_checkpoint"] >= second["checkpoint/wait_s"]
     assert third["checkpoint/gb"] > 0.001
-    for step in (1, 2):
-        folder = tmp_path / "a" / "checkpoints"
-        resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/global_step_{step}")
-        resumed = run_training(command(task, tmp_path / f"from_{step}", *resume))
-        assert [row["step"] for row in resumed.history] == list(range(step + 1, 4))
-        assert all(torch.equal(resumed.final_weights[name], value) for name, value in whole.final_weights.items())
+    path = tmp_path / "a" / "checkpoints" / "global_step_1"
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+    resumed = run_training(command(task, tmp_path / "b", *resume))
+    assert [row["step"] for row in resumed.history] == [2, 3]
+    assert all(torch.equal(resumed.final_weights[name], value) for name, value in whole.final_weights.items())
 
 
 def test_supervised_steps_train_while_the_one_before_is_written_and_resume_bit_for_bit(task, tmp_path):
@@ -296,6 +296,19 @@ def test_a_last_step_that_does_not_read_back_is_an_unsaved_end(task, tmp_path, m
     monkeypatch.setattr(CheckpointManager, "commit", commit_and_damage)
     with pytest.raises(UnsavedRunError, match=r"is not whole: trainer.pt: damaged"):
         run_training(command(task, tmp_path, "trainer.total_training_steps=1"))
+
+
+def test_a_store_that_is_away_costs_copies_not_the_run(task, tmp_path, monkeypatch, caplog):
+    def fails(folder: Path, store: str) -> None:
+        raise ConnectionError("the store is away")
+
+    monkeypatch.setattr(remote, "upload_step", fails)
+    monkeypatch.setattr(copier, "_PAUSE_SECONDS", 0.0)
+    keys = ("trainer.total_training_steps=1", f"trainer.default_hdfs_dir={tmp_path}/store")
+    trainer = run_training(command(task, tmp_path, *keys))
+    assert CheckpointManager.verify(tmp_path / "checkpoints" / "global_step_1") == []
+    assert f"{tmp_path}/store has no whole copy of global_step_1, which" in caplog.text
+    assert trainer.state.saver.metrics()["training/failed_copies"] == 2, "after the save, and at the end"
 
 
 class Both(Worker):
