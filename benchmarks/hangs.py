@@ -44,6 +44,17 @@ class Stopping(RayPPOTrainer):
             threading.Timer({after}, stop).start() if {after} else stop()
         return super().{method}(*args, **kwargs)
 """
+STEPPING = """
+import os
+
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+
+class Stopping(RayPPOTrainer):
+    def _compute_reward(self, *args, **kwargs):
+        os.environ["STEP"] = str(self.global_steps)
+        return super()._compute_reward(*args, **kwargs)
+"""
 WATCHED = """
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
@@ -56,15 +67,13 @@ class Stopping(RayPPOTrainer):
         return ended
 """
 REWARD = """
-import threading, time
+import os, threading, time
 
-calls, lock = 0, threading.Lock()
+lock = threading.Lock()
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    global calls
-    calls += 1
-    if calls > 40:
+    if os.environ.get("STEP") == "2":
         lock.acquire()
         print(f"STOPPED {time.time()} pid 0", flush=True)
         lock.acquire()
@@ -101,6 +110,7 @@ def hang(folder: Path, name: str, timeout: float, limit: float) -> dict[str, Any
     else:
         reward = folder / "deadlock.py"
         reward.write_text(REWARD)
+        (folder / "trainer.py").write_text(STEPPING)
         more += ["reward_model.reward_kwargs.num_processes=0", f"custom_reward_function.path={reward}"]
         said = re.compile(r"(\w+ of step \d+ (?:waits|hangs) for .*compute_score.*)")
     return {"hang": name, "hang_timeout s": timeout, **follow(start(folder, *more), said, limit)}

@@ -23,7 +23,7 @@ from verl.trainer.common.ending import tells_of_restart, what_the_same_command_d
 from verl.trainer.common.nodes import joins_a_head, running_head, serve_as_node, start_head, stop_head
 from verl.trainer.common.own_ray import OwnRay, result_of
 from verl.trainer.common.signals import FINISHES, Asked, stop_on_signals
-from verl.trainer.common.status_line import Standing, progress_bar
+from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise, wants_supervision
 from verl.utils.exceptions import note
@@ -132,12 +132,14 @@ class TaskRunner:
         self.role_worker_mapping: dict[Any, type] = {}
         self.mapping: dict[Any, str] = {}
         self._trainer: Any = None
+        self._starting = StatusLine(0)
         self._stop_requested = False
 
     def run(self, config: PPOConfig) -> None:
         """Register the roles, load tokenizer, rewards and data, start the workers, train."""
         from verl.config.context_length import refuse_long_sequences
         from verl.planning.check import check_memory
+        from verl.trainer.common.watch import HangWatch
         from verl.trainer.ppo.reward import check_rewards, load_reward_manager
         from verl.trainer.ppo.reward_check import check_at_start
         from verl.trainer.ppo.state import started
@@ -174,10 +176,11 @@ class TaskRunner:
             )
         for dataset in filter(None, (train_dataset, val_dataset)):
             check_rewards(dataset, config)
-        reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
-        val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0)  # validation shows its own samples
-        if not config.reward_model.enable:
-            check_at_start(reward_fn, train_dataset, data.reward_fn_key)
+        with HangWatch(self._starting, config.trainer.hang_timeout):
+            reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
+            val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0)  # validation shows its own samples
+            if not config.reward_model.enable:
+                check_at_start(reward_fn, train_dataset, data.reward_fn_key)
         self._trainer = trainer_cls(
             config=config,
             tokenizer=tokenizer,
@@ -216,9 +219,8 @@ class TaskRunner:
             self._trainer.preempt(by)
 
     def standing(self) -> Any:
-        """Step and phase of the run, for whoever has a terminal; before there is a trainer, that it answers."""
-        status = getattr(self._trainer, "status", None)
-        return Standing.unknown() if status is None else status.standing()
+        """Step and phase of the run, for whoever has a terminal; 0 of 0 steps before there is a trainer."""
+        return getattr(self._trainer, "status", self._starting).standing()
 
     def add_actor_rollout_worker(self, config: PPOConfig) -> None:
         """The policy: one hybrid role, or training and generation apart where their pools differ."""

@@ -56,11 +56,6 @@ class Standing:
     host: str = ""
     """Of the controller."""
 
-    @classmethod
-    def unknown(cls) -> Standing:
-        """Of a controller that has not begun: 0 of 0 steps."""
-        return cls(0, 0, pid=os.getpid(), host=socket.gethostname())
-
 
 @dataclass(frozen=True, eq=False)
 class Phase:

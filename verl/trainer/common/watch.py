@@ -32,7 +32,8 @@ _QUIET_S = 3.0
 _ANSWER_S = 1.0
 # A rank costs the controller about 0.3 ms each time it is asked.
 _PER_RANK_S = 0.03
-_TOLD_AFTER_S = 2.0
+# Said so early, others at half of their limit.
+_TOLD_AFTER_S = {"stopped": 2.0, "traced": 2.0, "dead": 2.0, "user": 60.0}
 # From then on the stacks of all threads are asked for.
 _SUSPECT_S = 5.0
 _RAISED_S = 1.0
@@ -135,7 +136,7 @@ class HangWatch:
         limit = self._limits.limit(phase.key, verdict.kind)
         if seconds >= limit:
             return self._end(phase, verdict, calls, reports, seconds)
-        if verdict.kind not in self._told and seconds >= (_TOLD_AFTER_S if stands else limit / 2):
+        if verdict.kind not in self._told and seconds >= min(_TOLD_AFTER_S.get(verdict.kind, limit), limit / 2):
             self._told.add(verdict.kind)
             said = f"{self._where(phase)} waits for {seconds:.0f} s: {verdict.sentence}"
             self._status.trouble = said
@@ -226,6 +227,8 @@ class HangWatch:
             self._reports.kill(group.processes[rank])
 
     def _where(self, phase: Phase) -> str:
+        if not self._status.total:
+            return "the start of the run"
         return f"{phase.key or 'what is done between phases'} of step {self._status.step + 1}"
 
 
