@@ -81,12 +81,14 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> str | None:
 
     own, ours = OwnRay(), not ray.is_initialized()
     if ours:
-        own = start_ray(config.ray_init.num_cpus if config.trainer.node_rank is None else None)
+        again = earlier_attempts() > 0
+        num_cpus = config.ray_init.num_cpus if config.trainer.node_rank is None else None
+        own = start_ray(num_cpus, within=config.trainer.nodes_within if again else 0)
         if not own:
             used = {config.role_mapping[role] for role in active_roles(config)}
             pools = [pool for name, pool in config.resource_pool_spec.items() if name in used]
             nodes = 1 if config.trainer.node_rank is None else config.trainer.nnodes
-            wait_for_nodes(config.trainer, pools, earlier_attempts() > 0, nodes)
+            wait_for_nodes(config.trainer, pools, again, nodes)
     own = own or OwnRay(() if head is None else family(head.pid), ray.get_runtime_context().gcs_address)
     if not hasattr(runner_class, "remote"):
         # Three threads: one runs, the others take the request to stop and say where the run stands. On this node, if

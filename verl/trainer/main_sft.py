@@ -57,10 +57,11 @@ def _train(config: SFTConfig) -> str | None:
             import ray
 
             if not ray.is_initialized():
-                own = start_ray(config.ray_init.num_cpus)
+                again = earlier_attempts() > 0
+                own = start_ray(config.ray_init.num_cpus, within=config.trainer.nodes_within if again else 0)
                 if not own:
                     pool = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
-                    wait_for_nodes(config.trainer, [pool], earlier_attempts() > 0)
+                    wait_for_nodes(config.trainer, [pool], again)
             own = own or OwnRay(gcs=ray.get_runtime_context().gcs_address)
         trainer.start()
         with stop_on_signals(trainer.stop_requested.set, own.kill) as asked:

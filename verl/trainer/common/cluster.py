@@ -29,15 +29,26 @@ class RayUnavailableError(Travels, RuntimeError):
     """Ray could not be started or joined; the message says what to run."""
 
     def __init__(self, reason: str, remedy: str = STALE) -> None:
+        self.reason = reason
         super().__init__(f"Ray cannot start or join its cluster ({reason}). {remedy}")
 
 
-def start_ray(num_cpus: int | None = None) -> OwnRay:
-    """Join the cluster that runs here, or start one; what was started is returned."""
+def start_ray(num_cpus: int | None = None, within: float = 0.0) -> OwnRay:
+    """Join the cluster that runs here, or start one; what was started is returned.
+
+    `within`: seconds that a cluster which does not answer is waited for.
+    """
     import ray
 
     logger.info("Initializing Ray...")
-    _check_cluster_answers(_known_cluster())
+    wait = Wait(within)
+    while True:
+        try:
+            _check_cluster_answers(_known_cluster())
+            break
+        except RayUnavailableError as error:
+            if not wait.goes_on(f"{error.reason}; waiting for it (trainer.nodes_within)"):
+                raise
     runtime_env = get_ppo_ray_runtime_env()
     try:
         with started_apart() as pids:
