@@ -39,7 +39,7 @@ with ends_in_words():
 GCS = ("gcs_server", signal.SIGKILL, r"Ray's own processes ended \(gcs_server, pid \d+\)")
 OTHERS = [
     ("raylet", signal.SIGKILL, r"Ray's own processes ended \(raylet, pid \d+\)"),
-    ("ray::TaskRunner", signal.SIGKILL, r"the controller's process died"),
+    ("ray::Waits", signal.SIGKILL, r"the controller's process died"),
     ("driver", signal.SIGKILL, r"the driver \(pid \d+\) was killed by SIGKILL"),
     ("driver", signal.SIGSTOP, r"the driver \(pid \d+\) was stopped \(SIGSTOP\) and nobody let it go on for 5 s"),
 ]
@@ -87,7 +87,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 class Mine(RayPPOTrainer):
     def _train_step(self, *arguments):
         for process in psutil.process_iter(["name", "cwd"]):
-            if self.global_steps == 2 and "RayRank" in process.info["name"] and process.info["cwd"] == os.getcwd():
+            if self.global_steps == 4 and "RayRank" in process.info["name"] and process.info["cwd"] == os.getcwd():
                 process.kill()
         return super()._train_step(*arguments)
 """
@@ -97,15 +97,20 @@ class Mine(RayPPOTrainer):
 @pytest.mark.timeout(600)
 def test_a_rank_that_dies_in_the_same_step_again_ends_the_run_with_the_cause_last(tmp_path):
     (tmp_path / "mine.py").write_text(TRAINER)
-    more = ("algorithm.adv_estimator=grpo", "data.val_files=[]", "trainer.save_freq=1")
+    more = (
+        "algorithm.adv_estimator=grpo",
+        "data.val_files=[]",
+        "trainer.save_freq=1",
+        "trainer.total_training_steps=9",
+    )
     arguments = overrides(make_task(tmp_path), tmp_path, *more, f"trainer.cls_path={tmp_path}/mine.py:Mine")
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1, done.stderr[-3000:]
-    assert done.stderr.count("\nrestart ") == 1
-    assert "goes on at step 1 " in done.stderr
-    assert re.search(r"not started again: it died twice at the same place \(\w+ of step 2, role \w+\)", done.stderr)
+    assert done.stderr.count("\nrestart ") in (1, 2), "2: the first death left step 3 unsaved"
+    assert re.search(r"not started again: it died twice at the same place \(\w+ of step 4, role \w+\)", done.stderr)
     last = done.stderr.rstrip().splitlines()[-1]
     assert re.fullmatch(
-        r"Role \w+, rank 0, host \S+ pid \d+, phase \w+ of step 2\. The same command goes on at step 1 \(.*\)\.", last
+        r"Role \w+, rank 0, host \S+ pid \d+, phase \w+ of step 4\. The same command goes on at step [23] \(.*\)\.",
+        last,
     )

@@ -103,9 +103,11 @@ def rank_of(process: subprocess.Popen) -> psutil.Process:
 
 
 def final_files(folder: Path) -> dict[str, int]:
-    """What the last step holds of the actor: a checksum per file."""
+    """The actor's tensors in the last step, weights and moments: a checksum per file."""
     files = read_manifest(folder / "checkpoints" / f"global_step_{STEPS}").files
-    return {name: record.crc32 for name, record in files.items() if name.startswith("actor/")}
+    found = {name: record.crc32 for name, record in files.items() if name.endswith((".distcp", ".safetensors"))}
+    assert len(found) >= 3
+    return found
 
 
 def test_killed_supervisor_and_killed_rank_cost_no_bit_of_the_final_weights(task, tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -107,13 +108,13 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> str | None:
         try:
             result_of(runner.run.remote(config), own, asked, poll.look)
         except Exception as error:
-            if (
-                poll.standing is not None and poll.standing.total
-            ):  # of an error that knows it better, this is not written
-                note(error, phase=poll.standing.phase or "what is between phases", step=poll.standing.step + 1)
+            now = poll.standing
+            if now is not None and now.total:  # what an error knows itself stays
+                note(error, phase=now.phase or "what is between phases", step=now.step + 1)
             raise
     if asked.by is not None and ours:
         ray.shutdown()  # what the run printed arrives at any time until then
+        sys.stdout.flush()
     return asked.by
 
 
