@@ -42,7 +42,9 @@ class LocalWorkerGroup(WorkerGroup):
         *,
         device_name: str = "cpu",
         collective_timeout: float = 1800.0,
+        expendable: bool = False,
     ) -> None:
+        """`expendable` is for groups on Ray: here no rank dies alone."""
         if ray_cls_with_init is None:
             raise ValueError("LocalWorkerGroup: ray_cls_with_init is missing: which class is to be started?")
         if resource_pool is not None and resource_pool.world_size != 1:

@@ -56,6 +56,12 @@ class Questions:
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=within, fetch_local=False)[0])
         return [self._answer(ref, name) if ref in ready else None for ref, name in zip(refs, names, strict=True)]
 
+    def drop(self) -> None:
+        """The actors are others now: what the earlier ones were asked, nobody answers."""
+        with self._lock:
+            self._asked.clear()
+            self.processes = []
+
     def _answer(self, ref: Any, name: tuple[Any, ...]) -> Any:
         with self._lock:
             self._asked.pop(name, None)

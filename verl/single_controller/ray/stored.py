@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,7 +160,26 @@ def _maps(columns: Mapping[str, StoredColumn]) -> dict[int, RowMap]:
     return {id(column.rows): column.rows for column in columns.values()}
 
 
+def placed(stored: StoredRows, refs: Sequence[Any]) -> StoredRows:
+    """With references in the place of their numbers (see `stored_by`)."""
+    columns = {name: replace(column, refs=(refs[column.refs[0]],)) for name, column in stored.columns.items()}
+    return replace(stored, columns=columns)
+
+
+@contextmanager
+def stored_by(keep: Callable[[Any], Any]) -> Iterator[None]:
+    """What this thread stores goes to `keep`, which gives what stands for it, instead of into Ray's store."""
+    token = _keep.set(keep)
+    try:
+        yield
+    finally:
+        _keep.reset(token)
+
+
+_keep: ContextVar[Callable[[Any], Any]] = ContextVar("verl_keep_columns", default=ray.put)
+
+
 def _put(content: Any) -> Any:
     arrays = content if isinstance(content, tuple) else (content,)
     traffic.stored += sum(array.nbytes for array in arrays)
-    return ray.put(content)
+    return _keep.get()(content)

@@ -3,109 +3,61 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.config.devices import host_memory_available
-from verl.protocol import DataProto
 from verl.single_controller.base.decorator import MethodSpec
-from verl.single_controller.base.dispatch import Shard
 from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError
-from verl.single_controller.base.host import RankHost
 from verl.single_controller.base.open_calls import OpenCall
 from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.base.worker_group import ClassWithInitArgs, WorkerGroup, check_prefixes, specs_of
+from verl.single_controller.ray.actors import (
+    NAMESPACE,
+    death,
+    named_actor,
+    on,
+    outcomes_of,
+    wait_until_alive,
+    wait_until_dead,
+)
 from verl.single_controller.ray.asking import Questions, RankProcess
 from verl.single_controller.ray.batch_ref import BatchRef
-from verl.single_controller.ray.resource_pool import RayResourcePool, lost_ranks
-from verl.single_controller.ray.stored import StoredRows, store_rows
+from verl.single_controller.ray.rank_host import Put, RayRankHost, wrap
+from verl.single_controller.ray.resource_pool import Node, RayResourcePool, ResourceError, describe_cluster, lost_ranks
+from verl.single_controller.ray.stored import StoredRows, placed
 from verl.utils.import_utils import register_user_modules_by_value
-from verl.utils.logging_setup import quiet_warnings
-from verl.utils.network import interface_of
-from verl.utils.stacks import answer_stack_requests
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "verl"
+Outcomes = Callable[[list[Any]], list[Any]]
+"""Of calls that have ended: outputs, exceptions, failures."""
+
 # Threads of the control lane. Requests that wait inside an engine hold one each; abort and health need a free one.
 _CONTROL_THREADS = 256
-_INLINE_BYTES = 64 * 1024
 _POLL_S = 0.5
 _BLAME_GRACE_S = 1.0
-# What Ray raises of a process that is gone. Its memory monitor has a class of its own, which is no RayActorError.
-_DIED = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError)
-_USED = re.compile(r"was ([\d.]+ ?\w+ used / [\d.]+ ?\w+) limit")
-_ADVICE = "Lower the micro-batch sizes of its phase, turn offloading off, or use fewer ranks per machine."
+_RESTART_S = 300.0
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
     """A worker class (plain, or wrapped with ray.remote) and its constructor arguments."""
 
 
-class RayRankHost(RankHost):
-    """The actor of one rank. Batches arrive by reference and results stay in the object store."""
-
-    def describe(self) -> Any:
-        """As the base class says, then Ray's name of the node."""
-        answer_stack_requests()
-        return (*super().describe(), ray.get_runtime_context().get_node_id())
-
-    def prepare(self) -> tuple[str, int]:
-        """Address of this node and a free port on it: where rank 0 will listen."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
-
-    def construct(self, info: RankInfo, cls_with_init: ClassWithInitArgs) -> Failure | None:
-        quiet_warnings()
-        os.environ.update(info.environment())
-        _use_the_nodes_network()
-        if info.device_name == "cpu":
-            _share_cores(info.local_world_size)
-        return super().construct(info, cls_with_init)
-
-    def call_plain(self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], lane: str) -> Any:
-        """As `call`, for callers that `ray.get` the result themselves: values travel whole, exceptions are Ray's."""
-        output = self.call(role, method, args, kwargs, lane)
-        if isinstance(output, Failure):
-            raise output.exception() or RuntimeError(f"{output.summary}\n{output.traceback}")
-        return BatchRef.from_stored(output).fetch() if isinstance(output, StoredRows) else output
-
-    def receive(self, data: DataProto) -> DataProto:
-        return data.fetch() if isinstance(data, BatchRef) else data
-
-    def send(self, output: Any, shard: Shard | None) -> Any:
-        if type(output) is not DataProto:
-            return output
-        lengths = shard.data.lengths if shard is not None and isinstance(shard.data, BatchRef) else None
-        if lengths is not None and shard is not None and shard.fillers:
-            lengths = lengths[: len(lengths) - shard.fillers]
-        return store_rows(output, lengths)
-
-    def call(self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], lane: str) -> Any:
-        # Shards come before anything else looks at them: the base class reads their row counts.
-        try:
-            args = [_unwrap(arg) for arg in args]
-            kwargs = {key: _unwrap(arg) for key, arg in kwargs.items()}
-        except Exception as error:  # noqa: BLE001 - carried to the controller, which raises it
-            return Failure.of(error)
-        return super().call(role, method, args, kwargs, lane)
-
-
 @dataclass(frozen=True)
-class _Put:
-    """A large argument that lies in the object store; wrapped, so that Ray does not hold the call until it is there."""
+class _Start:
+    """What the processes of a group are started with, the first time and again."""
 
-    ref: Any
+    pool: RayResourcePool
+    cls_with_init: ClassWithInitArgs
+    device: str
+    env: dict[str, str]
+    collective_timeout: float
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -127,25 +79,28 @@ class RayWorkerGroup(WorkerGroup):
         device_name: str | None = None,
         worker_env: Mapping[str, str] | None = None,
         collective_timeout: float = 1800.0,
+        expendable: bool = False,
     ) -> None:
         """`worker_env`: environment variables of the workers' processes, there before anything is imported.
-        `collective_timeout`: seconds after which torch gives up a collective."""
+        `collective_timeout`: seconds after which torch gives up a collective.
+        `expendable`: it holds nothing that `restart` would lose. What its calls return outlives its processes.
+        """
         if resource_pool is None or ray_cls_with_init is None:
             raise ValueError("RayWorkerGroup: give a resource_pool and a ray_cls_with_init, or use from_detached.")
         self.name_prefix = name_prefix or f"group-{uuid.uuid4().hex[:6]}"
         self._detached = detached or resource_pool.detached
-        self._workers = self._start_actors(resource_pool, _checked_env(worker_env or {}))
-        self._nodes = resource_pool.nodes_by_rank()
+        self.expendable = expendable
+        device = device_name or ("cuda" if resource_pool.use_gpu else "cpu")
+        env = _checked_env(worker_env or {})
+        self._plan = _Start(resource_pool, ray_cls_with_init, device, env, collective_timeout)
+        # Lists, which the views of the roles share: what `restart` puts in their places, all of them have.
+        self._workers: list[Any] = []
+        self._nodes: list[Node] = []
         self._broken: list[WorkerDiedError] = []
         self._questions = Questions(self._workers)
         self._hosts = ["?"] * resource_pool.world_size
         self._set_roles(specs_of(ray_cls_with_init), resource_pool.world_size)
-        device = device_name or ("cuda" if resource_pool.use_gpu else "cpu")
-        try:
-            self._construct(resource_pool, ray_cls_with_init, device, collective_timeout)
-        except BaseException:
-            self.shutdown()
-            raise
+        self._start_processes()
 
     @classmethod
     def reserve(cls, pools: Sequence[Any]) -> None:
@@ -163,10 +118,10 @@ class RayWorkerGroup(WorkerGroup):
         if name_prefix is None and not worker_names:
             raise ValueError("RayWorkerGroup.from_detached: give name_prefix or worker_names.")
         names = list(worker_names or [f"{name_prefix}:0"])
-        workers = [_named_actor(name) for name in names]
-        info, specs, *_ = ray.get(_on(workers[0], "describe", "control").remote())
+        workers = [named_actor(name) for name in names]
+        info, specs, *_ = ray.get(on(workers[0], "describe", "control").remote())
         if worker_names is None:
-            workers += [_named_actor(f"{name_prefix}:{rank}") for rank in range(1, info.world_size)]
+            workers += [named_actor(f"{name_prefix}:{rank}") for rank in range(1, info.world_size)]
         if len(workers) != info.world_size:
             raise ValueError(
                 f"RayWorkerGroup.from_detached: {len(workers)} names for a group of {info.world_size} ranks."
@@ -198,6 +153,24 @@ class RayWorkerGroup(WorkerGroup):
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
 
+    def restart(self) -> None:
+        """End what is left of the processes and start new ones in their places, roles constructed and no more.
+
+        The group and its roles' groups stay the same objects. Raises a WorkerError or a ResourceError where a new one
+        does not start; the group is then as broken as before.
+        """
+        lost = self._broken[:]
+        self.shutdown()
+        wait_until_dead(self._workers)
+        if lost_ranks(self._nodes) is not None:
+            raise ResourceError(f"{self.role}: a node of its ranks is gone. {describe_cluster()}")
+        self._broken.clear()
+        try:
+            self._start_processes(_RESTART_S)
+        except BaseException:
+            self._broken += lost
+            raise
+
     @property
     def processes(self) -> list[RankProcess]:
         """Where every rank runs."""
@@ -221,6 +194,18 @@ class RayWorkerGroup(WorkerGroup):
 
     # ---------------------------------------------------------------- starting
 
+    def _start_processes(self, within: float | None = None) -> None:
+        self._workers[:] = self._start_actors(self._plan.pool, self._plan.env)
+        self._nodes[:] = self._plan.pool.nodes_by_rank()
+        self._questions.drop()
+        try:
+            if within is not None:
+                wait_until_alive(self._workers, within, self._plan.pool.name_prefix)
+            self._construct(self._plan)
+        except BaseException:
+            self.shutdown()
+            raise
+
     def _start_actors(self, pool: RayResourcePool, env: dict[str, str]) -> list[Any]:
         # User files that were loaded before Ray was imported travel by content, too.
         register_user_modules_by_value()
@@ -243,23 +228,23 @@ class RayWorkerGroup(WorkerGroup):
             for rank, (group, bundle) in enumerate(places)
         ]
 
-    def _construct(
-        self, pool: RayResourcePool, cls_with_init: ClassWithInitArgs, device: str, collective_timeout: float
-    ) -> None:
-        started = self._wait("start", {0: _on(self._workers[0], "prepare", "control").remote()})
+    def _construct(self, plan: _Start) -> None:
+        pool = plan.pool
+        self._hosts[:] = self._ask_hosts(self._workers)
+        started = self._wait("start", {0: on(self._workers[0], "prepare", "control").remote()})
         address, port = self.master_address, self.master_port = started[0]
-        self._hosts = self._ask_hosts(self._workers)
         infos = [
-            RankInfo(rank, pool.world_size, local_rank, local_size, address, port, device, collective_timeout)
+            RankInfo(rank, pool.world_size, local_rank, local_size, address, port, plan.device, plan.collective_timeout)
             for rank, (local_rank, local_size) in enumerate(
                 zip(pool.local_rank_list(), pool.local_world_size_list(), strict=True)
             )
         ]
-        refs = {i.rank: _on(self._workers[i.rank], "construct", "compute").remote(i, cls_with_init) for i in infos}
+        roles = plan.cls_with_init
+        refs = {i.rank: on(self._workers[i.rank], "construct", "compute").remote(i, roles) for i in infos}
         self._wait("__init__", refs)
 
     def _ask_hosts(self, workers: list[Any]) -> list[str]:
-        refs = {rank: _on(worker, "describe", "control").remote() for rank, worker in enumerate(workers)}
+        refs = {rank: on(worker, "describe", "control").remote() for rank, worker in enumerate(workers)}
         found = self._wait("start", refs)
         self._questions.processes = [RankProcess(node, host, pid) for _, _, host, pid, node in found]
         return [f"{host} pid {pid}" for _, _, host, pid, _ in found]
@@ -280,12 +265,13 @@ class RayWorkerGroup(WorkerGroup):
     def _submit(
         self, ranks: Sequence[int], method: str, args: list[list[Any]], kwargs: dict[str, list[Any]], lane: str
     ) -> Callable[[], list[Any]]:
-        refs = self._send("call", ranks, method, args, kwargs, lane)
-        call = OpenCall(self, method)
-        return lambda: [
-            BatchRef.from_stored(output) if isinstance(output, StoredRows) else output
-            for output in self._wait(method, refs, call)
-        ]
+        entry = "call_streamed" if self.expendable and lane == "compute" else "call"
+        refs, call = self._send(entry, ranks, method, args, kwargs, lane), OpenCall(self, method)
+        if entry == "call":
+            return lambda: [_delivered(output) for output in self._wait(method, refs, call)]
+        of_end = {stream.completed(): stream for stream in refs.values()}
+        ends = dict(zip(refs, of_end, strict=True))
+        return lambda: self._wait(method, ends, call, lambda ready: [_streamed(end, of_end[end]) for end in ready])
 
     def _plain_refs(self, ranks: Sequence[int], method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         rank_args, rank_kwargs = self._entries(args, kwargs)
@@ -302,23 +288,25 @@ class RayWorkerGroup(WorkerGroup):
     ) -> dict[int, Any]:
         if self._broken:
             raise self._broken[0]
-        put: dict[int, _Put] = {}
+        put: dict[int, Put] = {}
         refs = {}
         for rank in ranks:
-            own_args = [_wrap(arg[rank], put) for arg in args]
-            own_kwargs = {key: _wrap(arg[rank], put) for key, arg in kwargs.items()}
-            refs[rank] = _on(self._workers[rank], entry, lane).remote(self.role, method, own_args, own_kwargs, lane)
+            own_args = [wrap(arg[rank], put) for arg in args]
+            own_kwargs = {key: wrap(arg[rank], put) for key, arg in kwargs.items()}
+            refs[rank] = on(self._workers[rank], entry, lane).remote(self.role, method, own_args, own_kwargs, lane)
         return refs
 
-    def _wait(self, method: str, refs: dict[int, Any], call: OpenCall | None = None) -> list[Any]:
+    def _wait(
+        self, method: str, refs: dict[int, Any], call: OpenCall | None = None, outcomes: Outcomes = outcomes_of
+    ) -> list[Any]:
         """Outputs by rank. The first failure ends the wait: the other ranks may be stuck in a collective with it."""
         call = call or OpenCall(self, method)
         try:
-            return self._outputs(method, refs, call)
+            return self._outputs(method, refs, call, outcomes)
         finally:
             call.close()
 
-    def _outputs(self, method: str, refs: dict[int, Any], call: OpenCall) -> list[Any]:
+    def _outputs(self, method: str, refs: dict[int, Any], call: OpenCall, outcomes: Outcomes) -> list[Any]:
         outputs: dict[int, Any] = {}
         failures: dict[int, Exception | Failure] = {}
         deadline = None
@@ -327,7 +315,7 @@ class RayWorkerGroup(WorkerGroup):
             ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
             if call.given_up is not None:
                 raise call.given_up
-            for ref, output in zip(ready, _outcomes(ready), strict=True):
+            for ref, output in zip(ready, outcomes(ready), strict=True):
                 (failures if isinstance(output, Exception | Failure) else outputs)[pending[ref]] = output
             if failures and deadline is None:
                 # Give a death the time to show itself: the peers' "connection closed" often comes first.
@@ -341,7 +329,7 @@ class RayWorkerGroup(WorkerGroup):
         if (lost := lost_ranks(self._nodes)) is not None:
             died, what, advice = lost.first, lost.what(self.role), ""
         elif died is not None:
-            what, advice = _death(failures[died])
+            what, advice = death(failures[died])
         if died is not None:
             detail = "\n".join(str(failure) for failure in failures.values())
             error = WorkerDiedError(what, self.role, died, self._hosts[died], method, detail)
@@ -353,76 +341,22 @@ class RayWorkerGroup(WorkerGroup):
         raise WorkerCallError(failure, self.role, rank, self._hosts[rank], method, len(failures) - 1)
 
 
+def _delivered(output: Any) -> Any:
+    return BatchRef.from_stored(output) if isinstance(output, StoredRows) else output
+
+
+def _streamed(end: Any, stream: Any) -> Any:
+    """What became of a call whose columns come one by one; `end` is there when it has ended."""
+    failure = outcomes_of([end])[0]
+    if isinstance(failure, Exception | Failure):
+        return failure
+    *columns, last = stream
+    output = outcomes_of([last])[0]
+    return _delivered(placed(output, columns) if isinstance(output, StoredRows) else output)
+
+
 def _checked_env(env: Mapping[str, str]) -> dict[str, str]:
     ours = sorted(env.keys() & RankInfo(0, 1, 0, 1, "", 0).environment().keys())
     if ours:
         raise ValueError(f"worker_env: the group itself sets {', '.join(ours)}, differently for every rank. Drop them.")
     return {name: str(value) for name, value in env.items()}
-
-
-def _wrap(arg: Any, put: dict[int, _Put]) -> Any:
-    """A large batch by its place in the object store, where it is put once, however many ranks get it."""
-    data = arg.data if isinstance(arg, Shard) else arg
-    if type(data) is not DataProto or data.nbytes < _INLINE_BYTES:
-        return arg
-    if id(data) not in put:
-        put[id(data)] = _Put(ray.put(data))
-    return replace(arg, data=put[id(data)]) if isinstance(arg, Shard) else put[id(data)]  # type: ignore[arg-type]
-
-
-def _unwrap(arg: Any) -> Any:
-    if isinstance(arg, Shard) and isinstance(arg.data, _Put):
-        return replace(arg, data=ray.get(arg.data.ref))
-    return ray.get(arg.ref) if isinstance(arg, _Put) else arg
-
-
-def _outcomes(refs: list[Any]) -> list[Any]:
-    """The outputs; in place of one that Ray could not deliver, its exception (the process died) or a Failure."""
-    try:
-        return ray.get(refs)
-    except _DIED as error:
-        undelivered: Any = error
-    except ray.exceptions.RayError as error:
-        undelivered = Failure(f"{type(error).__name__} before the method ran", str(error), None)
-    return [undelivered] if len(refs) == 1 else [_outcomes([ref])[0] for ref in refs]
-
-
-def _death(error: Exception | Failure) -> tuple[str, str]:
-    """What a death looks like from outside, and the advice in it. Who vanishes was killed, mostly for its memory."""
-    if isinstance(error, ray.exceptions.OutOfMemoryError):
-        used = _USED.search(str(error))
-        how = f"Ray's memory monitor killed it, out of host memory ({used[1] if used else 'no size was given'})"
-    elif "connection error" in str(error):
-        free = f"{host_memory_available() / 2**30:.1f} GB of host memory are free here now that it is gone"
-        how = f"killed (signal 9) or crashed, most likely out of host memory ({free})"
-    else:
-        return "worker process died", ""
-    return f"worker process died: {how}. {_ADVICE}", _ADVICE
-
-
-def _on(actor: Any, method: str, lane: str) -> Any:
-    return getattr(actor, method).options(concurrency_group=lane)
-
-
-def _named_actor(name: str) -> Any:
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError as error:
-        raise ValueError(f"no running worker named {name!r}. Was its group started with detached=True?") from error
-
-
-def _use_the_nodes_network() -> None:
-    """Gloo asks the hostname for an address, which many systems resolve to the machine itself: not for other nodes."""
-    if sum(node["Alive"] for node in ray.nodes()) > 1:
-        name = interface_of(ray.util.get_node_ip_address())
-        if name is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def _share_cores(ranks_on_node: int) -> None:
-    """Without a GPU the ranks of a node share its cores; left alone, Ray gives each process one thread."""
-    threads = max(1, (os.cpu_count() or 1) // ranks_on_node)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    import torch
-
-    torch.set_num_threads(threads)

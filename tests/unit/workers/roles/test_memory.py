@@ -14,7 +14,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs
-from verl.single_controller.ray.worker_group import _death
+from verl.single_controller.ray.actors import death
 from verl.trainer.common.guard import advises_on_memory
 from verl.trainer.common.status_line import StatusLine
 from verl.workers.roles.memory import phase_memory
@@ -129,7 +129,7 @@ def test_out_of_host_memory_names_the_phase_and_keys_that_do_not_move_more_there
 
 def killed(error: Exception) -> WorkerDiedError:
     """What a group makes of what Ray raises."""
-    what, advice = _death(error)
+    what, advice = death(error)
     died = WorkerDiedError(what, "actor", 1, "host", "update_actor", str(error))
     died.advice = advice
     return died

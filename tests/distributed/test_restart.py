@@ -1,0 +1,57 @@
+"""A group whose processes died is started anew in its place; what it had returned is still there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.support.workers import Counter, Summer
+from verl.protocol import DataProto
+from verl.single_controller.base import WorkerCallError, WorkerDiedError
+from verl.single_controller.base.worker_group import create_colocated_worker_cls
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+
+
+@pytest.fixture
+def group(cpu_pool):
+    roles = {"counter": RayClassWithInitArgs(Counter, 5), "summer": RayClassWithInitArgs(Summer)}
+    with RayWorkerGroup(cpu_pool, create_colocated_worker_cls(roles), expendable=True) as started:
+        yield started
+
+
+def test_processes_are_started_anew_under_the_same_groups_and_batches_outlive_them(group):
+    views = group.spawn(["counter", "summer"])
+    counter, summer = views["counter"], views["summer"]
+    summer.setup()
+    call, before = counter.add, [each[3] for each in counter.whoami()]
+    totals = summer.add_total(DataProto.from_dict({"x": torch.arange(4)}))
+    with pytest.raises(WorkerCallError, match="rank 1"):
+        counter.fail(only_rank=1)
+
+    os.kill(before[0], signal.SIGKILL)
+    os.kill(before[1], signal.SIGSTOP)  # ends with the others
+    with pytest.raises(WorkerDiedError, match="rank 0"):
+        call(1)
+    with pytest.raises(WorkerDiedError, match="rank 0"):
+        summer.setup()
+    group.restart()
+    after = [each[3] for each in counter.whoami()]
+    assert not set(after) & set(before)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in before)
+    assert totals.batch["total"].tolist() == [6] * 4
+    assert call(1) == [6, 6], "what it was constructed with, and nothing that it learnt"
+    summer.setup()
+    assert summer.add_total(DataProto.from_dict({"x": torch.arange(2)})).batch["total"].tolist() == [1] * 2
+
+
+def test_the_first_failure_of_a_expendable_group_ends_the_wait_too(group):
+    summer = group.spawn(["summer"])["summer"]
+    summer.setup()
+    start = time.monotonic()
+    with pytest.raises(WorkerCallError, match="rank 1"):
+        summer.collective_without(1, "raise").get()
+    assert time.monotonic() - start < 10

@@ -1,0 +1,76 @@
+"""The actors of a group, seen from the controller: calls on their lanes, what became of them, deaths in words."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from verl.config.devices import host_memory_available
+from verl.single_controller.base.errors import Failure
+from verl.single_controller.ray.resource_pool import ResourceError, describe_cluster
+
+NAMESPACE = "verl"
+_POLL_S = 0.5
+_DEAD_S = 30.0
+# What Ray raises of a process that is gone. Its memory monitor has a class of its own, which is no RayActorError.
+_DIED = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError)
+_USED = re.compile(r"was ([\d.]+ ?\w+ used / [\d.]+ ?\w+) limit")
+_ADVICE = "Lower the micro-batch sizes of its phase, turn offloading off, or use fewer ranks per machine."
+
+
+def on(actor: Any, method: str, lane: str) -> Any:
+    return getattr(actor, method).options(concurrency_group=lane)
+
+
+def named_actor(name: str) -> Any:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError as error:
+        raise ValueError(f"no running worker named {name!r}. Was its group started with detached=True?") from error
+
+
+def outcomes_of(refs: list[Any]) -> list[Any]:
+    """The outputs; in place of one that Ray could not deliver, its exception (the process died) or a Failure."""
+    try:
+        return ray.get(refs)
+    except _DIED as error:
+        undelivered: Any = error
+    except ray.exceptions.RayError as error:
+        undelivered = Failure(f"{type(error).__name__} before the method ran", str(error), None)
+    return [undelivered] if len(refs) == 1 else [outcomes_of([ref])[0] for ref in refs]
+
+
+def wait_until_dead(workers: Sequence[Any]) -> None:
+    """Their devices and names are free when they are gone. One that is stopped is killed after some seconds."""
+    alive, give_up = list(workers), time.monotonic() + _DEAD_S
+    while alive and time.monotonic() < give_up:
+        refs = [on(worker, "describe", "control").remote() for worker in alive]
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_POLL_S)
+        dead = {ref for ref in ready if isinstance(outcomes_of([ref])[0], Exception)}
+        alive = [worker for worker, ref in zip(alive, refs, strict=True) if ref not in dead]
+
+
+def wait_until_alive(workers: Sequence[Any], within: float, pool: str) -> None:
+    """Raise a ResourceError where one has not started after so many seconds."""
+    refs = [on(worker, "describe", "control").remote() for worker in workers]
+    _, waiting = ray.wait(refs, num_returns=len(refs), timeout=within)
+    if waiting:
+        started = f"{len(waiting)} of {len(refs)} rank(s) did not start in {within:.0f} s"
+        raise ResourceError(f"resource pool {pool!r}: {started}. {describe_cluster()}")
+
+
+def death(error: Exception | Failure) -> tuple[str, str]:
+    """What a death looks like from outside, and the advice in it. Who vanishes was killed, mostly for its memory."""
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        used = _USED.search(str(error))
+        how = f"Ray's memory monitor killed it, out of host memory ({used[1] if used else 'no size was given'})"
+    elif "connection error" in str(error):
+        free = f"{host_memory_available() / 2**30:.1f} GB of host memory are free here now that it is gone"
+        how = f"killed (signal 9) or crashed, most likely out of host memory ({free})"
+    else:
+        return "worker process died", ""
+    return f"worker process died: {how}. {_ADVICE}", _ADVICE
