@@ -52,6 +52,7 @@ class ActorRolloutRefWorker(Worker):
         self.config = as_config(ActorRolloutRefConfig, config)
         self.parts = PARTS[str(role)]
         self._rollout_version = -1
+        self._sender: BroadcastSender | None = None
         self._finished: deque[tuple[int, Sequence[int]]] = deque()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -182,9 +183,10 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def join_transfer(self, address: TransferAddress, receivers: int) -> None:
-        """Join the group for weights: the trainer's rank 0 sends, every rollout rank receives."""
+        """Join the group for weights: the trainer's rank 0 sends, every rollout rank receives. Again: a new group."""
         backend = "nccl" if self.device_name == "cuda" else "gloo"
         if "actor" in self.parts:
+            self.abort_transfer()
             group = None
             if self.rank == 0:
                 group = TransferGroup(self._transfer_host, 0, 1 + receivers, backend, self.device)
@@ -194,9 +196,16 @@ class ActorRolloutRefWorker(Worker):
             group = TransferGroup(address, 1 + self.rank, 1 + receivers, backend, self.device)
             self._receiver = BroadcastReceiver(group)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control", blocking=False)
+    def abort_transfer(self) -> None:
+        """A receiver is gone: a send that waits for it shall end."""
+        if self._sender is not None and self._sender.group is not None:
+            self._sender.group.abort()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int) -> None:
         """The trainer's half of a hand-over between processes."""
+        assert self._sender is not None, "join_transfer comes first"
         with self.engine.awake(optimizer=False):
             self._sender.send(self.engine, version)
 

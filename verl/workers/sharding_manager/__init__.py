@@ -3,7 +3,12 @@
 from verl.workers.sharding_manager.base import SyncStats, WeightSource
 from verl.workers.sharding_manager.broadcast import BroadcastReceiver, BroadcastSender
 from verl.workers.sharding_manager.in_process import InProcessTransfer
-from verl.workers.sharding_manager.transfer_group import TransferAddress, TransferGroup, TransferHost
+from verl.workers.sharding_manager.transfer_group import (
+    TransferAddress,
+    TransferGroup,
+    TransferHost,
+    TransferLostError,
+)
 
 __all__ = [
     "BroadcastReceiver",
@@ -13,5 +18,6 @@ __all__ = [
     "TransferAddress",
     "TransferGroup",
     "TransferHost",
+    "TransferLostError",
     "WeightSource",
 ]

@@ -2,7 +2,8 @@
 
 The controller calls `send` on every trainer rank and `receive` on every rollout rank at the same time. One header per
 bucket says what follows; the last one carries the fingerprints, or the error that ended it, so that no side waits for
-the other in vain. Then everyone hears whether all have succeeded.
+the other in vain. Then everyone hears whether all have succeeded. Where a member is lost, the others' call ends in a
+TransferLostError: the trainer is as it was, and may send again over a new group.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from verl.types.weights import Bucket, Manifest, TensorSlice, TensorSpec, Wanted, WeightMismatchError
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.sharding_manager.base import DEFAULT_BUCKET_BYTES, SentWeights, SyncStats, WeightSource
-from verl.workers.sharding_manager.transfer_group import TransferGroup
+from verl.workers.sharding_manager.transfer_group import TransferGroup, TransferLostError
 
 __all__ = ["BroadcastReceiver", "BroadcastSender"]
 
@@ -55,6 +56,10 @@ class BroadcastSender:
             for bucket in buckets:
                 self._send_bucket(group, bucket)
                 sent.add(bucket)
+        except TransferLostError:
+            for _ in buckets:
+                pass  # the other training ranks give their part of every bucket, sent or not
+            raise
         except Exception as error:
             group.broadcast_json({"error": f"{type(error).__name__}: {error}"})
             group.failed_members(True)
@@ -86,9 +91,20 @@ class BroadcastReceiver:
     def receive(self, rollout: BaseRollout) -> SyncStats:
         """Take one version in. After an error of its own it keeps receiving: the others must not wait for it."""
         start = time.perf_counter()
-        steps = _UntilError()
+        steps, loader = _UntilError(), _Loader(rollout)
+        try:
+            tensors, size = self._receive(steps, loader)
+        except TransferLostError as error:
+            steps.error = error
+        if steps.error is not None:
+            if loader.begun:
+                rollout.fail_update(steps.error)
+            raise steps.error
+        return SyncStats(tensors, size, time.perf_counter() - start)
+
+    def _receive(self, steps: _UntilError, loader: _Loader) -> tuple[int, int]:
+        """(tensors, bytes) of one version, each step of it by `steps`."""
         size = 0
-        loader = _Loader(rollout)
         steps.run(loader.begin, self.group.broadcast_json())
         while "tensors" in (header := self.group.broadcast_json()):
             layout = [_Piece(**piece) for piece in header["tensors"]]
@@ -97,11 +113,7 @@ class BroadcastReceiver:
             size += flat.numel()
         steps.run(loader.finish, header)
         self.group.failed_members(steps.error is not None)
-        if steps.error is not None:
-            if loader.begun:
-                rollout.fail_update(steps.error)
-            raise steps.error
-        return SyncStats(len(header["fingerprint"]), size, time.perf_counter() - start)
+        return len(header.get("fingerprint", ())), size
 
 
 class _UntilError:
