@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from pathlib import Path
 from queue import Empty
@@ -134,6 +136,44 @@ def rollout(
     dist.destroy_process_group()
 
 
+def bereaved_trainer(rank: int, port: int, addresses: Any, results: Any) -> None:
+    """Its receivers die in the middle of a send; it goes on with new ones."""
+    join_own_group(port, rank, TRAINERS)
+    said = []
+    for version in (1, 2):
+        group = None
+        if rank == 0:
+            host = TransferHost("127.0.0.1")
+            for _ in range(2):
+                addresses.put((host.address.host, host.address.port))
+            group = TransferGroup(host, 0, 3, timeout_s=60)
+        sender = BroadcastSender(group, torch.float32, bucket_bytes=1)
+        engine = ShardedModel(tiny_model(seed=11, tie_word_embeddings=True), rank, TRAINERS)
+        said.append(outcome(sender.send, engine, version))
+        if group is not None:
+            group.abort()
+    results.put((f"trainer {rank}", said))
+    dist.destroy_process_group()
+
+
+def mortal_rollout(rank: int, addresses: Any, results: Any, path: str, dies: bool) -> None:
+    group = TransferGroup(TransferAddress(*addresses.get(timeout=60)), 1 + rank, 3, timeout_s=60)
+    model = as_config(ModelConfig, {"path": path}, "actor_rollout_ref.model")
+    engine: Any = get_rollout_class("native")(path, model, as_config(RolloutConfig, {"load_format": "dummy"}))
+    if dies and rank == 1:
+        load, loaded = engine.load_bucket, []
+
+        def load_and_die(bucket: Any) -> None:
+            load(bucket)
+            loaded.append(bucket)
+            if len(loaded) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        engine.load_bucket = load_and_die
+    results.put((f"rollout {rank} {dies}", outcome(BroadcastReceiver(group).receive, engine)))
+    engine.close()
+
+
 def holds_weights_of(engine: EmbeddedRollout, model: torch.nn.Module) -> bool:
     ours = engine.weights
     return all(torch.equal(ours[name], tensor) for name, tensor in model.state_dict().items())
@@ -147,10 +187,46 @@ def outcome(call: Any, *args: Any) -> str:
     return "succeeded"
 
 
+def preloaded() -> Any:
+    """One process imports torch and transformers, the ranks are its forks: seconds instead of half a minute."""
+    context = mp.get_context("forkserver")
+    engines = ["verl.workers.rollout.hf_rollout", "verl.workers.rollout.native_rollout"]
+    context.set_forkserver_preload([*engines, "verl.workers.sharding_manager"])
+    return context
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def test_a_trainer_whose_receiver_dies_in_the_middle_goes_on_with_new_ones(tmp_path: Path):
+    path, context = str(save_tiny_model(tmp_path, tie_word_embeddings=True)), preloaded()
+    addresses, results, port = context.Queue(), context.Queue(), free_port()
+
+    def start(target: Any, *args: Any) -> Any:
+        process = context.Process(target=target, args=args, daemon=True)
+        process.start()
+        return process
+
+    trainers = [start(bereaved_trainer, rank, port, addresses, results) for rank in range(TRAINERS)]
+    first = [start(mortal_rollout, rank, addresses, results, path, True) for rank in range(2)]
+    try:
+        name, survivor = results.get(timeout=120)
+        first[0].kill()  # as the controller does with the rest of a group
+        second = [start(mortal_rollout, rank, addresses, results, path, False) for rank in range(2)]
+        said = dict(results.get(timeout=120) for _ in range(4))
+    finally:
+        for process in [*trainers, *first, *second]:
+            process.join(timeout=20)
+            process.kill()
+    assert name == "rollout 0 True"
+    assert survivor.startswith("TransferLostError"), "nobody waits for ever"
+    assert said["trainer 0"][0].startswith("TransferLostError: weights: the transfer between trainer and rollouts was")
+    assert said["trainer 1"][0] == "succeeded", "the other training ranks walk on to the end"
+    assert [said[f"trainer {rank}"][1] for rank in range(TRAINERS)] == ["succeeded"] * TRAINERS
+    assert [said[f"rollout {rank} False"] for rank in range(2)] == ["succeeded"] * 2
 
 
 @pytest.mark.parametrize(("name", "rollouts", "tied"), [("native", 1, True), ("native", 2, False), ("hf", 1, True)])
@@ -158,10 +234,7 @@ def test_sharded_trainers_and_rollouts_exchange_versions_in_their_own_group(
     tmp_path: Path, name: str, rollouts: int, tied: bool
 ):
     path = str(save_tiny_model(tmp_path, tie_word_embeddings=tied))
-    # One process imports torch and transformers, the ranks are its forks: seconds instead of half a minute.
-    context = mp.get_context("forkserver")
-    engines = ["verl.workers.rollout.hf_rollout", "verl.workers.rollout.native_rollout"]
-    context.set_forkserver_preload([*engines, "verl.workers.sharding_manager"])
+    context = preloaded()
     addresses, results = context.Queue(), context.Queue()
     ports = free_port(), free_port()
     processes = [

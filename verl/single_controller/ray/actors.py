@@ -11,11 +11,14 @@ import ray
 
 from verl.config.devices import host_memory_available
 from verl.single_controller.base.errors import Failure
+from verl.single_controller.ray.asking import Nodes, RankProcess
 from verl.single_controller.ray.resource_pool import ResourceError, describe_cluster
 
 NAMESPACE = "verl"
 _POLL_S = 0.5
 _DEAD_S = 30.0
+_GONE_S = 0.05
+_GONE = ("gone",)
 # What Ray raises of a process that is gone. Its memory monitor has a class of its own, which is no RayActorError.
 _DIED = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError)
 _USED = re.compile(r"was ([\d.]+ ?\w+ used / [\d.]+ ?\w+) limit")
@@ -44,14 +47,18 @@ def outcomes_of(refs: list[Any]) -> list[Any]:
     return [undelivered] if len(refs) == 1 else [outcomes_of([ref])[0] for ref in refs]
 
 
-def wait_until_dead(workers: Sequence[Any]) -> None:
-    """Their devices and names are free when they are gone. One that is stopped is killed after some seconds."""
+def wait_until_dead(workers: Sequence[Any], processes: Sequence[RankProcess]) -> None:
+    """Their names are free when Ray has given them up, their devices when the processes are gone, soon after."""
     alive, give_up = list(workers), time.monotonic() + _DEAD_S
     while alive and time.monotonic() < give_up:
         refs = [on(worker, "describe", "control").remote() for worker in alive]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_POLL_S)
         dead = {ref for ref in ready if isinstance(outcomes_of([ref])[0], Exception)}
         alive = [worker for worker, ref in zip(alive, refs, strict=True) if ref not in dead]
+    nodes = Nodes()
+    for process in processes:
+        while (nodes.look(process) or _GONE)[0] not in ("gone", "ended") and time.monotonic() < give_up:
+            time.sleep(_GONE_S)
 
 
 def wait_until_alive(workers: Sequence[Any], within: float, pool: str) -> None:

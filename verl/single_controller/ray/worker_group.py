@@ -161,7 +161,7 @@ class RayWorkerGroup(WorkerGroup):
         """
         lost = self._broken[:]
         self.shutdown()
-        wait_until_dead(self._workers)
+        wait_until_dead(self._workers, self.processes)
         if lost_ranks(self._nodes) is not None:
             raise ResourceError(f"{self.role}: a node of its ranks is gone. {describe_cluster()}")
         self._broken.clear()

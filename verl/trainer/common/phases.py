@@ -9,6 +9,8 @@ from typing import Any
 
 from verl.trainer.common.status_line import StatusLine
 
+_ANSWER_S = 10.0
+
 
 class Phases:
     """Seconds and, on GPUs, memory per phase of one training step: the peak as `name`, what stays as `name/after`.
@@ -61,9 +63,9 @@ class Phases:
 
 
 def memory_gb(groups: tuple[Any, ...]) -> tuple[float, float]:
-    """(peak since last asked, now) of the fullest rank that works."""
-    ranks = [memory for group in groups for memory in group.memory_gb()]
-    return max(peak for peak, _ in ranks), max(now for _, now in ranks)
+    """(peak since last asked, now) of the fullest rank that works; one that is gone is found by its next call."""
+    ranks = [memory for group in groups for memory in group.ask("memory_gb", _ANSWER_S) if memory is not None]
+    return max((peak for peak, _ in ranks), default=0.0), max((now for _, now in ranks), default=0.0)
 
 
 # What helps where a phase takes most of the time.

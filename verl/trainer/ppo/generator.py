@@ -70,6 +70,8 @@ class Generator:
             "eos_token_id": self._end_token_ids,
             "pad_token_id": self._tokenizer.pad_token_id,
         }
+        if self._groups.rollout is not self._groups.actor:
+            self._groups.replicas.require_all()
         with self._overlap(reward_fn, self._groups.rollout, request, batch):
             generated = self._groups.rollout.generate_sequences(request)
         return generated.union(batch.select_idxs(answered_rows(batch, generated)).select([], None, []))
@@ -95,6 +97,8 @@ class Generator:
         scores, extra = compute_reward(local, self.reward_fn)
         if self._overlap.share is not None:
             metrics["reward/scored_while_generating"] = self._overlap.share
+        if again := getattr(self.reward_fn, "scored_again", 0):
+            metrics["reward/scored_again"] = float(again)
         batch.batch["token_level_scores"] = scores
         if not torch.equal(mask, local.batch["response_mask"]):
             batch.batch["response_mask"] = local.batch["response_mask"]  # samples that could not be scored

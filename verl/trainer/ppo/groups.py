@@ -20,6 +20,7 @@ from verl.types.schema import Call, columns_read_by, selected_for
 from verl.utils.flops import SequenceCost
 from verl.utils.fs import resolve_model_path
 from verl.utils.metric import reduce_metrics
+from verl.workers.rollout.replica_states import Event, Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ _LOAD_ORDER = (
     Role.ActorRollout,
     Role.ActorRolloutRef,
 )
+# What they hold comes from files, or from the actor.
+_STATELESS = frozenset({Role.Rollout, Role.RefPolicy, Role.RewardModel})
 # What users know the parts of the hybrid roles as.
 _NAMES = {Role.ActorRollout: ("Actor", "Rollout"), Role.ActorRolloutRef: ("Actor", "Rollout", "RefPolicy")}
 
@@ -47,6 +50,8 @@ class WorkerGroups:
     """The actor's group where the actor without its adapter is the reference."""
     critic: Any = None
     reward_model: Any = None
+    replicas: Replicas
+    """Of a rollout with processes of its own: which of them may get requests."""
 
     def __init__(
         self, config: PPOConfig, workers: Mapping[Role, type], pools: ResourcePoolManager, cls: Any, device: str
@@ -54,6 +59,7 @@ class WorkerGroups:
         """`cls` is the class of the groups: on Ray, or in this process."""
         self._config, self._workers, self._pools, self._cls, self._device = config, workers, pools, cls, device
         self.roles = frozenset(workers)
+        self._started: dict[str, Any] = {}
         self.dp_sizes = {name: layout_of(config, name).dp_size for name in ("actor", "ref", "critic", "reward_model")}
 
     def start(self) -> None:
@@ -63,14 +69,33 @@ class WorkerGroups:
         self._pools.create_resource_pool()
         # All pools first: more than the cluster has is one error, before anything is loaded.
         self._cls.reserve(list(self._pools.resource_pool_dict.values()))
-        groups = self._spawned()
-        for role in _LOAD_ORDER:
-            if role in groups:
-                groups[role].init_model()
+        self._groups = groups = self._spawned()
+        self._load(frozenset(groups))
         self.actor = groups.get(Role.Actor) or groups.get(Role.ActorRollout) or groups[Role.ActorRolloutRef]
         self.rollout = groups.get(Role.Rollout, self.actor)
         self.reference = groups.get(Role.RefPolicy, self.actor)
         self.critic, self.reward_model = groups.get(Role.Critic), groups.get(Role.RewardModel)
+        self._ranks_per_replica = self._config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        self.replicas = Replicas(max(1, self.rollout.world_size // self._ranks_per_replica))
+        self.replicas.hear(Event.STARTED)
+
+    def restartable_with(self, role: str) -> frozenset[Role]:
+        """The roles whose processes are started anew together with this one's; none, where training state is there."""
+        pool = next((self._pools.mapping[each] for each in self._workers if str(each) == role), None)
+        return self._roles_in(pool) if self._is_stateless(pool) else frozenset()
+
+    def restart(self, roles: frozenset[Role]) -> None:
+        """Start the processes of these roles, which are all of one pool, anew in their places, and load their models.
+
+        Whoever holds one of the groups need not know. A rollout has no weights of the trainer's then.
+        """
+        if Role.Rollout in roles:
+            self.replicas.hear(Event.DIED)
+            self.replicas.hear(Event.RESTART)
+        self._started[self._pools.mapping[next(iter(roles))]].restart()
+        self._load(roles)
+        if Role.Rollout in roles:
+            self.replicas.hear(Event.STARTED)
 
     @property
     def devices(self) -> int:
@@ -112,6 +137,17 @@ class WorkerGroups:
             batch.union(_without_meta(arranged.results(result)))
         return metrics
 
+    def _load(self, roles: frozenset[Role]) -> None:
+        for role in _LOAD_ORDER:
+            if role in roles:
+                self._groups[role].init_model()
+
+    def _roles_in(self, pool: str | None) -> frozenset[Role]:
+        return frozenset(role for role in self._workers if self._pools.mapping[role] == pool)
+
+    def _is_stateless(self, pool: str | None) -> bool:
+        return self._roles_in(pool) <= _STATELESS
+
     def _spawned(self) -> dict[Role, Any]:
         by_pool: dict[str, dict[Role, RayClassWithInitArgs]] = {}
         for role, cls in self._workers.items():
@@ -120,11 +156,12 @@ class WorkerGroups:
         for pool, classes in by_pool.items():
             for name in [name for role in classes for name in _NAMES.get(role, (role.name,))]:
                 logger.info("Creating %s worker pool...", name)
-            started = self._cls(
+            started = self._started[pool] = self._cls(
                 resource_pool=self._pools.resource_pool_dict[pool],
                 ray_cls_with_init=create_colocated_worker_cls({str(role): cls for role, cls in classes.items()}),
                 device_name=self._device,
                 collective_timeout=collective_timeout(self._config.trainer.hang_timeout),
+                expendable=self._is_stateless(pool),
             )
             views = started.spawn([str(role) for role in classes])
             groups |= {role: views[str(role)] for role in classes}

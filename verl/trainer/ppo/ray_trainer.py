@@ -35,6 +35,7 @@ from verl.trainer.ppo.groups import WorkerGroups, local_columns
 from verl.trainer.ppo.metric_utils import compute_data_metrics, phase_metrics, reference_metrics, without_nan
 from verl.trainer.ppo.mismatch import RolloutMismatch, sampled_by
 from verl.trainer.ppo.prompts import make_dataloader
+from verl.trainer.ppo.revival import Revival
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validator import Validator
@@ -148,6 +149,9 @@ class RayPPOTrainer:
             config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
         )
         self.weight_sync = WeightSync(groups)
+        self._again = Revival(
+            groups, self.weight_sync, step=lambda: self.global_steps, phase=lambda name: self.status.phase(name)
+        )
         self.generator = Generator(config, tokenizer, groups, reward_fn, lambda *call: self._balanced(*call))
         self.validator = Validator(
             config,
@@ -230,7 +234,7 @@ class RayPPOTrainer:
         tests = self.val_dataloader is not None and is_due(step, trainer.test_freq, last)
         found, stopping = self._end_step(step, saves, tests, step >= last, self.phases)
         metrics |= found | {"training/global_step": step, "training/epoch": self.prompts.epoch}
-        metrics |= phase_metrics(self._last_batch, self.phases, self.groups.devices)
+        metrics |= self._again.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
         metrics |= self.watch.step_done(self.phases.seconds["step"])
         for name, value in self.phases.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
@@ -304,7 +308,7 @@ class RayPPOTrainer:
         return self._actor_learns and from_update(self.config) and sampled_by(batch, self.policy_version)
 
     def _hand_over_weights(self) -> None:
-        self.weight_sync.hand_over(self.policy_version)
+        self._again(lambda: self.weight_sync.hand_over(self.policy_version))
 
     def _roll_out(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         """Scored answers to the prompts."""
@@ -319,7 +323,7 @@ class RayPPOTrainer:
 
     def _generate_rows(self, batch: DataProto, validate: bool) -> DataProto:
         reward_fn = self.val_reward_fn if validate else self.reward_fn
-        return self.generator.answer(batch, self.global_steps, validate, reward_fn)
+        return self._again(lambda: self.generator.answer(batch, self.global_steps, validate, reward_fn))
 
     def _compute_reward(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
         """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions."""
@@ -370,7 +374,7 @@ class RayPPOTrainer:
 
     def _balanced(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
         """The columns of a pass without an update."""
-        return self.groups.infer(method, batch, role)
+        return self._again(lambda: self.groups.infer(method, batch, role))
 
     def _validate(self) -> dict[str, float]:
         """Accuracy on the validation prompts; answers go to the trackers and, if asked for, to JSONL."""

@@ -1,8 +1,17 @@
-"""WeightSync: the rollout engines get the policy's weights, once per version."""
+"""WeightSync: the rollout engines get the policy's weights, once per version, and only then requests."""
 
 from __future__ import annotations
 
+import threading
+
+from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.trainer.ppo.groups import WorkerGroups
+from verl.utils.exceptions import causes
+from verl.workers.rollout.replica_states import Event
+from verl.workers.sharding_manager import TransferLostError
+
+# A death is known this soon after the sender has lost its receiver.
+_BLAME_S = 10.0
 
 
 class WeightSync:
@@ -10,7 +19,6 @@ class WeightSync:
 
     def __init__(self, groups: WorkerGroups) -> None:
         self._groups = groups
-        self._sent: int | None = None
 
     def connect(self) -> None:
         """Let trainers and engines of different processes join one group for weights: both are called at once."""
@@ -22,10 +30,47 @@ class WeightSync:
 
     def hand_over(self, version: int) -> None:
         """Weights that the engines have already are not sent again."""
+        if self._groups.rollout is self._groups.actor:
+            self._groups.actor.update_rollout_weights(version)  # whose workers know what they have
+            return
+        replicas = self._groups.replicas
+        replicas.advance(version)
+        if len(replicas.serving()) == len(replicas):
+            return
+        replicas.hear(Event.UPDATING)
+        self._send(version)
+        # Every engine has compared the fingerprints of what it received with the trainer's, or this is not reached.
+        replicas.hear(Event.VERIFIED, version=version)
+
+    def _send(self, version: int) -> None:
+        """Both groups are called at once. Where a receiver dies, the sender's call ends too."""
         actor, rollout = self._groups.actor, self._groups.rollout
-        if rollout is actor:
-            actor.update_rollout_weights(version)  # whose workers know what they have
-        elif version != self._sent:
-            for call in (actor.send_weights(version), rollout.receive_weights(version)):
-                call.get()
-            self._sent = version
+        sending, receiving = actor.send_weights(version), rollout.receive_weights(version)
+        failed: list[Exception] = []
+
+        def listen() -> None:
+            try:
+                receiving.get()
+            except Exception as error:  # noqa: BLE001 - raised below, by the thread that waits for the sender
+                failed.append(error)
+                if isinstance(error, WorkerDiedError):
+                    rollout.shutdown()  # a sender over gloo waits until the connections are closed,
+                    actor.abort_transfer()  # one over nccl until it is told
+
+        listening = threading.Thread(target=listen, name="weights-received", daemon=True)
+        listening.start()
+        try:
+            sending.get()
+        except WorkerCallError as error:
+            if not is_lost_transfer(error):
+                raise
+            listening.join(_BLAME_S)
+            raise next((each for each in failed if isinstance(each, WorkerDiedError)), error) from error
+        listening.join()
+        if failed:
+            raise failed[0]
+
+
+def is_lost_transfer(error: BaseException) -> bool:
+    """Whether a hand-over failed because the trainer and its receivers have lost each other."""
+    return any(isinstance(cause, TransferLostError) for cause in causes(error))

@@ -1,0 +1,124 @@
+"""What is started anew when a rank dies, how often, and what is not. The real thing: `tests/e2e/test_revival.py`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError, WorkerError
+from verl.single_controller.ray import ResourceError
+from verl.trainer.ppo.revival import MOST_PER_STEP, Revival
+from verl.trainer.ppo.utils import Role
+from verl.workers.sharding_manager import TransferLostError
+
+POOLS = ({Role.Actor, Role.Critic}, {Role.Rollout, Role.RefPolicy}, {Role.RewardModel})
+
+
+class Groups:
+    """Who would be started anew, in the place of real groups."""
+
+    replicas = SimpleNamespace(current=4)
+
+    def __init__(self) -> None:
+        self.restarted: list[frozenset[Role]] = []
+        self.failures: list[Exception] = []
+
+    def restartable_with(self, role: str) -> frozenset[Role]:
+        pool = next(pool for pool in POOLS if role in map(str, pool))
+        return frozenset() if Role.Actor in pool else frozenset(pool)
+
+    def restart(self, roles: frozenset[Role]) -> None:
+        self.restarted.append(roles)
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+class Weights:
+    def __init__(self) -> None:
+        self.did: list[Any] = []
+
+    def connect(self) -> None:
+        self.did.append("connect")
+
+    def hand_over(self, version: int) -> None:
+        self.did.append(version)
+
+
+@pytest.fixture
+def made():
+    groups, weights, clock = Groups(), Weights(), SimpleNamespace(step=1)
+    revival = Revival(groups, weights, lambda: clock.step, lambda name: nullcontext())  # type: ignore[arg-type]
+    return SimpleNamespace(groups=groups, weights=weights, clock=clock, ask=revival, metrics=revival.metrics)
+
+
+def died(role: str) -> WorkerDiedError:
+    return WorkerDiedError("worker process died", role, 1, "host", "generate_sequences")
+
+
+def lost_transfer() -> WorkerError:
+    return WorkerCallError(Failure.of(TransferLostError("gone")), "actor", 0, "host", "send_weights")
+
+
+def fails(*errors: Exception) -> Any:
+    left = list(errors)
+
+    def ask() -> str:
+        if left:
+            raise left.pop(0)
+        return "answered"
+
+    return ask
+
+
+@pytest.mark.parametrize("error", [died("rollout"), died("ref"), lost_transfer()])
+def test_a_rollouts_pool_is_started_anew_with_weights_and_asked_again(made, error):
+    assert made.ask(fails(error)) == "answered"
+    assert made.groups.restarted == [{Role.Rollout, Role.RefPolicy}]
+    assert made.weights.did == ["connect", 4]
+    assert made.metrics() == {"training/generation_restarts": 1.0, "training/reference_restarts": 1.0}
+
+
+def test_a_reward_model_needs_no_weights(made):
+    assert made.ask(fails(died("rm"))) == "answered"
+    assert made.groups.restarted == [{Role.RewardModel}]
+    assert made.weights.did == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        died("actor"),
+        died("critic"),
+        WorkerCallError(Failure.of(KeyError("x")), "rollout", 0, "host", "generate_sequences"),
+        FloatingPointError("weights"),
+    ],
+)
+def test_what_a_restart_would_lose_or_not_mend_goes_up_as_it_is(made, error):
+    with pytest.raises(type(error)) as raised:
+        made.ask(fails(error))
+    assert raised.value is error
+    assert made.groups.restarted == []
+    assert made.metrics() == {}
+
+
+def test_a_step_has_so_many_restarts_and_no_more(made):
+    deaths = [died("rollout") for _ in range(MOST_PER_STEP)]
+    assert made.ask(fails(*deaths)) == "answered"
+    made.clock.step = 2
+    made.groups.failures = [died("rollout")]  # one in the restart itself counts
+    assert made.ask(fails(*deaths[1:])) == "answered"
+    last = died("rollout")
+    with pytest.raises(WorkerDiedError) as raised:
+        made.ask(fails(last))
+    assert raised.value is last
+    assert len(made.groups.restarted) == 2 * MOST_PER_STEP
+
+
+def test_where_there_is_no_place_to_start_the_death_is_what_ends_the_run(made):
+    made.groups.failures = [ResourceError("a node is gone")]
+    with pytest.raises(WorkerDiedError) as raised:
+        made.ask(fails(died("rollout")))
+    assert isinstance(raised.value.__cause__, ResourceError)

@@ -1,0 +1,91 @@
+"""Revival: groups without training state (rollout, reference, reward model on pools of their own) that lose a process
+are started anew in their place, and asked again. The trainer's state stays where it is."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from verl.single_controller.base.errors import WorkerDiedError, WorkerError
+from verl.single_controller.ray import ResourceError
+from verl.trainer.ppo.groups import WorkerGroups
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.weight_sync import WeightSync, is_lost_transfer
+
+logger = logging.getLogger(__name__)
+
+# A cause that comes back with every attempt must not keep the run: then its error goes up.
+MOST_PER_STEP = 3
+
+_COUNTED_AS = {Role.Rollout: "generation", Role.RefPolicy: "reference", Role.RewardModel: "reward_model"}
+
+Result = TypeVar("Result")
+
+
+class Revival:
+    """Around calls that may be made again: what they answer does not depend on who answers, nor on when."""
+
+    def __init__(
+        self,
+        groups: WorkerGroups,
+        weight_sync: WeightSync,
+        step: Callable[[], int],
+        phase: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        """`step()` is the step under way; in `phase(name)` the run says that it restarts something."""
+        self._groups, self._weight_sync, self._step, self._phase = groups, weight_sync, step, phase
+        self._in_step = (0, 0)
+        self._counts: Counter[str] = Counter()
+
+    def __call__(self, ask: Callable[[], Result]) -> Result:
+        """The result of `ask`. Errors that a restart in place does not mend are raised as they are."""
+        while True:
+            try:
+                return ask()
+            except WorkerError as error:
+                self._revive(error)
+
+    def metrics(self) -> dict[str, float]:
+        """How many restarts so far, of what was restarted at all."""
+        return {f"training/{what}_restarts": float(count) for what, count in self._counts.items()}
+
+    def _revive(self, error: WorkerError) -> None:
+        """Start the group anew that this error is of, and bring it to where the others are; or raise the error."""
+        while True:
+            roles = self._lost_roles(error)
+            if not roles:
+                raise error
+            self._count(error, roles)
+            try:
+                with self._phase(f"restart of {error.role}"):
+                    self._groups.restart(roles)
+                    if Role.Rollout in roles:
+                        self._weight_sync.connect()
+                        self._weight_sync.hand_over(self._groups.replicas.current)
+                return
+            except ResourceError as gone:
+                raise error from gone
+            except WorkerError as again:
+                error = again
+
+    def _lost_roles(self, error: WorkerError) -> frozenset[Role]:
+        """Those whose processes are to be started anew; none where that would lose training state, or mend nothing."""
+        if is_lost_transfer(error):
+            return self._groups.restartable_with(str(Role.Rollout))
+        return self._groups.restartable_with(error.role) if isinstance(error, WorkerDiedError) else frozenset()
+
+    def _count(self, error: WorkerError, roles: frozenset[Role]) -> None:
+        step, count = self._step(), self._in_step[1]
+        self._in_step = step, count + 1 if step == self._in_step[0] else 1
+        if self._in_step[1] > MOST_PER_STEP:
+            logger.error("step %d: %d restarts in place did not help.", step, MOST_PER_STEP)
+            raise error
+        self._counts.update(_COUNTED_AS[role] for role in roles)
+        logger.warning(
+            "step %d: %s rank %d on %s was lost in %s (%s). Its group is started anew and asked again; the trainer's"
+            " state is kept (restart %d of at most %d in this step).",
+            *(step, error.role, error.rank, error.host, error.method, error.summary, self._in_step[1], MOST_PER_STEP),
+        )
