@@ -64,13 +64,13 @@ class EngineMemory:
             self._states.come_back()
 
     def lend(self, tensors: Mapping[str, torch.Tensor], settle: Callable[[], None]) -> dict[str, list[torch.Tensor]]:
-        """This rank's parts of tensors as rows of bytes where they are now: on the device, or waiting in host memory.
+        """Tensors of this rank as rows of bytes where they are now: on the device, or waiting in host memory.
 
         `settle` waits until they are read. It is called before any of them changes, or goes away.
         """
         self._states.wait()
         self._lent, self._settle = set(), settle
-        return {name: self._bytes_of(local_shard(value)) for name, value in tensors.items()}
+        return {name: self._bytes_of(value) for name, value in tensors.items()}
 
     def _bytes_of(self, local: torch.Tensor) -> list[torch.Tensor]:
         if not local.numel():

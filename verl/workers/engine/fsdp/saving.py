@@ -37,8 +37,8 @@ class BackgroundSaves:
         """Copy the tensors of `frozen` from where they are now, and write the copy under `folder`."""
 
         def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            sources = memory.lend(tensors, self._snapshot.wait)
-            taken = self._snapshot.take({name: local_shard(value) for name, value in tensors.items()}, sources)
+            mine = {name: local_shard(value) for name, value in tensors.items()}
+            taken = self._snapshot.take(mine, memory.lend(mine, self._snapshot.wait))
             return {name: sharded_like(value, taken[name], self._mesh) for name, value in tensors.items()}
 
         copy = frozen.with_tensors(copied)
