@@ -37,27 +37,15 @@ from verl.utils.process_pool.errors import (
     TaskTimeout,
 )
 from verl.utils.process_pool.fork_server import IMPORTING, MEMORY, MODULES, RETURNED
+from verl.utils.process_pool.pace import LOOK_SECONDS, Pace
 from verl.utils.process_pool.processes import FROM_OUTSIDE, Done, ForkServer, Task, Worker, ending_in_words, portable
 from verl.utils.progress import expect, tick
 
 logger = logging.getLogger(__name__)
 
-# A call takes long when it takes this many times what calls typically take, and not less than that.
-_LONG = 20
-_FIRST_GUESS_SECONDS = 0.1
-_LONG_SECONDS = 0.005
-# So often, at most, a call that takes long is looked at: does it compute or wait.
-_LOOK_SECONDS = 0.25
-_LOOK_AT_LEAST_SECONDS = 2.0
 _MOST_BESIDE = 256
-# Processes that a call may lose; from a call that ends each of its processes in a way that others might have done it,
-# nobody else would be told apart.
+# Processes that a call may lose to others; one that ends each of its processes itself cannot be told from that at once.
 _MOST_LOST = 3
-# Work per message: much against the time until a busy machine lets the pool send the next one.
-_MESSAGE_SECONDS = 0.1
-_MOST_PER_MESSAGE = 256
-# How long answers may pile up before they are read: long against what reading costs.
-_PILE_SECONDS = 0.005
 _TICK_SECONDS = 0.5
 
 
@@ -76,7 +64,7 @@ class ProcessPool:
         self._memory_limit = memory_limit
         self._waiting: deque[Task] = deque()
         self._workers: dict[int, Worker] = {}
-        self._typical_seconds = _FIRST_GUESS_SECONDS
+        self._pace = Pace()
         self._servers_lost = 0  # since the last answer
         self.made_again = 0
         """Calls that lost their process to somebody else and were made again, so far."""
@@ -269,23 +257,19 @@ class ProcessPool:
                 worker = self._server.fork()
                 self._workers[worker.pid] = worker
                 self._selector.register(worker.link, selectors.EVENT_READ, worker)
-            worker.tasks.extend(self._waiting.popleft() for _ in range(self._share()))
+            worker.tasks.extend(
+                self._waiting.popleft() for _ in range(self._pace.share(len(self._waiting), self._processes))
+            )
             try:
                 worker.send()
             except OSError:  # it ended before it could read: no fault of these calls, unless they are its first
                 self._died(worker, to_blame=not worker.answered)
 
-    def _share(self) -> int:
-        """How many calls the next message carries: worth a message, and at the end evenly over the workers."""
-        waiting = len(self._waiting)
-        enough = min(_MOST_PER_MESSAGE, int(_MESSAGE_SECONDS / max(self._typical_seconds, 1e-9)))
-        return max(1, min(enough, max(waiting // (2 * self._processes), enough // 16), waiting))
-
     def _let_answers_pile_up(self) -> None:
         """Waking up for every answer would cost more than most calls do: sleep until a worker should be done."""
         left = [len(worker.tasks) for worker in self._workers.values() if worker.tasks and not worker.blocked]
         if left and min(left) > 1:
-            time.sleep(min(_PILE_SECONDS, min(left) * self._typical_seconds))
+            time.sleep(self._pace.pile(min(left)))
 
     def _listen(self, ready: selectors.SelectorKey) -> None:
         if ready.fileobj is self._bell:
@@ -320,9 +304,7 @@ class ProcessPool:
             return
         answers = worker.answered - before
         if answers and not imported:
-            # One call that takes long must not change what is taken for long.
-            most = 4 * self._typical_seconds + 0.001
-            self._typical_seconds += 0.3 * (min(took / answers, most) - self._typical_seconds)
+            self._pace.learn(took, answers)
         if answers and worker.pid in self._workers:
             worker.begin()
             # One that comes back from waiting may find its place taken.
@@ -355,7 +337,7 @@ class ProcessPool:
             self._read(worker)  # the answer may be there: this thread, too, may have been kept waiting
             if worker.pid not in self._workers or not worker.tasks or worker.tasks[0] is not task:
                 continue
-            soon = worker.looked_at == worker.since and now - worker.since < _LOOK_SECONDS
+            soon = worker.looked_at == worker.since and now - worker.since < LOOK_SECONDS
             worker.look(now)
             if worker.stopped:
                 self._make_again(worker.tasks.popleft(), "was stopped")
@@ -385,12 +367,7 @@ class ProcessPool:
         return max(0.0, min(events) - time.monotonic()) if events else None
 
     def _next_event(self, worker: Worker) -> float:
-        timeout, seen = worker.tasks[0].timeout, worker.looked_at - worker.since
-        long = min(max(_LONG_SECONDS, _LONG * self._typical_seconds), timeout / 4)
-        # Hundreds may be waiting at a time: the longer one does, the less often it is looked at.
-        pause = max(_LOOK_SECONDS, min(seen / 2, _LOOK_AT_LEAST_SECONDS))
-        next_look = worker.looked_at + pause if seen else worker.since + long
-        return min(next_look, worker.since + timeout)
+        return self._pace.next_look(worker.since, worker.looked_at, worker.tasks[0].timeout)
 
     def _died(self, worker: Worker, to_blame: bool = True) -> None:
         """A worker is gone: its running call is to blame, unless somebody else may be; the others go to another."""
