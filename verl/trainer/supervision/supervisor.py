@@ -82,6 +82,7 @@ class Supervisor(Generic[C]):
         self._saved, self._record = SavedSteps(self._trainer), Record()
         self.attempts = 0
         self.head: Any = None
+        self._pausing = False
 
     def next_attempt(self) -> Attempt[C]:
         """In the child."""
@@ -105,19 +106,21 @@ class Supervisor(Generic[C]):
         lost = self._saved.what_is_lost(run.step)
         logger.warning("restart %d of %d in %.0f s: %s; %s", decision.number, limit, decision.delay, ending.cause, lost)
         forwarded.wait(decision.delay)
-        return forwarded.asked is None
+        self._pausing = forwarded.asked is not None
+        return not self._pausing
 
     def end(self, run: Run, code: int, forwarded: Forwarded) -> NoReturn:
         """Exit as the run did; what it left to us to say, its cause, comes last."""
-        by, ending = forwarded.asked, run.ending(code)
-        if by == "SIGINT" and (code < 0 or forwarded.at_once):
+        by, ending, lines = forwarded.asked, run.ending(code), run.last_lines
+        restart = what_the_same_command_does(self._trainer)
+        if by == "SIGINT" and (code < 0 or forwarded.at_once or self._pausing):
             raise KeyboardInterrupt
-        if by is not None and code < 0:
+        if self._pausing:
+            lines = [f"stopped by {by} before the restart; {restart}"]
+        elif by is not None and code < 0:
             signal.signal(signal.Signals[by], signal.SIG_DFL)
             os.kill(os.getpid(), signal.Signals[by])
-        lines = run.last_lines
-        if not lines and ending is not None and not run.has_spoken:
-            restart = what_the_same_command_does(self._trainer)
+        elif not lines and ending is not None and not run.has_spoken:
             lines = [f"{ending.cause[0].upper()}{ending.cause[1:]}. {restart[0].upper()}{restart[1:]}."]
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.exit(code if code >= 0 else 1)

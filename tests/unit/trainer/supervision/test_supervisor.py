@@ -29,8 +29,9 @@ class WorkerDiedError(RuntimeError):
     phase, step, role, rank, host = "gen", 3, "actor", 0, "here"
     summary = property(str)
 
-policy._FIRST_DELAY_S = run._STOPPED_S = 0.3
-run._SILENT_S = run._ENDING_S = 5.0
+policy._FIRST_DELAY_S = float(os.environ.get("DELAY", 0.3))
+run._STOPPED_S = 0.3
+run._SILENT_S, run._ENDING_S = 1.5, 5.0
 folder = pathlib.Path(sys.argv[1])
 trainer = SimpleNamespace(
     max_restarts=2, default_local_dir=str(folder), resume_mode="auto", resume_from_path=None
@@ -173,7 +174,7 @@ def test_what_would_happen_again_ends_as_it_does_alone(tmp_path, body, code):
     ("body", "cause"),
     [
         ("os.kill(os.getpid(), signal.SIGSTOP)", "was stopped (SIGSTOP) and nobody let it go on"),
-        ("report.tell(beat=True); time.sleep(60)", "gave no sign of life for 5 s (process state "),
+        ("report.tell(beat=True); time.sleep(60)", "gave no sign of life for 2 s (process state "),
     ],
 )
 def test_a_driver_that_is_stopped_or_silent_is_killed_and_started_again(tmp_path, body, cause):
@@ -223,6 +224,17 @@ def test_who_dies_after_being_asked_to_stop_is_not_started_again(start, tmp_path
     process.send_signal(signal.SIGTERM)
     os.kill(child, signal.SIGKILL)
     assert process.wait(timeout=20) == -signal.SIGTERM
+    assert len(pids(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 1), (signal.SIGINT, 130)])
+def test_a_signal_in_the_pause_before_a_restart_ends_it_with_where_the_command_goes_on(start, number, code, tmp_path):
+    process, child = start(f"{RUNNING}time.sleep(60)", env=os.environ | {"DELAY": "60"})
+    os.kill(child, signal.SIGKILL)
+    assert "restart 1 of 2 in 60 s" in process.stderr.readline()
+    process.send_signal(number)
+    assert process.wait(timeout=20) == code
+    assert "he same command starts from the beginning" in process.stderr.read().splitlines()[-1]
     assert len(pids(tmp_path)) == 1
 
 
