@@ -133,12 +133,9 @@ class Run:
 
     def hit(self, fault: Fault, usual: dict[str, float], rng: random.Random) -> Outcome | None:
         """Send the fault at its moment and wait until the run is beyond it; None where the run ended before."""
-        pid = None
-        while pid is None:
-            if not self._aim(fault, usual):
-                return None
-            found = by_kind(self.process.pid, self.notes.actor_ranks()).get(fault.target, [])
-            pid = rng.choice(found) if found else None
+        if not self._aim(fault, usual):
+            return None
+        pid = rng.choice(self._processes(fault.target))
         last = next(note for note in reversed(self.notes.all) if "phase" in note)
         outcome = Outcome(fault, self.layout, pid, last["step"], last["phase"], self.checkpoints.newest())
         alive = {identity(member) for member in family(self.process.pid)[1:]} - {None}
@@ -151,6 +148,15 @@ class Run:
             self._check_restart(outcome, alive)
         outcome.said = _sentence(self.log, said_before)
         return outcome
+
+    def _processes(self, kind: str) -> list[int]:
+        """Those of a kind; while the run starts they may come yet."""
+        for _ in range(round(self.limit / _TICK_S)):
+            found = by_kind(self.process.pid, self.notes.actor_ranks())
+            if kind in found:
+                return found[kind]
+            self._tick()
+        raise SystemExit(f"the run has no {kind}, but {found}; see {self.log}")
 
     def _aim(self, fault: Fault, usual: dict[str, float]) -> bool:
         """Wait for the moment; False: the run is over."""

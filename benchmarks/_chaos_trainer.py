@@ -61,10 +61,7 @@ class NotingTrainer(RayPPOTrainer):
 
     def after(self, phase: str) -> None:
         if phase == "start":
-            import ray
-
-            described = ray.get([worker.describe.remote() for worker in self.actor_wg.workers])
-            self.note(actor_ranks=[pid for *_, pid in described])
+            self.note(actor_ranks=[process.pid for process in self.actor_wg.processes])
         elif phase == "resume":
             self.note(resumed_at=self.global_steps)
         elif phase == "answers":
