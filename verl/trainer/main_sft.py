@@ -6,6 +6,7 @@ Neither torch nor ray is imported until the configuration is known to be right.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -68,8 +69,14 @@ def _train(config: SFTConfig) -> str | None:
             if config.ranks == 1:
                 trainer.fit()
             else:
-                watched(trainer.fit, own, asked)
+                watched(lambda: _fit_and_close(trainer), own, asked)
         return asked.by
+
+
+def _fit_and_close(trainer: Any) -> None:
+    """Closing waits for what is still written and copied: that, too, is watched."""
+    with trainer:
+        trainer.fit()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ PROGRAM = """
 import signal, sys, threading
 from verl.trainer.common.signals import stop_on_signals
 say = lambda text: print(text, flush=True)
+for number in (signal.SIGTERM, signal.SIGHUP):  # as in a user's foreground, whatever started the tests ignores
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if "nohup" in sys.argv:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 asked = threading.Event()

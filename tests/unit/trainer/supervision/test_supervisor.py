@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -24,6 +26,11 @@ from verl.trainer.common.signals import stop_on_signals
 from verl.trainer.supervision import policy, report, run
 from verl.trainer.supervision.supervisor import supervise
 from verl.utils.logging_setup import setup_logging
+
+# As in a user's foreground: what started the tests may ignore some (nohup, a job in the background).
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 class WorkerDiedError(RuntimeError):
     phase, step, role, rank, host = "gen", 3, "actor", 0, "here"
@@ -252,13 +259,15 @@ def on_a_terminal(body: str, folder: Path) -> tuple[int, int]:
     return pid, terminal
 
 
-def said_on(terminal: int) -> str:
-    text = b""
-    while True:
+def said_on(terminal: int, seconds: float = 30) -> str:
+    """Until the last process closes it, or for so long."""
+    text, deadline = b"", time.monotonic() + seconds
+    while select.select([terminal], [], [], max(0, deadline - time.monotonic()))[0]:
         try:
             text += os.read(terminal, 4096)
-        except OSError:  # the last process closed it
-            return text.decode()
+        except OSError:
+            break
+    return text.decode()
 
 
 def test_a_run_on_a_terminal_writes_reads_and_hears_ctrl_c(tmp_path):
@@ -274,9 +283,13 @@ print("reads", input(), flush=True)
         wait_for(lambda: (tmp_path / "running").exists())
         os.write(terminal, b"\x03")
         said = said_on(terminal)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, said
     finally:
         os.close(terminal)
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, seconds=10)
+        os.kill(pid, signal.SIGKILL)  # if it has not ended by itself
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code == 0, said
     assert "reads something" in said
     assert "SIGINT: stopping" in said
     assert "stopped\r\n" in said
