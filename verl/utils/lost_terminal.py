@@ -20,7 +20,7 @@ def outlive_terminal() -> None:
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, _Lasting):
+        if type(stream) is io.TextIOWrapper:  # Python's own on a file; what others put there may have none
             stream.flush()
             setattr(sys, name, _Lasting(stream))
 
