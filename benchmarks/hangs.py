@@ -136,7 +136,7 @@ def cost(folder: Path, limit: float) -> dict[str, Any]:
     """Processor time of the thread that watches, in a run of long phases in which nothing is wrong."""
     folder.mkdir()
     (folder / "trainer.py").write_text(WATCHED)
-    process = start(folder, "data.max_response_length=512", "actor_rollout_ref.rollout.ignore_eos=True")
+    process = start(folder, "data.max_response_length=384", "actor_rollout_ref.rollout.ignore_eos=True")
     told = [
         found for line in output_of(process, limit) if (found := re.search(r"WATCHED ([\d.]+) ms in ([\d.]+)", line))
     ]

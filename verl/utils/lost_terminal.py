@@ -56,5 +56,6 @@ class _Lasting(io.TextIOWrapper):
 
     def __init__(self, other: io.TextIOWrapper) -> None:
         raw: Any = _Output(other.fileno(), "w", closefd=False)
-        buffered = io.BufferedWriter(raw)
+        # With PYTHONUNBUFFERED, what is written through must meet no buffer.
+        buffered = raw if other.write_through else io.BufferedWriter(raw)
         super().__init__(buffered, other.encoding, other.errors, None, other.line_buffering, other.write_through)

@@ -80,3 +80,21 @@ def test_a_pipe_whose_reader_ends(tmp_path):
     lines = end(process, tmp_path)
     assert lines[-1] == "stopped by None"
     assert lines.count("printed") > 5
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_of_stderr_comes_at_once_and_of_stdout_where_python_does_not_buffer(unbuffered):
+    program = (
+        "import sys, time; from verl.utils.lost_terminal import outlive_terminal; outlive_terminal();"
+        "print('printed'); print('said', file=sys.stderr); time.sleep(60)"
+    )
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=-1, stderr=-1, env=environment)
+    try:
+        assert process.stderr.readline() == b"said\n"
+        if unbuffered:
+            assert process.stdout.readline() == b"printed\n"
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
