@@ -88,12 +88,12 @@ class RankReports:
 
         Processes of this node are looked at even if they do not answer.
         """
-        here = ray.get_runtime_context().get_node_id()
-        states = [standstill(process.pid) if process.node == here else None for process in group.processes]
+        here, processes = ray.get_runtime_context().get_node_id(), group.processes  # which a restart replaces
+        states = [standstill(process.pid) if process.node == here else None for process in processes]
         beats = group.beats(every_thread, within)
+        reports = [RankReport(group.role, rank, each.host, each.pid, "runs") for rank, each in enumerate(processes)]
         return [
-            self._report(RankReport(group.role, rank, process.host, process.pid, "runs"), process, beat, state, since)
-            for rank, (process, beat, state) in enumerate(zip(group.processes, beats, states, strict=True))
+            self._report(*known, since, every_thread) for known in zip(reports, processes, beats, states, strict=True)
         ]
 
     def kill(self, process: RankProcess) -> None:
@@ -101,7 +101,7 @@ class RankReports:
         self._nodes.kill(process)
 
     def _report(
-        self, report: RankReport, process: RankProcess, beat: Any, state: str | None, since: float
+        self, report: RankReport, process: RankProcess, beat: Any, state: str | None, since: float, stacks_too: bool
     ) -> RankReport:
         if isinstance(beat, Beat) and state is None:
             self._last[process] = time.monotonic(), beat
@@ -112,7 +112,7 @@ class RankReports:
             state = "gone"
         stacks: dict[int, Stack] = {}
         if state is None:
-            found = self._nodes.look(process)
+            found = self._nodes.look(process, stacks_too)
             if found is None:
                 return replace(report, state="unreachable")
             state, stacks = found
@@ -137,10 +137,10 @@ class Nodes:
     def __init__(self) -> None:
         self._eyes: dict[str, Any] = {}
 
-    def look(self, process: RankProcess) -> Look | None:
-        """None: the node does not answer."""
+    def look(self, process: RankProcess, stacks_too: bool = False) -> Look | None:
+        """None: the node does not answer. Stacks, which disturb a process, are taken on this node only if asked for."""
         if process.node == ray.get_runtime_context().get_node_id():
-            return look_at(process.pid)
+            return look_at(process.pid) if stacks_too else (standstill(process.pid), {})
         return self._ask(process.node, "look", process.pid)
 
     def kill(self, process: RankProcess) -> None:

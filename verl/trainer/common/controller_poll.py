@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import time
 from typing import Any
@@ -16,9 +17,12 @@ logger = logging.getLogger(__name__)
 _TOLD_AFTER_S = 5.0
 # Whoever is stopped comes to nothing by itself; whoever only does not answer may be busy.
 _STOPPED_S, _SILENT_S = 60.0, 300.0
+# Between two looks. Longer, and nobody could run: the machine, or the job, was suspended.
+_PAUSED_S = 10.0
 # What the controller ends with itself comes sooner, with its traceback.
 _OWN_ENDING_S = 5.0
 _ROLE = "TaskRunner"
+_STANDS = {"stopped": "stopped (SIGSTOP)", "traced": "stopped by a debugger"}
 
 
 class ControllerPoll:
@@ -31,12 +35,16 @@ class ControllerPoll:
         self._standstill: tuple[str, float] | None = None
         self._hang_seen: float | None = None
         self._told: str | None = None
+        self._looked = time.monotonic()
         self.standing: Any = None
         """The last that came."""
 
     def look(self) -> None:
         """Ask, or see whether the answer is there; raises HangError once nothing is to be hoped for. Never waits."""
-        now = time.monotonic()
+        before, self._looked = self._looked, time.monotonic()
+        now = self._looked
+        if now - before > _PAUSED_S:
+            self._answered, self._standstill = self._answered and now, None
         self._ask(now)
         hang = getattr(self.standing, "hang", None)
         if hang is not None:
@@ -65,15 +73,17 @@ class ControllerPoll:
     def _look_at_processes(self, now: float) -> None:
         pid = getattr(self.standing, "pid", 0)
         here = pid and self.standing.host == socket.gethostname()
-        why = self._own.stopped()
-        if why is None and here and (state := standstill(pid)) in ("stopped", "traced"):
-            why = f"the controller (TaskRunner, pid {pid}) is {state} (SIGSTOP or a debugger)"
+        why, limit = self._own.stopped(), self._timeout or _STOPPED_S
+        if why is None and here and (state := standstill(pid)) in _STANDS:
+            why = f"the controller (TaskRunner, pid {pid}) is {_STANDS[state]}"
+            limit = math.inf if state == "traced" else limit  # somebody looks at it
         if why is None:
             self._standstill = None
             return self._look_at_silence(now, pid if here else 0)
         if self._standstill is None or self._standstill[0] != why:
             self._standstill = why, now
-        self._weigh(why, now - self._standstill[1], _STOPPED_S, _TOLD_AFTER_S)
+        self._answered = self._answered and now  # it could not
+        self._weigh(why, now - self._standstill[1], limit, _TOLD_AFTER_S)
 
     def _look_at_silence(self, now: float, pid: int) -> None:
         seconds = 0.0 if self._answered is None else now - self._answered
@@ -83,7 +93,7 @@ class ControllerPoll:
         limit = self._timeout or _SILENT_S
         if seconds >= limit or (seconds >= limit / 2 and self._told is None):
             why, detail = self._silent(pid)
-            self._weigh(why, seconds, _SILENT_S, 0.0, detail)
+            self._weigh(why, seconds, limit, 0.0, detail)
 
     def _silent(self, pid: int) -> tuple[str, str]:
         from verl.trainer.common.hang_verdict import judge_controller
@@ -98,7 +108,6 @@ class ControllerPoll:
         return judge_controller(main, f"{who}: it").sentence, "\n\n".join(map(show, stacks.values()))
 
     def _weigh(self, why: str, seconds: float, limit: float, told_after: float, detail: str = "") -> None:
-        limit = self._timeout or limit
         if seconds >= limit:
             from verl.single_controller.base.errors import HangError
 
@@ -113,4 +122,5 @@ class ControllerPoll:
             raise error
         if seconds >= told_after and self._told != why:
             self._told = why
-            logger.warning("the run waits for %.0f s: %s. It is given up after %.0f s.", seconds, why, limit)
+            until = "" if limit == math.inf else f" It is given up after {limit:.0f} s."
+            logger.warning("the run waits for %.0f s: %s.%s", seconds, why, until)

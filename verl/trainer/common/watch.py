@@ -7,6 +7,7 @@ seconds; the run ends when a phase makes no progress for its limit (`hang_limits
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -37,6 +38,8 @@ _TOLD_AFTER_S = {"stopped": 2.0, "traced": 2.0, "dead": 2.0, "user": 60.0}
 # From then on the stacks of all threads are asked for.
 _SUSPECT_S = 5.0
 _RAISED_S = 1.0
+# Who sleeps so much longer than asked for could not run, nor could others: the machine, or the job, was suspended.
+_PAUSED_S = 5.0
 
 WAITING_METRIC = "timing_s/waiting_for_one_rank"
 
@@ -87,17 +90,20 @@ class HangWatch:
         self._told: set[str] = set()
 
     def _watch(self, over: threading.Event) -> None:
-        before = self.seconds
+        before, slept, failures = self.seconds, time.monotonic(), set[str]()
         while not over.wait(_LOOK_S):
+            now = time.monotonic()
+            if now - slept > _LOOK_S + _PAUSED_S:
+                self._started(now)
             try:
-                ended = self._look(time.monotonic())
-                self.seconds = before + time.thread_time()
-                if ended:
+                if self._look(now):
                     return
-            except Exception as error:  # noqa: BLE001 - said; the run goes on as if it were not watched
-                if not over.is_set():
-                    logger.warning("the run is not watched for hangs any more: %r", error)
-                return
+            except Exception as error:  # noqa: BLE001 - said once; what is looked at may end meanwhile
+                if not over.is_set() and repr(error) not in failures:
+                    failures.add(repr(error))
+                    logger.warning("the watch for hangs could not look at the run: %r", error)
+            self.seconds = before + time.thread_time()
+            slept = time.monotonic()
 
     def _look(self, now: float) -> bool:
         """Whether this was the end of it."""
@@ -140,7 +146,8 @@ class HangWatch:
             self._told.add(verdict.kind)
             said = f"{self._where(phase)} waits for {seconds:.0f} s: {verdict.sentence}"
             self._status.trouble = said
-            logger.warning("%s. It is given up after %.0f s (trainer.hang_timeout).", said, limit)
+            until = "" if limit == math.inf else f" It is given up after {limit:.0f} s (trainer.hang_timeout)."
+            logger.warning("%s.%s", said, until)
         return False
 
     def _goes_on(self, phase: Phase) -> None:

@@ -8,13 +8,12 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from verl.trainer.supervision.forward import Forwarded
 from verl.trainer.supervision.policy import Ending
 from verl.trainer.supervision.report import Reports
 from verl.trainer.supervision.terminal import JOB_CONTROL, go_on, take_back
-from verl.utils.process_tree import family, wake_with_parent
+from verl.utils.process_tree import family, standstill, wake_with_parent
 
 _LOOK_S = 0.2
 # Whoever stopped it may let it go on; after this it is taken for dead.
@@ -22,7 +21,8 @@ _STOPPED_S = 5.0
 _SILENT_S = 60.0
 # What a run that has said how it ends may still take.
 _ENDING_S = 30.0
-_TRACED = "t"
+# Between two looks. Longer, and nobody could run: the machine, or the job, was suspended.
+_PAUSED_S = 5.0
 
 
 class Run:
@@ -35,6 +35,7 @@ class Run:
         self._reports, self._forwarded = reports, forwarded
         self._beat: float | None = None
         self._stopped: float | None = None
+        self._looked = time.monotonic()
 
     @classmethod
     def fork(cls, forwarded: Forwarded, earlier: int) -> Run | None:
@@ -129,17 +130,18 @@ class Run:
 
     def _is_lost(self) -> bool:
         """Whether nothing will come of it any more; `cause` says why."""
-        now = time.monotonic()
+        before, self._looked = self._looked, time.monotonic()
+        now = self._looked
+        if now - before > _PAUSED_S:
+            self._beat, self._stopped = self._beat and now, self._stopped and now
         if self._stopped is not None and now - self._stopped > _STOPPED_S:
             self.cause = (
                 f"the driver (pid {self.pid}) was stopped (SIGSTOP) and nobody let it go on for {_STOPPED_S:.0f} s"
             )
         elif self._stopped is None and self._beat is not None:
             limit = _ENDING_S if "ending" in self._reports.latest else _SILENT_S
-            if now - self._beat > limit and (state := _state(self.pid)) != _TRACED:
-                self.cause = (
-                    f"the driver (pid {self.pid}) gave no sign of life for {limit:.0f} s (process state {state})"
-                )
+            if now - self._beat > limit and standstill(self.pid) != "traced":
+                self.cause = f"the driver (pid {self.pid}) gave no sign of life for {limit:.0f} s"
         return self.cause is not None
 
     def _kill(self) -> None:
@@ -154,11 +156,3 @@ def _end_with(parent: int) -> None:
     for pid in reversed(family(os.getpid())):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def _state(pid: int) -> str:
-    """Its letter in /proc; "?" where that is not known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "?"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +35,7 @@ def test_who_cannot_run_at_all_is_waited_for_a_minute():
     limits = HangLimits(None)
     limits.took("gen", 200)
     assert limits.limit("gen", "stopped") == limits.limit("other", "dead") == 60
+    assert limits.limit("gen", "traced") == math.inf, "somebody is looking at it"
 
 
 @given(

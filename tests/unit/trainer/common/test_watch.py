@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import threading
 import time
@@ -80,6 +81,24 @@ def test_a_debugger_that_is_open_is_no_hang():
         went_on = True
     assert went_on
     assert status.standing().trouble is None
+
+
+def test_time_in_which_the_process_could_not_run_is_no_hang(monkeypatch):
+    """As when a laptop sleeps, or a scheduler suspends a job."""
+    monkeypatch.setattr(watching, "_PAUSED_S", 1.0)
+    monkeypatch.setattr(watching, "_LOOK_S", 0.3)
+    pid = os.fork()
+    if pid == 0:
+        status = StatusLine(10)
+        with HangWatch(status, 2.5), status.phase("gen"):
+            time.sleep(0.5)
+            time.sleep(0.5)
+        os._exit(status.hang is not None)
+    time.sleep(0.2)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(3.0)
+    os.kill(pid, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_the_thread_ends_with_the_block_and_the_next_block_is_watched_again():
