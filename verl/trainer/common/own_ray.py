@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 from verl.trainer.common.signals import Asked
 from verl.trainer.supervision.report import tell
-from verl.utils.process_tree import children, kill_family, standstill, states
+from verl.utils.process_tree import children, kill_family, standstill
 
 # Without one of these there is no Ray.
 _ESSENTIAL = ("gcs_server", "raylet")
 _LOOK_S = 1.0
-_UNANSWERED = 3
+# A GCS that is gone refuses; a network that is away does not answer at all, and may be back.
+_REFUSED, _UNANSWERED = 3, 12
 
 Result = TypeVar("Result")
 
@@ -31,7 +32,7 @@ class OwnRay:
         """`gcs`: the address of what holds the cluster together."""
         self._names = {pid: _name(pid) for pid in pids}
         self._seen = set(pids)
-        self._gcs, self._unanswered = gcs, 0
+        self._gcs, self._unanswered = gcs, 0.0  # the latter of 1
 
     def __bool__(self) -> bool:
         return bool(self._names)
@@ -41,7 +42,7 @@ class OwnRay:
 
         `signalled`: we were asked to end, and any that ended since was too; the essential ones take longer to go.
         """
-        ended = [pid for pid in self._names if states(pid)[:1] in ([], ["Z"])]
+        ended = [pid for pid in self._names if standstill(pid) in ("gone", "ended")]
         fatal = [pid for pid in ended if self._names[pid] in _ESSENTIAL or (signalled and pid in self._seen)]
         if not signalled:
             self._seen.difference_update(ended)
@@ -50,15 +51,17 @@ class OwnRay:
         return None if self._gcs_answers() else f"nothing answers at {self._gcs}, the address of its GCS"
 
     def _gcs_answers(self) -> bool:
-        """Ray itself waits for a minute. Once may be an accident of the network."""
+        """Ray itself waits for a minute. Once may be an accident."""
         host, _, port = (self._gcs or "").rpartition(":")
         if port:
             try:
                 socket.create_connection((host, int(port)), timeout=_LOOK_S).close()
-                self._unanswered = 0
+                self._unanswered = 0.0
+            except ConnectionRefusedError:
+                self._unanswered += 1 / _REFUSED
             except OSError:
-                self._unanswered += 1
-        return self._unanswered < _UNANSWERED
+                self._unanswered += 1 / _UNANSWERED
+        return self._unanswered < 0.99
 
     def stopped(self) -> str | None:
         """The process without which there is no Ray, if it is stopped."""
@@ -127,9 +130,7 @@ def result_of(call: Any, own: OwnRay, asked: Asked, look: Callable[[], None] = l
     import ray
 
     while not ray.wait([call], timeout=_LOOK_S, fetch_local=False)[0]:
-        tell(beat=True)
-        if (lost := own.lost(signalled=asked.by is not None)) is not None:
-            raise _lost(f"Ray's own processes ended ({lost})", own, asked)
+        _beat(own, asked)
         look()
     try:
         return ray.get(call)
@@ -157,10 +158,14 @@ def watched(act: Callable[[], Result], own: OwnRay, asked: Asked) -> Result:
 
     threading.Thread(target=run, name="the run", daemon=True).start()
     while not wait([done], timeout=_LOOK_S).done:
-        tell(beat=True)
-        if (lost := own.lost(signalled=asked.by is not None)) is not None:
-            raise _lost(f"Ray's own processes ended ({lost})", own, asked)
+        _beat(own, asked)
     return done.result()
+
+
+def _beat(own: OwnRay, asked: Asked) -> None:
+    tell(beat=True)
+    if (lost := own.lost(signalled=asked.by is not None)) is not None:
+        raise _lost(f"Ray's own processes ended ({lost})", own, asked)
 
 
 def _lost(what: str, own: OwnRay, asked: Asked) -> RayLostError:
