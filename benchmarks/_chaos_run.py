@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(c < "P" for c in solution_str) / max(1, len(solution_str))
 '''
 SAVE_FREQ, TEST_FREQ = 2, 4
-HANG_TIMEOUT_S = 20
 _TICK_S = 0.005
 # A run that was not started again has come through a fault when it did some more steps, so long after it: Ray may take
 # its time to notice that it lost something.
@@ -63,7 +62,9 @@ class Outcome:
 class Run:
     """The command in `folder`. A hand touches it only where a promise is broken, which is counted."""
 
-    def __init__(self, task: dict[str, str], folder: Path, layout: str, steps: int, limit: float) -> None:
+    def __init__(
+        self, task: dict[str, str], folder: Path, layout: str, steps: int, limit: float, settings: Sequence[str] = ()
+    ) -> None:
         self.layout, self.steps, self.limit = layout, steps, limit
         self.folder = folder
         self.folder.mkdir(parents=True)
@@ -73,7 +74,13 @@ class Run:
         (folder / "tmp").mkdir()
         self.notes = Notes(folder / "notes.jsonl")
         self.checkpoints = Checkpoints(folder / "checkpoints")
-        self.command = [sys.executable, "-m", "verl.trainer.main_ppo", *_arguments(task, folder, layout, steps)]
+        self.command = [
+            sys.executable,
+            "-m",
+            "verl.trainer.main_ppo",
+            *_arguments(task, folder, layout, steps),
+            *settings,
+        ]
         self.newest_at_last_fault = 0
         self.hands = self.stood_still = 0
         self.start()
@@ -294,6 +301,5 @@ def _arguments(task: dict[str, str], folder: Path, layout: str, steps: int) -> l
         f"trainer.save_freq={SAVE_FREQ}",
         f"trainer.test_freq={TEST_FREQ}",
         "trainer.max_actor_ckpt_to_keep=4",
-        f"trainer.hang_timeout={HANG_TIMEOUT_S}",
         "trainer.logger=[console]",
     )

@@ -57,6 +57,7 @@ def main() -> None:
         "--kinds", nargs="+", default=(), choices=sorted({kind for all_of in KINDS.values() for kind in all_of})
     )
     parser.add_argument("--limit", type=float, default=120, help="seconds in which a fault must be over")
+    parser.add_argument("--hang-timeout", type=float, default=20, help="trainer.hang_timeout of the disturbed runs")
     parser.add_argument("--out", default=None, help="folder whose results these are added to")
     parser.add_argument("--json", default=None, help="append the JSON lines of the tables to this file")
     args = parser.parse_args()
@@ -86,7 +87,8 @@ def injected(args: argparse.Namespace, work: Path, out: Path) -> bool:
     while left > 0:
         layout = args.layouts[number % len(args.layouts)]
         reference = without_faults(task, out / f"undisturbed-{layout}-{steps}.json", work, layout, steps, args.limit)
-        run = Run(task, work / f"{layout}-{number}", layout, steps, args.limit)
+        settings = [f"trainer.hang_timeout={args.hang_timeout}"]
+        run = Run(task, work / f"{layout}-{number}", layout, steps, args.limit, settings)
         try:
             count = disturbed(run, reference, plans[layout], min(left, args.per_run), rng, out)
             broken |= not finished(run, reference, out)

@@ -1,0 +1,26 @@
+"""A run whose processes are killed and stopped comes through by itself, with the weights of an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+
+
+@pytest.mark.timeout(1500)
+def test_six_faults_cost_no_saved_step_no_prompt_and_no_bit(tmp_path):
+    """The rollout has a pool of its own, where it is started anew without the trainer."""
+    kinds = ["replica", "scorer", "saver", "controller", "GCS"]
+    command = [sys.executable, str(CHAOS), "--faults=6", "--layouts=apart", "--hang-timeout=10", f"--out={tmp_path}"]
+    done = subprocess.run([*command, "--kinds", *kinds], capture_output=True, text=True, timeout=1400)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    faults = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
+    assert len(faults) == 6
+    assert {fault["how"] for fault in faults} >= {"restarted", "went on"}
