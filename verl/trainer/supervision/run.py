@@ -90,7 +90,7 @@ class Run:
         self._reports.close()
         self._forwarded.child = None
         take_back(self.pid)
-        if self.cause is not None and self.has_spoken:  # it was done but for its exit
+        if self.has_spoken and (self.cause is not None or code < 0):  # it was done but for its exit
             return int(self._reports.latest["ending"]["cause"] is not None)
         return code
 

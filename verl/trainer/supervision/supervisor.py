@@ -48,7 +48,7 @@ def supervise(
     All attempts share an id, by which trackers know that they are one run (`VERL_RUN`).
     `keep_head` gives a head that runs, from the one so far, which may have died; `stop_head` ends it.
     """
-    supervisor, strangers = Supervisor(config), children(os.getpid())
+    supervisor, strangers = Supervisor(config), family(os.getpid())[1:]
     adopt_orphans()
     os.environ["VERL_RUN"] = uuid.uuid4().hex[:12]
     forwarded = Forwarded()

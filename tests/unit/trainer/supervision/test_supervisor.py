@@ -169,6 +169,7 @@ def test_without_restarts_left_the_cause_is_last(tmp_path):
         ("raise KeyboardInterrupt", 130),
         ("sys.exit(7)", 7),
         ("pass", 0),
+        ("import atexit; atexit.register(os.abort)", 0),  # the run was over
     ],
 )
 def test_what_would_happen_again_ends_as_it_does_alone(tmp_path, body, code):
