@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-
+_PULSE_S = 1.0
 _pulses = 0
 
 
@@ -28,6 +29,22 @@ def pulse() -> None:
 def pulses() -> int:
     """How often, so far: as long as this changes, the process does not hang."""
     return _pulses
+
+
+@contextmanager
+def moving(seconds: float) -> Iterator[None]:
+    """What is done inside moves, for so long at most: it waits for others, of whom nothing is counted here."""
+    over, deadline = threading.Event(), time.monotonic() + seconds
+
+    def run() -> None:
+        while not over.wait(_PULSE_S) and time.monotonic() < deadline:
+            pulse()
+
+    threading.Thread(target=run, name="moving", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 class Progress:

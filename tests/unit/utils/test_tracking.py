@@ -176,6 +176,16 @@ def test_a_backend_that_fails_while_training_is_counted_and_the_others_go_on(tmp
     tracking.close()
 
 
+def test_a_backend_that_does_not_close_costs_no_run(caplog, monkeypatch):
+    def away(backend: Console) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(Console, "close", away)
+    with Tracking("p", "r", ["console"]):
+        pass
+    assert "console did not close: OSError('no route to host')" in caplog.text
+
+
 def test_unknown_backend_names_the_nearest():
     with pytest.raises(ValueError, match=r"trainer\.logger: unknown backend 'tensorbord'\. Did you mean 'tensorboard'"):
         Tracking("p", "r", "tensorbord")

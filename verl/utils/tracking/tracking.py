@@ -13,11 +13,15 @@ from types import TracebackType
 from typing import Any
 
 from verl.config.names import LOGGERS
+from verl.utils.progress import moving
 from verl.utils.registry import Registry
 from verl.utils.tracking.console import Console
 from verl.utils.tracking.tracker import Generation, Run, Tracker
 
 logger = logging.getLogger(__name__)
+
+# A service that is away keeps its client waiting for ever: then the run is given up as any that hangs.
+_CLOSING_S = 1200.0
 
 TRACKERS: Registry[type[Tracker]] = Registry("trainer.logger", LOGGERS)
 
@@ -59,8 +63,12 @@ class Tracking:
     def close(self) -> None:
         """Finish every backend; safe to call twice."""
         while self._backends:
-            _, backend = self._backends.popitem()
-            backend.close()
+            name, backend = self._backends.popitem()
+            try:
+                with moving(_CLOSING_S):  # what is left is sent now
+                    backend.close()
+            except Exception as error:  # noqa: BLE001 - said; a tracker must not end a training run
+                logger.warning("tracking: %s did not close: %r", name, error)
 
     def __enter__(self) -> Tracking:
         return self

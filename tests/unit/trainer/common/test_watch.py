@@ -14,7 +14,8 @@ from verl.single_controller.base import HangError
 from verl.trainer.common import watch as watching
 from verl.trainer.common.status_line import StatusLine
 from verl.trainer.common.watch import HangWatch, raises_here
-from verl.utils.progress import pulse, tick
+from verl.utils import progress
+from verl.utils.progress import moving, pulse, tick
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="needs a signal of its own")
 
@@ -52,6 +53,16 @@ def test_whatever_moves_is_no_hang(move):
             time.sleep(0.1)
             move()
     assert status.standing().trouble is None
+
+
+def test_who_waits_for_a_service_moves_for_so_long(monkeypatch):
+    monkeypatch.setattr(progress, "_PULSE_S", 0.1)
+    status = StatusLine(10)
+    with HangWatch(status, 1.0, stuck=raises_here()), status.phase("step"):
+        with moving(60.0):
+            time.sleep(2.0)
+        with pytest.raises(HangError), moving(0.5):
+            time.sleep(20.0)
 
 
 def test_what_goes_on_is_said_as_the_trouble_was(caplog):
