@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verl.config import ConfigError
-from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
+from verl.single_controller.base.errors import HangError, WorkerCallError, WorkerDiedError
 from verl.trainer.common.checkpoint import Saver
 from verl.trainer.common.guard import TrainingStoppedError
 from verl.trainer.common.phases import Phases
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 SAVE, VALIDATION, DUMP = "save", "validation", "dump"
 FOLDER = "trainer.default_local_dir"
 
-# What going on cannot help: processes that are gone, a configuration that is wrong, weights that are lost, and a reward
-# that is to end the run (`reward_model.on_error=fail`).
-_ENDS_THE_RUN = (WorkerDiedError, ConfigError, TrainingStoppedError, FloatingPointError, RewardError)
+# What going on cannot help: processes that are gone or hang, a configuration that is wrong, weights that are lost, and
+# a reward that is to end the run (`reward_model.on_error=fail`).
+_ENDS_THE_RUN = (WorkerDiedError, HangError, ConfigError, TrainingStoppedError, FloatingPointError, RewardError)
 # Calls whose failure leaves all ranks ready for the next: answers are generated apart, and all hear of a failed save.
 # In any other call ranks work together, and those that did not fail may still wait for the one that did.
 _APART = ("generate_sequences", "save_checkpoint", "begin_save", "finish_save")

@@ -11,7 +11,7 @@ import pytest
 from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.config import ConfigError
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError
+from verl.single_controller.base.errors import Failure, HangError, WorkerCallError, WorkerDiedError
 from verl.trainer.common.guard import NonFiniteError
 from verl.trainer.common.setbacks import SAVE, VALIDATION, Setbacks, UnsavedRunError, ends_the_run
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -163,6 +163,7 @@ def failed_call(method: str) -> WorkerCallError:
     "error",
     [
         WorkerDiedError("worker process died", "actor", 1, "host", "generate_sequences"),
+        HangError("testing of step 2 hangs", "actor", 1, "host", "generate_sequences"),
         ConfigError([]),
         NonFiniteError("nan"),
         RewardError("reward_model.on_error is fail"),
