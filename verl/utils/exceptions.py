@@ -17,6 +17,13 @@ def _without_constructor(kind: type[Exception], args: tuple[Any, ...]) -> Except
     return kind.__new__(kind, *args)
 
 
+class RemoteTraceback(Exception):
+    """The traceback of another process, as text; the cause of the exception that came from there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
 def note(error: BaseException, **facts: Any) -> None:
     """Write what is known where an error passes by onto it as attributes; what was written nearer its source stays."""
     for name, value in facts.items():

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import ConfigError
-from verl.trainer.common.own_ray import RayLostError, RemoteTraceback
+from verl.trainer.common.own_ray import RayLostError
 from verl.trainer.supervision.causes import place_of, restartable
 from verl.trainer.supervision.report import earlier_attempts, is_supervised, tell
-from verl.utils.exceptions import note
+from verl.utils.exceptions import RemoteTraceback, note
 from verl.utils.lost_terminal import keep_lost_output
 from verl.version import __version__
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from verl.trainer.common.signals import Asked
 from verl.trainer.supervision.report import tell
+from verl.utils.exceptions import RemoteTraceback
 from verl.utils.process_tree import children, kill_family, standstill
 
 # Without one of these there is no Ray.
@@ -108,13 +109,6 @@ def _name(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
-
-
-class RemoteTraceback(Exception):
-    """The traceback of another process, as text; the cause of the exception that came from there."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 class RayLostError(RuntimeError):

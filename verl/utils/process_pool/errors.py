@@ -21,10 +21,3 @@ class InitializerError(ValueError):
 
 class PoolClosed(RuntimeError):
     """The pool was closed, or lost its fork server, before the call was done."""
-
-
-class RemoteTraceback(Exception):
-    """The cause of an exception that was raised in a worker: its traceback there."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"

@@ -28,14 +28,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from verl.utils import process_tree
-from verl.utils.process_pool.errors import (
-    CannotSend,
-    InitializerError,
-    PoolClosed,
-    ProcessDied,
-    RemoteTraceback,
-    TaskTimeout,
-)
+from verl.utils.exceptions import RemoteTraceback
+from verl.utils.process_pool.errors import CannotSend, InitializerError, PoolClosed, ProcessDied, TaskTimeout
 from verl.utils.process_pool.fork_server import IMPORTING, MEMORY, MODULES, RETURNED
 from verl.utils.process_pool.pace import LOOK_SECONDS, Pace
 from verl.utils.process_pool.processes import FROM_OUTSIDE, Done, ForkServer, Task, Worker, ending_in_words, portable
