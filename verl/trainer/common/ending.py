@@ -49,6 +49,7 @@ def ends_in_words(
     os.environ[_FULL_ERRORS] = "1"  # Hydra hands errors on instead of printing them its own way
     try:
         yield
+        tell(leaving=True)
     except KeyboardInterrupt as error:
         said = [" ".join(filter(None, (interrupted, _sentence(getattr(error, "restart", None)))))]
         _end(said, _INTERRUPTED, at_once=True)
@@ -119,6 +120,7 @@ def _end(lines: list[str], code: int, at_once: bool = False, said_by_supervisor:
 
     `said_by_supervisor`: only if it does not start the run again.
     """
+    tell(leaving=True)
     if said_by_supervisor:
         tell(lines=lines)
     ray = sys.modules.get("ray")

@@ -13,7 +13,8 @@ _earlier = 0
 
 
 def tell(**fields: Any) -> None:
-    """`beat` (alive), `step` and `phase` (under way), `ending` and `lines` (how it ends; the first one counts).
+    """`beat` (alive), `step` and `phase` (under way), `ending` and `lines` (how the run ends; the first one counts),
+    `leaving` (nothing is left to do but to exit: a script may go on after its run).
 
     Nothing where nobody supervises. It never waits: what does not fit into the pipe is lost.
     """

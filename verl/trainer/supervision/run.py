@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ _LOOK_S = 0.2
 # Whoever stopped it may let it go on; after this it is taken for dead.
 _STOPPED_S = 5.0
 _SILENT_S = 60.0
-# What a run that has said how it ends may still take.
+# What a command that is done may take to exit.
 _ENDING_S = 30.0
 # Between two looks. Longer, and nobody could run: the machine, or the job, was suspended.
 _PAUSED_S = 5.0
@@ -90,7 +91,7 @@ class Run:
         self._reports.close()
         self._forwarded.child = None
         take_back(self.pid)
-        if self.has_spoken and (self.cause is not None or code < 0):  # it was done but for its exit
+        if self.has_spoken and "leaving" in self._reports.latest and code < 0:  # it was done but for its exit
             return int(self._reports.latest["ending"]["cause"] is not None)
         return code
 
@@ -98,15 +99,13 @@ class Run:
         """How it ended; None: well, or as it was asked to."""
         if code == 0:
             return None
-        if self.has_spoken:
-            told = self._reports.latest["ending"]
-            return Ending(told["cause"] or f"exit code {code}", told["restartable"], told["place"])
-        if self.cause is not None:
-            return Ending(self.cause, restartable=True)
-        if code < 0:
-            name = signal.Signals(-code).name
-            return Ending(f"the driver (pid {self.pid}) was killed by {name}", restartable=True)
-        return Ending(f"the driver (pid {self.pid}) ended with exit code {code}, without a word", restartable=True)
+        told = self._reports.latest.get("ending")
+        if told is not None and told["cause"] is not None:
+            return Ending(told["cause"], told["restartable"], told["place"])
+        died = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        words = "" if code < 0 or told is not None else ", without a word"
+        # A run that has ended well needs no other attempt, whatever the script did after it.
+        return Ending(self.cause or f"the driver (pid {self.pid}) {died}{words}", restartable=told is None)
 
     def _look(self) -> int | None:
         """Take what the system says of all children; the exit code of this one, if it has ended."""
@@ -139,7 +138,7 @@ class Run:
                 f"the driver (pid {self.pid}) was stopped (SIGSTOP) and nobody let it go on for {_STOPPED_S:.0f} s"
             )
         elif self._stopped is None and self._beat is not None:
-            limit = _ENDING_S if "ending" in self._reports.latest else _SILENT_S
+            limit = _ENDING_S if "leaving" in self._reports.latest else math.inf if self.has_spoken else _SILENT_S
             if now - self._beat > limit and standstill(self.pid) != "traced":
                 self.cause = f"the driver (pid {self.pid}) gave no sign of life for {limit:.0f} s"
         return self.cause is not None

@@ -120,7 +120,7 @@ class Supervisor(Generic[C]):
         elif by is not None and code < 0:
             signal.signal(signal.Signals[by], signal.SIG_DFL)
             os.kill(os.getpid(), signal.Signals[by])
-        elif not lines and ending is not None and not run.has_spoken:
+        elif not lines and ending is not None and (code < 0 or not run.has_spoken):
             lines = [f"{ending.cause[0].upper()}{ending.cause[1:]}. {restart[0].upper()}{restart[1:]}."]
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.exit(code if code >= 0 else 1)

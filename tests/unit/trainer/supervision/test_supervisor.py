@@ -209,6 +209,14 @@ def test_a_run_that_has_ended_well_and_does_not_exit_is_ended(tmp_path):
     assert len(pids(tmp_path)) == 1
 
 
+def test_what_a_script_does_after_its_run_takes_as_long_as_it_takes(tmp_path):
+    script = program("report.tell(beat=True)").replace("ends_in_words(), ", "").replace("1.5, 5.0", "1.0, 1.0")
+    after = "time.sleep(3)\n(folder / 'after').touch()\n"
+    done = subprocess.run([sys.executable, "-c", script + after, str(tmp_path)], timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "after").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_reaches_the_run_once_however_often_it_is_delivered(start, number):
     """To the process and to its group, as `timeout` does, and to every process, as schedulers do."""
