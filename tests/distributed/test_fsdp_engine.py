@@ -147,9 +147,10 @@ def test_the_export_of_two_ranks_is_what_they_saved(found, one_rank):
 def test_what_one_rank_cannot_write_fails_on_both(found):
     """Else the other would wait for it in the next collective, and the run with it."""
     own, told = found[0]["failed saves"], found[1]["failed saves"]
-    assert len(own) == len(told) == 3
+    assert len(own) == len(told) == 4
     assert "extra.pt" in own[0]
     assert "model.json" in own[1]
+    assert "no room" in own[3]
     assert all("rank 0: " in line for line in told)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss, whole_weights
 from tests.support.lora_cases import adapters_at_work
@@ -13,6 +15,7 @@ from tests.support.tiny import tiny_model
 from verl.models.heads import ValueModel
 from verl.utils.torch_functional import distributed_masked_mean, distributed_mean_max_min_std
 from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.common.snapshot import HostSnapshot
 
 ROWS = 7  # not the same number on both ranks, and with micro-batches of 2 not the same number of those
 MINE = {0: slice(0, 5), 1: slice(5, 7)}
@@ -87,7 +90,8 @@ def second_gradients(data, tied):
 
 
 def failed_saves(engine, folder):
-    """What each rank raises when rank 0 alone cannot write its file; the ranks go on together afterwards."""
+    """What each rank raises when rank 0 alone cannot write its file, or has no room for a copy; the ranks go on
+    together afterwards."""
     raised = []
     for name in ("extra.pt", "model.json"):
         (folder / "blocked" / name).mkdir(parents=True, exist_ok=True)
@@ -96,12 +100,20 @@ def failed_saves(engine, folder):
         lambda: engine.save(folder / "blocked", ["extra"]),
         lambda: engine.save(folder / "blocked", ["model", "optimizer"]),
         lambda: engine.export_hf(folder / "a file"),
+        lambda: without_room(lambda: engine.begin_save(folder / "no room", ["model"])),
     ):
         try:
             act()
         except Exception as error:
             raised.append(f"{type(error).__name__}: {error}")
     return raised
+
+
+def without_room(act):
+    if dist.get_rank() > 0:
+        return act()
+    with patch.object(HostSnapshot, "_make_room", side_effect=MemoryError("no room")):
+        return act()
 
 
 def empty_steps(engine, data, rank):

@@ -165,10 +165,16 @@ class CheckpointManager:
         self._lock.close()
 
     def _retire(self) -> None:
-        """After a save; and after a copy, since a step that was being copied stayed meanwhile."""
+        """After a save; and after a copy, since a step that was being copied stayed meanwhile.
+
+        What could not be deleted costs neither the step that was saved nor the copies: the next save tries again.
+        """
         if self._newest is not None:
             with self._retiring:
-                retire(self.root, self._newest, self._limits)
+                try:
+                    retire(self.root, self._newest, self._limits)
+                except OSError as error:
+                    logger.warning("%s: steps over the limit could not be deleted: %s", self.root, error)
 
     @staticmethod
     def verify(path: str | os.PathLike[str]) -> list[str]:

@@ -83,10 +83,14 @@ class Copier:
     def _copy_all(self) -> None:
         if not self._knows_remote:
             self._knows_remote = self._tried(self._add_what_earlier_runs_left, "finding what is missing there")
-        while self._knows_remote and self._waiting:
-            folder, number = next(iter(self._waiting.items()))
+        while self._knows_remote:
+            with self._changed:
+                folder, number = next(iter(self._waiting.items()), (None, 0))
+            if folder is None:
+                return
             if not self._tried(partial(self._copy, folder), f"copying {folder}"):
-                missing = ", ".join(other.name for other in self._waiting)
+                with self._changed:
+                    missing = ", ".join(other.name for other in self._waiting)
                 logger.error("%s: only local for now: %s. The next save tries again.", copies.KEY, missing)
                 return
             with self._changed:

@@ -141,3 +141,20 @@ def test_what_a_killed_run_did_not_copy_the_next_one_does(tmp_path, store):
     assert store.uploads == ["global_step_1", "global_step_2", "global_step_3"]
     assert resolve_resume("auto", tmp_path / "new", remote=str(store.folder)).name == "global_step_3"
     assert remote.read_remote_manifest(str(store.folder), "global_step_2").step == 2
+
+
+def test_a_step_that_cannot_be_deleted_costs_neither_the_save_nor_the_copies(tmp_path, store, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    manager = CheckpointManager(tmp_path / "run", max_to_keep=1, remote=str(store.folder))
+    with monkeypatch.context() as full, caplog.at_level(logging.WARNING, logger="verl"):
+        full.setattr("verl.utils.checkpoint.checkpoint_manager.retire", fail)
+        for step in (1, 2):
+            save(manager, step)
+            assert manager.copies.wait(PATIENCE) == []
+        assert store.steps() == local(manager) == ["global_step_1", "global_step_2"]
+    assert "steps over the limit could not be deleted: [Errno 28] No space left on device" in caplog.text
+    save(manager, 3)
+    assert manager.copies.wait(PATIENCE) == []
+    assert local(manager) == ["global_step_3"]

@@ -1,5 +1,7 @@
 """Checkpoints that are written while training goes on: the files are those of the moment at which the save began."""
 
+import subprocess
+import sys
 import threading
 import weakref
 from contextlib import contextmanager
@@ -137,6 +139,23 @@ def test_a_copy_that_fails_fails_its_save_and_training_goes_on(tmp_path, monkeyp
         with pytest.raises(MemoryError, match="no room"):
             engine.finish_save()
     engine.save(tmp_path / "2", ["model"])
+
+
+def test_a_process_that_ends_while_something_is_written_ends_in_order():
+    """A thread in the middle of torch's code would abort it: "terminate called without an active exception"."""
+    code = """
+import io, time, torch
+from verl.workers.engine.common.background import in_background
+
+def work():
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        torch.save(torch.zeros(10), io.BytesIO())
+
+in_background("writing", work)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.fixture

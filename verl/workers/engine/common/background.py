@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from weakref import WeakSet
+
+# A process that ends gives its threads so long. They end early: executors take no more work by then.
+_ENDING_S = 20.0
+_threads: WeakSet[threading.Thread] = WeakSet()
 
 
 def in_background(name: str, work: Callable[[], None]) -> Future[None]:
-    """Start `work`. It does not keep the process from ending."""
+    """Start `work`. It does not keep the process from ending, but for what it has in hand."""
     done: Future[None] = Future()
 
     def run() -> None:
@@ -19,8 +26,18 @@ def in_background(name: str, work: Callable[[], None]) -> Future[None]:
         else:
             done.set_result(None)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
     return done
+
+
+@atexit.register
+def _let_them_end() -> None:
+    """A thread that comes back from torch's code when the interpreter is gone aborts the process."""
+    deadline = time.monotonic() + _ENDING_S
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class OneAfterTheOther:

@@ -41,7 +41,9 @@ class BackgroundSaves:
             taken = self._snapshot.take(mine, memory.lend(mine, self._snapshot.wait))
             return {name: sharded_like(value, taken[name], self._mesh) for name, value in tensors.items()}
 
-        copy = frozen.with_tensors(copied)
+        # A rank that has no room for its copy leaves none of the others waiting for it in the writing.
+        with groups.failing_together(self._group):
+            copy = frozen.with_tensors(copied)
 
         def write() -> None:
             with groups.failing_together(self._group):
