@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 
+# A phase whose name begins so starts processes and loads models, as the run did before its first phase.
+RESTART = "restart of "
 # Compiling for a new shape, a slow disk, a validation of long answers: less than this is no hang.
 _LEAST_S = 300.0
 _UNKNOWN_S = 1800.0
@@ -34,7 +36,8 @@ class HangLimits:
         stands = kind in ("stopped", "dead")  # that process cannot run at all
         if self._timeout is not None:
             # Starting processes and loading models says nothing of what phases take.
-            starts = kind == "starting" or not (self._took or phase or stands)
+            loads = phase.startswith(RESTART) or not (self._took or phase)
+            starts = kind == "starting" or (loads and not stands)
             return max(self._timeout, _LEAST_S) if starts else self._timeout
         if stands:
             return _STANDSTILL_S

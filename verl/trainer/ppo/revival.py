@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from verl.single_controller.base.errors import WorkerDiedError, WorkerError
 from verl.single_controller.ray import ResourceError
+from verl.trainer.common.hang_limits import RESTART
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.weight_sync import WeightSync, is_lost_transfer
@@ -60,7 +61,7 @@ class Revival:
                 raise error
             self._count(error, roles)
             try:
-                with self._phase(f"restart of {error.role}"):
+                with self._phase(f"{RESTART}{error.role}"):
                     self._groups.restart(roles)
                     if Role.Rollout in roles:
                         self._weight_sync.connect()

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.trainer.common.hang_limits import HangLimits, SlowRanks
+from verl.trainer.common.hang_limits import RESTART, HangLimits, SlowRanks
 
 SEEN = st.lists(st.tuples(st.sampled_from(["gen", "ref"]), st.floats(0, 1e5)))
 
@@ -50,6 +50,8 @@ def test_a_limit_that_is_set_holds_whatever_was_seen(timeout, seen, kind):
     assert limits.limit("gen", kind) == timeout
     assert limits.limit("", kind) == (timeout if seen or kind == "stopped" else max(timeout, 300)), "models are loaded"
     assert limits.limit("gen", "starting") == max(timeout, 300), "a group may be started anew in a phase"
+    restart = limits.limit(f"{RESTART}rollout", kind)
+    assert restart == (timeout if kind == "stopped" else max(timeout, 300)), "and before it can be asked, too"
 
 
 def test_a_rank_is_slow_if_others_wait_for_it_in_three_steps_in_a_row():
