@@ -33,7 +33,7 @@ SAVE_FREQ, TEST_FREQ = 2, 4
 _TICK_S = 0.005
 # A run that was not started again has come through a fault when it did some more steps, so long after it: Ray may take
 # its time to notice that it lost something.
-_SETTLE_STEPS = 2
+_SETTLE_STEPS = 3
 _SETTLE_S, _UNNOTICED_S = 6.0, 45.0
 
 
@@ -150,7 +150,7 @@ class Run:
         moment = time.monotonic()
         if not send(pid, fault.signal):
             return self.hit(fault, usual, rng)
-        self._follow(outcome, Place.of(last), moment)
+        self._follow(outcome, Place.of(last), moment, usual["step"])
         if outcome.how == "restarted":
             self._check_restart(outcome, alive)
         outcome.said = _sentence(self.log, said_before)
@@ -220,23 +220,30 @@ class Run:
 
     # ---------------------------------------------------------------- following
 
-    def _follow(self, outcome: Outcome, hit: Place | None, moment: float) -> None:
+    def _follow(self, outcome: Outcome, hit: Place | None, moment: float, usual_step: float) -> None:
         """Until the run stands beyond the place where it was hit, or broke its promise."""
-        before, beyond, settled, deadline = self.notes.controller, None, 0, moment + self.limit
+        before, deadline = self.notes.controller, moment + self.limit
+        beyond = settled = None
         while True:
             for note in self.notes.look():
                 place = Place.of(note)
                 if note["pid"] != before:
                     if outcome.how != "restarted":
-                        outcome.how, beyond = "restarted", None
+                        outcome.how, beyond, settled = "restarted", None, None
                     outcome.resumed_at = note.get("resumed_at", outcome.resumed_at)
                 if place is not None and beyond is None and (hit is None or place > hit) and note["time"] > moment:
-                    beyond, settled = note["time"], place.step + _SETTLE_STEPS
+                    beyond = note["time"]
+                if settled is None and note["step"] >= outcome.step + _SETTLE_STEPS:
+                    settled = note["time"]
             now = time.monotonic()
             if beyond is not None:
                 patience = _UNNOTICED_S if outcome.fault.restarts else _SETTLE_S
-                goes_on = now > moment + patience and self.notes.all[-1]["step"] >= settled
-                if outcome.how == "restarted" or goes_on or self._finished():
+                if settled is not None and outcome.how != "restarted" and now > moment + patience:
+                    # What it lost may have been missed later only: it counts what these steps took longer than usual.
+                    outcome.how, late = "went on", settled - moment - _SETTLE_STEPS * usual_step
+                    outcome.seconds = max(beyond - moment, late)
+                    return
+                if outcome.how == "restarted" or self._finished():
                     outcome.how, outcome.seconds = outcome.how or "went on", beyond - moment
                     return
             if self._finished():

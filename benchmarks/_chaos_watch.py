@@ -65,13 +65,15 @@ class Notes:
         return own[-1]["actor_ranks"] if own else None
 
     def usual_seconds(self) -> dict[str, float]:
-        """Of each phase, the median."""
+        """Of each phase, and of a step, the median."""
         taken: dict[str, list[float]] = defaultdict(list)
         phases = [note for note in self.all if "phase" in note]
         for note, after in itertools.pairwise(phases):
             if note["pid"] == after["pid"]:
                 taken[note["phase"]].append(after["time"] - note["time"])
-        return {phase: statistics.median(seconds) for phase, seconds in taken.items()}
+        steps = [note["time"] for note in phases if note["phase"] == "hand-over"]
+        taken["step"] = [after - before for before, after in itertools.pairwise(steps)]
+        return {phase: statistics.median(seconds) for phase, seconds in taken.items() if seconds}
 
     def answers(self) -> dict[str, list[str]]:
         """By step: what it was trained on; more than one where that was not the same each time the step was done."""
