@@ -1,6 +1,6 @@
 """Where a run stands: its step, its phase and how far that is; bars on a terminal, now and then a line elsewhere.
 
-The trainer keeps a `StatusLine`; whoever has a terminal asks it for `standing()`, and only then are the ranks asked for
+The trainer keeps a `StatusLine`; the driver asks it for `standing()` every second, and only then are ranks asked for
 their counts, beside their work. Training neither waits for that nor hears of it.
 """
 
