@@ -11,6 +11,7 @@ optimizer step, finish. An engine that knows only `save` (an older tree on PYTHO
 from __future__ import annotations
 
 import argparse
+import inspect
 import io
 import shutil
 import tempfile
@@ -133,6 +134,8 @@ def build(options: argparse.Namespace, device: str) -> FSDPEngine:
     }
     optim = {"lr": 1e-6, "state_dtype": options.state_dtype}
     more: dict[str, Any] = {"snapshots": False} if options.at_once else {}
+    if "saved" in inspect.signature(FSDPEngine).parameters:
+        more["saved"] = options.contents
     return FSDPEngine(
         source,
         model_config=as_config(ModelConfig, {"path": "random", "enable_gradient_checkpointing": True}),
@@ -236,6 +239,8 @@ def main() -> None:
     usual = update(engine, device)
     started = time.perf_counter() - begin
     alone = Generation(device).rate(min(seconds, 5.0))
+    if options.folder is not None:
+        Path(options.folder).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.folder))
     sink = CountingSink() if options.sink == "count" else None
     table = []

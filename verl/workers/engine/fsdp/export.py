@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,22 @@ class HFExport:
         generation = _generation_config(self._source)
         if generation is not None and model.can_generate():
             model.generation_config = generation
-        model.save_pretrained(folder, state_dict={})
+        with _no_bars():
+            model.save_pretrained(folder, state_dict={})
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """transformers would show one of no weights at all."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _write_classifier_config(model: ValueModel, folder: Path) -> None:
