@@ -1,5 +1,7 @@
 """Checkpoints that are written while training goes on: the files are those of the moment at which the save began."""
 
+import mmap
+import os
 import subprocess
 import sys
 import threading
@@ -126,6 +128,48 @@ def test_a_second_save_waits_for_the_first_and_uses_its_memory(tmp_path, monkeyp
         assert all(torch.equal(value, wanted[name]) for name, value in whole_weights(again).items())
 
 
+def resident():
+    """Bytes that this process has in memory, now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_memory_for_the_first_checkpoint_is_made_beside_the_first_update(tmp_path, monkeypatch):
+    engine = make_engine(tiny_model(vocab_size=15_000, hidden_size=256), saved=["model", "optimizer"])
+    copy = 3 * sum(4 * value.numel() for value in engine.model.hf.parameters())
+    before = resident()
+    engine.infer(make_batch(), ["log_probs"])
+    assert resident() - before < 0.3 * copy  # whoever learns nothing saves nothing
+    train(engine)
+    for thread in threading.enumerate():
+        if thread.name == "snapshot memory":
+            thread.join()
+    before = resident()
+    with held_back(monkeypatch, ChecksumRecorder, "open"):
+        engine.begin_save(tmp_path, ["model", "optimizer"])
+        train(engine, seed=1)  # once the copy is there
+        assert resident() - before < 0.3 * copy
+    engine.finish_save()
+
+
+def test_a_copy_begins_where_no_memory_is_being_made_any_more(monkeypatch):
+    """It is made by writing to it: what was copied there already would be lost."""
+    tensors = {"weight": torch.randn(100_000)}
+    snapshot = HostSnapshot(torch.device("cpu"))
+    taken = {}
+
+    def take():
+        taken.update(snapshot.take(tensors, {"weight": [tensors["weight"].view(torch.uint8)]}))
+        snapshot.check()
+
+    with held_back(monkeypatch, os, "setpriority"):
+        snapshot.prepare([tensors["weight"].nbytes])
+        thread, done = in_a_thread(take)
+        assert not done.wait(0.3)
+    thread.join()
+    assert torch.equal(taken["weight"], tensors["weight"])
+
+
 def test_a_copy_that_fails_fails_its_save_and_training_goes_on(tmp_path, monkeypatch):
     engine = make_engine(tiny_model())
 
@@ -213,7 +257,7 @@ def test_what_waits_in_host_memory_is_copied_from_there_and_not_overwritten_befo
 
 
 @pytest.mark.parametrize(("family", "changes"), [("qwen2", {}), ("mixtral", {"num_local_experts": 2})])
-def test_an_export_holds_one_weight_at_a_time(family, changes, tmp_path):
+def test_an_export_holds_one_weight_at_a_time_and_shows_no_bar(family, changes, tmp_path, capfd):
     state = tiny_model(family, **changes).state_dict()
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
@@ -229,6 +273,7 @@ def test_an_export_holds_one_weight_at_a_time(family, changes, tmp_path):
 
     HFExport(skeleton, torch.float32).write(whole, tmp_path, None)
     assert most <= 2 * max(value.nbytes for value in state.values())
+    assert "shards" not in capfd.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from /proc")

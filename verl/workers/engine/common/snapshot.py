@@ -1,16 +1,19 @@
 """A copy of tensors in host memory that is taken while other work goes on.
 
-It lies in ordinary memory, taken once and used again: locking the pages of a large model's state would take half a
-minute and stall the device. What is on a device comes through a few small page-locked buffers.
+It lies in ordinary memory, made ahead where its size is known, and used again: locking the pages of a large model's
+state would take half a minute and stall the device. What is on a device comes through a few small page-locked buffers.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain, pairwise
 
 import numpy as np
@@ -39,11 +42,33 @@ class HostSnapshot:
         self._staging: list[torch.Tensor] = []
         self._stream: torch.cuda.Stream | None = None
         self._copy: Future[None] | None = None
+        self._untouched: Iterator[int] = iter(())
+        self._touching: list[Future[None]] = []
 
     @property
     def size(self) -> int:
         """Bytes of ordinary host memory that it holds."""
         return 0 if self._memory is None else len(self._memory)
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Make memory for tensors of these sizes in the background, so that `take` finds it; nothing is taken yet."""
+        with suppress(OSError):  # there is no room: `take` says so, if it is ever called
+            self._make_room(_starts(sizes)[-1])
+        self._untouched = iter(range(0, self.size, _BUFFER))
+        self._touching = [in_background("snapshot memory", self._touch) for _ in range(_THREADS)]
+
+    def _touch(self) -> None:
+        """Each piece of memory by one thread: its pages are made when they are first written to."""
+        if sys.platform == "linux":  # there, this is the priority of a thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        for start in self._untouched:
+            self._bytes[start : start + _BUFFER : mmap.PAGESIZE] = 0
+
+    def _stop_touching(self) -> None:
+        """What is left is made by the copy, as it goes."""
+        for _ in self._untouched:
+            pass
+        futures.wait(self._touching)
 
     def take(
         self, tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Sequence[torch.Tensor]]
@@ -53,6 +78,7 @@ class HostSnapshot:
         `sources`: the bytes of each of `tensors`, in host memory or on the device. They may not change before `wait`.
         """
         self.wait()
+        self._stop_touching()
         starts = _starts([value.nbytes for value in tensors.values()])
         self._make_room(starts[-1])
         found: dict[str, torch.Tensor] = {}

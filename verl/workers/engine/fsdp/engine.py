@@ -67,11 +67,13 @@ class FSDPEngine:
         sequence_parallel_size: int = 1,
         compile_layers: bool = False,
         snapshots: bool = True,
+        saved: Collection[str] = (),
     ) -> None:
         """`model` is a local folder or hub name, or a model of that kind in memory (a ValueModel, for `value`).
 
         `compile_layers` has an effect on packed tokens on CUDA only. `snapshots`: what is saved is copied to host
-        memory and written while training goes on.
+        memory and written while training goes on; memory for `saved`, the contents of checkpoints that are to come, is
+        made beside the first update.
         """
         self.device = _with_index(torch.device(device))
         groups.ensure_process_group(self.device)
@@ -130,7 +132,7 @@ class FSDPEngine:
             self._source,
         )
         self._exports: dict[torch.dtype, HFExport] = {}
-        self._saves = BackgroundSaves(self.device, self.mesh) if optim is not None and snapshots else None
+        self._saves = BackgroundSaves(self.device, self.mesh, saved) if optim is not None and snapshots else None
 
     @classmethod
     def of_block(
@@ -156,6 +158,7 @@ class FSDPEngine:
             sequence_parallel_size=block.ulysses_sequence_parallel_size,
             compile_layers=block.use_torch_compile,
             snapshots=optim is not None and block.checkpoint.snapshot is not False,
+            saved=block.checkpoint.save_contents if optim is not None else (),
         )
 
     # ---------------------------------------------------------------- training
@@ -172,6 +175,8 @@ class FSDPEngine:
         """Add the gradient of this rank's rows of one optimizer step; returns this rank's (sum, count) metrics."""
         if self._optimizer is None:
             raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot train.")
+        if self._saves is not None:
+            self._saves.make_room(self._state)
         if counts is None:
             mine = local_counts(data) if self.collects else Counts(0.0, 0.0)
             tokens, sequences = groups.summed([mine.tokens, mine.sequences], self.device)

@@ -100,6 +100,13 @@ class ShardedAdamW:
         """Moments and step numbers, as this rank holds them."""
         return [value for state in self.adamw.state.values() for value in state.values()]
 
+    def sizes(self) -> list[int]:
+        """Bytes of the same, as they are after the first step."""
+        found = []
+        for local in map(local_shard, self._named.values()):
+            found += [4] + [local.numel() * (2 if self._half else local.itemsize)] * len(MOMENTS)
+        return found
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state as `parameter/key`, sharded like the parameter; empty before the first step. Shares memory."""
         found = {}

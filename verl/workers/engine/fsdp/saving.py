@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -19,13 +19,21 @@ from verl.workers.engine.fsdp.state import EngineState, Frozen
 class BackgroundSaves:
     """One at a time: there is one place in host memory for copies. Made by all ranks together."""
 
-    def __init__(self, device: torch.device, mesh: DeviceMesh) -> None:
+    def __init__(self, device: torch.device, mesh: DeviceMesh, expected: Collection[str]) -> None:
+        """`expected`: contents of checkpoints for which there is to be memory beforehand."""
+        self._expected = expected
         self._group = groups.group_for_files()
         # Copies are laid out as the tensors on the devices are; nothing is sent over this mesh.
         same = device.type == "cpu"
         self._mesh = mesh if same else init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.mesh_dim_names)
         self._snapshot = HostSnapshot(device)
         self._writing = OneAfterTheOther("checkpoint")
+
+    def make_room(self, state: EngineState) -> None:
+        """For what is expected, in the background, once."""
+        expected, self._expected = self._expected, ()
+        if expected:
+            self._snapshot.prepare(state.sizes(expected))
 
     def settle(self) -> None:
         """Wait for the save before this one; raise what went wrong with it if nobody asked for that."""

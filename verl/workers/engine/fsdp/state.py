@@ -18,6 +18,7 @@ from verl.config.names import CHECKPOINT_CONTENTS
 from verl.models.lora import ADAPTER_FOLDER
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import checkpoint, groups
+from verl.workers.engine.common.offload import local_shard
 from verl.workers.engine.common.optim import LossScale, restore_schedule
 from verl.workers.engine.common.same_model import ABOUT, ModelDescription, differences
 from verl.workers.engine.fsdp.export import HFExport
@@ -73,11 +74,7 @@ class EngineState:
 
     def freeze(self, contents: Collection[str]) -> Frozen:
         """The live tensors, and a copy of all that is small. A collective."""
-        weights: Mapping[str, torch.Tensor] = {}
-        if "hf_model" in contents:
-            weights = self.weights.everything()
-        elif "model" in contents:
-            weights = self.weights.stored()
+        weights = self._weights_of(contents)
         moments = self.optimizer.tensors() if "optimizer" in contents and self.optimizer is not None else {}
         extra: dict[str, Any] = {}
         if "extra" in contents:
@@ -85,6 +82,16 @@ class EngineState:
             random = checkpoint.random_states(self.device)
             extra = {"schedule_step": step, "loss_scale": self.loss_scale.state_dict(), "random": random}
         return Frozen(contents, weights, moments, extra, self._description().about)
+
+    def sizes(self, contents: Collection[str]) -> list[int]:
+        """Bytes that this rank holds of each tensor of such a checkpoint, with all moments. No collective."""
+        weights = [local_shard(value).nbytes for value in self._weights_of(contents).values()]
+        return weights + (self.optimizer.sizes() if "optimizer" in contents and self.optimizer is not None else [])
+
+    def _weights_of(self, contents: Collection[str]) -> Mapping[str, torch.Tensor]:
+        if "hf_model" in contents:
+            return self.weights.everything()
+        return self.weights.stored() if "model" in contents else {}
 
     def write(self, frozen: Frozen, folder: Path, export: HFExport | None, group: dist.ProcessGroup | None) -> None:
         """All files of a checkpoint; a collective of `group`. Reads nothing of the engine that changes."""
