@@ -30,6 +30,7 @@ _FREED_S = 10.0
 _LOOK_S = 1.0
 _FAREWELL_S = 15.0
 _OVER = "verl: the job is over"
+_ELSEWHERE = "something else, on another address of this machine"
 _NO_HEAD = "Start the command of node 0 (trainer.node_rank=0), or see why it ended."
 _DIES = "Ray's own logs of it are in the folder `logs` of its session, below RAY_TMPDIR or /tmp."
 # Ray protects a cluster with a token in the head's home folder. Nodes that do not share it need a copy of it, or
@@ -189,7 +190,7 @@ def _say_farewell(head: Head) -> None:
     """Answer whoever asks at the port that was the head's, until every node has, or for a while."""
     deadline = time.monotonic() + _FAREWELL_S
     try:
-        with socket.create_server((head.host, head.port)) as door:
+        with _door(head, deadline) as door:
             left = head.nodes - 1
             while left:
                 door.settimeout(max(0.01, deadline - time.monotonic()))
@@ -199,6 +200,17 @@ def _say_farewell(head: Head) -> None:
         logger.warning("not every node has asked whether the job is over: those left wait for another head")
     except OSError as error:
         logger.warning("the other nodes cannot be told that the job is over, and wait for another head: %s", error)
+
+
+def _door(head: Head, deadline: float) -> socket.socket:
+    """At the head's port, once what was killed has let go of it."""
+    while True:
+        try:
+            return socket.create_server((head.host, head.port))
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _heard(client: socket.socket) -> bool:
@@ -215,18 +227,17 @@ def _wait_until_free(host: str, port: int) -> None:
     """A head that dies with the process that started it may take a moment; anything else at the port is an error."""
     deadline = time.monotonic() + _FREED_S
     while is_taken(port):
-        reason, remedy = _taken(host, port)
-        if remedy is not STALE or time.monotonic() > deadline:
-            raise RayUnavailableError(reason, remedy)
+        try:
+            stranger = stranger_at(host, port)
+        except OSError:
+            stranger = _ELSEWHERE
+        if stranger not in (None, _ELSEWHERE) or time.monotonic() > deadline:
+            raise RayUnavailableError(*_taken(host, port, stranger))
         time.sleep(_LOOK_S)
 
 
-def _taken(host: str, port: int) -> tuple[str, str]:
+def _taken(host: str, port: int, stranger: str | None) -> tuple[str, str]:
     """Cause and remedy where `trainer.master_port` is not free for our head."""
-    try:
-        stranger = stranger_at(host, port)
-    except OSError:
-        stranger = "something else, on another address of this machine"
     if stranger is None:
         return f"trainer.master_port = {port}: a Ray head runs at {host}:{port} already", STALE
     remedy = "Set another trainer.master_port on all nodes, or end what is there."
