@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from verl.utils.network import own_address
 from verl.utils.process_tree import kill_family
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
@@ -50,11 +51,11 @@ def environment() -> Iterator[dict[str, str]]:
     """Of a cluster with one node, on which Ray counts four GPUs."""
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
         with socket.create_server(("127.0.0.1", 0)) as probe:
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+            address = f"{own_address()}:{probe.getsockname()[1]}"
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        found = inherited | {"RAY_ADDRESS": address, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        found = inherited | {"RAY_ADDRESS": address, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
         options = ["--num-cpus=2", "--num-gpus=4", "--object-store-memory=100000000", "--block", "--head"]
-        options += [f"--port={address.partition(':')[2]}", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+        options += [f"--port={address.partition(':')[2]}", "--include-dashboard=false"]
         head = subprocess.Popen([*RAY, "start", *options], env=found, stdout=subprocess.DEVNULL, start_new_session=True)
         yield found
         kill_family(head.pid)

@@ -37,6 +37,14 @@ def address_towards(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
+def own_address() -> str:
+    """By which other machines reach this one, as far as one can tell: where the default route begins."""
+    try:
+        return address_towards("8.8.8.8", 53)
+    except OSError:  # no network at all
+        return "127.0.0.1"
+
+
 def stranger_at(host: str, port: int) -> str | None:
     """What answers at a port in Ray's place, in words; None if it may be Ray. OSError where nobody answers at all."""
     encrypted = os.environ.get("RAY_USE_TLS", "0") not in ("", "0")

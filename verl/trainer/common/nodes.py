@@ -20,7 +20,7 @@ from verl.config import PPOConfig
 from verl.trainer.common.cluster import STALE, RayUnavailableError, Wait, forget_cluster, in_words
 from verl.trainer.common.own_ray import OwnRay
 from verl.trainer.common.signals import Asked, stop_on_signals
-from verl.utils.network import HELLO, address_towards, is_taken, stranger_at
+from verl.utils.network import HELLO, address_towards, is_taken, own_address, stranger_at
 from verl.utils.process_tree import end_with_parent, family, kill_family
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def start_head(config: PPOConfig) -> Head | None:
     trainer = config.trainer
     if trainer.node_rank != 0:
         return None
-    host, port = trainer.master_addr or "127.0.0.1", trainer.master_port
+    host, port = trainer.master_addr or own_address(), trainer.master_port
     _wait_until_free(host, port)
     options = [f"--node-ip-address={host}", f"--port={port}"]
     process = _start_ray("--head", *options, *_cpus(config), stdout=subprocess.DEVNULL)
