@@ -90,7 +90,7 @@ class Run:
     def start(self) -> None:
         self._began = time.monotonic()
         environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             "RAY_TMPDIR": self.ray_folder,
             "TMPDIR": str(self.folder / "tmp"),
             "HF_HUB_OFFLINE": "1",
