@@ -22,8 +22,12 @@ from verl.trainer.main_ppo import create_rl_dataset
 from verl.utils.dataset.check import check_files
 from verl.utils.import_utils import load_extern_object
 
+# Those of `examples/cluster` start these on several machines: see tests/unit/examples/test_cluster.py.
 SCRIPTS = sorted(
-    str(path.relative_to(ROOT)) for folder in ("examples", "recipe") for path in ROOT.glob(f"{folder}/**/*.sh")
+    str(path.relative_to(ROOT))
+    for folder in ("examples", "recipe")
+    for path in ROOT.glob(f"{folder}/**/*.sh")
+    if path.parent.name != "cluster"
 )
 KNOWN = [
     "examples/ppo_trainer/run_gemma.sh",

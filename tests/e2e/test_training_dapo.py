@@ -40,7 +40,7 @@ def task(tmp_path_factory) -> dict[str, str]:
 
 
 def without_times(history: list[dict]) -> list[dict]:
-    timed = ("timing", "perf", "reward/scored_while_generating")  # how busy the machine was
+    timed = ("timing", "perf", "checkpoint/", "reward/scored_while_generating")  # how busy the machine was
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in history]
 
 

@@ -23,8 +23,8 @@ from verl.utils.logging_setup import setup_logging
 
 setup_logging()
 logger = logging.getLogger("verl.test")
-if "nohup" in sys.argv:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+# Whoever runs the tests may ignore it.
+signal.signal(signal.SIGHUP, signal.SIG_IGN if "nohup" in sys.argv else signal.SIG_DFL)
 ended = pathlib.Path("end")
 with stop_on_signals(lambda: None) as asked, progress_bar(lambda: Standing(3, 10, "gen", 1.0, 1, 2)):
     while not ended.exists():
