@@ -201,6 +201,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_a_trainer_whose_receiver_dies_in_the_middle_goes_on_with_new_ones(tmp_path: Path):
     path, context = str(save_tiny_model(tmp_path, tie_word_embeddings=True)), preloaded()
     addresses, results, port = context.Queue(), context.Queue(), free_port()
