@@ -81,6 +81,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_a_rollout_rank_killed_in_generation_hand_over_and_idle_changes_no_bit(task, tmp_path, ray_cluster, caplog):
     undisturbed, expected = run(task, tmp_path / "undisturbed", Fragile)
     disturbed, found = run(task, tmp_path / "disturbed", Disturbed)
