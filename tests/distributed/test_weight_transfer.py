@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -136,7 +137,7 @@ def rollout(
     dist.destroy_process_group()
 
 
-def bereaved_trainer(rank: int, port: int, addresses: Any, results: Any) -> None:
+def bereaved_trainer(parent: Connection, rank: int, port: int) -> None:
     """Its receivers die in the middle of a send; it goes on with new ones."""
     join_own_group(port, rank, TRAINERS)
     said = []
@@ -144,23 +145,24 @@ def bereaved_trainer(rank: int, port: int, addresses: Any, results: Any) -> None
         group = None
         if rank == 0:
             host = TransferHost("127.0.0.1")
-            for _ in range(2):
-                addresses.put((host.address.host, host.address.port))
+            parent.send(host.address)
             group = TransferGroup(host, 0, 3, timeout_s=60)
         sender = BroadcastSender(group, torch.float32, bucket_bytes=1)
         engine = ShardedModel(tiny_model(seed=11, tie_word_embeddings=True), rank, TRAINERS)
         said.append(outcome(sender.send, engine, version))
         if group is not None:
             group.abort()
-    results.put((f"trainer {rank}", said))
+    parent.send(said)
     dist.destroy_process_group()
 
 
-def mortal_rollout(rank: int, addresses: Any, results: Any, path: str, dies: bool) -> None:
-    group = TransferGroup(TransferAddress(*addresses.get(timeout=60)), 1 + rank, 3, timeout_s=60)
+def mortal_rollout(
+    parent: Connection, rank: int, address: TransferAddress, path: str, dies: bool, timeout_s: float
+) -> None:
     model = as_config(ModelConfig, {"path": path}, "actor_rollout_ref.model")
     engine: Any = get_rollout_class("native")(path, model, as_config(RolloutConfig, {"load_format": "dummy"}))
-    if dies and rank == 1:
+    group = TransferGroup(address, 1 + rank, 3, timeout_s=timeout_s)
+    if dies:
         load, loaded = engine.load_bucket, []
 
         def load_and_die(bucket: Any) -> None:
@@ -170,7 +172,7 @@ def mortal_rollout(rank: int, addresses: Any, results: Any, path: str, dies: boo
                 os.kill(os.getpid(), signal.SIGKILL)
 
         engine.load_bucket = load_and_die
-    results.put((f"rollout {rank} {dies}", outcome(BroadcastReceiver(group).receive, engine)))
+    parent.send(outcome(BroadcastReceiver(group).receive, engine))
     engine.close()
 
 
@@ -201,33 +203,50 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+class Child:
+    """A process that answers through a pipe of its own: one that is killed takes no lock of the others with it."""
+
+    def __init__(self, context: Any, target: Any, *args: Any) -> None:
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(theirs, *args), daemon=True)
+        self.process.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
+
+    def answer(self) -> Any:
+        assert self._pipe.poll(90), "no answer"
+        return self._pipe.recv()
+
+
 @pytest.mark.slow
 def test_a_trainer_whose_receiver_dies_in_the_middle_goes_on_with_new_ones(tmp_path: Path):
     path, context = str(save_tiny_model(tmp_path, tie_word_embeddings=True)), preloaded()
-    addresses, results, port = context.Queue(), context.Queue(), free_port()
+    port, children = free_port(), []
 
-    def start(target: Any, *args: Any) -> Any:
-        process = context.Process(target=target, args=args, daemon=True)
-        process.start()
-        return process
+    def start(target: Any, *args: Any) -> Child:
+        children.append(Child(context, target, *args))
+        return children[-1]
 
-    trainers = [start(bereaved_trainer, rank, port, addresses, results) for rank in range(TRAINERS)]
-    first = [start(mortal_rollout, rank, addresses, results, path, True) for rank in range(2)]
     try:
-        name, survivor = results.get(timeout=120)
-        first[0].kill()  # as the controller does with the rest of a group
-        second = [start(mortal_rollout, rank, addresses, results, path, False) for rank in range(2)]
-        said = dict(results.get(timeout=120) for _ in range(4))
+        trainers = [start(bereaved_trainer, rank, port) for rank in range(TRAINERS)]
+        address = trainers[0].answer()
+        survivor, victim = (start(mortal_rollout, rank, address, path, rank == 1, 8) for rank in range(2))
+        with pytest.raises(EOFError):
+            victim.answer()
+        assert survivor.answer().startswith("TransferLostError"), "nobody waits for ever"
+        survivor.process.kill()  # as the controller does with the rest of a group
+        address = trainers[0].answer()
+        second = [start(mortal_rollout, rank, address, path, False, 60) for rank in range(2)]
+        (lost, sent), others = trainers[0].answer(), trainers[1].answer()
+        assert lost.startswith("TransferLostError: weights: the transfer between trainer and rollouts was lost")
+        assert sent == "succeeded"
+        assert others == ["succeeded"] * 2, "the other training ranks walk on to the end"
+        assert [rollout.answer() for rollout in second] == ["succeeded"] * 2
+        for child in [*trainers, *second]:
+            child.process.join(timeout=20)
+        assert [child.process.exitcode for child in [*trainers, *second]] == [0] * 4
     finally:
-        for process in [*trainers, *first, *second]:
-            process.join(timeout=20)
-            process.kill()
-    assert name == "rollout 0 True"
-    assert survivor.startswith("TransferLostError"), "nobody waits for ever"
-    assert said["trainer 0"][0].startswith("TransferLostError: weights: the transfer between trainer and rollouts was")
-    assert said["trainer 1"][0] == "succeeded", "the other training ranks walk on to the end"
-    assert [said[f"trainer {rank}"][1] for rank in range(TRAINERS)] == ["succeeded"] * TRAINERS
-    assert [said[f"rollout {rank} False"] for rank in range(2)] == ["succeeded"] * 2
+        for child in children:
+            child.process.kill()
 
 
 @pytest.mark.parametrize(("name", "rollouts", "tied"), [("native", 1, True), ("native", 2, False), ("hf", 1, True)])
