@@ -109,8 +109,8 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> str | None:
             result_of(runner.run.remote(config), own, asked, poll.look)
         except Exception as error:
             now = poll.standing
-            if now is not None and now.total:  # what an error knows itself stays
-                note(error, phase=now.phase or "what is between phases", step=now.step + 1)
+            if now is not None and now.phase:  # what an error knows itself stays
+                note(error, phase=now.phase, step=now.step + 1)
             raise
     if asked.by is not None and ours:
         ray.shutdown()  # what the run printed arrives at any time until then

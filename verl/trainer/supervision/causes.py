@@ -48,9 +48,12 @@ def restartable(error: BaseException, again: bool = False) -> bool:
 
 
 def place_of(error: BaseException) -> str | None:
-    """The step, phase and role of an error that names a role; None of any other."""
+    """The step, phase and role of an error that names a role; None of any other.
+
+    A controller in no phase starts, or is between two: that is no place, and dying there twice may be an accident.
+    """
     phase, step, role = (getattr(error, name, None) for name in ("phase", "step", "role"))
-    if role is None:
+    if role is None or (phase is None and role == "TaskRunner"):
         return None
     when = f"{phase} of step {step}" if phase is not None else f"while starting, in {getattr(error, 'method', None)}"
     return f"{when}, role {role}"

@@ -71,3 +71,10 @@ def test_a_place_is_step_phase_and_role():
     error.phase, error.step = "update_actor", 14
     assert place_of(error) == "update_actor of step 14, role actor"
     assert place_of(RayLostError("gone")) is None
+
+
+def test_a_controller_that_dies_twice_while_it_starts_died_at_no_known_place():
+    error = WorkerDiedError("the controller's process died", "TaskRunner", 0, "of the controller", "run")
+    assert place_of(error) is None
+    error.phase, error.step = "gen", 3
+    assert place_of(error) == "gen of step 3, role TaskRunner"
