@@ -39,10 +39,11 @@ def _noted(method: str, phase: str) -> Callable[..., Any]:
         self.inside = phase
         self.note(phase=phase, number=list(PHASES.values()).index(phase))
         try:
-            return getattr(RayPPOTrainer, method)(self, *args, **kwargs)
+            result = getattr(RayPPOTrainer, method)(self, *args, **kwargs)
         finally:
             self.inside = None
-            self.after(phase)
+        self.after(phase)
+        return result
 
     return call
 
