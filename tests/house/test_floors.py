@@ -10,11 +10,13 @@ ROOT = Path(__file__).parents[2]
 # From the roof down; packages on one floor do not import each other.
 FLOORS: list[list[str]] = [
     ["verl.trainer"],
-    ["verl.workers.fsdp_workers", "verl.workers.megatron_workers", "verl.workers.roles", "verl.agent"],
+    ["verl.agent"],
+    ["verl.tools", "verl.interactions"],
+    ["verl.workers.fsdp_workers", "verl.workers.megatron_workers", "verl.workers.roles"],
     ["verl.workers.sharding_manager", "verl.workers.reward_manager", "verl.planning"],
     ["verl.workers.engine", "verl.workers.rollout"],
     ["verl.inference"],
-    ["verl.algos", "verl.models", "verl.single_controller"],
+    ["verl.algos", "verl.models", "verl.single_controller", "verl.sandbox", "verl.search"],
     ["verl.protocol", "verl.types"],
     ["verl.config", "verl.utils", "verl.types.schema", "verl.version", "verl"],
 ]
@@ -52,6 +54,12 @@ OPTIONAL = {
     "trackio",
     "peft",
     "math_verify",
+    "mcp",
+    "bm25s",
+    "faiss",
+    "sentence_transformers",
+    "openai",
+    "anthropic",
 }
 
 

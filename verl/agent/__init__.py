@@ -1,0 +1,1 @@
+"""Agents: conversations of several turns with tools, search or a user."""

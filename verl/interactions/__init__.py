@@ -1,0 +1,1 @@
+"""Simulated users that answer the model, and what users subclass for their own."""

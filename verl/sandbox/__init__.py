@@ -1,0 +1,1 @@
+"""The sandbox over HTTP: a server and a client around `verl.utils.sandbox`."""

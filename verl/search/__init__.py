@@ -1,0 +1,1 @@
+"""Search: a corpus, its indices, a retriever in this process or behind HTTP."""
