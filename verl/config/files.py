@@ -78,9 +78,10 @@ def _check_code_and_resume(config: PPOConfig, report: Report) -> None:
     check_user_code("data.custom_cls.path", config.data.custom_cls.path, report)
     check_user_code("data.sampler.path", config.data.sampler.path, report)
     check_user_code("custom_reward_function.path", config.custom_reward_function.path, report)
-    tools = config.actor_rollout_ref.rollout.multi_turn.tool_config_path
-    if tools:
-        must_exist("actor_rollout_ref.rollout.multi_turn.tool_config_path", tools, report)
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    for name in ("tool_config_path", "function_tool_path", "interaction_config_path"):
+        if turns[name]:
+            must_exist(f"actor_rollout_ref.rollout.multi_turn.{name}", turns[name], report)
     check_resume(config.trainer, report)
 
 

@@ -178,6 +178,32 @@ ROLLOUTS = {
     "trtllm": RolloutEngine(),
 }
 BUILT_ROLLOUTS = {name: row for name, row in ROLLOUTS.items() if row.at}
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes tool calls."""
+
+    at: str
+    """Its parser."""
+
+
+def _tool_format(name: str, parser: str) -> ToolFormat:
+    return ToolFormat(f"verl.utils.tool_calls.{name}:{parser}")
+
+
+# Which models write each of them: the first line of its file.
+TOOL_FORMATS = {
+    "hermes": _tool_format("hermes", "HermesParser"),
+    "openai": _tool_format("openai", "OpenAIParser"),
+    "qwen3_coder": _tool_format("qwen3_coder", "Qwen3CoderParser"),
+    "llama3_json": _tool_format("llama3_json", "Llama3JsonParser"),
+    "glm": _tool_format("glm", "GlmParser"),
+    "kimi": _tool_format("kimi", "KimiParser"),
+    "deepseek": _tool_format("deepseek", "DeepSeekParser"),
+    "gemma": _tool_format("gemma", "GemmaParser"),
+}
+TOOL_FORMAT_SYNONYMS = {"qwen": "hermes", "gpt-oss": "openai", "harmony": "openai"}
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 ROLES = ("actor", "rollout", "ref", "critic", "reward_model")

@@ -26,10 +26,27 @@ class ValKwargsConfig(Block):
 @dataclass(kw_only=True, slots=True)
 class MultiTurnConfig(Block):
     enable: bool = key("Several turns with tools or an environment.")
-    max_user_turns: int = key("Turns that tools or the environment may take.", min=1)
-    max_assistant_turns: int = key("Turns that the model may take.", min=1)
+    max_assistant_turns: int | None = key("Turns that the model may take.", null="no limit", min=1)
+    max_user_turns: int | None = key("Turns that tools or the environment may take.", null="no limit", min=1)
     tool_config_path: str | None = key("YAML that lists the tools.", null="no tools", path=True)
-    format: str = key("How the model writes a tool call.", choices=("hermes", "openai"))
+    function_tool_path: str | None = key(
+        "Python file whose functions marked @function_tool are tools.", null="none", path=True
+    )
+    interaction_config_path: str | None = key("YAML that lists the simulated users.", null="none", path=True)
+    format: str = key(
+        "How the model writes a tool call.", choices=names.TOOL_FORMATS, synonyms=names.TOOL_FORMAT_SYNONYMS
+    )
+    max_parallel_calls: int = key("Tool calls of one turn that are run; the model is told of the rest.", min=1)
+    max_tool_calls: int | None = key("Tool calls of one trajectory that are run.", null="no limit", min=1)
+    tool_timeout: float = key("Seconds after which a tool call is given up.", above=0)
+    max_tool_response_length: int = key("Characters of a tool's answer that the model sees.", min=1)
+    tool_response_truncate_side: str = key(
+        "Which part of a longer one is left out.", choices=("left", "middle", "right")
+    )
+    tokenization_sanity_check_mode: str = key(
+        "How closely tokens appended turn by turn must match the template of the whole chat; checked at start.",
+        choices=("strict", "ignore_strippable", "disable"),
+    )
 
 
 @dataclass(kw_only=True, slots=True)
