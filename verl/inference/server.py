@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -22,10 +20,10 @@ from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.config.context_length import context_limit
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.serving.app import OpenAIApp, in_options
-from verl.inference.serving.http_protocol import Limits, asgi_server
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.inference.serving.parsers import Parsers
 from verl.utils.fs import resolve_model_path
+from verl.utils.http_server.protocol import Limits, asgi_server, bound, warn_if_open
 from verl.utils.logging_setup import setup_logging
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -53,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(options: argparse.Namespace) -> None:
     """Load the model, then answer requests."""
-    with _bound(options.host, options.port) as bound:
-        _warn_if_open(bound, options.api_key)
+    with bound(options.host, options.port) as taken:
+        if options.api_key is None:
+            warn_if_open(taken, "Set --api-key (or VERL_API_KEY), or leave out --host.")
         from verl.inference.build import build_engine
         from verl.inference.models.loading import read_model_config
         from verl.utils.device import get_device_name, resolve_dtype
@@ -78,7 +77,8 @@ def serve(options: argparse.Namespace) -> None:
                 app = OpenAIApp(engine, built.engine.check, facts, tokenizer, parsers, body, options.api_key)
                 what = f"{facts.names[0]} ({built.dtype}, {built.device})"
                 parsers.wait_until_ready()
-                asyncio.run(asgi_server(app, what, Limits(connections=options.max_connections)).serve([bound]))
+                limits = Limits(connections=options.max_connections)
+                asyncio.run(asgi_server(app, what, limits, "/v1").serve([taken]))
 
 
 def _facts(options: argparse.Namespace, built: BuiltEngine, length: int, tokenizer: Any) -> ModelFacts:
@@ -120,26 +120,6 @@ def _longest(asked: int | None, hf_config: Any) -> int:
     if asked is not None and asked > limit:
         raise ValueError(f"--max-model-len: {asked} is more than the {limit} positions of this model. Lower it.")
     return asked or limit
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """The address is taken before the model is loaded; it listens when there is somebody to answer."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        raise ValueError(f"--host {host} --port {port}: cannot be served on: {error}. Choose another.") from error
-    return bound
-
-
-def _warn_if_open(bound: socket.socket, api_key: str | None) -> None:
-    address = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0])
-    if not address.is_loopback and api_key is None:
-        logger.warning(
-            "anybody who reaches %s may use this server. Set --api-key (or VERL_API_KEY), or leave out --host.", address
-        )
 
 
 def _parser() -> argparse.ArgumentParser:

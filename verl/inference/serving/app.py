@@ -8,7 +8,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from verl.inference.async_engine import AsyncEngine
@@ -20,17 +20,16 @@ from verl.inference.serving.text_stream import TextStream
 from verl.inference.serving.tool_calls import ToolText
 from verl.types.request import Output, Request
 from verl.utils.field_errors import respelled
+from verl.utils.http_server.asgi import JSON, Gone, Receive, Response, Send, headers_of, read_body, while_there
 
 __all__ = ["OpenAIApp", "in_options"]
 
 # Enough tokens before an answer for a decoder to know that a word does not begin the text.
 _CONTEXT_TOKENS = 4
 _OPTIONS = ("max_model_len", "max_num_seqs", "gpu_memory_utilization")
-_JSON, _EVENTS = b"application/json", b"text/event-stream"
+_EVENTS = b"text/event-stream"
 
 logger = logging.getLogger(__name__)
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[Any], Awaitable[None]]
 
 
 class OpenAIApp:
@@ -56,11 +55,11 @@ class OpenAIApp:
         self._since = int(time.time())
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        response = _Response(send)
+        headers = headers_of(scope)
+        response = Response(send)
         try:
             await self._answer(scope["method"], scope["path"].rstrip("/"), headers, receive, response)
-        except _Gone:
+        except Gone:
             return
         except ApiError as error:
             await response.whole(error.status, error.content)
@@ -74,7 +73,7 @@ class OpenAIApp:
             await response.whole(failed.status, failed.content)
 
     async def _answer(
-        self, method: str, path: str, headers: dict[str, str], receive: Receive, response: _Response
+        self, method: str, path: str, headers: dict[str, str], receive: Receive, response: Response
     ) -> None:
         if path == "/health" and method == "GET":
             return await response.whole(200, {"status": "ok", "unfinished_requests": self._engine.unfinished})
@@ -82,8 +81,9 @@ class OpenAIApp:
         if path in (CHAT, COMPLETIONS):
             _check_method(method, path, "POST")
             _check_type(headers.get("content-type", ""))
-            body = await self._body(headers, receive)
-            return await _while_there(self._generate(path, body, response), receive)
+            too_large = ApiError(f"the body is larger than {self._max_body} bytes (--max-body-mb).", status=413)
+            body = await read_body(headers, receive, self._max_body, too_large)
+            return await while_there(self._generate(path, body, response), receive)
         if path == "/v1/models" or path.startswith("/v1/models/"):
             _check_method(method, path, "GET")
             return await response.whole(200, self._models(path.removeprefix("/v1/models").lstrip("/")))
@@ -96,24 +96,6 @@ class OpenAIApp:
         given = headers.get("authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(given.encode(), self._api_key.encode()):
             raise ApiError("Incorrect API key provided.", status=401, code="invalid_api_key")
-
-    async def _body(self, headers: dict[str, str], receive: Receive) -> bytes:
-        too_large = ApiError(f"the body is larger than {self._max_body} bytes (--max-body-mb).", status=413)
-        length, body, more = int(headers.get("content-length", "0")), bytearray(), True
-        if length > self._max_body and "expect" in headers:
-            raise too_large
-        # Read to its end all the same: clients that are still sending would not see the refusal.
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _Gone
-            length = max(length, len(body) + len(message.get("body", b"")))
-            if length <= self._max_body:
-                body += message.get("body", b"")
-            more = message.get("more_body", False)
-        if length > self._max_body:
-            raise too_large
-        return bytes(body)
 
     def _models(self, name: str) -> dict[str, Any]:
         entries = [
@@ -128,7 +110,7 @@ class OpenAIApp:
 
     # ---------------------------------------------------------------- generating
 
-    async def _generate(self, path: str, body: bytes, response: _Response) -> None:
+    async def _generate(self, path: str, body: bytes, response: Response) -> None:
         ask = await self._parsers.parse(path, body, self._facts)
         replies = Replies(ask, path == CHAT, self._tokenizer)
         requests = ask.requests(self._facts.max_model_len)
@@ -145,7 +127,7 @@ class OpenAIApp:
                 await asyncio.sleep(0)  # others are served between two pieces, however many are ready
         await response.end()
 
-    async def _whole(self, choices: list[_Choice], replies: Replies, response: _Response) -> None:
+    async def _whole(self, choices: list[_Choice], replies: Replies, response: Response) -> None:
         """The choices are written and sent one by one, in a thread: all of them may be megabytes of log-probs."""
         with _as_api_errors():
             futures = self._engine.submit([choice.request for choice in choices])
@@ -160,9 +142,9 @@ class OpenAIApp:
         )
         for choice, output in zip(choices, outputs, strict=True):
             text = await asyncio.to_thread(lambda c=choice, o=output: replies.choice(c.take(o)))  # type: ignore[misc]
-            await response.piece(before + text, _JSON)
+            await response.piece(before + text, JSON)
             before = ", "
-        await response.piece(after, _JSON)
+        await response.piece(after, JSON)
         await response.end()
 
     async def _events(self, ask: Ask, choices: list[_Choice], replies: Replies) -> AsyncGenerator[str, None]:
@@ -239,49 +221,6 @@ class _Choice:
             part.tokens, self._held = self._held, []
             self._offset += len(part.text)
         return part
-
-
-class _Gone(Exception):
-    """The client has left."""
-
-
-class _Response:
-    """What is sent to one client."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.begun = False
-
-    async def whole(self, status: int, content: Any) -> None:
-        body = json.dumps(content, ensure_ascii=False).encode()
-        await self._start(status, [(b"content-type", _JSON), (b"content-length", str(len(body)).encode())])
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def piece(self, text: str, kind: bytes) -> None:
-        if not self.begun:
-            await self._start(200, [(b"content-type", kind), (b"cache-control", b"no-cache")])
-        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-
-    async def end(self) -> None:
-        await self._send({"type": "http.response.body"})
-
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.begun = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-async def _while_there(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Do the work, and drop it when the client leaves."""
-    answer, left = asyncio.ensure_future(work), asyncio.ensure_future(receive())
-    try:
-        await asyncio.wait({answer, left}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        answer.cancel()
-        left.cancel()
-        await asyncio.gather(answer, left, return_exceptions=True)
-    if answer.cancelled():
-        raise _Gone
-    answer.result()
 
 
 async def _forward(

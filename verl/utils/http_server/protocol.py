@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import resource
 import signal
@@ -17,7 +18,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["Limits", "asgi_server"]
+__all__ = ["Limits", "asgi_server", "bound", "warn_if_open"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OTHER_FILES = 256
@@ -41,8 +42,27 @@ class Limits:
     """For requests under way when the server is stopped."""
 
 
-def asgi_server(app: Any, what: str, limits: Limits) -> uvicorn.Server:
-    """Serves an ASGI app until a signal comes; `what` it serves is told in the log."""
+def bound(host: str, port: int) -> socket.socket:
+    """The address is taken before anything is loaded; it listens when there is somebody to answer."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        taken = socket.socket(family, kind, protocol)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: cannot be served on: {error}. Choose another.") from error
+    return taken
+
+
+def warn_if_open(taken: socket.socket, remedy: str) -> None:
+    """Say so where other machines may ask."""
+    address = ipaddress.ip_address(taken.getsockname()[0].partition("%")[0])
+    if not address.is_loopback:
+        logger.warning("anybody who reaches %s may use this server. %s", address, remedy)
+
+
+def asgi_server(app: Any, what: str, limits: Limits, path: str = "") -> uvicorn.Server:
+    """Serves an ASGI app until a signal comes; `what` it serves, below which path, is told in the log."""
     _allow_files(limits.connections + _OTHER_FILES)
     config = uvicorn.Config(
         app,
@@ -58,7 +78,7 @@ def asgi_server(app: Any, what: str, limits: Limits) -> uvicorn.Server:
         timeout_keep_alive=limits.idle_seconds,
         timeout_graceful_shutdown=limits.grace_seconds,
     )
-    return _Server(config, what, limits)
+    return _Server(config, what, limits, path)
 
 
 def _allow_files(count: int) -> None:
@@ -70,14 +90,15 @@ def _allow_files(count: int) -> None:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, what: str, limits: Limits) -> None:
+    def __init__(self, config: uvicorn.Config, what: str, limits: Limits, path: str) -> None:
         super().__init__(config)
-        self._what, self._limits = what, limits
+        self._what, self._limits, self._path = what, limits, path
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         host, port = (sockets or [])[0].getsockname()[:2]
-        logger.info("serving %s at http://%s:%d/v1", self._what, f"[{host}]" if ":" in host else host, port)
+        shown = f"[{host}]" if ":" in host else host
+        logger.info("serving %s at http://%s:%d%s", self._what, shown, port, self._path)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         logger.info("stopping: requests under way have %d s (again to stop at once)", self._limits.grace_seconds)
