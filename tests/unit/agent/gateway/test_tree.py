@@ -1,0 +1,164 @@
+"""The tree of a session: what is reused, what is a branch, what is trained; for any order of requests."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.agent.gateway.tree import Tree
+from verl.types.request import Output
+
+USER = {"role": "user", "content": "How warm is it in Bonn?"}
+NEXT = {"role": "user", "content": "And in Rome?"}
+
+
+class Session:
+    """A tree with a tokenizer that takes a character for a token, and remembers what it tokenised."""
+
+    def __init__(self):
+        self.tree, self.tokenised, self.serial = Tree(), [], 1000
+
+    def ask(self, *messages, scope="", begun=""):
+        def start():
+            self.tokenised.append(list(messages))
+            return [ord(c) for m in messages for c in str(m)] + [0]
+
+        def suffix(new, node):
+            self.tokenised.append(new)
+            return [ord(c) for m in new for c in str(m)] + [0]
+
+        return self.tree.place(messages, scope, begun, start, suffix)
+
+    def say(self, place, text="Warm.", tokens=2, calls=None):
+        """The model's tokens are numbers that nothing else has."""
+        ids = [self.serial + i for i in range(tokens)]
+        self.serial += tokens
+        reply = {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+        return self.tree.add(place, Output(ids, [-0.5] * tokens, [3] * tokens, "stop"), reply)
+
+
+def test_messages_that_extend_a_node_take_its_ids_over_and_only_the_rest_is_tokenised():
+    session = Session()
+    first = session.say(session.ask(USER))
+    place = session.ask(USER, first.reply, NEXT)
+    assert place.parent is first
+    assert session.tokenised == [[USER], [NEXT]]
+    assert place.prompt_ids == first.place.context_ids + first.answer.token_ids + place.context_ids
+    assert session.tree.counts == {"start": 1, "extension": 1}
+    second = session.say(place)
+    (path,) = session.tree.paths(keep_retries=False)
+    assert (path.nodes, path.trained) == ([first, second], [True, True])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda said: {**said, "content": said["content"].strip()},
+        lambda said: {**said, "content": said["content"].replace("<think>x</think>", "")},
+        lambda said: {**said, "content": "something else"},
+        lambda said: {**said, "role": "user"},
+        lambda said: {**said, "reasoning_content": "x"},
+    ],
+    ids=["stripped", "thinking dropped", "edited", "role", "added"],
+)
+def test_a_client_that_changes_what_was_said_branches(changed):
+    session = Session()
+    first = session.say(session.ask(USER), " <think>x</think>Warm.\n")
+    place = session.ask(USER, changed(first.reply), NEXT)
+    assert place.parent is None
+    assert len(session.tokenised[-1]) == 3
+    assert session.tree.counts == {"start": 1, "branch": 1}
+    second = session.say(place)
+    paths = session.tree.paths(keep_retries=False)
+    assert [(path.nodes, path.trained) for path in paths] == [([first], [True]), ([second], [True])]
+
+
+def test_other_tools_and_an_edited_first_message_branch():
+    session = Session()
+    first = session.say(session.ask(USER, scope="[weather]"))
+    assert session.ask(USER, first.reply, NEXT, scope="[]").parent is None
+    assert session.ask(NEXT, first.reply, NEXT, scope="[weather]").parent is None
+    assert session.ask(USER, first.reply, NEXT, scope="[weather]").parent is first
+
+
+def test_answers_that_the_model_never_gave_are_not_appended_to_its_own():
+    """A template may write an answer that is not the last one differently."""
+    session = Session()
+    first = session.say(session.ask(USER))
+    assert session.ask(USER, first.reply, NEXT, {"role": "assistant", "content": "Hot."}, NEXT).parent is None
+
+
+def test_calls_are_the_same_whatever_their_ids_and_however_their_arguments_are_spelt():
+    def call(name, arguments):
+        return [{"id": name, "type": "function", "function": {"name": "f", "arguments": arguments}}]
+
+    session = Session()
+    first = session.say(session.ask(USER), "", calls=call("a", '{"x": 1, "y": [2]}'))
+    told = {"role": "assistant", "content": None, "tool_calls": call("b", {"y": [2], "x": 1})}
+    result = {"role": "tool", "tool_call_id": "b", "content": "4"}
+    assert session.ask(USER, told, result).parent is first
+    other = {**told, "tool_calls": call("a", json.dumps({"x": True, "y": [2]}))}
+    assert session.ask(USER, other, result).parent is None
+
+
+def test_a_retry_is_a_sibling_and_is_not_tokenised_again():
+    session = Session()
+    place = session.ask(USER)
+    assert session.ask(USER) is place, "the first one may still be under way"
+    thrown, kept = session.say(place, "Cold."), session.say(place, "Warm.")
+    last = session.say(session.ask(USER, kept.reply, NEXT))
+    assert len(session.tokenised) == 2
+    assert session.tree.counts == {"start": 1, "retry": 1, "extension": 1}
+    assert [path.nodes for path in session.tree.paths(keep_retries=False)] == [[kept, last]]
+    assert [path.nodes for path in session.tree.paths(keep_retries=True)] == [[thrown], [kept, last]]
+
+
+def test_a_retry_that_is_asked_for_another_beginning_is_none():
+    session = Session()
+    assert session.ask(USER, begun='<tool_call>{"name": "') is not session.ask(USER)
+
+
+def test_both_continuations_of_an_answer_are_rows_and_its_tokens_are_trained_once():
+    session = Session()
+    first = session.say(session.ask(USER))
+    one = session.say(session.ask(USER, first.reply, NEXT))
+    other = session.say(session.ask(USER, first.reply, {**NEXT, "content": "And in Oslo?"}))
+    paths = session.tree.paths(keep_retries=False)
+    assert [(path.nodes, path.trained) for path in paths] == [
+        ([first, one], [True] * 2),
+        ([first, other], [False, True]),
+    ]
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 25))
+def test_whatever_is_asked_every_answer_is_trained_once_or_was_asked_for_again(rng: random.Random, requests: int):
+    session, conversations = Session(), [[USER]]
+    for _ in range(requests):
+        messages = list(rng.choice(conversations))
+        if len(messages) > 1 and rng.random() < 0.2:
+            messages[rng.randrange(len(messages))] = {"role": rng.choice(["user", "assistant"]), "content": "edited"}
+        node = session.say(session.ask(*messages), rng.choice(["Warm.", "Cold."]), tokens=rng.randint(1, 3))
+        conversations.append([*messages, node.reply, {"role": "user", "content": rng.choice(["why?", "how?"])}])
+    trained = [
+        token
+        for path in session.tree.paths(False)
+        for node, counts in zip(path.nodes, path.trained, strict=True)
+        if counts
+        for token in node.answer.token_ids
+    ]
+    assert len(trained) == len(set(trained))
+    left_out = {t for node in session.tree.nodes for t in node.answer.token_ids} - set(trained)
+    parents = {id(node.place.parent) for node in session.tree.nodes}
+    for node in session.tree.nodes:
+        if left_out & set(node.answer.token_ids):
+            assert any(later.place is node.place for later in session.tree.nodes[session.tree.nodes.index(node) + 1 :])
+            assert id(node) not in parents
+    for path in session.tree.paths(False):
+        ids = path.nodes[-1].place.prompt_ids
+        for node in path.nodes[:-1]:
+            start = len(node.place.prompt_ids)
+            assert ids[start : start + len(node.answer.token_ids)] == node.answer.token_ids
