@@ -10,10 +10,11 @@ import uuid
 from typing import Any
 
 from verl.inference.serving.fields import ApiError, Fields
+from verl.utils.tool_calls.call import json_call
+from verl.utils.tool_calls.hermes import CLOSE, OPEN
 
 __all__ = ["ToolText", "asked_tools", "with_read_arguments"]
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 Tools = list[dict[str, Any]]
 
 
@@ -28,12 +29,12 @@ def asked_tools(fields: Fields) -> tuple[Tools, str]:
     if not tools:
         fields.refuse("tool_choice", "needs tools to choose from")
     if choice == "required":
-        return tools, f'{_OPEN}\n{{"name": "'
+        return tools, f'{OPEN}\n{{"name": "'
     if _name_of(choice) not in names:
         fields.refuse(
             "tool_choice", f"must be none, auto, required, or one of the tools ({', '.join(map(str, names))})"
         )
-    return tools, f'{_OPEN}\n{{"name": {json.dumps(_name_of(choice))}, "arguments": '
+    return tools, f'{OPEN}\n{{"name": {json.dumps(_name_of(choice))}, "arguments": '
 
 
 def with_read_arguments(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -65,12 +66,12 @@ class ToolText:
         """What is sure by now: text, and calls as the API words them. White space around calls is dropped."""
         self._held += text
         said, calls = "", []
-        while (start := self._held.find(_OPEN)) >= 0:
-            end = self._held.find(_CLOSE, start)
+        while (start := self._held.find(OPEN)) >= 0:
+            end = self._held.find(CLOSE, start)
             if end < 0 and not last:
                 break
-            stop = len(self._held) if end < 0 else end + len(_CLOSE)
-            call = _call(self._held[start + len(_OPEN) : stop if end < 0 else end])
+            stop = len(self._held) if end < 0 else end + len(CLOSE)
+            call = _call(self._held[start + len(OPEN) : stop if end < 0 else end])
             said += self._held[:stop] if call is None else self._held[:start].rstrip()
             if call is not None:
                 calls.append({"index": self.calls, **call})
@@ -86,20 +87,15 @@ class ToolText:
 
 def _begun(text: str) -> int:
     """How many characters at the end may begin a call."""
-    return next((count for count in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:count])), 0)
+    return next((count for count in range(len(OPEN) - 1, 0, -1) if text.endswith(OPEN[:count])), 0)
 
 
 def _call(text: str) -> dict[str, Any] | None:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
+    call = json_call(text)
+    if call.error is not None:
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    name = {"name": call["name"], "arguments": written}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": name}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def _name_of(tool: Any) -> str | None:
