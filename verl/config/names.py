@@ -177,6 +177,18 @@ ROLLOUTS = {
     "sglang": RolloutEngine(),
     "trtllm": RolloutEngine(),
 }
+
+
+@dataclass(frozen=True)
+class AgentLoop:
+    """How a trajectory comes about."""
+
+    at: str
+
+
+AGENT_LOOPS = {
+    "single_turn_agent": AgentLoop("verl.agent.single_turn:SingleTurnAgentLoop"),
+}
 BUILT_ROLLOUTS = {name: row for name, row in ROLLOUTS.items() if row.at}
 
 

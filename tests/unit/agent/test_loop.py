@@ -1,0 +1,113 @@
+"""Loops by name, by place and by list; what a loop's base class offers; the record of its calls."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.tiny import tiny_tokenizer
+from verl.agent.loop import (
+    AGENT_LOOPS,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    find_loop,
+    read_loop_file,
+    register,
+)
+from verl.agent.record import Record, current, recording
+from verl.agent.single_turn import SingleTurnAgentLoop
+from verl.utils.counter_noise import sample_keys
+
+
+def test_loops_are_found_by_name_by_decorator_by_place_and_by_list(tmp_path: Path):
+    assert find_loop("single_turn_agent", {})[0] is SingleTurnAgentLoop
+
+    @register("mine_of_test_loop")
+    class Mine(SingleTurnAgentLoop):
+        pass
+
+    try:
+        assert find_loop("mine_of_test_loop", {})[0] is Mine
+    finally:
+        del AGENT_LOOPS["mine_of_test_loop"]
+    assert find_loop("verl.agent.single_turn.SingleTurnAgentLoop", {})[0] is SingleTurnAgentLoop
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from verl.agent.single_turn import SingleTurnAgentLoop\nclass Own(SingleTurnAgentLoop):\n    pass\n"
+    )
+    assert find_loop(f"{file}:Own", {})[0].__name__ == "Own"
+    listing = tmp_path / "loops.yaml"
+    listing.write_text(f"- name: listed\n  _target_: {file}:Own\n  depth: 3\n")
+    cls, keywords = find_loop("listed", read_loop_file(str(listing)))
+    assert (cls.__name__, keywords) == ("Own", {"depth": 3})
+
+
+def test_a_name_that_is_no_loop_says_which_there_are(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"agent_name: 'single_turn' is not known\. Did you mean 'single_turn_agent'"):
+        find_loop("single_turn", {})
+    with pytest.raises(ValueError, match="no subclass"):
+        find_loop("verl.types.trajectory.Turn", {})
+    bad = tmp_path / "loops.yaml"
+    bad.write_text("- name: x\n")
+    with pytest.raises(ValueError, match=r"entry 0 of .* has no name or no _target_"):
+        read_loop_file(str(bad))
+
+
+def test_the_face_has_the_same_things():
+    from verl.experimental.agent_loop import agent_loop
+
+    assert agent_loop.AgentLoopOutput is AgentLoopOutput
+    assert agent_loop.register == register
+    assert AgentLoopOutput([1], [2], [1], metrics={"tool_calls": 0.5}).metrics == AgentLoopMetrics(tool_calls=0.5)
+
+
+def test_the_first_call_has_the_noise_of_an_answer_without_a_loop_and_later_ones_their_own():
+    record = Record.of(1, 2, "prompt", 3)
+    keys = [record.next_key() for _ in range(3)]
+    assert keys[0] == sample_keys(1, 2, "prompt", 3)
+    assert len(set(keys)) == 3
+    again = Record.of(1, 2, "prompt", 3)
+    assert [again.next_key() for _ in range(3)] == keys
+
+
+def test_each_trajectory_and_the_tasks_it_starts_find_their_own_record():
+    async def look() -> Record | None:
+        await asyncio.sleep(0)
+        return current()
+
+    async def trajectory(record: Record) -> list[Record | None]:
+        with recording(record):
+            return list(await asyncio.gather(look(), asyncio.create_task(look())))
+
+    async def both() -> list[list[Record | None]]:
+        return list(await asyncio.gather(trajectory(one), trajectory(other)))
+
+    one, other = Record(key=1), Record(key=2)
+    found = asyncio.run(both())
+    assert [[record.key for record in records if record] for records in found] == [[1, 1], [2, 2]]
+    assert current() is None
+
+
+def test_the_chat_template_may_be_awaited_or_not_and_leaves_out_what_it_writes_by_itself():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{{ 'sys ' }}{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'go' }}{% endif %}"
+    )
+    data = SimpleNamespace(apply_chat_template_kwargs={})
+
+    async def both() -> tuple[list[int], list[int], list[int]]:
+        loop = SingleTurnAgentLoop(
+            config=SimpleNamespace(data=data), rollout_config=None, server_manager=None, tokenizer=tokenizer
+        )
+        said = [{"role": "user", "content": "1 + 2"}]
+        short = loop.apply_chat_template(said, remove_system_prompt=True)
+        return loop.apply_chat_template(said), await loop.apply_chat_template(said), short
+
+    plain, awaited, short = asyncio.run(both())
+    assert tokenizer.decode(plain) == "sys 1 + 2 go"
+    assert awaited == plain
+    assert tokenizer.decode(short) == "1 + 2 go"

@@ -1,0 +1,131 @@
+"""A loop's outputs as trajectories: turns by the mask, log-probs and versions by token match."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from verl.agent.loop import AgentLoopMetrics, AgentLoopOutput
+from verl.agent.outputs import failed_trajectory, trajectory_of
+from verl.agent.record import Call, Record
+from verl.types.request import Output
+from verl.types.trajectory import Trajectory
+from verl.workers.rollout.output import rows_from_trajectories
+
+
+def answer(prompt: list[int], tokens: list[int], first: float, version: int = 7, reason: str = "stop") -> Call:
+    """Log-probs count down from `first`, so that each token's is known."""
+    log_probs = [first - step for step in range(len(tokens))]
+    return Call(prompt, Output(tokens, log_probs, [version] * len(tokens), reason, sampled_log_probs=log_probs), 0.5)
+
+
+def made(outputs: AgentLoopOutput | list[AgentLoopOutput], *calls: Call) -> Trajectory:
+    return trajectory_of(outputs, Record(calls=list(calls)), "prompt", 3, {"raw_prompt": []})
+
+
+def test_two_turns_with_a_tool_between_get_what_the_server_said_token_for_token():
+    output = AgentLoopOutput([1, 2], [10, 11, 90, 91, 12], [1, 1, 0, 0, 1], num_turns=4)
+    trajectory = made(output, answer([1, 2], [10, 11], -1.0), answer([1, 2, 10, 11, 90, 91], [12], -5.0, version=8))
+    rows = rows_from_trajectories([trajectory], pad_token_id=0)
+    assert rows.batch["response_mask"].tolist() == [[1, 1, 0, 0, 1]]
+    assert rows.batch["rollout_log_probs"].tolist() == [[-1.0, -2.0, 0.0, 0.0, -5.0]]
+    assert rows.batch["rollout_versions"].tolist() == [[7, 7, -1, -1, 8]]
+    assert rows.non_tensor_batch["trajectory"].tolist() == ["prompt/3"]
+    assert trajectory.extra["num_turns"] == 4
+    metrics = trajectory.extra["agent_metrics"]
+    assert (metrics["unmatched_tokens"], metrics["turns"], metrics["generate_s"]) == (0, 2, 1.0)
+    assert (metrics["status"], trajectory.status, trajectory.score) == ("finished", "finished", None)
+
+
+def test_tokens_the_model_never_sampled_there_are_stale():
+    """A changed token, and an answer to another context: what training would compute is not what the server said."""
+    changed = made(AgentLoopOutput([1], [10, 99, 12], [1, 1, 1]), answer([1], [10, 11, 12], -1.0))
+    turn = changed.rows[0].turns[0]
+    assert turn.log_probs[0] == -1.0
+    assert all(math.isnan(value) for value in turn.log_probs[1:])
+    assert turn.versions == [7, -1, -1]
+    elsewhere = made(AgentLoopOutput([1, 5], [10], [1]), answer([1, 4], [10], -1.0))
+    assert elsewhere.rows[0].turns[0].versions == [-1]
+    assert changed.extra["agent_metrics"]["unmatched_tokens"] == 2
+
+
+def test_a_loop_that_goes_on_after_edited_tokens_matches_again_where_the_server_answered():
+    output = AgentLoopOutput([1], [10, 98, 12, 13], [1, 1, 1, 1])
+    trajectory = made(output, answer([1], [10, 11], -1.0), answer([1, 10, 98], [12, 13], -3.0))
+    assert trajectory.rows[0].turns[0].versions == [7, -1, 7, 7]
+    assert trajectory.rows[0].turns[0].log_probs[2:] == [-3.0, -4.0]
+
+
+def test_of_several_answers_to_one_context_the_one_that_was_kept_counts():
+    calls = answer([1], [10, 11], -1.0), answer([1], [20, 21], -5.0)
+    assert made(AgentLoopOutput([1], [20, 21], [1, 1]), *calls).rows[0].turns[0].log_probs == [-5.0, -6.0]
+
+
+def test_a_cut_answer_ended_by_length_and_an_uncut_one_as_the_server_said():
+    call = answer([1], [10, 11, 12], -1.0)
+    assert made(AgentLoopOutput([1], [10, 11], [1, 1]), call).rows[0].finish_reason == "length"
+    assert made(AgentLoopOutput([1], [10, 11, 12], [1, 1, 1]), call).rows[0].finish_reason == "stop"
+    told = AgentLoopOutput([1], [10, 11, 12, 90], [1, 1, 1, 0], finish_reason="length")
+    assert made(told, call).rows[0].finish_reason == "length"
+
+
+def test_own_lists_fill_what_the_server_does_not_know():
+    output = AgentLoopOutput([1], [10, 50], [1, 1], response_logprobs=[-9.0, -9.5], response_versions=[1, 2])
+    trajectory = made(output, answer([1], [10], -1.0))
+    assert trajectory.rows[0].turns[0].log_probs == [-1.0, -9.5]
+    assert trajectory.rows[0].turns[0].versions == [7, 2]
+    assert trajectory.extra["agent_metrics"]["unmatched_tokens"] == 0
+
+
+def test_several_outputs_are_rows_of_one_trajectory_and_their_metrics_add_up():
+    told = AgentLoopMetrics(tool_calls=0.25, tool_call_counts=1, tools={"search": {"calls": 1, "seconds": 0.25}})
+    outputs = [
+        AgentLoopOutput([1], [10], [1], metrics=told, extra_fields={"note": "first"}),
+        AgentLoopOutput([1, 2, 3], [20], [1], metrics=told, reward_score=0.5, num_turns=6, extra_fields={"note": "x"}),
+    ]
+    trajectory = made(outputs, answer([1], [10], -1.0), answer([1, 2, 3], [20], -2.0))
+    assert [list(row.prompt_ids) for row in trajectory.rows] == [[1], [1, 2, 3]]
+    assert (trajectory.score, trajectory.extra["num_turns"], trajectory.extra["note"]) == (0.5, 6, "x")
+    metrics = trajectory.extra["agent_metrics"]
+    assert metrics["tools"] == {"search": {"calls": 2, "seconds": 0.5}}
+    assert (metrics["tool_s"], metrics["tool_calls"]) == (0.5, 2)
+
+
+def test_rewards_of_turns_stand_on_the_last_token_sampled_until_then():
+    output = AgentLoopOutput([1], [10, 90, 11, 91], [1, 0, 1, 0], turn_rewards=[(2, 0.5), (3, 0.25), (4, 1.0)])
+    calls = answer([1], [10], -1.0), answer([1, 10, 90], [11], -1.0)
+    rows = rows_from_trajectories([made(output, *calls)], pad_token_id=0)
+    assert rows.batch["turn_rewards"].tolist() == [[0.5, 0.0, 1.25, 0.0]]
+    with pytest.raises(ValueError, match="position 9"):
+        made(AgentLoopOutput([1], [10], [1], turn_rewards=[(9, 1.0)]))
+
+
+def test_a_failed_trajectory_shows_its_last_context_and_teaches_nothing():
+    calls = [answer([1, 2], [10], -1.0), answer([1, 2, 10, 90], [11], -2.0)]
+    trajectory = failed_trajectory(KeyError("x"), Record(calls=calls), "prompt", 0, [1, 2], ["note"])
+    rows = rows_from_trajectories([trajectory], pad_token_id=0)
+    assert rows.batch["prompts"].tolist() == [[1, 2]]
+    assert rows.batch["responses"].tolist() == [[10, 90, 11]]
+    assert not rows.batch["response_mask"].any()
+    assert rows.non_tensor_batch["note"].tolist() == [None]
+    metrics = trajectory.extra["agent_metrics"]
+    assert (metrics["status"], metrics["error"], metrics["failures"]) == ("failed", "KeyError: 'x'", {"loop": 1})
+    nothing = failed_trajectory(ValueError("y"), Record(), "prompt", 1, [1, 2], [])
+    assert np.asarray(nothing.rows[0].prompt_ids).tolist() == [1, 2]
+    assert nothing.rows[0].turns == []
+
+
+def test_an_aborted_answer_makes_an_aborted_trajectory():
+    call = answer([1], [10], -1.0, reason="abort")
+    assert made(AgentLoopOutput([1], [10], [1]), call).status == "aborted"
+
+
+def test_what_a_loop_may_not_return_is_named():
+    with pytest.raises(ValueError, match="3 response_mask"):
+        AgentLoopOutput([1], [10], [1, 1, 1])
+    with pytest.raises(ValueError, match="'raw_prompt', 'responses'"):
+        made(AgentLoopOutput([1], [10], [1], extra_fields={"responses": 1, "raw_prompt": 2}))
+    with pytest.raises(TypeError, match="Return an AgentLoopOutput"):
+        made([])

@@ -1,0 +1,221 @@
+"""From what a loop returned to a trajectory: whose tokens are whose, and what the model said of each of its own.
+
+Log-probs and versions come from the record of the model's answers, by token match: a token counts as matched if it was
+sampled in exactly this place, after exactly the tokens that the row has before it. What does not match is stale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal, TypeAlias
+
+from verl.agent.loop import AgentLoopOutput
+from verl.agent.record import Call, Record
+from verl.types.schema import RESERVED
+from verl.types.trajectory import Row, Trajectory, Turn
+
+__all__ = ["failed_trajectory", "trajectory_of"]
+
+Status: TypeAlias = Literal["finished", "aborted", "failed"]
+NAN, STALE = math.nan, -1
+
+
+def trajectory_of(
+    outputs: AgentLoopOutput | Sequence[AgentLoopOutput],
+    record: Record,
+    uid: str,
+    sample_index: int,
+    row: Mapping[str, Any],
+) -> Trajectory:
+    """The trajectory of a loop's outputs, its rows in order; `row` are the columns that it was given."""
+    outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
+    if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
+        raise TypeError(f"an agent loop returned {outputs!r:.200}. Return an AgentLoopOutput, or a list of them.")
+    answers = _Answers(record.calls)
+    made = [_row_of(output, answers) for output in outputs]
+    status: Status = "aborted" if made[-1].row.finish_reason == "abort" else "finished"
+    extra: dict[str, Any] = {}
+    for output in outputs:
+        extra |= output.extra_fields
+    if taken := sorted((RESERVED | row.keys()) & extra.keys()):
+        raise ValueError(f"AgentLoopOutput.extra_fields: {taken} are names of other columns. Choose other names.")
+    turns = sum(len(one.row.turns) for one in made)
+    extra["num_turns"] = max(output.num_turns for output in outputs) or turns
+    unmatched = sum(one.unmatched for one in made)
+    extra["agent_metrics"] = _metrics(outputs, record) | {"unmatched_tokens": unmatched, "status": status}
+    return Trajectory(uid, sample_index, [one.row for one in made], status, _score(outputs), extra)
+
+
+def failed_trajectory(
+    error: BaseException, record: Record, uid: str, sample_index: int, prompt_ids: Sequence[int], names: Iterable[str]
+) -> Trajectory:
+    """One of a loop that raised: its last context to look at, none of it learned from. `names` are columns that other
+    trajectories have."""
+    prompt, response = list(prompt_ids), []
+    if record.calls:
+        last = record.calls[-1]
+        whole = [*last.prompt_ids, *last.output.token_ids]
+        start = len(prompt) if whole[: len(prompt)] == prompt else len(last.prompt_ids)
+        prompt, response = whole[:start], whole[start:]
+    extra: dict[str, Any] = dict.fromkeys(names)
+    extra["num_turns"] = len(record.calls)
+    extra["agent_metrics"] = _metrics([], record) | {
+        "failures": {"loop": 1},
+        "unmatched_tokens": 0,
+        "status": "failed",
+        "error": f"{type(error).__name__}: {error}",
+    }
+    turns = [Turn("environment", response)] if response else []
+    return Trajectory(uid, sample_index, [Row(prompt, turns)], "failed", None, extra)
+
+
+def _metrics(outputs: Sequence[AgentLoopOutput], record: Record) -> dict[str, Any]:
+    """Column `agent_metrics`, but for what only the caller knows."""
+    failures: dict[str, int] = defaultdict(int)
+    tools: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for output in outputs:
+        for kind, count in output.metrics.failures.items():
+            failures[kind] += count
+        for tool, said in output.metrics.tools.items():
+            for name, value in said.items():
+                tools[tool][name] += value
+    told = [output.metrics for output in outputs]
+    return {
+        "generate_s": sum(one.generate_sequences for one in told) or record.generate_s,
+        "tool_s": sum(one.tool_calls for one in told),
+        "compute_score_s": sum(one.compute_score for one in told),
+        "tool_calls": sum(one.tool_call_counts for one in told),
+        "num_preempted": sum(one.num_preempted for one in told) or record.num_preempted,
+        "turns": len(record.calls),
+        "failures": dict(failures),
+        "tools": {tool: dict(said) for tool, said in tools.items()},
+        "error": None,
+    }
+
+
+def _score(outputs: Sequence[AgentLoopOutput]) -> float | None:
+    return next((float(one.reward_score) for one in reversed(outputs) if one.reward_score is not None), None)
+
+
+@dataclass(slots=True)
+class _Made:
+    row: Row
+    unmatched: int
+
+
+def _row_of(output: AgentLoopOutput, answers: _Answers) -> _Made:
+    """The row's turns are the runs of equal mask; an environment's reward belongs to the turn it ends in."""
+    ids = [*output.prompt_ids, *output.response_ids]
+    start, turns, unmatched = len(output.prompt_ids), [], 0
+    for by_model, run in groupby(output.response_mask, bool):
+        end = start + len(list(run))
+        if by_model:
+            said = answers.of(ids, start, end)
+            unmatched += said.fill(output, start - len(output.prompt_ids))
+            turns.append(said.turn(ids[start:end]))
+        else:
+            turns.append(Turn("environment", ids[start:end]))
+        start = end
+    _add_rewards(turns, output.turn_rewards)
+    last = next((turn for turn in reversed(turns) if turn.source == "model"), None)
+    if last is not None and output.finish_reason is not None:
+        last.finish_reason = output.finish_reason
+    return _Made(Row(output.prompt_ids, turns), unmatched)
+
+
+def _add_rewards(turns: Sequence[Turn], earned: Iterable[tuple[int, float]]) -> None:
+    for position, reward in earned:
+        end = 0
+        for turn in turns:
+            end += len(turn.token_ids)
+            if position <= end:
+                turn.reward = (turn.reward or 0.0) + reward
+                break
+        else:
+            raise ValueError(f"AgentLoopOutput.turn_rewards: position {position} is beyond the {end} response tokens.")
+
+
+@dataclass(slots=True)
+class _Said:
+    """Of each token of a run: what the model said of it."""
+
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    drawn: list[float] = field(default_factory=list)
+    finish_reason: str = "stop"
+    knows_drawn: bool = True
+    unmatched: list[int] = field(default_factory=list)
+    """Places in the run that no answer has."""
+
+    def take(self, output: Any, count: int) -> None:
+        """The first `count` tokens of an answer."""
+        self.log_probs += output.log_probs[:count]
+        self.versions += output.versions[:count]
+        self.drawn += output.sampled_log_probs[:count] or [NAN] * count
+        self.knows_drawn &= bool(output.sampled_log_probs)
+        self.finish_reason = output.finish_reason if count == len(output.token_ids) else "length"
+
+    def miss(self, count: int) -> None:
+        self.unmatched += range(len(self.log_probs), len(self.log_probs) + count)
+        self.log_probs += [NAN] * count
+        self.versions += [STALE] * count
+        self.drawn += [NAN] * count
+        self.finish_reason = "stop"
+
+    def fill(self, output: AgentLoopOutput, start: int) -> int:
+        """What no answer has, from the loop's own lists, where it gave them; returns of how many nobody knows."""
+        for place in self.unmatched:
+            if output.response_logprobs is not None:
+                self.log_probs[place] = output.response_logprobs[start + place]
+            if output.response_versions is not None:
+                self.versions[place] = output.response_versions[start + place]
+        return sum(self.versions[place] == STALE for place in self.unmatched)
+
+    def turn(self, token_ids: list[int]) -> Turn:
+        drawn = self.drawn if self.knows_drawn else None
+        return Turn("model", token_ids, self.log_probs, self.versions, self.finish_reason, drawn_log_probs=drawn)
+
+
+class _Answers:
+    """The model's answers, by the length of what it had read."""
+
+    def __init__(self, calls: Iterable[Call]) -> None:
+        self._at: dict[int, list[Call]] = defaultdict(list)
+        for call in calls:
+            if call.output.token_ids:
+                self._at[len(call.prompt_ids)].append(call)
+
+    def of(self, ids: list[int], start: int, end: int) -> _Said:
+        """What the model said of `ids[start:end]`, after everything before it."""
+        said, position = _Said(), start
+        while position < end:
+            call, count = self._longest(ids, position, end)
+            if call is not None:
+                said.take(call.output, count)
+            else:  # up to the next place where an answer begins
+                later = [place for place in self._at if position < place < end]
+                count = min(later, default=end) - position
+                said.miss(count)
+            position += count
+        return said
+
+    def _longest(self, ids: list[int], position: int, end: int) -> tuple[Call | None, int]:
+        """Of the answers to exactly what stands before the position, the one that goes on longest as the row does."""
+        best: tuple[Call | None, int] = None, 0
+        for call in self._at.get(position, ()):
+            count = _common(call.output.token_ids, ids, position, end)
+            if count > best[1] and call.prompt_ids == ids[:position]:
+                best = call, count
+        return best
+
+
+def _common(answer: list[int], ids: list[int], position: int, end: int) -> int:
+    """How many tokens of the answer stand at the position."""
+    most = min(len(answer), end - position)
+    if answer[:most] == ids[position : position + most]:
+        return most
+    return next(place for place in range(most) if answer[place] != ids[position + place])

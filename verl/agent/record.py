@@ -1,0 +1,78 @@
+"""Record: every answer that the model gave within a trajectory, kept beside the loop that asked for it.
+
+It is found by context: whatever tasks a loop starts write to their own trajectory's. Noise belongs to the number of the
+call in its trajectory, so that a run gives the same tokens again, whatever names a loop gives its requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from verl.types.request import Output
+from verl.utils.counter_noise import sample_keys
+
+__all__ = ["Call", "Record", "current", "recording"]
+
+
+@dataclass(slots=True)
+class Call:
+    """One answer of the model: what it read, what it said."""
+
+    prompt_ids: list[int]
+    output: Output
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Record:
+    """The calls of one trajectory, in the order in which they were answered."""
+
+    key: int = 0
+    """Noise of the first call, as of an answer without a loop."""
+    calls: list[Call] = field(default_factory=list)
+    asked: int = 0
+    num_preempted: int = 0
+    max_new_tokens: int | None = None
+    """A limit of this row's own."""
+    do_sample: bool | None = None
+    """False: this row is answered greedily."""
+
+    @classmethod
+    def of(cls, seed: int, step: int, uid: str, sample_index: int) -> Record:
+        """Of one answer to a prompt in a step of a run."""
+        return cls(sample_keys(seed, step, uid, sample_index))
+
+    @property
+    def generate_s(self) -> float:
+        """Seconds that its answers took, all together."""
+        return sum(call.seconds for call in self.calls)
+
+    def next_key(self) -> int:
+        """Noise key of the next call: a new one each time, the same in each run."""
+        number, self.asked = self.asked, self.asked + 1
+        if number == 0:
+            return self.key
+        identity = f"{self.key}/{number}".encode()
+        return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little", signed=True)
+
+
+_CURRENT: ContextVar[Record | None] = ContextVar("verl_agent_record", default=None)
+
+
+def current() -> Record | None:
+    """The record of the trajectory that this code runs for; None outside of one."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def recording(record: Record) -> Iterator[Record]:
+    """What is generated inside, also by tasks that are started inside, goes to this record."""
+    token = _CURRENT.set(record)
+    try:
+        yield record
+    finally:
+        _CURRENT.reset(token)

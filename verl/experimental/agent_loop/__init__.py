@@ -1,0 +1,5 @@
+"""Faces of `verl.agent`."""
+
+from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TokenOutput, register
+
+__all__ = ["AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "TokenOutput", "register"]

@@ -1,0 +1,5 @@
+"""Face of `verl.agent.loop`."""
+
+from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TokenOutput, register
+
+__all__ = ["AgentLoopBase", "AgentLoopMetrics", "AgentLoopOutput", "TokenOutput", "register"]
