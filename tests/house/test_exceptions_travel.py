@@ -57,6 +57,7 @@ MADE_OF: dict[str, Callable[[type], BaseException]] = {
     "ConfigError": _problems,
     "DataError": lambda kind: kind(["row 3 has no prompt", "row 5 has no answer"]),
     "FolderTakenError": lambda kind: kind(Path("/checkpoints"), None),
+    "HttpError": lambda kind: kind(404, "no such path"),
     "PromptRefused": lambda kind: kind(3, [{"role": "user", "content": "Hi"}], TypeError("roles must alternate")),
     "Unreadable": lambda kind: kind("is no number", "Set a number"),
     "ApiError": lambda kind: kind("no such model", "model", 404, "model_not_found"),

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
+from verl.utils.exceptions import Travels
+
 __all__ = ["Gone", "HttpError", "JsonApp", "Response", "headers_of", "read_body", "while_there"]
 
 JSON = b"application/json"
@@ -22,7 +24,7 @@ class Gone(Exception):
     """The client has left."""
 
 
-class HttpError(Exception):
+class HttpError(Travels):
     """A request that is refused, and why."""
 
     def __init__(self, status: int, why: str) -> None:
