@@ -69,3 +69,10 @@ def host_memory_available() -> int:
     if limit.exists() and limit.read_text().strip() != "max":
         available = min(available, int(limit.read_text()) - int(used.read_text()))
     return available
+
+
+def killed_for_memory() -> int | None:
+    """How many processes the kernel of this machine has killed for their memory, ever. None: it does not say."""
+    counters = Path("/proc/vmstat")
+    lines = counters.read_text().splitlines() if counters.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from verl.config.devices import host_memory_available
+from verl.config.devices import host_memory_available, killed_for_memory
 from verl.single_controller.base.errors import Failure
 from verl.single_controller.ray.asking import Nodes, RankProcess
 from verl.single_controller.ray.resource_pool import ResourceError, describe_cluster
@@ -23,6 +23,7 @@ _GONE = ("gone",)
 _DIED = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError)
 _USED = re.compile(r"was ([\d.]+ ?\w+ used / [\d.]+ ?\w+) limit")
 _ADVICE = "Lower the micro-batch sizes of its phase, turn offloading off, or use fewer ranks per machine."
+_KILLED_BEFORE = killed_for_memory()
 
 
 def on(actor: Any, method: str, lane: str) -> Any:
@@ -70,12 +71,15 @@ def wait_until_alive(workers: Sequence[Any], within: float, pool: str) -> None:
         raise ResourceError(f"resource pool {pool!r}: {started}. {describe_cluster()}")
 
 
-def death(error: Exception | Failure) -> tuple[str, str]:
-    """What a death looks like from outside, and the advice in it. Who vanishes was killed, mostly for its memory."""
+def death(error: Exception | Failure, here: bool = False) -> tuple[str, str]:
+    """What a death looks like from outside, and the advice in it: `here`, the kernel can be asked."""
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         used = _USED.search(str(error))
         how = f"Ray's memory monitor killed it, out of host memory ({used[1] if used else 'no size was given'})"
     elif "connection error" in str(error):
+        if here and killed_for_memory() == _KILLED_BEFORE is not None:
+            how = "killed (signal 9) or crashed; the kernel of this machine has killed nobody for memory"
+            return f"worker process died: {how}.", ""
         free = f"{host_memory_available() / 2**30:.1f} GB of host memory are free here now that it is gone"
         how = f"killed (signal 9) or crashed, most likely out of host memory ({free})"
     else:

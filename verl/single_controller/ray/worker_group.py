@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -329,7 +330,7 @@ class RayWorkerGroup(WorkerGroup):
         if (lost := lost_ranks(self._nodes)) is not None:
             died, what, advice = lost.first, lost.what(self.role), ""
         elif died is not None:
-            what, advice = death(failures[died])
+            what, advice = death(failures[died], here=self._hosts[died].startswith(f"{socket.gethostname()} "))
         if died is not None:
             detail = "\n".join(str(failure) for failure in failures.values())
             error = WorkerDiedError(what, self.role, died, self._hosts[died], method, detail)

@@ -13,7 +13,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
-from verl.single_controller.ray import RayClassWithInitArgs
+from verl.single_controller.ray import RayClassWithInitArgs, actors
 from verl.single_controller.ray.actors import death
 from verl.trainer.common.guard import advises_on_memory
 from verl.trainer.common.status_line import StatusLine
@@ -167,3 +167,12 @@ def test_where_the_phase_tells_nothing_the_general_advice_stays():
             raise error
         assert error.summary == said
     assert said == "worker process died", "no sign of memory"
+
+
+@pytest.mark.parametrize(("killed_since", "said"), [(0, "killed nobody"), (1, "most likely out of")])
+def test_a_death_is_laid_to_memory_only_if_the_kernel_may_have_done_it(monkeypatch, killed_since, said):
+    counted = (actors.killed_for_memory() or 0) + killed_since
+    monkeypatch.setattr(actors, "killed_for_memory", lambda: counted)
+    error = ray.exceptions.RayActorError(None, "Worker unexpectedly exits with a connection error code 2")
+    assert said in actors.death(error, here=True)[0]
+    assert "most likely out of" in actors.death(error, here=False)[0]
