@@ -46,17 +46,22 @@ def correct_rollout(
     """Weights, mask and metrics for one batch; all tensors [batch, response].
 
     `rollout_log_prob` is under the rollout's whole distribution; `drawn_log_prob`, where sampling cut a part of it off,
-    under what was left. The metrics compare with what was drawn from; weights and mask with `config.denominator`.
+    under what was left. The metrics compare with what was drawn from; weights and mask with `config.denominator`. Where
+    one of the rollout's is NaN, nobody knows what the token was sampled with: its ratio is 1, and the metrics are those
+    of the others.
 
     `rollout_is` truncates the ratio at `rollout_is_threshold`: per `token`, or the product over the `sequence` for all
     its tokens. `rollout_rs` masks what lies outside [`rollout_rs_threshold_lower`, `rollout_rs_threshold`]: single
     tokens, or whole sequences by the product of their ratios (`sequence`) or its geometric mean (`geometric`).
     """
     config = as_config(RolloutCorrectionConfig, config)
-    log_ratio, cut_off = _log_ratio(old_log_prob, rollout_log_prob, response_mask), None
+    known = response_mask.bool() & ~rollout_log_prob.isnan()
     if drawn_log_prob is not None:
-        cut_off = _log_ratio(drawn_log_prob, rollout_log_prob, response_mask)
-    metrics = _mismatch_metrics(log_ratio, response_mask.bool(), cut_off)
+        known &= ~drawn_log_prob.isnan()
+    log_ratio, cut_off = _log_ratio(old_log_prob, rollout_log_prob, known), None
+    if drawn_log_prob is not None:
+        cut_off = _log_ratio(drawn_log_prob, rollout_log_prob, known)
+    metrics = _mismatch_metrics(log_ratio, known, cut_off)
     if cut_off is not None and config.denominator == "drawn":
         log_ratio = log_ratio - cut_off
     weights = None
@@ -101,7 +106,8 @@ def mismatch_metrics(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:
     """How far the two policies are apart on this batch. `log_prob_diff` is the mean |difference| of log-probs."""
-    return _mismatch_metrics(_log_ratio(old_log_prob, rollout_log_prob, response_mask), response_mask.bool())
+    known = response_mask.bool() & ~rollout_log_prob.isnan()
+    return _mismatch_metrics(_log_ratio(old_log_prob, rollout_log_prob, known), known)
 
 
 def _mismatch_metrics(

@@ -17,7 +17,8 @@ class Trajectories:
     """Built from one id per row (None: every row is a trajectory) and the rows' `response_mask` [rows, response].
 
     The rows of one stand in order; trajectories are numbered as their first rows stand in the batch. `of_row` [rows] is
-    the number of each row's, `first_rows` and `last_rows` [trajectories] are where the ends of each stand.
+    the number of each row's. `first_rows` [trajectories] are where each begins, `last_rows` where its last model token
+    is: what is said of its end is said there. One without a model token ends with its last row.
     """
 
     def __init__(self, ids: Index | None, response_mask: torch.Tensor) -> None:
@@ -30,8 +31,10 @@ class Trajectories:
             _, first, sorted_number = np.unique(np.asarray(ids).astype(str), return_index=True, return_inverse=True)
             if len(first) < rows:
                 self.of_row = np.argsort(np.argsort(first))[sorted_number.reshape(-1)]
-                self.first_rows, self.last_rows = np.sort(first), np.zeros_like(first)
-                np.maximum.at(self.last_rows, self.of_row, np.arange(rows))
+                self.first_rows, last = np.sort(first), np.zeros_like(first)
+                sampled = response_mask.bool().any(dim=-1).cpu().numpy()
+                np.maximum.at(last, self.of_row, np.arange(rows) + rows * sampled)
+                self.last_rows = last % rows
         self.one_row_each = len(self.last_rows) == rows
         if not self.one_row_each:
             self._place_tokens()

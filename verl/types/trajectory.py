@@ -22,9 +22,9 @@ class Turn:
     source: Literal["model", "environment"]
     token_ids: TokenIds
     log_probs: Sequence[float] | None = None
-    """One per token, of the full distribution at the temperature. None: the engine did not say."""
+    """One per token, of the full distribution at the temperature; NaN where it is not known. None: all of them."""
     versions: Sequence[int] | None = None
-    """Of the weights that sampled each token."""
+    """Of the weights that sampled each token; -1 where it is not known. None: all of them."""
     finish_reason: str | None = None
     """What ended a model's turn: stop, length (it was cut) or abort."""
     reward: float | None = None
@@ -33,6 +33,8 @@ class Turn:
     """[tokens, layers, experts per token]: which experts of a mixture-of-experts model each token went through."""
     drawn_log_probs: Sequence[float] | None = None
     """Under the distribution really drawn from; 0 where it was greedy."""
+    name: str | None = None
+    """Who of the environment speaks: the tools that answer, a simulated user. For people."""
 
     def __post_init__(self) -> None:
         for name in ("log_probs", "versions", "drawn_log_probs"):
@@ -83,10 +85,11 @@ class Trajectory:
     """Which of that prompt's answers."""
     rows: list[Row]
     status: Literal["finished", "aborted", "failed"] = "finished"
-    """Aborted ones can be gone on with; a failed one counts for nothing."""
+    """Aborted ones can be gone on with. Only finished ones are learned from."""
     score: float | None = None
     """None: not scored yet."""
     extra: dict[str, Any] = field(default_factory=dict)
+    """What an agent says of it: `num_turns`, `agent_metrics`, and names of its own."""
 
     @property
     def name(self) -> str:

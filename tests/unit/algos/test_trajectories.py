@@ -25,8 +25,11 @@ def test_rows_are_joined_up_to_their_last_model_token_and_split_again():
     assert whole.mask.tolist() == [[1, 1, 1], [1, 0, 1], [1, 0, 0]]
     assert whole.split(whole.join(VALUES)).tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6], [7, 0, 0], [0, 0, 0]]
     assert whole.tokens().tolist() == [3, 3, 2, 1, 1]
-    assert (whole.first_rows.tolist(), whole.last_rows.tolist()) == ([0, 2, 3], [1, 2, 4])
-    assert whole.at_end(torch.arange(5)).tolist() == [1, 2, 4]
+    assert (whole.first_rows.tolist(), whole.last_rows.tolist()) == ([0, 2, 3], [1, 2, 3]), (
+        "where the last model token is"
+    )
+    assert whole.at_end(torch.arange(5)).tolist() == [1, 2, 3]
+    assert Trajectories(IDS, torch.zeros_like(MASK)).last_rows.tolist() == [1, 2, 4], "no model token at all"
     assert whole.spread(torch.tensor([5, 6, 7])).tolist() == [5, 5, 6, 7, 7]
 
 

@@ -112,7 +112,7 @@ def test_log_probs_that_a_correction_needs_are_missed_by_name(asked):
     batch = columns([2.0])
     batch.pop(["rollout_log_probs"])
     (key,) = asked
-    with pytest.raises(ValueError, match=f"rollout_correction.{key} = .*no column rollout_log_probs"):
+    with pytest.raises(ValueError, match=f"rollout_correction.{key} = .*no token that the model sampled"):
         RolloutMismatch(as_config(RolloutCorrectionConfig, asked)).correct(batch, batch)
 
 
@@ -122,7 +122,7 @@ def test_an_agent_without_log_probs_trains_uncompared_and_that_is_said_once(capl
     watch = RolloutMismatch(as_config(RolloutCorrectionConfig, {}))
     with caplog.at_level(logging.WARNING):
         assert watch.correct(batch, batch) == watch.correct(batch, batch) == {}
-    assert [record.getMessage()[:40] for record in caplog.records] == ["rollout and training are not compared: t"]
+    assert [record.getMessage()[:40] for record in caplog.records] == ["rollout and training are not compared: n"]
 
 
 def test_a_batch_is_of_a_version_where_every_token_that_counts_is():
@@ -133,3 +133,51 @@ def test_a_batch_is_of_a_version_where_every_token_that_counts_is():
     assert not sampled_by(batch, 2)
     batch.batch["rollout_versions"][0, 0] = 2
     assert not sampled_by(batch, 3)
+
+
+def with_unknown(ratios: list[float], unknown: list[int]) -> DataProto:
+    batch = columns(ratios)
+    batch.batch["rollout_log_probs"][0, unknown] = math.nan
+    return batch
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_token_whose_log_prob_nobody_knows_weighs_one_and_is_left_out_of_the_metrics(level):
+    asked = {"rollout_is": level, "rollout_is_threshold": 8.0, "rollout_rs": level, "rollout_rs_threshold": 8.0}
+    watch = RolloutMismatch(as_config(RolloutCorrectionConfig, asked))
+    batch = with_unknown([2.0, 7.0, 3.0], [1])
+    metrics = watch.correct(batch, batch.select())
+    expected = {"token": [2.0, 1.0, 3.0], "sequence": [6.0, 6.0, 6.0]}[level]
+    assert batch.batch["rollout_is_weights"].tolist() == [pytest.approx(expected)]
+    assert batch.batch["response_mask"].tolist() == [[1, 1, 1]]
+    plain = RolloutMismatch(as_config(RolloutCorrectionConfig, {})).correct(columns([2.0, 3.0]), columns([2.0, 3.0]))
+    names = plain.keys() & {n for n in metrics if "truncated" not in n and "weight" not in n}
+    assert {name: metrics[name] for name in names} == pytest.approx({name: plain[name] for name in names})
+
+
+def test_with_bypass_the_trainer_computes_what_the_rollout_does_not_know():
+    rows = DataProto.concat([columns([2.0, 2.0]) for _ in range(40)])
+    rows.batch["rollout_log_probs"][7, 1] = math.nan
+    watch = RolloutMismatch(as_config(RolloutCorrectionConfig, {"bypass_mode": True}))
+    chosen = watch.sample(rows, ranks=1)
+    assert 7 in chosen
+    assert len(chosen) == 3
+    found = watch.old_log_probs(rows, chosen, rows.batch["old_log_probs"][chosen])
+    expected = torch.full((40, 2), -1.0)
+    expected[7, 1] = rows.batch["old_log_probs"][7, 1]
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_token_without_a_version_is_stale():
+    batch = DataProto.from_dict({"response_mask": torch.tensor([[1, 1, 0]])})
+    batch.batch["rollout_versions"] = torch.tensor([[3, -1, -1]])
+    assert not sampled_by(batch, 3)
+    batch.batch["response_mask"] = torch.tensor([[1, 0, 0]])
+    assert sampled_by(batch, 3)
+
+
+def test_an_engine_that_does_not_know_what_it_drew_from_is_compared_by_its_whole_distribution():
+    given = columns([1.0, 2.0])
+    given.batch["rollout_drawn_log_probs"] = torch.full((1, 2), math.nan)
+    metrics = RolloutMismatch(as_config(RolloutCorrectionConfig, {"denominator": "drawn"})).correct(given, given)
+    assert metrics["rollout_corr/log_prob_diff"] == pytest.approx(math.log(2) / 2)

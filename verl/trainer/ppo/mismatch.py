@@ -40,13 +40,13 @@ class RolloutMismatch:
         """
         if not self._can_compare(columns):
             return {}
-        given, whole = columns.batch, Trajectories.of(columns)
+        given, drawn, whole = columns.batch, _drawn(columns), Trajectories.of(columns)
         correction = correct_rollout(
             whole.join(given["old_log_probs"]),
             whole.join(given["rollout_log_probs"]),
             whole.mask,
             self._config,
-            whole.join(given["rollout_drawn_log_probs"]) if "rollout_drawn_log_probs" in given.keys() else None,
+            None if drawn is None else whole.join(drawn),
         )
         if correction.weights is not None:
             batch.batch["rollout_is_weights"] = whole.split(correction.weights)
@@ -55,22 +55,32 @@ class RolloutMismatch:
         self._warn(correction.metrics)
         return correction.metrics | {old: correction.metrics[name] for old, name in _OLD_NAMES.items()}
 
-    def denominator(self, batch: DataProto) -> torch.Tensor:
-        """The rollout's log-probs [batch, response] that bypass_mode takes as the old ones."""
-        drawn = self._config.denominator == "drawn" and "rollout_drawn_log_probs" in batch.batch.keys()
-        return batch.batch["rollout_drawn_log_probs" if drawn else "rollout_log_probs"]
+    def old_log_probs(self, batch: DataProto, rows: np.ndarray, computed: torch.Tensor) -> torch.Tensor:
+        """[batch, response]: what bypass_mode takes as the old ones: the rollout's, and those of the trainer
+        (`computed`, of these `rows`) for tokens of which the rollout does not know them."""
+        taken, width = self._denominator(batch).clone(), computed.shape[1]  # that of the longest of the rows
+        given = taken[rows, :width]
+        taken[rows, :width] = torch.where(given.isnan(), computed.to(given.dtype), given)
+        return taken
 
     def sample(self, batch: DataProto, ranks: int) -> np.ndarray:
-        """Rows to measure on where not all are: of every 16th trajectory, and of one per rank at least."""
+        """Rows to measure on where not all are: of every 16th trajectory, and of one per rank at least; and those with
+        tokens of which the rollout does not know the log-probs."""
         whole = Trajectories.of(batch)
         wanted = min(len(whole), max(ranks, len(whole) // _ONE_IN))
-        chosen = np.linspace(0, len(whole) - 1, wanted).round().astype(np.int64)
-        return np.flatnonzero(np.isin(whole.of_row, chosen))
+        chosen = np.isin(whole.of_row, np.linspace(0, len(whole) - 1, wanted).round().astype(np.int64))
+        if "rollout_log_probs" in batch.batch.keys():
+            chosen |= self._denominator(batch).isnan().any(dim=-1).numpy()
+        return np.flatnonzero(chosen)
+
+    def _denominator(self, batch: DataProto) -> torch.Tensor:
+        drawn = _drawn(batch) if self._config.denominator == "drawn" else None
+        return batch.batch["rollout_log_probs"] if drawn is None else drawn
 
     def _can_compare(self, columns: DataProto) -> bool:
-        if "rollout_log_probs" in columns.batch.keys():
+        if _known(columns, "rollout_log_probs") is not None:
             return True
-        missing = "the batch has no column rollout_log_probs: a turn of the model's came without log_probs"
+        missing = "no token that the model sampled has a log-prob of the rollout's"
         for name in ("rollout_is", "rollout_rs", "bypass_mode"):
             if self._config[name]:
                 raise ValueError(
@@ -100,9 +110,21 @@ class RolloutMismatch:
         )
 
 
+def _drawn(batch: DataProto) -> torch.Tensor | None:
+    return _known(batch, "rollout_drawn_log_probs")
+
+
+def _known(batch: DataProto, name: str) -> torch.Tensor | None:
+    """A column of the rollout's log-probs; None where it is not there, or knows nothing of any token that counts."""
+    column = batch.batch[name] if name in batch.batch.keys() else None
+    if column is None or (column.isnan().any() and column[batch.batch["response_mask"].bool()].isnan().all()):
+        return None
+    return column
+
+
 def sampled_by(batch: DataProto, version: int) -> bool:
-    """Whether this version of the weights sampled every token; a rollout that gives no versions is taken at its word
-    that it has the last ones."""
+    """Whether this version of the weights sampled every token that counts. One whose version is not known is stale; a
+    rollout that gives no column of them is taken at its word that it has the last ones."""
     if "rollout_versions" not in batch.batch.keys():
         return True
     mask = batch.batch["response_mask"].bool()

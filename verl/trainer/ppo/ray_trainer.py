@@ -334,7 +334,8 @@ class RayPPOTrainer:
         bypass = self.config.algorithm.rollout_correction.bypass_mode
         measured = batch
         if bypass:
-            measured = batch.select_idxs(self._mismatch.sample(batch, self.groups.dp_sizes["actor"]))
+            rows = self._mismatch.sample(batch, self.groups.dp_sizes["actor"])
+            measured = batch.select_idxs(rows)
         result = self._balanced(self.actor_wg.compute_log_prob, measured, "actor")
         entropy = result.pop(["entropys"]).batch["entropys"]
         metrics["actor/entropy"] = float(masked_mean(entropy, measured.batch["response_mask"]))
@@ -342,7 +343,7 @@ class RayPPOTrainer:
             return batch.union(result)
         measured, read = measured.union(result), columns_read_by("correction")
         metrics |= self._mismatch.correct(measured, local_columns(measured, read, read))
-        batch.batch["old_log_probs"] = self._mismatch.denominator(batch)
+        batch.batch["old_log_probs"] = self._mismatch.old_log_probs(batch, rows, measured.batch["old_log_probs"])
         return batch
 
     def _compute_advantage(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:

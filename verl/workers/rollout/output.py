@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -28,11 +27,10 @@ def rows_from_trajectories(
     """The generated batch, on the CPU: every trajectory's rows together, in order.
 
     Prompts are padded on the left to the longest one or to `prompt_length`, responses on the right to the longest one
-    or to `response_length`. `response_mask` is 1 exactly on tokens that the model sampled (end tokens included),
-    `attention_mask` also on the environment's. Elsewhere log-probs are 0 and versions -1. A column of them is there
-    if every sampled token has one; `with_drawn` adds `rollout_drawn_log_probs`, under the distribution really drawn
-    from. `turn_rewards` holds what turns earned, where any has a reward; `rm_scores` the trajectories' scores, where
-    all have one. A trajectory's `extra` is on each of its rows.
+    or to `response_length`. `response_mask` is 1 exactly on tokens that the model sampled (end tokens included) in
+    trajectories that are finished, `attention_mask` also on the environment's. Log-probs that a sampled token lacks are
+    NaN, versions -1; on other tokens they are 0 and -1. `with_drawn` adds `rollout_drawn_log_probs`, under the
+    distribution really drawn from. Trajectories with an `extra` are agents': see `_of_agents`.
     """
     owners = [trajectory for trajectory in trajectories for _ in trajectory.rows]
     rows = [row for trajectory in trajectories for row in trajectory.rows]
@@ -52,17 +50,18 @@ def rows_from_trajectories(
         "input_ids": np.concatenate([prompts, responses], axis=1),
         "attention_mask": attention_mask,
         "position_ids": compute_position_id_with_mask(attention_mask),
-        "response_mask": sampled.astype(np.int64),
+        "response_mask": (sampled & _finished(owners)).astype(np.int64),
         **_sampled_columns(turns, sampled, with_drawn),
-        **_rewards(owners, rows, sampled),
     }
-    extras = dict.fromkeys(name for trajectory in trajectories for name in trajectory.extra)
+    by_agents = any(trajectory.extra for trajectory in trajectories)
+    if by_agents or any(turn.reward is not None for turn in turns):
+        columns["turn_rewards"] = _turn_rewards(trajectories, sampled)
     objects: dict[str, list[Any]] = {
         "uid": [owner.uid for owner in owners],
         "sample_index": [owner.sample_index for owner in owners],
         "trajectory": [owner.name for owner in owners],
         "finish_reason": [row.finish_reason for row in rows],
-        **{name: [owner.extra.get(name) for owner in owners] for name in extras},
+        **(_of_agents(owners, rows) if by_agents else {}),
     }
     return DataProto.from_dict(
         {name: torch.as_tensor(column) for name, column in columns.items()},
@@ -72,43 +71,59 @@ def rows_from_trajectories(
 
 def _sampled_columns(turns: Sequence[Turn], sampled: np.ndarray, with_drawn: bool) -> dict[str, np.ndarray]:
     """What the model says of its tokens; `sampled` [rows, response] is where they stand."""
-    turns = [turn for turn in turns if turn.source == "model" and len(turn.token_ids)]
+    turns = [turn for turn in turns if turn.source == "model"]
     said: dict[str, list[Any]] = {
         "rollout_log_probs": [turn.log_probs for turn in turns],
         "rollout_versions": [turn.versions for turn in turns],
     }
     if with_drawn:
         said["rollout_drawn_log_probs"] = [turn.drawn_log_probs for turn in turns]
-    return {
-        name: _table(sampled, _joined(values, np.dtype(COLUMNS[name].dtype)), COLUMNS[name].filler or 0)
-        for name, values in said.items()
-        if not any(value is None for value in values)
-    }
-
-
-def _rewards(owners: Sequence[Trajectory], rows: Sequence[Row], sampled: np.ndarray) -> dict[str, np.ndarray]:
-    """`turn_rewards` and `rm_scores`, where there are any."""
-    earned = [
-        (number, end, turn.reward)
-        for number, row in enumerate(rows)
-        for turn, end in zip(row.turns, accumulate(len(turn.token_ids) for turn in row.turns), strict=True)
-        if turn.reward is not None
-    ]
-    columns = {"turn_rewards": _on_last_sampled(sampled, earned)} if earned else {}
-    scores = {owner.name: (number, sampled.shape[1], owner.score) for number, owner in enumerate(owners)}
-    if scores and all(score is not None for *_, score in scores.values()):
-        columns["rm_scores"] = _on_last_sampled(sampled, scores.values())  # by name: each trajectory's last row is left
+    columns = {}
+    for name, values in said.items():
+        unknown = -1 if name == "rollout_versions" else np.nan
+        known = (
+            [unknown] * len(turn.token_ids) if value is None else value
+            for turn, value in zip(turns, values, strict=True)
+        )
+        columns[name] = _table(sampled, _joined(known, np.dtype(COLUMNS[name].dtype)), COLUMNS[name].filler or 0)
     return columns
 
 
-def _on_last_sampled(sampled: np.ndarray, earned: Iterable[tuple[int, int, Any]]) -> np.ndarray:
-    """(row, end, reward): on the last token before column `end` that the model sampled; lost where there is none."""
+def _finished(owners: Sequence[Trajectory]) -> np.ndarray:
+    """[rows, 1] bool: rows of what went through to its end."""
+    return np.array([owner.status == "finished" for owner in owners], dtype=np.bool_).reshape(-1, 1)
+
+
+def _turn_rewards(trajectories: Sequence[Trajectory], sampled: np.ndarray) -> np.ndarray:
+    """[rows, response]: each turn's reward on the last token that the model had sampled by its end, in whichever row of
+    the trajectory; before any, on the first one it samples."""
     table = np.zeros(sampled.shape, dtype=np.float32)
-    for row, end, reward in earned:
-        before = np.flatnonzero(sampled[row, :end])
-        if len(before):
-            table[row, before[-1]] += reward
+    first = 0
+    for trajectory in trajectories:
+        last = first + len(trajectory.rows)
+        places, count = np.argwhere(sampled[first:last]) + [first, 0], 0
+        for turn in (turn for row in trajectory.rows for turn in row.turns):
+            count += len(turn.token_ids) if turn.source == "model" else 0
+            if turn.reward is not None and len(places):
+                table[tuple(places[max(0, count - 1)])] += turn.reward
+        first = last
     return table
+
+
+def _of_agents(owners: Sequence[Trajectory], rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """Columns that agents' rows always have, so that those of several workers can be joined: what the trajectory says
+    of itself, the same on each of its rows, and how each row is made of turns. Names that are not in the table of
+    columns are together in `extra_fields`."""
+    known = ("num_turns", "agent_metrics")
+    return {
+        **{name: [owner.extra.get(name) for owner in owners] for name in known},
+        "extra_fields": [{k: v for k, v in owner.extra.items() if k not in known} for owner in owners],
+        "given_score": [owner.score for owner in owners],
+        "agent_turns": [
+            [(turn.source, len(turn.token_ids), turn.name, turn.reward) for turn in row.turns if len(turn.token_ids)]
+            for row in rows
+        ],
+    }
 
 
 def _check_lengths(owners: Sequence[Trajectory], lengths: np.ndarray, max_model_len: int | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -91,36 +93,65 @@ def test_an_answer_aborted_before_its_first_token_is_a_row_without_one():
     assert rows.non_tensor_batch["finish_reason"].tolist() == ["abort", "stop"]
 
 
-def test_what_was_drawn_from_is_a_column_on_request_if_every_sampled_token_says_so():
+def test_what_was_drawn_from_is_a_column_on_request():
     greedy, said = model([5, 6], drawn_log_probs=[0.0, 0.0]), model([7], drawn_log_probs=[-0.5])
     both = [Trajectory("a", 0, [Row([1], [greedy, environment([9]), said])])]
     drawn = rows_from_trajectories(both, PAD, with_drawn=True)
     assert column(drawn, "rollout_drawn_log_probs") == [[0, 0, 0, -0.5]]
     assert "rollout_drawn_log_probs" not in rows_from_trajectories(both, PAD).batch.keys()
-    silent = [Trajectory("a", 1, [Row([1], [Turn("model", [5])])])]
-    for name in ("rollout_drawn_log_probs", "rollout_log_probs", "rollout_versions"):
-        assert name not in rows_from_trajectories(both + silent, PAD, with_drawn=True).batch.keys()
 
 
-def test_turn_rewards_sit_on_the_last_token_sampled_until_then():
+def test_what_a_sampled_token_lacks_is_marked_so_that_rows_with_and_without_it_can_be_joined():
+    said, silent = model([5], drawn_log_probs=[-0.5]), Turn("model", [6, 7])
+    mixed = rows_from_trajectories(
+        [Trajectory("a", 0, [Row([1], [said, environment([9]), silent])])], PAD, None, 5, None, True
+    )
+    alone = rows_from_trajectories([Trajectory("a", 1, [Row([1], [silent])])], PAD, None, 5, None, True)
+    rows = DataProto.concat([mixed, alone])
+    for name, first in (("rollout_log_probs", -0.05), ("rollout_drawn_log_probs", -0.5)):
+        expected = torch.tensor([[first, 0, math.nan, math.nan, 0], [math.nan, math.nan, 0, 0, 0]])
+        torch.testing.assert_close(rows.batch[name], expected, equal_nan=True)
+    assert column(rows, "rollout_versions") == [[3, -1, -1, -1, -1], [-1] * 5]
+    assert column(rows, "response_mask") == [[1, 0, 1, 1, 0], [1, 1, 0, 0, 0]]
+
+
+def test_turn_rewards_sit_on_the_last_token_sampled_until_then_in_whichever_row():
     turns = [model([5, 6], reward=1.0), environment([9, 9], reward=0.25), model([7]), environment([9], reward=0.5)]
-    rows = rows_from_trajectories([Trajectory("a", 0, [Row([1], turns), Row([1], [model([8])])])], PAD)
-    assert column(rows, "turn_rewards") == [[0, 1.25, 0, 0, 0.5, 0], [0] * 6]
+    later = [environment([9], reward=2.0), model([8])]
+    rows = rows_from_trajectories([Trajectory("a", 0, [Row([1], turns), Row([1], later)])], PAD)
+    assert column(rows, "turn_rewards") == [[0, 1.25, 0, 0, 2.5, 0], [0] * 6]
+    early = [environment([9], reward=0.5), model([7]), environment([9], reward=1.0)]
+    assert column(rows_from_trajectories([Trajectory("a", 0, [Row([1], early)])], PAD), "turn_rewards") == [[0, 1.5, 0]]
+    unsampled = rows_from_trajectories([Trajectory("a", 0, [Row([1], [environment([9], reward=0.5)])])], PAD)
+    assert column(unsampled, "turn_rewards") == [[0]]
     assert "turn_rewards" not in rows_from_trajectories([Trajectory("a", 0, [Row([1], [model([8])])])], PAD).batch
 
 
-def test_scores_sit_on_the_last_sampled_token_of_the_last_row_if_all_are_scored():
-    two_rows = [Row([1], [model([5, 6])]), Row([1], [model([7]), environment([9])])]
-    scored = [Trajectory("a", 0, two_rows, score=0.5), Trajectory("a", 1, [Row([1], [model([8])])], score=-1.0)]
-    assert column(rows_from_trajectories(scored, PAD), "rm_scores") == [[0, 0], [0.5, 0], [-1, 0]]
-    scored[1].score = None
-    assert "rm_scores" not in rows_from_trajectories(scored, PAD).batch.keys()
+def test_what_an_agent_says_of_a_trajectory_is_on_each_of_its_rows_and_what_all_agents_say_in_the_same_columns():
+    turns = [model([5], reward=0.5), environment([9, 9], name="search"), model([])]
+    extra = {"num_turns": 4, "agent_metrics": {"status": "finished"}, "own": "x", "uid": "mine"}
+    one = Trajectory("a", 0, [Row([1], turns), Row([1], [model([6])])], score=0.25, extra=extra)
+    rows = rows_from_trajectories([one, Trajectory("a", 1, [Row([1], [model([7])])], extra={"num_turns": 1})], PAD)
+    objects = {name: array.tolist() for name, array in rows.non_tensor_batch.items()}
+    assert objects["num_turns"] == [4, 4, 1]
+    assert objects["given_score"] == [0.25, 0.25, None]
+    assert objects["uid"] == ["a"] * 3
+    assert objects["extra_fields"] == [{"own": "x", "uid": "mine"}] * 2 + [{}]
+    assert objects["agent_turns"] == [
+        [("model", 1, None, 0.5), ("environment", 2, "search", None)],
+        [("model", 1, None, None)],
+        [("model", 1, None, None)],
+    ]
+    other = rows_from_trajectories([Trajectory("b", 0, [Row([1], [model([7])])], extra={"num_turns": 1})], PAD)
+    assert (other.batch.keys(), other.non_tensor_batch.keys()) == (rows.batch.keys(), rows.non_tensor_batch.keys())
 
 
-def test_extras_of_a_trajectory_are_on_each_of_its_rows():
-    one = Trajectory("a", 0, [Row([1], [model([5])]), Row([1], [model([6])])], extra={"num_turns": 4})
-    rows = rows_from_trajectories([one, Trajectory("a", 1, [Row([1], [model([7])])])], PAD)
-    assert rows.non_tensor_batch["num_turns"].tolist() == [4, 4, None]
+@pytest.mark.parametrize("status", ["failed", "aborted"])
+def test_what_did_not_go_through_to_its_end_is_not_learned_from(status):
+    broken = Trajectory("a", 0, [Row([1], [model([5]), environment([9])]), Row([1], [model([6])])], status=status)
+    rows = rows_from_trajectories([broken, Trajectory("a", 1, [Row([1], [model([7])])])], PAD)
+    assert column(rows, "response_mask") == [[0, 0], [0, 0], [1, 0]]
+    assert column(rows, "rollout_versions") == [[3, -1], [3, -1], [3, -1]]
 
 
 def test_widths_are_kept_and_what_does_not_fit_is_refused():
