@@ -52,7 +52,7 @@ def add_advantages(data: DataProto, algorithm: AlgorithmConfig, kl_ctrl: Any) ->
     if algorithm.use_kl_in_reward:
         data, metrics = apply_kl_penalty(data, kl_ctrl, algorithm.kl_penalty)
     else:
-        data.batch["token_level_rewards"] = earned(data)
+        data.batch["token_level_rewards"] = data.batch["token_level_scores"]
     compute_advantage(
         data,
         algorithm.adv_estimator,
@@ -64,19 +64,13 @@ def add_advantages(data: DataProto, algorithm: AlgorithmConfig, kl_ctrl: Any) ->
     return metrics
 
 
-def earned(data: DataProto) -> torch.Tensor:
-    """[batch, response]: the scores, and what single turns earned besides."""
-    scores = data.batch["token_level_scores"]
-    return scores + data.batch["turn_rewards"] if "turn_rewards" in data.batch.keys() else scores
-
-
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, dict[str, float]]:
     """`token_level_rewards` = `token_level_scores` - coefficient × KL(policy ‖ reference); moves the controller."""
     mask = data.batch["response_mask"]
     estimate = kl_estimate(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty)
     kl = torch.where(mask.bool(), estimate, 0.0)
     coefficient = kl_ctrl.value
-    data.batch["token_level_rewards"] = earned(data) - coefficient * kl
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"] - coefficient * kl
     whole = Trajectories.of(data)
     answers = whole.mask.any(-1)  # fillers are none
     per_sequence = float(masked_mean(masked_mean(whole.join(kl), whole.mask, axis=-1), answers))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from verl.algos.trajectories import Trajectories
-from verl.protocol import DataProto
+from verl.protocol import DataProto, object_array
 from verl.single_controller.ray import BatchRef
 from verl.types.schema import COLUMNS
 from verl.utils.balancing import ceildiv, get_seqlen_balanced_partitions
@@ -110,9 +110,15 @@ def evenness(
 
 
 def concat_rows(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
-    """One batch of all rows, whatever width each part is padded to. Batches by reference pad when they are read."""
+    """One batch of all rows, whatever width each part is padded to. Batches by reference pad when they are read. An
+    object column that a part does not have is None in its rows: what agents and rewards say differs."""
     if len(parts) == 1:
         return parts[0]
+    names = {name for part in parts for name in part.non_tensor_batch}
+    parts = [part.select() for part in parts]
+    for part in parts:
+        for name in names - set(part.non_tensor_batch):
+            part.non_tensor_batch[name] = object_array([None] * len(part))
     if not isinstance(parts[0], BatchRef) and "responses" in parts[0].batch.keys():
         sizes = [(part.batch["prompts"].shape[1], part.batch["responses"].shape[1]) for part in parts]
         width = [max(each) for each in zip(*sizes, strict=True)]

@@ -18,6 +18,7 @@ from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.answer_ends import answer_ends
+from verl.trainer.ppo.agents import require_some_finished, spread_fields
 from verl.trainer.ppo.dynamic_sampling import RollOut, fill_batch, own_groups
 from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
 from verl.trainer.ppo.prompts import PromptStream
@@ -74,7 +75,10 @@ class Generator:
             self._groups.replicas.require_all()
         with self._overlap(reward_fn, self._groups.rollout, request, batch):
             generated = self._groups.rollout.generate_sequences(request)
-        return generated.union(batch.select_idxs(answered_rows(batch, generated)).select([], None, []))
+        require_some_finished(generated)
+        answers = generated.union(batch.select_idxs(answered_rows(batch, generated)).select([], None, []))
+        spread_fields(answers)
+        return answers
 
     def judged(self, batch: DataProto) -> DataProto:
         """With the scores of the reward model, where there is one: it reads the last row of every trajectory."""

@@ -19,6 +19,7 @@ from verl.config.load import as_config
 from verl.config.ppo import PPOConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from verl.protocol import DataProto
+from verl.trainer.ppo.agents import given_scores, place_scores, said_by_agents
 from verl.utils.import_utils import load_user_object
 from verl.utils.reward_score import default_compute_score, known_data_sources
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
@@ -92,26 +93,52 @@ def get_custom_reward_fn(config: Config) -> Callable[..., Any] | None:
 
 
 def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-    """Scores [batch, response] of a batch, and what the reward function said beside them (a list per name).
+    """Scores [batch, response] of a batch, and what the reward function or an agent said beside them (a list per name).
 
     Where the manager masks samples that could not be scored, their rows of `response_mask` become 0 in `data`: they
     weigh nothing in losses, counts and metrics, and group estimators leave them out. A name that the batch has already
-    is `reward_<name>` here. Of a trajectory with several rows the last one is scored, and has the score; what is said
-    beside it is on all of them.
+    is `reward_<name>` here. Of a trajectory with several rows the one with its last model token is scored, and has the
+    score; what is said beside it is on all of them. One that brings its score, or did not go through to its end, is not
+    scored again. What turns earned is part of the scores.
     """
     whole = Trajectories.of(data)
-    result = reward_fn(data if whole.one_row_each else data.select_idxs(whole.last_rows), return_dict=True)
-    scores = result["reward_tensor"]
+    given, asked = given_scores(data, whole)
+    scores = torch.zeros(data.batch["responses"].shape)
+    said: dict[str, list[Any]] = {}
+    if len(asked) == len(data):
+        result = reward_fn(data, return_dict=True)
+        scores, said = result["reward_tensor"], dict(result["reward_extra_info"])
+    elif len(asked):
+        rows = whole.last_rows[asked]
+        result = reward_fn(data.select_idxs(rows), return_dict=True)
+        scores = scores.to(result["reward_tensor"])
+        scores[torch.from_numpy(rows)] = result["reward_tensor"]
+        said = {name: _at(asked, values, len(whole)) for name, values in result["reward_extra_info"].items()}
+        said |= {name: [value or 0.0 for value in values] for name, values in said.items() if name == FAILED}
+    if given:
+        scores = scores + place_scores(given, data, whole)
+    if "turn_rewards" in data.batch.keys():
+        scores = scores + data.batch["turn_rewards"]
+    for name, values in said_by_agents(data, whole).items():
+        there = said.get(name, [None] * len(whole))
+        said[name] = [old if new is None else new for new, old in zip(values, there, strict=True)]
     taken = {*data.batch.keys(), *data.non_tensor_batch}
-    extra = {f"reward_{name}" if name in taken else name: v for name, v in result["reward_extra_info"].items()}
-    if not whole.one_row_each:
-        of_last_rows, scores = scores, scores.new_zeros((len(data), scores.shape[1]))
-        scores[torch.from_numpy(whole.last_rows)] = of_last_rows
-        extra = {name: [values[number] for number in whole.of_row] for name, values in extra.items()}
+    extra = {
+        f"reward_{name}" if name in taken else name: [values[number] for number in whole.of_row]
+        for name, values in said.items()
+    }
     if getattr(reward_fn, "on_error", None) == "mask" and any(extra.get(FAILED, ())):
         kept = 1 - torch.tensor(extra[FAILED], device=data.batch["response_mask"].device)
         data.batch["response_mask"] = data.batch["response_mask"] * kept[:, None].to(data.batch["response_mask"].dtype)
     return scores, extra
+
+
+def _at(places: Iterable[int], values: Iterable[Any], count: int) -> list[Any]:
+    """`count` entries: the values at these places, None elsewhere."""
+    entries: list[Any] = [None] * count
+    for place, value in zip(places, values, strict=True):
+        entries[place] = value
+    return entries
 
 
 def reward_metrics(extra: Mapping[str, Iterable[Any]]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from verl.protocol import DataProto, object_array
 from verl.trainer.common.dumps import answer_texts, write_jsonl
 from verl.trainer.common.setbacks import Setbacks
 from verl.trainer.common.status_line import StatusLine
+from verl.trainer.ppo.agents import FINISHED, statuses
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.reward import compute_reward, right_answers, say_right
 from verl.trainer.ppo.utils import Role
@@ -94,13 +95,17 @@ class Validator:
         ends = whole.last_rows
         texts = answer_texts(local, self._tokenizer)
         said = {name: [values[row] for row in ends] for name, values in extra.items()}
+        if "num_turns" in columns:
+            said["num_turns"] = columns["num_turns"][ends].tolist()
+        rewards = known_scores(whole.sum(scores.sum(-1)).tolist(), said.get(FAILED), self.reward_fn)
+        ended = [status == FINISHED for status in statuses(local, whole)]
         return said | {
             "prompt": [text["input"] for text in texts],
             "answer": [text["output"] for text in texts],
             "rows": [text.get("rows") for text in texts],
             "uid": columns["uid"][ends].tolist(),
             "data_source": columns[key][ends].tolist() if key in columns else ["unknown"] * len(whole),
-            "reward": known_scores(whole.sum(scores.sum(-1)).tolist(), said.get(FAILED), self.reward_fn),
+            "reward": [reward if finished else None for reward, finished in zip(rewards, ended, strict=True)],
         }
 
 
