@@ -1,0 +1,500 @@
+"""Outside a run, one for each: isolates it, watches time, memory and output, ends all of it, and tells how it went.
+
+Three processes make a run. The keeper (here) holds the namespaces and is out of the program's sight; the init is the
+first process of the program's own numbering, so that all others end with it; the program is `program.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import stat
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from verl.utils import process_tree
+from verl.utils.sandbox import linux, room, wire
+from verl.utils.sandbox.program import Confinement, wait_and_run
+
+_READ_BYTES = 1 << 16
+_LOOK_SECONDS = 0.025
+_LAST_WORDS_SECONDS = 0.5
+_INTERRUPT_SECONDS = 1.0
+_OWN_PROCESSES = 2  # keeper and init count, too
+
+
+class Cancelled(Exception):
+    """The one who asked is gone, or wants no answer any more."""
+
+
+def keep(link: socket.socket, confinement: Confinement) -> None:
+    """Serve the one job that comes over `link`; this process has entered its namespaces already."""
+    ours, theirs = socket.socketpair()
+    # The init, in the same mount namespace, will hide the host's processes behind its own: only this leads there then.
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY) if os.path.isdir("/proc/self") else None
+    init = os.fork()
+    if init == 0:
+        ours.close()
+        link.close()
+        as_process(lambda: _be_init(theirs, confinement))
+    theirs.close()
+    keeper = _Keeper(link, ours, init, proc, confinement)
+    try:
+        keeper.serve()
+    except (EOFError, ConnectionError, Cancelled):
+        pass  # nobody to tell
+    finally:
+        keeper.end_all()
+
+
+def as_process(main: Any) -> None:
+    """What a fork does: never return."""
+    status = 1
+    try:
+        status = main() or 0
+    except BaseException:  # noqa: BLE001 - about to end; told to whoever reads the runner's own stderr
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _be_init(link: socket.socket, confinement: Confinement) -> int:
+    """Start programs one after the other, clear up after each, and say how it ended."""
+    linux.end_with_parent()
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
+        file.write(b"1000")  # if the machine runs out of memory, this goes first
+    if confinement.namespaces:
+        room.own_proc()
+    process_tree.adopt_orphans()
+    linux.drop_capabilities()
+    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # the program, which is of the same user, cannot look into this
+    while True:
+        child = os.fork()
+        if child == 0:
+            as_process(lambda: wait_and_run(link, confinement))
+        code = None
+        while code is None:
+            pid, status = os.waitpid(-1, 0)
+            if pid == child:
+                code = os.waitstatus_to_exitcode(status)
+        _kill_descendants()
+        wire.send(link, {"code": code})
+        if not link.recv(1, socket.MSG_PEEK):
+            return 0
+
+
+def _kill_descendants() -> None:
+    """All that this process started or adopted, until none is left."""
+    while True:
+        if os.getpid() == 1:  # of a namespace: nobody else is there
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        else:
+            for child in process_tree.children(os.getpid()):
+                process_tree.kill_family(child)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+class _Keeper:
+    def __init__(
+        self, link: socket.socket, program: socket.socket, init: int, proc: int | None, confinement: Confinement
+    ) -> None:
+        self._link = link
+        self._program = program
+        self._init: int | None = init
+        self._confinement = confinement
+        self._proc = proc
+
+    def serve(self) -> None:
+        job, blobs, _ = wire.receive(self._link)
+        self._limits = job["limits"]
+        self._output = _Output(self._limits["output_bytes"])
+        if self._confinement.namespaces:
+            room.resize(self._limits["file_mb"])
+        if job["session"]:
+            self._serve_session(job)
+        else:
+            self._serve_run(job, blobs)
+
+    # -- one program ---------------------------------------------------------------------------------------------
+
+    def _serve_run(self, job: dict[str, Any], blobs: list[bytes]) -> None:
+        stdin, *files = blobs
+        compiled: dict[str, Any] | None = None
+        compiled_streams: list[bytes] = []
+        outcome: dict[str, Any]
+        outcome, streams = {"status": "finished", "return_code": None, "seconds": 0.0}, [b"", b""]
+        if job["compile"]:
+            compiled, compiled_streams = self._step(job["compile"], job, files, b"", self._limits["compile_s"])
+            outcome["status"] = compiled["status"]
+            files = []
+        if compiled is None or compiled["return_code"] == 0:
+            start = [part.format(memory=self._limits["memory_mb"]) for part in job["start"]]
+            outcome, streams = self._step(start, job, files, stdin, self._limits["wall_s"])
+        self.end_all()
+        fetched, cut = self._fetch(job["fetch"])
+        if cut and outcome["status"] == "finished":
+            outcome["status"] = "output"
+        header = {**outcome, "compile": compiled, "files": list(fetched)}
+        wire.send(self._link, header, [*streams, *compiled_streams, *fetched.values()])
+
+    def _step(
+        self, start: Sequence[str], job: dict[str, Any], files: list[bytes], stdin: bytes, wall_s: float
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Start a program and follow it to its end: how that was, stdout and stderr."""
+        names = job["names"] if files else []
+        self._output = _Output(self._limits["output_bytes"])
+        began = time.monotonic()
+        with _Pipes(stdin, self._output) as pipes:
+            self._send_job(start, job["script"], names, files, pipes, self._limits["cpu_s"])
+            problem, message = self._follow(pipes, [self._program], began + wall_s)
+            seconds = time.monotonic() - began
+            code = -signal.SIGKILL
+            if problem is None and message is not None:
+                code = message["code"]
+            else:
+                self.end_all()
+            pipes.drain(time.monotonic() + _LAST_WORDS_SECONDS)
+        status, words = self._verdict(problem, code)
+        outcome = {"status": status, "return_code": code, "seconds": seconds}
+        return outcome, [bytes(self._output.stdout), bytes(self._output.stderr) + words]
+
+    def _send_job(
+        self,
+        start: Sequence[str],
+        script: str,
+        names: list[str],
+        files: list[bytes],
+        pipes: _Pipes,
+        cpu_s: int | None,
+        cells: Sequence[int] = (),
+    ) -> None:
+        limits = {
+            "cpu_s": cpu_s,
+            "memory_bytes": self._limits["memory_mb"] << 20,
+            "file_bytes": self._limits["file_mb"] << 20,
+            "processes": self._limits["processes"] + _OWN_PROCESSES + self._others_of_user(),
+        }
+        tmp = "/tmp" if self._confinement.namespaces else self._confinement.folder
+        header = {"start": start, "script": script, "files": names, "limits": limits, "tmp": tmp}
+        wire.send(self._program, header, files, [*pipes.theirs, *cells])
+        pipes.close_theirs()
+
+    def _others_of_user(self) -> int:
+        """Processes and threads that the kernel counts against the program's limit though they are not its own."""
+        if self._confinement.own_user:
+            return 0
+        count = 0
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.getuid():
+                    count += len(os.listdir(f"/proc/{name}/task"))
+        return count
+
+    def _verdict(self, problem: str | None, code: int) -> tuple[str, bytes]:
+        """The status, and what is added to stderr."""
+        if problem == "timeout" or code == -signal.SIGXCPU:
+            return "timeout", b""
+        if problem is not None:
+            return ("memory" if "memory" in problem else "error"), f"\n[sandbox] killed: {problem}\n".encode()
+        if code:
+            last = bytes(self._output.stderr[-400:]).rstrip().rpartition(b"\n")[2]
+            out_of_memory = last.startswith(b"MemoryError") or b"std::bad_alloc" in last
+            return ("memory" if out_of_memory else "error"), b""
+        return ("output" if self._output.cut else "finished"), b""
+
+    # -- a session -----------------------------------------------------------------------------------------------
+
+    def _serve_session(self, job: dict[str, Any]) -> None:
+        cells, theirs = socket.socketpair()
+        with _Pipes(b"", self._output) as pipes:
+            self._send_job([], "", [], [], pipes, self._limits["cpu_s"], [theirs.fileno()])
+            theirs.close()
+            while self._init is not None:
+                # Between cells, too: what a cell left running is watched.
+                problem, message = self._follow(pipes, [self._link, self._program], None)
+                if problem is None and message is not None and "cell" in message:
+                    wire.send(self._link, *self._serve_cell(message, cells, pipes))
+                elif problem is not None or (message is not None and "code" in message):
+                    break
+
+    def _serve_cell(
+        self, cell: dict[str, Any], cells: socket.socket, pipes: _Pipes
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        self._output = pipes.output = _Output(self._limits["output_bytes"])
+        began = time.monotonic()
+        wire.send(cells, {}, [cell["cell"].encode()])
+        awaited = [cells, self._program]
+        problem, message = self._follow(pipes, awaited, began + cell["wall_s"])
+        if problem in ("timeout", "interrupted"):
+            self._interrupt()
+            again, message = self._follow(pipes, awaited, time.monotonic() + _INTERRUPT_SECONDS)
+            problem = problem if again is None else f"{problem} and did not stop"
+        seconds = time.monotonic() - began
+        alive = message is not None and "how" in message
+        if not alive:
+            self.end_all()
+        pipes.drain(time.monotonic() + (0.0 if alive else _LAST_WORDS_SECONDS))
+        status, words = self._cell_verdict(problem, message, alive)
+        code = 0 if status in ("finished", "output") else 1 if alive else -signal.SIGKILL
+        header = {"status": status, "return_code": code, "seconds": seconds, "compile": None, "files": []}
+        return {**header, "alive": alive}, [bytes(self._output.stdout), bytes(self._output.stderr) + words]
+
+    def _cell_verdict(self, problem: str | None, message: dict[str, Any] | None, alive: bool) -> tuple[str, bytes]:
+        words = b"" if alive else b"\n[sandbox] the session has ended; what it remembered is lost\n"
+        if problem is not None:
+            status = "timeout" if "timeout" in problem else "memory" if "memory" in problem else "error"
+            return status, (b"" if problem in ("timeout", "interrupted") else f"\n[sandbox] {problem}".encode()) + words
+        if not alive:
+            return "error", words
+        status = str(message["how"]) if message else "error"
+        return ("output" if status == "finished" and self._output.cut else status), words
+
+    def _interrupt(self) -> None:
+        """As Ctrl-C would."""
+        for child in self._children(self._init or 0):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGINT)
+
+    # -- watching ------------------------------------------------------------------------------------------------
+
+    def _follow(
+        self, pipes: _Pipes, awaited: Sequence[socket.socket], deadline: float | None
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Carry data until one of `awaited` says something: (None, that), or (what is wrong, None)."""
+        look_at = time.monotonic() + _LOOK_SECONDS
+        while True:
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                return "timeout", None
+            if now >= look_at:
+                problem = self._problem()
+                if problem is not None:
+                    return problem, None
+                look_at = time.monotonic() + _LOOK_SECONDS * (1 if deadline is not None else 8)
+            patience = min(look_at, deadline if deadline is not None else look_at) - now
+            ready = pipes.carry([self._link, *awaited], max(patience, 0.0))
+            for link in awaited:
+                if link in ready:
+                    try:
+                        return None, wire.receive(link)[0]
+                    except (EOFError, ConnectionError):
+                        if link is self._link:
+                            raise Cancelled from None
+                        return "its first process was killed", None
+            if self._link in ready:
+                try:
+                    wire.receive(self._link)
+                except (EOFError, ConnectionError):
+                    raise Cancelled from None
+                return "interrupted", None
+
+    def _problem(self) -> str | None:
+        """What the limits that no system call enforces say."""
+        limits, members = self._limits, self._family()
+        if len(members) > limits["processes"] + 1:
+            return f"more than {limits['processes']} processes"
+        if self._memory(members, "status", ("RssAnon:", "RssShmem:")) > limits["memory_mb"] << 10:
+            # Forks share most of it: only a precise look decides, which takes longer.
+            shared_out = self._memory(members, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:"))
+            if shared_out == 0 or shared_out > limits["memory_mb"] << 10:
+                return f"more than {limits['memory_mb']} MB of memory"
+        if not self._confinement.namespaces and room.overfull(self._confinement.folder, limits["file_mb"]):
+            return f"more than {limits['file_mb']} MB, or too many files, in its directory"
+        return None
+
+    def _memory(self, members: list[int], file: str, fields: tuple[str, ...]) -> int:
+        """Kilobytes of all of them."""
+        total = 0
+        for pid in members:
+            for line in self._read(f"{pid}/{file}").splitlines():
+                if line.startswith(fields):
+                    total += int(line.split()[1])
+        return total
+
+    def _family(self) -> list[int]:
+        """The program and all that descends from it, with their numbers on the host."""
+        found = self._children(self._init) if self._init is not None else []
+        for member in found:
+            found += self._children(member)
+        return found
+
+    def _children(self, pid: int) -> list[int]:
+        return [int(child) for child in self._read(f"{pid}/task/{pid}/children").split()]
+
+    def _read(self, path: str) -> str:
+        if self._proc is None:
+            return ""
+        try:
+            descriptor = os.open(path, os.O_RDONLY, dir_fd=self._proc)
+        except OSError:
+            return ""
+        with open(descriptor, encoding="utf-8", errors="replace") as file:
+            try:
+                return file.read()
+            except OSError:
+                return ""
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def end_all(self) -> None:
+        """Kill the init, with which all of its namespace ends; where there is none, all that descends from here."""
+        if self._init is None:
+            return
+        members = self._family()
+        os.kill(self._init, signal.SIGKILL)
+        os.waitpid(self._init, 0)
+        self._init = None
+        if not self._confinement.namespaces:
+            for member in members:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(member, signal.SIGKILL)
+            _kill_descendants()
+
+    def _fetch(self, names: list[str]) -> tuple[dict[str, bytes], bool]:
+        """Plain files of the run's directory; whether some had to be cut."""
+        left = self._limits["file_mb"] << 20
+        found: dict[str, bytes] = {}
+        cut = False
+        for name in names:
+            content = _read_inside(self._confinement.folder, name, left + 1)
+            if content is not None:
+                cut |= len(content) > left
+                found[name] = content[:left]
+                left -= len(found[name])
+        return found, cut
+
+
+def _read_inside(folder: str, name: str, most: int) -> bytes | None:
+    """Up to `most` bytes; None: not there, not a plain file, or behind a link."""
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        *folders, last = name.split("/")
+        for part in folders:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
+            os.close(place)
+            place = inner
+        file = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
+        with open(file, "rb") as content:
+            return content.read(most) if stat.S_ISREG(os.fstat(file).st_mode) else None
+    except OSError:
+        return None
+    finally:
+        os.close(place)
+
+
+class _Output:
+    """What a program wrote, up to a size; the rest is counted as cut."""
+
+    def __init__(self, most: int) -> None:
+        self.stdout, self.stderr = bytearray(), bytearray()
+        self._left = most
+        self.cut = False
+
+    def add(self, stream: bytearray, chunk: bytes) -> None:
+        self.cut |= len(chunk) > self._left
+        stream += chunk[: self._left]
+        self._left -= min(len(chunk), self._left)
+
+
+class _Pipes:
+    """stdin, stdout and stderr of a program."""
+
+    def __init__(self, stdin: bytes, output: _Output) -> None:
+        self.output = output
+        self._stdin = memoryview(stdin)
+        (their_in, self._in), (self._out, their_out), (self._err, their_err) = os.pipe(), os.pipe(), os.pipe()
+        self.theirs = [their_in, their_out, their_err]
+        for descriptor in (self._in, self._out, self._err):
+            os.set_blocking(descriptor, False)
+        self._open = {self._out, self._err}
+        self._poll = select.poll()
+        for descriptor in self._open:
+            self._poll.register(descriptor, select.POLLIN)
+        self._write = True
+        if not stdin:
+            self._end_input()
+        else:
+            self._poll.register(self._in, select.POLLOUT)
+
+    def __enter__(self) -> _Pipes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close_theirs()
+        self._end_input()
+        for descriptor in (self._out, self._err):
+            os.close(descriptor)
+
+    def close_theirs(self) -> None:
+        for descriptor in self.theirs:
+            os.close(descriptor)
+        self.theirs = []
+
+    def carry(self, links: Sequence[socket.socket], seconds: float) -> list[socket.socket]:
+        """Move what can be moved within `seconds`; those of `links` that have something to say."""
+        by_number = {link.fileno(): link for link in links}
+        for number in by_number:
+            self._poll.register(number, select.POLLIN)
+        ready = []
+        for descriptor, _ in self._poll.poll(seconds * 1000):
+            if descriptor in by_number:
+                ready.append(by_number[descriptor])
+            elif descriptor == self._in:
+                self._feed()
+            else:
+                self._take(descriptor)
+        for number in by_number:
+            self._poll.unregister(number)
+        return ready
+
+    def drain(self, until: float) -> None:
+        """What is in the pipes already, and what comes until they are closed or the time is over."""
+        while self._open:
+            patience = max(until - time.monotonic(), 0.0)
+            ready = [descriptor for descriptor, _ in self._poll.poll(patience * 1000) if descriptor in self._open]
+            if not ready:
+                return
+            for descriptor in ready:
+                self._take(descriptor)
+
+    def _take(self, descriptor: int) -> None:
+        stream = self.output.stdout if descriptor == self._out else self.output.stderr
+        try:
+            chunk = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if chunk:
+            self.output.add(stream, chunk)
+        else:
+            self._poll.unregister(descriptor)
+            self._open.discard(descriptor)
+
+    def _feed(self) -> None:
+        try:
+            self._stdin = self._stdin[os.write(self._in, self._stdin[:_READ_BYTES]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:  # it does not want the rest
+            self._stdin = self._stdin[:0]
+        if not self._stdin:
+            self._poll.unregister(self._in)
+            self._end_input()
+
+    def _end_input(self) -> None:
+        if self._write:
+            self._write = False
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(self._in)
+            os.close(self._in)

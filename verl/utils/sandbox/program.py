@@ -1,0 +1,215 @@
+"""Inside the sandbox: the process that gives up all rights, waits for one job, and becomes the model's program."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import contextlib
+import linecache
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+from dataclasses import dataclass
+from typing import Any
+
+from verl.utils import process_tree
+from verl.utils.sandbox import landlock, linux, room, seccomp, wire
+
+
+@dataclass(frozen=True, slots=True)
+class Confinement:
+    """What holds a program of this host, and where it lives."""
+
+    namespaces: bool
+    landlock: int
+    seccomp: bool
+    own_user: bool
+    paths: tuple[str, ...]
+    folder: str = room.WORK
+
+    def apply(self) -> None:
+        """Of no return: this process and all it starts."""
+        os.setsid()
+        linux.end_with_parent()
+        linux.drop_capabilities()
+        if self.landlock and self.namespaces:
+            landlock.restrict(["/"], ["/tmp", "/dev/shm"], room.DEVICES)
+        elif self.landlock:
+            landlock.restrict(self.paths, [self.folder], room.DEVICES)
+        if self.seccomp:
+            signals_are_kept_in = self.namespaces or self.own_user or self.landlock >= 6
+            seccomp.refuse_dangerous(self.namespaces, None if signals_are_kept_in else os.getpid())
+
+
+def wait_and_run(link: socket.socket, confinement: Confinement) -> int:
+    """The exit status of the one job that comes over `link`."""
+    confinement.apply()
+    try:
+        job, blobs, descriptors = wire.receive(link, 4)
+    except EOFError:
+        return 0
+    link.close()
+    cells = _take_descriptors(descriptors)
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)
+    os.chdir(confinement.folder)
+    os.environ.update(HOME=confinement.folder, PWD=confinement.folder, TMPDIR=job["tmp"])
+    _place(dict(zip(job["files"], blobs, strict=True)))
+    _limit(job["limits"])
+    for number in (signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if job["start"]:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        return _become(job["start"])
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python itself has it
+    main = _fresh_main()
+    if cells is not None:
+        return _serve_cells(cells, main)
+    return _run_script(job["script"], main)
+
+
+def _take_descriptors(came: list[int]) -> int | None:
+    """stdin, stdout and stderr to their numbers, the cells' socket to the next, everything else closed."""
+    high = [os.dup2(descriptor, 100 + index) for index, descriptor in enumerate(came)]
+    os.closerange(0, 100)
+    for number, descriptor in enumerate(high):
+        os.dup2(descriptor, number, inheritable=number < 3)
+    os.closerange(len(high), 65536)
+    return 3 if len(high) > 3 else None
+
+
+def _place(files: dict[str, bytes]) -> None:
+    for path, content in files.items():
+        folder = os.path.dirname(path)
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content)
+
+
+def _limit(limits: dict[str, Any]) -> None:
+    here = process_tree.data_bytes() or 64 << 20
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_NOFILE, 256)
+    _lower(resource.RLIMIT_NPROC, limits["processes"])
+    _lower(resource.RLIMIT_FSIZE, limits["file_bytes"])
+    if limits["cpu_s"] is not None:
+        _lower(resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1)  # first a signal that tells why
+    # Private writable memory only: address space is free, of which node and others reserve gigabytes.
+    _lower(resource.RLIMIT_DATA, here + limits["memory_bytes"])
+
+
+def _lower(which: int, value: int, hard: int | None = None) -> None:
+    _, most = resource.getrlimit(which)
+    wanted = (value, value if hard is None else hard)
+    resource.setrlimit(which, wanted if most == resource.RLIM_INFINITY else (min(value, most), min(wanted[1], most)))
+
+
+def _become(command: list[str]) -> int:
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.stderr.write(f"{command[0]}: {error.strerror}\n")
+        sys.stderr.flush()
+        return 127
+
+
+def _fresh_main() -> types.ModuleType:
+    """A `__main__` as a new Python has it; nothing of the runner is in its modules."""
+    for name in [name for name in sys.modules if name == "verl" or name.startswith("verl.")]:
+        del sys.modules[name]
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    sys.path.insert(0, os.getcwd())
+    return main
+
+
+def _run_script(path: str, main: types.ModuleType) -> int:
+    sys.argv = [path]
+    main.__dict__["__file__"] = path
+    code = 1
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+        code = 0
+    except SystemExit as leaving:
+        code = _exit_code(leaving)
+    except BaseException as error:  # noqa: BLE001 - it is the program's, and told as Python tells it
+        _tell(error)
+    return _wind_up(code)
+
+
+def _wind_up(code: int) -> int:
+    """What Python does at its end: threads are waited for, exit functions run, streams flushed."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except SystemExit as leaving:
+        code = _exit_code(leaving)
+    except BaseException as error:  # noqa: BLE001
+        _tell(error)
+        code = code or 1
+    return code
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    if leaving.code is None or isinstance(leaving.code, int):
+        return (leaving.code or 0) & 0xFF
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{leaving.code}\n")
+    return 1
+
+
+def _tell(error: BaseException) -> None:
+    """The traceback without the frames of the runner."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__") == __name__:
+        frames = frames.tb_next
+    with contextlib.suppress(OSError, ValueError, MemoryError):
+        sys.stderr.write("".join(traceback.format_exception(type(error), error, frames)))
+        sys.stderr.flush()
+
+
+def _serve_cells(channel: int, main: types.ModuleType) -> int:
+    """Run cells until the other side closes; each is answered with how it went."""
+    cells = socket.socket(fileno=channel)
+    number = 0
+    while True:
+        try:
+            _, (source,), _ = wire.receive(cells)
+        except EOFError:
+            return _wind_up(0)
+        except KeyboardInterrupt:  # came after the cell had ended
+            continue
+        number += 1
+        wire.send(cells, {"how": _run_cell(source.decode(), f"<cell {number}>", main.__dict__)})
+
+
+def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> str:
+    """Execute it, and show the value of its last expression as Python's own prompt does."""
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    how = "finished"
+    try:
+        tree = ast.parse(source, name)
+        last = ast.Interactive([tree.body.pop()]) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec", dont_inherit=True), namespace)
+        if last is not None:
+            exec(compile(last, name, "single", dont_inherit=True), namespace)
+    except MemoryError as error:
+        how = "memory"
+        _tell(error)
+    except BaseException as error:  # noqa: BLE001 - also SystemExit and an interrupt end the cell, not the session
+        how = "error"
+        _tell(error)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return how

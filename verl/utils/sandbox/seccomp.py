@@ -1,0 +1,147 @@
+"""A seccomp filter: system calls that no program of a sandbox needs are refused, on x86-64 and arm64.
+
+It is a list of what is refused, not of what is allowed: programs in four languages run under it, and new kernels bring
+new calls that their libraries try first. Files, network and processes are kept apart by namespaces and Landlock; the
+filter takes away the parts of the kernel that have most often been a way around them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+
+from verl.utils.sandbox.linux import (
+    ARCH,
+    NEW_NAMESPACES,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    PR_SET_SECCOMP,
+    check,
+    prctl,
+)
+
+# System call: its numbers on x86-64 and arm64; None: it is not there. From 424 on they are the same.
+NUMBERS: Mapping[str, tuple[int | None, int | None]] = {
+    # other processes
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    # namespaces and mounts
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    "statmount": (457, 457), "listmount": (458, 458), "open_tree_attr": (467, 467),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    # large and often broken parts of the kernel
+    "bpf": (321, 280), "userfaultfd": (323, 282), "perf_event_open": (298, 241), "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "keyctl": (250, 219), "add_key": (248, 217),
+    "request_key": (249, 218), "fanotify_init": (300, 262), "vmsplice": (278, 75), "personality": (135, 92),
+    "modify_ldt": (154, None), "iopl": (172, None), "ioperm": (173, None),
+    # memory and queues that belong to no process, so that no limit counts them and nobody clears them up
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190),
+    "msgget": (68, 186), "mq_open": (240, 180),
+    # the machine
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
+    "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89),
+    "quotactl": (179, 60), "quotactl_fd": (443, 443), "settimeofday": (164, 170), "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266), "adjtimex": (159, 171), "sethostname": (170, 161), "setdomainname": (171, 162),
+    "syslog": (103, 116), "vhangup": (153, 58), "lookup_dcookie": (212, 18),
+}  # fmt: skip
+_OTHERS: Mapping[str, tuple[int, int]] = {
+    "clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "prctl": (157, 167), "kill": (62, 129),
+    "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424), "seccomp": (317, 277), "landlock_create_ruleset": (444, 444),
+}  # fmt: skip
+_AUDIT_ARCH = (0xC000003E, 0xC00000B7)
+_X32 = 0x40000000
+_AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # in struct seccomp_data; arguments are little-endian 64 bits
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_SECCOMP_MODE_FILTER = 2
+
+Instruction = tuple[int, int, int, int]
+
+
+def refuse_dangerous(own_network: bool, signals_of: int | None) -> None:
+    """Install the filter of a sandboxed program.
+
+    Without a network of its own it may make no sockets (pairs of them it may). `signals_of`: nothing else keeps it
+    from signalling other processes of this user, so it may signal only this one, which is itself, and its group.
+    """
+    rules = [_refuse(name, errno.ENOSYS if name.startswith("memfd") else errno.EPERM) for name in NUMBERS]
+    rules.append(_refuse("clone3", errno.ENOSYS))  # its flags are out of a filter's sight; libraries then use clone
+    rules.append(_refuse_bits("clone", NEW_NAMESPACES))
+    rules.append(_refuse_value("prctl", PR_SET_PDEATHSIG))
+    rules.append(_only("socket", [_AF_UNIX, _AF_INET, _AF_INET6] if own_network else []))
+    if signals_of is not None:
+        rules += [_only("kill", [signals_of, 0, -signals_of]), _only("tgkill", [signals_of])]
+        rules += [_refuse(name) for name in ("tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")]
+    _install(rules)
+
+
+def pretend_missing(features: Iterable[str]) -> None:
+    """For tests: this process, and all it starts, live on a host that refuses some of namespaces|landlock|seccomp."""
+    rules = []
+    for feature in features:
+        if feature == "namespaces":
+            rules += [_refuse("unshare"), _refuse("clone3", errno.ENOSYS), _refuse_bits("clone", NEW_NAMESPACES)]
+        elif feature == "landlock":
+            rules.append(_refuse("landlock_create_ruleset", errno.EOPNOTSUPP))
+        elif feature == "seccomp":
+            rules += [_refuse("seccomp"), _refuse_value("prctl", PR_SET_SECCOMP)]
+        else:
+            raise ValueError(f"no feature of a sandbox: {feature!r}")
+    _install(rules)
+
+
+def _refuse(name: str, code: int = errno.EPERM) -> list[Instruction]:
+    return _when(name, [(_RETURN, 0, 0, _ERRNO | code)])
+
+
+def _refuse_bits(name: str, bits: int) -> list[Instruction]:
+    """Where the first argument has any of them."""
+    return _when(name, [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_ANY_BIT, 0, 1, bits), _EPERM, _PASS])
+
+
+def _refuse_value(name: str, value: int) -> list[Instruction]:
+    return _when(name, [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, value), _EPERM, _PASS])
+
+
+def _only(name: str, values: Sequence[int]) -> list[Instruction]:
+    """Where the first argument is none of them."""
+    body: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT)]
+    for index, value in enumerate(values):
+        body.append((_EQUAL, len(values) - index, 0, value & 0xFFFFFFFF))
+    return _when(name, [*body, _EPERM, _PASS])
+
+
+_EPERM: Instruction = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
+_PASS: Instruction = (_RETURN, 0, 0, _ALLOW)
+
+
+def _when(name: str, body: list[Instruction]) -> list[Instruction]:
+    number = {**NUMBERS, **_OTHERS}[name][ARCH]
+    return [] if number is None else [(_EQUAL, 0, len(body), number), *body]
+
+
+def _install(rules: Iterable[list[Instruction]]) -> None:
+    if ARCH < 0:
+        raise OSError(errno.ENOSYS, "seccomp: system call numbers of this processor are not known")
+    program: list[Instruction] = [
+        (_LOAD, 0, 0, _ARCH),
+        (_EQUAL, 1, 0, _AUDIT_ARCH[ARCH]),  # another set of numbers (32 bits) is no way around
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+        (_LOAD, 0, 0, _NUMBER),
+        (_AT_LEAST, 0, 1, _X32),
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+    ]
+    for rule in rules:
+        program += rule
+    program.append(_PASS)
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
+    filter_program = ctypes.create_string_buffer(struct.pack("=H6xQ", len(program), ctypes.addressof(code)))
+    check(prctl(PR_SET_NO_NEW_PRIVS, 1), "no_new_privs")
+    check(prctl(PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(filter_program)), "seccomp")

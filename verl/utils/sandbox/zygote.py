@@ -1,0 +1,283 @@
+"""The first process of a sandbox: finds out what this host can isolate, then forks runs that are ready to start.
+
+It starts from scratch, with one thread, a clean environment and nothing of the caller's memory, so forks of it tell a
+program nothing. It is no process pool (`utils/process_pool`), whose workers serve many calls of one trust: here every
+process is isolated before it knows its job and serves one. It ends, and all runs with it, when the caller does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from verl.utils import process_tree
+from verl.utils.sandbox import landlock, linux, room, seccomp, wire
+from verl.utils.sandbox.keeper import as_process, keep
+from verl.utils.sandbox.program import Confinement
+
+_LOOK_FOR_PARENT_SECONDS = 2.0
+_ENDING_SECONDS = 2.0
+_FOLDERS = "verl-sandbox-"
+# Numbers that no person has on a usual system, and that a container with 65,536 users has, too.
+_FIRST_USER, _USERS = 61184, 4000
+_FILE_MB = 64
+# What programs import most: loaded once, shared by all.
+_PRELOAD = (
+    "array bisect collections copy dataclasses datetime decimal enum fractions functools hashlib heapq io itertools "
+    "json math operator os random re statistics string sys textwrap time traceback typing encodings.ascii "
+    "encodings.latin_1"
+)
+
+
+def main(control_fd: int) -> None:
+    """Say what can be isolated, then fork a run for every socket that comes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = socket.socket(fileno=control_fd)
+    options, _, _ = wire.receive(control)
+    parent = os.getppid()
+    process_tree.adopt_orphans()
+    for name in (*_PRELOAD.split(), *options["preload"]):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    paths = tuple(room.readable(options["read"]))
+    confinement, missing = _find_out(paths)
+    wire.send(
+        control,
+        {
+            "namespaces": confinement.namespaces,
+            "landlock": confinement.landlock,
+            "seccomp": confinement.seccomp,
+            "own_user": confinement.own_user,
+            "missing": missing,
+        },
+    )
+    if not options["probe"]:
+        _Zygote(control, parent, confinement).serve()
+
+
+def _find_out(paths: tuple[str, ...]) -> tuple[Confinement, list[str]]:
+    """Try everything in a process of its own; where namespaces work, this one moves into the tree of the runs."""
+    missing = []
+    plain = Confinement(namespaces=False, landlock=landlock.abi(), seccomp=False, own_user=False, paths=paths)
+    problem = _try(lambda: seccomp.refuse_dangerous(True, None))
+    if problem is not None:
+        missing.append(f"no seccomp filter ({problem})")
+    if plain.landlock == 0:
+        missing.append("no Landlock")
+    plain = replace(plain, seccomp=problem is None)
+    root = os.geteuid() == 0
+    own_user = root and _try(lambda: linux.become(_FIRST_USER)) is None
+    if root and not own_user:
+        missing.append("root cannot become another user here, so programs run as root")
+    problem = _try(lambda: _enter_all(paths, own_user))
+    if problem is None:
+        _enter_tree(paths)
+        return replace(plain, namespaces=True, own_user=True), missing
+    missing.insert(0, f"no namespaces ({problem})")
+    if own_user and _try(lambda: _enter_all_as_user(paths)) is None:
+        linux.become(_FIRST_USER)  # root in a container that may not mount, where ordinary users may
+        _enter_tree(paths)
+        return replace(plain, namespaces=True, own_user=True), missing[1:]
+    return replace(plain, own_user=own_user), missing
+
+
+def _try(action: Callable[[], object]) -> str | None:
+    """Do something of no return in a fork; why it failed."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+
+        def attempt() -> None:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 - told in words
+                os.write(writing, (str(error) or repr(error)).encode()[:500])
+
+        as_process(attempt)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        words = pipe.read().decode(errors="replace")
+    _, status = os.waitpid(pid, 0)
+    return words or (f"it ended with {status}" if status else None)
+
+
+def _enter_all(paths: tuple[str, ...], own_user: bool) -> None:
+    _enter_tree(paths)
+    _enter_room(_FIRST_USER if own_user else None)
+    child = os.fork()
+    if child == 0:
+        as_process(room.own_proc)
+    if os.waitpid(child, 0)[1]:
+        raise OSError("no /proc of its own")
+
+
+def _enter_all_as_user(paths: tuple[str, ...]) -> None:
+    linux.become(_FIRST_USER)
+    _enter_all(paths, False)
+
+
+def _enter_tree(paths: tuple[str, ...]) -> None:
+    """A mount namespace whose root holds only what programs may see; runs get theirs from it."""
+    user, group = os.geteuid(), os.getegid()
+    linux.unshare(linux.CLONE_NEWNS | (linux.CLONE_NEWUSER if user else 0))
+    if user:
+        linux.map_user(user, user, group)
+    room.build(paths)
+
+
+def _enter_room(user: int | None) -> None:
+    """All namespaces for one run; `user`: whom root becomes before."""
+    if user is not None:
+        linux.become(user)
+    owner, group = os.geteuid(), os.getegid()
+    linux.unshare(linux.NEW_NAMESPACES & ~linux.CLONE_NEWCGROUP)
+    linux.map_user(room.USER, owner, group)
+    room.furnish(_FILE_MB)
+    socket.sethostname("sandbox")
+
+
+class _Zygote:
+    def __init__(self, control: socket.socket, parent: int, confinement: Confinement) -> None:
+        self._control = control
+        self._parent = parent
+        self._confinement = confinement
+        self._next_user = random.SystemRandom().randrange(_USERS)
+        self._keepers: dict[int, str | None] = {}  # with their folders
+        self._base = None if confinement.namespaces else _own_base()
+        self._woken, waking = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(waking, False)
+        signal.set_wakeup_fd(waking)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        gc.collect()
+        gc.freeze()
+
+    def serve(self) -> None:
+        try:
+            while os.getppid() == self._parent:
+                ready, _, _ = select.select([self._control.fileno(), self._woken], [], [], _LOOK_FOR_PARENT_SECONDS)
+                if self._control.fileno() in ready:
+                    message, descriptors, _, _ = socket.recv_fds(self._control, 1, 1)
+                    if not message:
+                        return
+                    self._start(descriptors[0])
+                if self._woken in ready:
+                    os.read(self._woken, 4096)
+                    self._reap()
+        finally:
+            self._end_all()
+
+    def _start(self, descriptor: int) -> None:
+        self._next_user = (self._next_user + 1) % _USERS
+        user = _FIRST_USER + self._next_user
+        folder = tempfile.mkdtemp(dir=self._base) if self._base else None
+        pid = os.fork()
+        if pid == 0:
+            as_process(lambda: self._be_keeper(descriptor, user, folder))
+        os.close(descriptor)
+        self._keepers[pid] = folder
+
+    def _be_keeper(self, descriptor: int, user: int, folder: str | None) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        linux.end_with_parent()
+        self._control.close()
+        link = socket.socket(fileno=descriptor)
+        confinement = self._confinement
+        becomes = user if confinement.own_user and os.geteuid() == 0 else None
+        try:
+            if folder is None:
+                _enter_room(becomes)
+            else:
+                confinement = replace(confinement, folder=folder)
+                if becomes is not None:
+                    os.chown(folder, becomes, becomes)
+                    linux.become(becomes)
+                process_tree.adopt_orphans()
+            linux.end_with_parent()  # a new user forgets it
+            keep(link, confinement)
+        except OSError as error:
+            header: dict[str, Any] = {
+                "status": "refused",
+                "return_code": None,
+                "seconds": 0.0,
+                "compile": None,
+                "files": [],
+            }
+            wire.send(link, header, [b"", f"this run could not be isolated: {error}".encode()])
+
+    def _reap(self) -> None:
+        """Ended runs, what they left in the file system, and what escaped from a keeper that was killed."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                folder = self._keepers.pop(pid, None)
+                if folder is not None:
+                    _remove(folder)
+        for orphan in set(process_tree.children(os.getpid())) - set(self._keepers):
+            process_tree.kill_family(orphan)
+
+    def _end_all(self) -> None:
+        for pid in self._keepers:
+            process_tree.kill_family(pid)
+        give_up = time.monotonic() + _ENDING_SECONDS
+        while process_tree.children(os.getpid()) and time.monotonic() < give_up:
+            self._reap()
+            time.sleep(0.002)
+        if self._base is not None:
+            _remove(self._base)
+
+
+def _own_base() -> str:
+    """A folder for the runs' folders. Those of zygotes that were killed are removed: their lock is free."""
+    parent = tempfile.gettempdir()
+    for name in os.listdir(parent):
+        place = os.path.join(parent, name)
+        if name.startswith(_FOLDERS) and os.lstat(place).st_uid == os.geteuid():
+            lock = _lock(place)
+            if lock is not None:
+                os.close(lock)
+                _remove(place)
+    base = tempfile.mkdtemp(prefix=_FOLDERS)
+    os.chmod(base, 0o711)
+    _lock(base)  # for as long as this process lives
+    return base
+
+
+def _lock(folder: str) -> int | None:
+    """None: it belongs to a living zygote, or is no folder."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove(folder: str) -> None:
+    """Also what a program made hard to remove: closed folders, or nested ones by the thousand."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        for command in (["chmod", "-R", "u+rwX", folder], ["rm", "-rf", folder]):
+            subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
