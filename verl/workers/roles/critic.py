@@ -8,8 +8,8 @@ import torch
 
 from verl.algos import compute_value_loss, global_share, rows_of_trajectories
 from verl.config import CriticConfig, as_config
+from verl.config.engine import CheckpointConfig
 from verl.protocol import DataProto
-from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.fs import resolve_model_path
 from verl.utils.torch_functional import masked_mean
@@ -17,6 +17,7 @@ from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.micro_batches import trajectory_tokens
 from verl.workers.roles.engines import inferred, start_engine
 from verl.workers.roles.memory import phase_memory
+from verl.workers.roles.saving import SavingWorker
 from verl.workers.roles.updates import run_epochs
 
 
@@ -53,7 +54,7 @@ class ValueLoss:
         return loss, metrics
 
 
-class CriticWorker(Worker):
+class CriticWorker(SavingWorker):
     """One rank of the critic."""
 
     def __init__(self, config: Any) -> None:
@@ -100,24 +101,6 @@ class CriticWorker(Worker):
                 prefix="critic",
             )
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def save_checkpoint(self, path: str) -> None:
-        """Sharded state under `path`; a token classifier with one label under `path/huggingface`."""
-        self.begin_save(path)
-        self.finish_save()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def begin_save(self, path: str) -> None:
-        """Freeze the state as it is now; it is written while other calls go on."""
-        self.engine.begin_save(path, self.config.checkpoint.save_contents)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, lane="control")
-    def finish_save(self) -> None:
-        """Wait until what was begun is written."""
-        self.engine.finish_save()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """Read back what `save_checkpoint` wrote."""
-        with self.engine.awake():
-            self.engine.load(path, self.config.checkpoint.load_contents)
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        return self.config.checkpoint

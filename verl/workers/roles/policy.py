@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from verl.config import ActorRolloutRefConfig, RefConfig, RolloutConfig, as_config
+from verl.config.engine import CheckpointConfig
 from verl.protocol import DataProto
-from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.device import resolve_dtype
 from verl.utils.field_errors import keys_under
@@ -21,6 +21,7 @@ from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.engines import inferred, start_engine
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
+from verl.workers.roles.saving import SavingWorker
 from verl.workers.roles.updates import mini_batches_of_prompts, rows_of_mini_batches, run_epochs
 from verl.workers.rollout import get_rollout_class
 from verl.workers.sharding_manager import (
@@ -43,7 +44,7 @@ PARTS = {
 }
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(SavingWorker):
     """One rank of the policy. `role` says which parts it has: actor, rollout, ref, actor_rollout, actor_rollout_ref."""
 
     def __init__(self, config: Any, role: str) -> None:
@@ -217,30 +218,9 @@ class ActorRolloutRefWorker(Worker):
 
     # ---------------------------------------------------------------- checkpoints
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def save_checkpoint(self, path: str) -> None:
-        """Sharded state under `path`; a folder that transformers loads under `path/huggingface`.
-
-        With LoRA: what learns, `path/lora_adapter` as peft loads it, and the merged model under `path/huggingface`.
-        """
-        self.begin_save(path)
-        self.finish_save()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def begin_save(self, path: str) -> None:
-        """Freeze the state as it is now; it is written while other calls go on."""
-        self.engine.begin_save(path, self.config.actor.checkpoint.save_contents)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, lane="control")
-    def finish_save(self) -> None:
-        """Wait until what was begun is written."""
-        self.engine.finish_save()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """Read back what `save_checkpoint` wrote."""
-        with self.engine.awake():
-            self.engine.load(path, self.config.actor.checkpoint.load_contents)
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        return self.config.actor.checkpoint
 
     # ---------------------------------------------------------------- parts
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from verl.config import SFTConfig, load_config
+from verl.config.engine import CheckpointConfig
 from verl.protocol import DataProto
-from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect
@@ -16,6 +16,7 @@ from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.step_checks import REFUSED, SKIPPED
 from verl.workers.roles.engines import inferred, start_engine
 from verl.workers.roles.memory import phase_memory
+from verl.workers.roles.saving import SavingWorker
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -33,7 +34,7 @@ def negative_log_likelihood(log_probs: torch.Tensor, mask: torch.Tensor) -> Pair
     return -(log_probs * mask).sum(), mask.sum()
 
 
-class SFTWorker(Worker):
+class SFTWorker(SavingWorker):
     """One rank of supervised fine-tuning. Batches have a rollout's columns; `response_mask` marks what to learn."""
 
     def __init__(self, config: Any) -> None:
@@ -75,26 +76,9 @@ class SFTWorker(Worker):
         total, tokens = negative_log_likelihood(found.batch["log_probs"], data.batch["response_mask"])
         return DataProto(meta_info={"metrics": {"val/loss": (float(total), float(tokens))}})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        """Sharded state under `path`; a folder that transformers loads under `path/huggingface`."""
-        self.begin_save(path)
-        self.finish_save()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def begin_save(self, path: str) -> None:
-        """Freeze the state as it is now; it is written while other calls go on."""
-        self.engine.begin_save(path, self.config.checkpoint.save_contents)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False, lane="control")
-    def finish_save(self) -> None:
-        """Wait until what was begun is written."""
-        self.engine.finish_save()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """Read back what `save_checkpoint` wrote."""
-        self.engine.load(path, self.config.checkpoint.load_contents)
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        return self.config.checkpoint
 
     def _micro(self) -> MicroBatching:
         data = self.config.data
