@@ -109,5 +109,11 @@ class RayInitConfig(Block):
 
 @dataclass(kw_only=True, slots=True)
 class RetrieverConfig(Block):
-    url: str = key("Where the search agent asks.")
+    url: str | None = key("Where the search agent asks.", null="BM25 in the run itself, on corpus_path")
     topk: int = key("Documents per question.", min=1)
+    timeout: float = key("Seconds that one question may take.", above=0)
+    corpus_path: str | None = key(
+        'JSON lines of {"id", "contents"} that every loop worker searches itself, in the place of url.',
+        null="ask url",
+        path=True,
+    )

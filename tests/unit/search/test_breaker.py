@@ -1,0 +1,84 @@
+"""The circuit breaker as a state machine on a clock of its own."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.search.breaker import CircuitBreaker
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def broken(failures=3, cooldown_s=10.0):
+    clock = Clock()
+    breaker = CircuitBreaker(failures, cooldown_s, clock)
+    for _ in range(failures):
+        assert breaker.allow()
+        breaker.failed()
+    return breaker, clock
+
+
+def test_it_opens_after_failures_in_a_row_only():
+    breaker = CircuitBreaker(failures=3, clock=Clock())
+    for _ in range(5):
+        breaker.failed()
+        breaker.failed()
+        breaker.succeeded()
+    assert breaker.state == "closed"
+    breaker, _ = broken()
+    assert breaker.state == "open"
+    assert not breaker.allow()
+    assert breaker.waits() == 10.0
+
+
+def test_one_probe_at_a_time_decides():
+    breaker, clock = broken()
+    clock.now = 10.0
+    assert breaker.state == "half-open"
+    assert breaker.allow()
+    assert not breaker.allow()
+    breaker.failed()
+    assert breaker.state == "open"
+    assert breaker.waits() == 10.0
+    clock.now = 20.0
+    assert breaker.allow()
+    breaker.succeeded()
+    assert breaker.state == "closed"
+    assert breaker.allow()
+    assert breaker.allow()
+
+
+def test_a_probe_that_was_given_up_leaves_room_for_the_next():
+    breaker, clock = broken()
+    clock.now = 10.0
+    assert breaker.allow()
+    breaker.abandoned()
+    assert breaker.allow()
+
+
+@given(st.lists(st.sampled_from(["ask", "succeeded", "failed", "abandoned", "wait"]), max_size=60))
+def test_it_never_stays_shut_and_never_asks_a_service_that_is_down_too_often(events):
+    clock = Clock()
+    breaker = CircuitBreaker(2, 10.0, clock)
+    asked = []
+    for event in events:
+        if event == "ask" and breaker.state != "closed" and breaker.allow():
+            asked.append(clock.now)
+            breaker.failed()
+        elif event == "wait":
+            clock.now += 3.0
+        elif event != "ask":
+            getattr(breaker, event)()
+            asked = [] if event == "succeeded" else asked
+    assert all(later - earlier >= 10.0 for earlier, later in itertools.pairwise(asked))
+    breaker.abandoned()
+    clock.now += 10.0
+    assert breaker.allow()

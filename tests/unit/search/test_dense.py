@@ -1,0 +1,91 @@
+"""Dense retrieval with a real encoder of random weights: neighbours, the kept index, a file made elsewhere."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("faiss")
+pytest.importorskip("sentence_transformers")
+
+from verl.search import dense
+from verl.search.retriever import open_retriever
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(200))]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """A BERT of two layers, one token per word."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("encoder") / "tiny"
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(WORDS), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    BertModel(config).save_pretrained(folder)
+    raw = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("corpus") / "c.jsonl"
+    texts = [" ".join(f"w{word}" for word in rng.integers(0, 200, 12)) for _ in range(2000)]
+    path.write_text("".join(json.dumps({"id": n, "contents": text}) + "\n" for n, text in enumerate(texts)))
+    return path, texts
+
+
+def test_a_text_finds_itself_and_the_index_is_kept(encoder, corpus, tmp_path, monkeypatch, caplog):
+    path, texts = corpus
+    monkeypatch.setattr(dense, "_PORTION", 300)  # portions that do not divide the corpus
+    built = []
+    monkeypatch.setattr(dense, "build_dense", lambda *given, build=dense.build_dense: (built.append(1), build(*given)))
+    first = open_retriever(str(path), "dense", 3, index_path=str(tmp_path), model=str(encoder), faiss_gpu=True)
+    assert "searching on the CPU" in caplog.text
+    found = first.retrieve(texts[:100])
+    assert sum(hits[0].document.id == str(number) for number, hits in enumerate(found)) >= 95
+    assert found[0][0].score == pytest.approx(1.0, abs=2e-3)
+    again = open_retriever(str(path), "dense", 3, index_path=str(tmp_path), model=str(encoder))
+    assert again.retrieve(texts[:10]) == first.retrieve(texts[:10])
+    assert built == [1]
+
+
+def test_an_exact_index_made_elsewhere_is_read_and_one_of_another_corpus_refused(
+    encoder, corpus, tmp_path, monkeypatch
+):
+    import faiss
+
+    monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
+    path, texts = corpus
+    vectors = dense.Encoder(str(encoder)).passages(texts)
+    exact = faiss.IndexFlatIP(vectors.shape[1])
+    exact.add(vectors)
+    faiss.write_index(exact, str(tmp_path / "flat.index"))
+    retriever = open_retriever(str(path), "dense", 1, index_path=str(tmp_path / "flat.index"), model=str(encoder))
+    assert [hits[0].document.id for hits in retriever.retrieve(texts[:20])] == [str(number) for number in range(20)]
+    exact.add(vectors[:1])
+    faiss.write_index(exact, str(tmp_path / "other.index"))
+    with pytest.raises(ValueError, match="of another corpus"):
+        open_retriever(str(path), "dense", index_path=str(tmp_path / "other.index"), model=str(encoder))
+
+
+def test_models_that_want_words_before_a_text_get_them(encoder, tmp_path):
+    named = tmp_path / "e5-tiny"
+    named.symlink_to(encoder)
+    plain, prefixed = dense.Encoder(str(encoder)), dense.Encoder(str(named))
+    assert np.allclose(prefixed.queries(["w1 w2"]), plain.queries(["query: w1 w2"]))
+    assert np.allclose(prefixed.passages(["w1 w2"]), plain.queries(["passage: w1 w2"]))
+    with pytest.raises(ValueError, match="--retriever_model"):
+        dense.Encoder(str(tmp_path / "none"))

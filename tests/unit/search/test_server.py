@@ -1,0 +1,156 @@
+"""The retriever as a process behind HTTP, and the client that asks it: what is said, and what happens when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from tests.support.search_server import serving, write_corpus
+from verl.config import RetrieverConfig
+from verl.search.breaker import CircuitBreaker
+from verl.search.client import RetrieverClient, RetrieverError
+from verl.search.searcher import as_information, check_retriever
+
+pytest.importorskip("bm25s")
+TEXTS = {"Tavor": "The colour of Tavor is red.", "Belan": "The colour of Belan is blue.", "Corin": "Corin is old."}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "c.jsonl", TEXTS)
+
+
+@pytest.fixture(scope="module")
+def server(corpus):
+    with serving(corpus, "--topk", "2") as running:
+        yield running
+
+
+def ask(server, **body):
+    return httpx.post(server.url, json=body, trust_env=False)
+
+
+def test_answers_have_the_fields_that_clients_know(server):
+    scored = ask(server, queries=["colour of Belan", "Corin"], topk=1, return_scores=True).json()
+    (first,), (second,) = scored["result"]
+    assert first["document"] == {"id": "1", "contents": '"Belan"\nThe colour of Belan is blue.'}
+    assert first["score"] > 0
+    assert second["document"]["id"] == "2"
+    plain = ask(server, queries=["colour of Belan"], topk=None, return_scores=False).json()
+    assert plain["result"] == [[first["document"], {"id": "0", "contents": '"Tavor"\nThe colour of Tavor is red.'}]]
+    assert ask(server, queries=["colour of Belan"]).json() == plain
+    assert ask(server, queries=[]).json() == {"result": []}
+    health = httpx.get(f"{server.base}/health", trust_env=False).json()
+    assert health | {"queries": 0} == {"status": "ok", "retriever": "bm25", "documents": 3, "topk": 2, "queries": 0}
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"queries": "text"}, {"queries": [1]}, {"queries": ["a"], "topk": 0}, {"queries": ["a"] * 2000}, [1]]
+)
+def test_what_is_no_question_is_refused_with_the_reason(server, body):
+    reply = httpx.post(server.url, json=body, trust_env=False)
+    assert reply.status_code == 422
+    assert reply.json()["detail"]
+    assert httpx.post(server.url, content="x" * (9 << 20), trust_env=False).status_code == 413
+
+
+def test_many_callers_share_requests_and_equal_questions_are_asked_once(server):
+    async def run():
+        client = RetrieverClient(server.url)
+        queries = [f"colour of {name} {number}" for name in ("Tavor", "Belan") for number in range(50)]
+        found = await asyncio.gather(*(client.retrieve([query], 1) for query in queries * 2))
+        assert [hits[0].document.id for (hits,) in found] == (["0"] * 50 + ["1"] * 50) * 2
+        assert client.counts["remembered"] == 100
+        assert client.counts["requests"] < 10
+        again = await client.retrieve(["colour of Tavor 3"], 1)
+        assert again[0][0].document.id == "0"
+        assert client.counts["remembered"] == 101
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_refused_question_does_not_cost_others_theirs(server):
+    async def run():
+        client = RetrieverClient(server.url)
+        good, bad = await asyncio.gather(client.retrieve(["Corin"], 1), client.retrieve([7], 1), return_exceptions=True)
+        assert good[0][0].document.id == "2"
+        assert isinstance(bad, RetrieverError)
+        assert "queries: a list of texts" in str(bad)
+        assert client.breaker.state == "closed"
+        assert client.counts["failures"] == 1
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_service_that_dies_is_left_alone_and_found_again(corpus):
+    async def run(server):
+        client = RetrieverClient(server.url, breaker=CircuitBreaker(failures=3, cooldown_s=0.5), remembered=0)
+        assert await client.retrieve(["Corin"], 1)
+        server.kill()
+        for _ in range(3):
+            with pytest.raises(RetrieverError, match=r"ConnectError|failed before"):
+                await client.retrieve(["Corin"], 1)
+        assert client.breaker.state != "closed"
+        sent = client.counts["requests"]
+        with pytest.raises(RetrieverError, match="failed before"):
+            await client.retrieve(["Belan"], 1)
+        assert client.counts["requests"] == sent
+        assert client.counts["failures"] == 4
+        server.start()
+        await asyncio.sleep(0.6)
+        assert (await client.retrieve(["Belan"], 1))[0][0].document.id == "1"
+        assert client.breaker.state == "closed"
+        await client.close()
+
+    with serving(corpus) as server:
+        asyncio.run(run(server))
+
+
+def test_a_service_that_says_nothing_costs_no_more_than_its_time():
+    async def run():
+        async def silent(reader, writer):
+            await asyncio.sleep(30)
+
+        listener = await asyncio.start_server(silent, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        client = RetrieverClient(f"http://127.0.0.1:{port}/retrieve", timeout_s=0.2)
+        with pytest.raises(RetrieverError, match="Timeout"):
+            await asyncio.wait_for(client.retrieve(["a"], 1), 5)
+        assert client.counts["requests"] == 1
+        await client.close()
+        listener.close()
+
+    asyncio.run(run())
+
+
+def test_a_run_without_its_retriever_is_told_how_to_start_it(server):
+    retriever = RetrieverConfig(url=server.url, topk=3, timeout=5.0, corpus_path=None)
+    assert check_retriever(retriever) == f"3 documents at {server.url}"
+    retriever.url = "http://127.0.0.1:9/retrieve"
+    with pytest.raises(ValueError, match=r"(?s)retriever.url.*python -m verl.search.server --corpus_path"):
+        check_retriever(retriever)
+
+
+def test_a_corpus_is_searched_in_this_process(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_CACHE", str(tmp_path))
+    from verl.search.searcher import open_searcher
+
+    async def run():
+        searcher = open_searcher(RetrieverConfig(url=None, topk=2, timeout=5.0, corpus_path=str(corpus)))
+        (hits,) = await searcher.retrieve(["colour of Belan"])
+        await searcher.close()
+        return hits
+
+    told = as_information(asyncio.run(run()))
+    assert told == "Doc 1(Title: Belan) The colour of Belan is blue.\nDoc 2(Title: Tavor) The colour of Tavor is red.\n"
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path, capfd):
+    from verl.search.server import main
+
+    assert main(["--corpus_path", str(tmp_path / "none.jsonl"), "--port", "0"]) == 2
+    assert "there is no file" in capfd.readouterr().err

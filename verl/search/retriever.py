@@ -1,0 +1,122 @@
+"""Retriever: questions in, documents out. Its index is built once for each corpus and setting, and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from verl.search import bm25, dense
+from verl.search.corpus import Corpus, Document
+from verl.utils.fs import cache_root, expand_path, made_once
+
+__all__ = ["RETRIEVERS", "Hit", "Retriever", "open_retriever"]
+
+RETRIEVERS = ("bm25", "dense")
+DEFAULT_TOPK = 3
+
+logger = logging.getLogger(__name__)
+
+
+class Hit(NamedTuple):
+    """A document that was found, the better the higher its score."""
+
+    document: Document
+    score: float
+
+
+class Index(Protocol):
+    """What is asked for the numbers of documents."""
+
+    documents: int
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[tuple[int, float]]]:
+        """(document, score) of the best `k` of every query, the best first."""
+        ...
+
+
+class Retriever:
+    """Answers from a corpus in this process; `retrieve` may be called from any thread."""
+
+    def __init__(self, corpus: Corpus, index: Index, topk: int = DEFAULT_TOPK) -> None:
+        if index.documents != len(corpus):
+            raise ValueError(
+                f"the index has {index.documents} documents and {corpus.path} has {len(corpus)}: it is of another "
+                "corpus. Give the corpus it was made from, or leave out --index_path to build one."
+            )
+        self.corpus, self.topk = corpus, topk
+        self._index = index
+
+    def retrieve(self, queries: Sequence[str], topk: int | None = None) -> list[list[Hit]]:
+        """The best documents of every query, the best first; fewer than `topk` where fewer match."""
+        found = self._index.search(queries, self.topk if topk is None else topk)
+        return [[Hit(self.corpus[row], score) for row, score in rows] for rows in found]
+
+
+def open_retriever(
+    corpus_path: str,
+    name: str = "bm25",
+    topk: int = DEFAULT_TOPK,
+    *,
+    index_path: str | None = None,
+    model: str | None = None,
+    faiss_gpu: bool = False,
+) -> Retriever:
+    """A retriever on a corpus, whose index is built now unless it is there.
+
+    `index_path`: a folder to keep indices in (else `search/` under $VERL_CACHE or ~/.cache/verl), or a file of faiss
+    that was made elsewhere, document by document in the corpus' order. `model`: the encoder of `dense`.
+    """
+    if name not in RETRIEVERS:
+        raise ValueError(f"retriever_name: {name!r} is not known. Use {' or '.join(RETRIEVERS)}.")
+    given = None if index_path is None else Path(expand_path(index_path)).absolute()
+    home = cache_root() / "search" if given is None or given.is_file() else given
+    _refuse_lucene(given)
+    corpus = Corpus(corpus_path, home)
+    if name == "bm25":
+        folder = _built(home, corpus, bm25.SETTINGS, lambda target: bm25.build_bm25(corpus, target))
+        return Retriever(corpus, bm25.BM25Index(folder), topk)
+    if model is None:
+        raise ValueError("retriever_name=dense needs an encoder: give --retriever_model, a local folder.")
+    encoder = dense.Encoder(expand_path(model))
+    if given is not None and given.is_file():
+        return Retriever(corpus, dense.DenseIndex(given, encoder, faiss_gpu), topk)
+    settings = dense.SETTINGS | {"model": _files_of(Path(expand_path(model)))}
+    folder = _built(home, corpus, settings, lambda target: dense.build_dense(corpus, target, encoder))
+    return Retriever(corpus, dense.DenseIndex(folder, encoder, faiss_gpu), topk)
+
+
+def _built(home: Path, corpus: Corpus, settings: dict[str, Any], build: Callable[[Path], None]) -> Path:
+    """The folder of the index with this content and these settings; one process builds it, the others wait."""
+    key = hashlib.sha256(json.dumps([corpus.digest, settings], sort_keys=True).encode()).hexdigest()[:24]
+    target = home / f"{settings['retriever']}-{key}"
+    if target.exists():
+        logger.info("index of %s: %s", corpus.path, target)
+        return target
+
+    def timed(partial: Path) -> None:
+        begin = time.monotonic()
+        logger.info("indexing %d documents of %s into %s", len(corpus), corpus.path, target)
+        build(partial)
+        logger.info("indexed in %.1f s", time.monotonic() - begin)
+
+    home.mkdir(parents=True, exist_ok=True)
+    return Path(made_once(target, timed))
+
+
+def _files_of(folder: Path) -> list[Any]:
+    """Changes when the model in a folder does."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def _refuse_lucene(index_path: Path | None) -> None:
+    if index_path is not None and index_path.is_dir() and any(index_path.glob("segments_*")):
+        raise ValueError(
+            f"--index_path: {index_path} is an index of Lucene (pyserini), which is not read here. Leave it out: BM25 "
+            "is built from --corpus_path once, and kept."
+        )
