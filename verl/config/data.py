@@ -40,6 +40,12 @@ class DataConfig(Block):
     val_batch_size: int | None = key("Prompts per validation batch.", null="the whole set at once", min=1)
     max_prompt_length: int = key("Longest prompt in tokens.", min=1)
     max_response_length: int = key("Longest response in tokens (all turns together).", min=1)
+    max_start_length: int | None = key(
+        "Search agent: longest prompt; max_response_length is then one turn, max_prompt_length what precedes the last.",
+        null="max_prompt_length; max_response_length is all turns",
+        min=1,
+    )
+    max_obs_length: int = key("Search agent: longest information of one turn in tokens.", min=1)
     filter_overlong_prompts: bool = key("Drop prompts longer than max_prompt_length before training.")
     truncation: str = key("What to do with a longer prompt.", choices=("error", "left", "right", "middle"))
     shuffle: bool = key("Shuffle the training prompts every epoch.")

@@ -38,9 +38,6 @@ NO_EFFECT: Mapping[str, str] = {
     f"{ROLLOUT}.mode": "asynchronous rollout is not built yet; generation runs as with sync",
     f"{ROLLOUT}.multi_turn.*": "turns and tools are not built yet",
     f"{ROLLOUT}.agent.*": "agents are not built yet",
-    "max_turns": "the search agent is not built yet",
-    "retriever.*": "the search agent is not built yet",
-    "algorithm.state_masking.*": "the search agent is not built yet",
     **{f"*.{row.block}.*": f"the {name} engine is not built yet" for name, row in _ENGINES.items()},
 }
 _LOAD_FORMATS = ("auto", "dummy")
@@ -213,6 +210,11 @@ def _table_rules(
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        ("max_turns", "retriever.*", "data.max_start_length", "data.max_obs_length", "algorithm.state_masking.*"),
+        lambda config: config.actor_rollout_ref.rollout.mode == "async",  # any row may name the search agent
+        "no answer searches; do_search=True lets them",
+    ),
     Rule(
         ("critic.*", "trainer.max_critic_ckpt_to_keep"),
         _is_set("critic.enable"),

@@ -17,6 +17,7 @@ OBSOLETE = {
     "*.model.fsdp_config": "the engine's keys are in fsdp_config of the role itself",
     "*.enable_activation_offload": "gradient checkpointing covers it",
     "actor_rollout_ref.actor.shuffle": "the controller fixes the mini-batches by data.seed",
+    "actor_rollout_ref.actor.state_masking": "what the environment wrote is never learned from",
     "critic.shuffle": "the controller fixes the mini-batches by data.seed",
     "*.data_loader_seed": "data.seed is the seed of the run",
     "*.megatron*.seed": "data.seed is the seed of the run",

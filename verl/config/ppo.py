@@ -46,7 +46,7 @@ class PPOConfig(WholeConfig):
     external_libs: list[str] = key(
         "Modules imported on controller and workers first, so that what they register exists everywhere.", null="none"
     )
-    do_search: bool = key("Let the model search between turns (search agent).")
-    max_turns: int = key("Turns of the search agent.", min=1)
+    do_search: bool = key("Let the model search between turns (search agent); sets rollout.mode=async.")
+    max_turns: int = key("Searches of one answer; then a last turn without.", min=1)
     retriever: RetrieverConfig = key("The search service.")
     custom: dict[str, Any] = key("Free-form, for your own code.")

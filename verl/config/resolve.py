@@ -12,6 +12,7 @@ from verl.config.plan import ACTOR, ROLLOUT, layout_of
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.schema import Block, entries, join, pick, put, walk
+from verl.config.search_rules import resolve_search
 from verl.config.trainer import RunConfig
 
 GLOBAL_POOL, REWARD_POOL = "global_pool", "reward_pool"
@@ -24,6 +25,7 @@ TRACKED_ANSWERS, CONSOLE_ANSWERS = 20, 5
 def resolve(config: PPOConfig, report: Report) -> None:
     """Fill in every null that stands for something; the order follows who depends on whom."""
     resolve_run(config.trainer)
+    resolve_search(config, report)
     _shown_answers(config)
     _precisions(config)
     _sampling(config, report)
@@ -234,4 +236,6 @@ def _lengths(config: PPOConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.max_model_len is None:
         longest = max(rollout.max_new_tokens, rollout.val_kwargs.max_new_tokens)
+        if rollout.mode == "async":  # an agent's turns together
+            longest = max(longest, config.data.max_response_length)
         rollout.max_model_len = config.data.max_prompt_length + longest

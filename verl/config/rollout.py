@@ -94,7 +94,9 @@ class RolloutConfig(GeneratorConfig):
         "Longest answer in tokens.", null="", follows="data.max_response_length", min=1, aliases=("response_length",)
     )
     mode: str = key("async lets every sample proceed on its own (needed for tools).", choices=("sync", "async"))
-    n: int = key("Answers per prompt.", null="1, and 4 for estimators that compare answers", min=1)
+    n: int = key(
+        "Answers per prompt.", null="1, and 4 for estimators that compare answers", min=1, aliases=("n_agent",)
+    )
     load_format: str = key("Where the engine's first weights come from (engine's own name; dummy: from the trainer).")
     free_cache_engine: bool = key("Release the KV memory while training.")
     log_prob_micro_batch_size_per_gpu: int = key(

@@ -12,6 +12,7 @@ from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, batch_
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
 from verl.config.schema import Block, entries, join, pick
+from verl.config.search_rules import search_rules
 from verl.config.trainer import RunConfig
 
 _TINY_DISCOUNT = 1e-3
@@ -27,6 +28,7 @@ def validate(config: PPOConfig, report: Report) -> None:
         _clipping,
         _lengths,
         _turns,
+        search_rules,
         _optimizers,
         _engines,
         _sequence_parallel,

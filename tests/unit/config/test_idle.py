@@ -20,6 +20,11 @@ SAMPLED = f"{ROLLOUT}.val_kwargs.do_sample=True"
 # (what was set, what switches it off if the defaults do not, what switches it on)
 CASES: list[tuple[str, list[str], list[str]]] = [
     ("critic.optim.lr=2e-5", [GRPO], []),
+    ("max_turns=3", [], [f"{ROLLOUT}.mode=async"]),
+    ("retriever.topk=5", [], [f"{ROLLOUT}.mode=async"]),
+    ("data.max_start_length=512", [], [f"{ROLLOUT}.mode=async"]),
+    ("data.max_obs_length=100", [], [f"{ROLLOUT}.mode=async"]),
+    ("algorithm.state_masking.start_state_marker=<x>", [], [f"{ROLLOUT}.mode=async"]),
     ("trainer.max_critic_ckpt_to_keep=2", [GRPO], []),
     (f"{REF}.log_prob_micro_batch_size_per_gpu=2", [], [KL]),
     (f"{REF}.fsdp_config.param_offload=True", [KL, f"{MODEL}.lora_rank=8"], [KL]),
