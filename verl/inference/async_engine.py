@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
@@ -116,7 +116,7 @@ class AsyncEngine:
         """The answer to one request. Cancelling the awaiting task aborts it."""
         return await asyncio.wrap_future(self.submit([request])[0])
 
-    async def stream(self, request: Request) -> AsyncIterator[Output]:
+    async def stream(self, request: Request) -> AsyncGenerator[Output, None]:
         """The answer in pieces, as its tokens come; the last piece has a finish reason, the others have "".
 
         Closing the iterator aborts the request.

@@ -41,7 +41,7 @@ def test_text_ends_before_the_stop_string_and_nothing_of_it_is_told(text, stop, 
     stream = TextStream(TOKENIZER, [stop])
     told = pieces(stream, TOKENIZER.encode(text), sizes)
     assert "".join(told) == text.partition(stop)[0]
-    assert stream.stopped == (stop in text)
+    assert stream.stopped == (stop if stop in text else None)
 
 
 def test_text_that_may_begin_a_stop_string_waits_for_what_comes():

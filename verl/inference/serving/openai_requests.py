@@ -6,6 +6,8 @@ import hashlib
 import inspect
 import secrets
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +16,17 @@ from verl.inference.serving.tool_calls import asked_tools, with_read_arguments
 from verl.types.request import Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
 
-__all__ = ["CHAT", "COMPLETIONS", "Ask", "ModelFacts", "parse"]
+__all__ = [
+    "CHAT",
+    "COMPLETIONS",
+    "Ask",
+    "ChatAsk",
+    "ModelFacts",
+    "checked_length",
+    "parse",
+    "read_chat",
+    "template_errors",
+]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _MOST_CHOICES = 128
@@ -79,6 +91,17 @@ class Ask:
         return made
 
 
+@dataclass(frozen=True)
+class ChatAsk:
+    """A checked request whose prompt is still a conversation."""
+
+    ask: Ask
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    options: dict[str, Any]
+    """Keywords for the chat template."""
+
+
 def parse(path: str, body: bytes, facts: ModelFacts, tokenizer: Any) -> Ask:
     """The request in a body sent to `path`."""
     return (_chat if path == CHAT else _completion)(read_json(body), facts, tokenizer)
@@ -102,6 +125,13 @@ def _completion(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> Ask
 
 def _chat(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> Ask:
     """Messages, written by the model's chat template."""
+    chat = read_chat(given, facts, tokenizer)
+    prompt = _tokens(_written(chat, tokenizer) + chat.ask.begun, facts, tokenizer, "messages", special=False)
+    return replace(chat.ask, prompts=[prompt])
+
+
+def read_chat(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> ChatAsk:
+    """The request for an answer to messages, checked; they are not written yet."""
     fields = Fields(
         given,
         (
@@ -120,10 +150,14 @@ def _chat(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> Ask:
     limit = fields.integer("max_completion_tokens", facts.max_model_len, low=1)
     tools, begun = asked_tools(fields)
     ask = _ask(fields, facts, 1, limit, top if log_probs else None)
+    options = _template_options(fields, facts.client_templates, tokenizer)
+    template = options.get("chat_template") or tokenizer.chat_template
+    if not template:
+        raise ApiError(_NO_TEMPLATE, "messages")
+    if tools and "tools" not in str(template):
+        fields.refuse("tools", "are not written by the chat template of this model. Leave them out")
     messages = _messages(fields.given.get("messages"))
-    text = _written(messages, tools, fields, facts.client_templates, tokenizer) + begun
-    prompt = _tokens(text, facts, tokenizer, "messages", special=False)
-    return replace(ask, prompts=[prompt], tools=bool(tools), begun=begun)
+    return ChatAsk(replace(ask, tools=bool(tools), begun=begun), messages, tools, options)
 
 
 def _ask(fields: Fields, facts: ModelFacts, prompts: int, new_tokens: int, top: int | None, lowest: int = 1) -> Ask:
@@ -188,17 +222,18 @@ def _prompt(item: Any, facts: ModelFacts, tokenizer: Any) -> list[int]:
     wrong = next((token for token in item if not 0 <= token < facts.vocab_size), None)
     if wrong is not None:
         raise ApiError(f"prompt: there is no token {wrong}; ids go from 0 to {facts.vocab_size - 1}.", "prompt")
-    return _checked_length(item, facts, "prompt")
+    return checked_length(item, facts, "prompt")
 
 
 def _tokens(text: str, facts: ModelFacts, tokenizer: Any, name: str, special: bool) -> list[int]:
     if len(text) > facts.max_model_len * facts.longest_token:
         raise _too_long(f"{len(text)} characters", facts, name)
     made = tokenizer(text, add_special_tokens=special, return_attention_mask=False)
-    return _checked_length(made["input_ids"], facts, name)
+    return checked_length(made["input_ids"], facts, name)
 
 
-def _checked_length(prompt: list[int], facts: ModelFacts, name: str) -> list[int]:
+def checked_length(prompt: list[int], facts: ModelFacts, name: str) -> list[int]:
+    """The prompt, if it leaves room for an answer."""
     if not prompt:
         raise ApiError("the prompt is empty. Give at least one token.", name)
     if len(prompt) >= facts.max_model_len:
@@ -215,10 +250,8 @@ def _too_long(length: str, facts: ModelFacts, name: str) -> ApiError:
     )
 
 
-def _written(
-    messages: list[dict[str, Any]], tools: list[dict[str, Any]], fields: Fields, client_templates: bool, tokenizer: Any
-) -> str:
-    """The conversation as its template writes it, ready to be continued."""
+def _template_options(fields: Fields, client_templates: bool, tokenizer: Any) -> dict[str, Any]:
+    """What the client wants of the template, or a template of its own."""
     options = dict(fields.mapping("chat_template_kwargs"))
     own = fields.given.get("chat_template", options.pop("chat_template", None))
     if own is not None and not (client_templates and isinstance(own, str)):
@@ -226,15 +259,22 @@ def _written(
     reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents", "kwargs"}
     if reserved & set(options):
         fields.refuse("chat_template_kwargs", f"may not set {', '.join(sorted(reserved & set(options)))}")
-    template = own or tokenizer.chat_template
-    if not template:
-        raise ApiError(_NO_TEMPLATE, "messages")
-    if tools and "tools" not in str(template):
-        fields.refuse("tools", "are not written by the chat template of this model. Leave them out")
-    try:
+    return options if own is None else {**options, "chat_template": own}
+
+
+def _written(chat: ChatAsk, tokenizer: Any) -> str:
+    """The conversation as its template writes it, ready to be continued."""
+    with template_errors():
         return tokenizer.apply_chat_template(
-            messages, tools=tools or None, chat_template=own, tokenize=False, add_generation_prompt=True, **options
+            chat.messages, tools=chat.tools or None, tokenize=False, add_generation_prompt=True, **chat.options
         )
+
+
+@contextmanager
+def template_errors() -> Iterator[None]:
+    """What a chat template raises, as the client is told."""
+    try:
+        yield
     except MemoryError:
         raise
     except Exception as error:  # a template is a program: it may raise anything

@@ -15,14 +15,16 @@ class TextStream:
     """One answer. `push` returns text that will not change any more; together the pieces are the whole text.
 
     `context` are the last tokens before the answer: decoders drop the space in front of the first word they see.
-    Special tokens are not written.
+    Special tokens are not written, unless asked for.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = (), special: bool = False
+    ) -> None:
+        self._tokenizer, self._special = tokenizer, special
         self._stop = tuple(stop)
-        self.stopped = False
-        """A stop string was found: the text ends before it, whatever is pushed."""
+        self.stopped: str | None = None
+        """The stop string that was found: the text ends before it, whatever is pushed."""
         # Tokens from the last but one cut on; up to `_cut` their text is known to be whole.
         self._tokens = list(context)
         if self._decode(self._tokens).endswith(_BROKEN):
@@ -53,10 +55,10 @@ class TextStream:
         if self.stopped:
             return ""
         self._pending += text
-        found = [place for stop in self._stop if (place := self._pending.find(stop)) >= 0]
+        found = [(place, stop) for stop in self._stop if (place := self._pending.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            return self._pending[: min(found)]
+            place, self.stopped = min(found)
+            return self._pending[:place]
         ready = len(self._pending) - (0 if last else self._begun_stop())
         text, self._pending = self._pending[:ready], self._pending[ready:]
         return text
@@ -70,4 +72,6 @@ class TextStream:
         return 0
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=not self._special, clean_up_tokenization_spaces=False
+        )

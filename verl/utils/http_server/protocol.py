@@ -61,8 +61,11 @@ def warn_if_open(taken: socket.socket, remedy: str) -> None:
         logger.warning("anybody who reaches %s may use this server. %s", address, remedy)
 
 
-def asgi_server(app: Any, what: str, limits: Limits, path: str = "") -> uvicorn.Server:
-    """Serves an ASGI app until a signal comes; `what` it serves, below which path, is told in the log."""
+def asgi_server(app: Any, what: str, limits: Limits, path: str = "", signals: bool = True) -> uvicorn.Server:
+    """Serves an ASGI app; `what` it serves, below which path, is told in the log.
+
+    It ends at a signal, or (without `signals`, inside a program that has its own) when `should_exit` is set.
+    """
     _allow_files(limits.connections + _OTHER_FILES)
     config = uvicorn.Config(
         app,
@@ -78,7 +81,7 @@ def asgi_server(app: Any, what: str, limits: Limits, path: str = "") -> uvicorn.
         timeout_keep_alive=limits.idle_seconds,
         timeout_graceful_shutdown=limits.grace_seconds,
     )
-    return _Server(config, what, limits, path)
+    return _Server(config, what, limits, path, signals)
 
 
 def _allow_files(count: int) -> None:
@@ -90,9 +93,10 @@ def _allow_files(count: int) -> None:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, what: str, limits: Limits, path: str) -> None:
+    def __init__(self, config: uvicorn.Config, what: str, limits: Limits, path: str, signals: bool) -> None:
         super().__init__(config)
         self._what, self._limits, self._path = what, limits, path
+        self._signals = _SIGNALS if signals else ()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -101,7 +105,8 @@ class _Server(uvicorn.Server):
         logger.info("serving %s at http://%s:%d%s", self._what, shown, port, self._path)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        logger.info("stopping: requests under way have %d s (again to stop at once)", self._limits.grace_seconds)
+        if self._signals:
+            logger.info("stopping: requests under way have %d s (again to stop at once)", self._limits.grace_seconds)
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
@@ -113,7 +118,7 @@ class _Server(uvicorn.Server):
                 signal.signal(number, signal.SIG_DFL)
             self.should_exit = True
 
-        before = {number: signal.signal(number, stop) for number in _SIGNALS}
+        before = {number: signal.signal(number, stop) for number in self._signals}
         try:
             yield
         finally:

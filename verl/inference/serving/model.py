@@ -1,0 +1,130 @@
+"""A model as a server's command line asks for it: the options, and the engine that they load."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.config.context_length import context_limit
+from verl.inference.async_engine import AsyncEngine
+from verl.inference.serving.openai_requests import ModelFacts
+from verl.types.request import Request
+from verl.utils.fs import resolve_model_path
+from verl.utils.tokenizer import hf_tokenizer
+
+__all__ = ["Served", "ServedModel", "add_model_options", "positive"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What requests are answered with."""
+
+    engine: AsyncEngine
+    check: Callable[[Request], None]
+    """Raises a ValueError for a request that the engine can never answer."""
+    facts: ModelFacts
+    tokenizer: Any
+    what: str
+    """For the log."""
+
+
+class ServedModel:
+    """The model that the options name. `loaded` takes long; making this one takes none of the device."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from verl.inference.models.loading import read_model_config
+
+        self._options = options
+        self._path = resolve_model_path(options.model, "--model")
+        given = {"path": self._path, "trust_remote_code": options.trust_remote_code}
+        self._config = as_config(ModelConfig, given, at="actor_rollout_ref.model")
+        self._length = _longest(options.max_model_len, read_model_config(self._path, self._config))
+        self.load_tokenizer = partial(hf_tokenizer, self._path, trust_remote_code=options.trust_remote_code)
+
+    @contextlib.contextmanager
+    def loaded(self, max_answers: int, client_templates: bool) -> Iterator[Served]:
+        """The engine, which runs until this is left."""
+        from verl.inference.build import build_engine
+        from verl.utils.device import get_device_name, resolve_dtype
+
+        options, length = self._options, self._length
+        device = get_device_name() if options.device == "auto" else options.device
+        dtype = resolve_dtype(options.dtype, device)
+        built = build_engine(self._path, self._config, _rollout_config(options, length), device, dtype)
+        tokenizer = self.load_tokenizer()
+        logger.info(built.end_tokens.described(tokenizer))
+        facts = ModelFacts(
+            _names(options),
+            length,
+            built.model.vocab_size,
+            built.end_tokens.ids,
+            max_answers=max_answers,
+            client_templates=client_templates,
+            longest_token=max(map(len, tokenizer.get_vocab())),
+        )
+        # A tokenizer of its own for stop strings: the engine looks for them in its thread.
+        with contextlib.closing(AsyncEngine(built.engine, self.load_tokenizer)) as engine:
+            what = f"{facts.names[0]} ({built.dtype}, {built.device})"
+            yield Served(engine, built.engine.check, facts, tokenizer, what)
+
+
+def add_model_options(parser: argparse.ArgumentParser, port: int) -> None:
+    """Which model, on what, at which address."""
+    add = parser.add_argument
+    add("--model", required=True, help="local folder, hub name, URL, or a global_step_N folder of ours")
+    add("--served-model-name", help="what clients call it (default: as given to --model)")
+    add("--host", default="127.0.0.1", help="address to serve on (default: %(default)s, this machine only)")
+    add("--port", type=int, default=port, help="port (default: %(default)s; 0: any that is free)")
+    add("--device", default="auto", help="cpu, cuda, cuda:1 … (default: a GPU where there is one)")
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="of the weights")
+    add("--max-model-len", type=positive, help="longest prompt and answer together (default: the model's own limit)")
+    add("--max-num-seqs", type=positive, default=256, help="answers generated at once (default: %(default)s)")
+    add("--gpu-memory-utilization", type=float, default=0.9, help="share of GPU memory to take (default: %(default)s)")
+    add("--enforce-eager", action="store_true", help="no CUDA graphs")
+    add("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _rollout_config(options: argparse.Namespace, length: int) -> RolloutConfig:
+    return as_config(
+        RolloutConfig,
+        {
+            "max_model_len": length,
+            "max_num_seqs": options.max_num_seqs,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "enforce_eager": options.enforce_eager,
+        },
+    )
+
+
+def _names(options: argparse.Namespace) -> tuple[str, ...]:
+    """What clients may call the model: as it was given here, or just its folder's name."""
+    if options.served_model_name:
+        return (options.served_model_name,)
+    return tuple(dict.fromkeys((options.model, os.path.basename(options.model.rstrip("/")))))
+
+
+def _longest(asked: int | None, hf_config: Any) -> int:
+    """Tokens a sequence may have: as asked, else the model's own limit."""
+    limit = context_limit(hf_config.get_text_config(decoder=True).to_dict()) or asked
+    if limit is None:
+        raise ValueError(f"--max-model-len: this {hf_config.model_type} model names no limit of its own. Set it.")
+    if asked is not None and asked > limit:
+        raise ValueError(f"--max-model-len: {asked} is more than the {limit} positions of this model. Lower it.")
+    return asked or limit
