@@ -1,0 +1,111 @@
+"""A gateway in a thread, whose model says what a test has written down for it: real HTTP, real tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any
+
+from tests.support.tiny import tiny_tokenizer
+from verl.agent.gateway.app import GatewayApp
+from verl.agent.gateway.server import LocalServer
+from verl.agent.gateway.session import Model, Session, Sessions
+from verl.inference.serving.openai_requests import ModelFacts
+from verl.types.request import Output, Request
+from verl.utils.tool_calls import get_parser
+
+TEMPLATE = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role if m.role in ('system', 'assistant') else 'user' }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+END = 1
+
+
+class CountingTokenizer:
+    """The tiny tokenizer; `texts` are those that it was asked to tokenise."""
+
+    def __init__(self) -> None:
+        self._own = tiny_tokenizer()
+        self._own.chat_template = TEMPLATE
+        self.texts: list[str] = []
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.texts.append(text)
+        return self._own(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+class ScriptedModel:
+    """Says `answer(request number)`, a token at a time, each with a log-prob of its own."""
+
+    def __init__(self, answer: Callable[[int], str], pace_s: float = 0.0) -> None:
+        self.tokenizer = CountingTokenizer()
+        self._answer, self._pace_s = answer, pace_s
+        self.requests: list[Request] = []
+        self.aborted = 0
+
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        ids = self.tokenizer._own(self._answer(len(self.requests)), add_special_tokens=False)["input_ids"]
+        self.requests.append(request)
+        ids = [*ids, END][: request.params.max_new_tokens]
+        reason = "stop" if ids[-1] == END else "length"
+        told = False
+        try:
+            for place, token in enumerate(ids):
+                await asyncio.sleep(self._pace_s)
+                log_prob = -0.001 * (place + 1)
+                stopped = self._stopped(ids[: place + 1], request.params.stop)
+                told = stopped or place == len(ids) - 1
+                ended = ("stop" if stopped else reason) if told else ""
+                yield Output([token], [log_prob], [7], ended, [log_prob], [log_prob])
+                if told:
+                    return
+        finally:
+            self.aborted += not told
+
+    def _stopped(self, ids: list[int], stop: tuple[str, ...]) -> bool:
+        return any(text in self.tokenizer.decode(ids) for text in stop)
+
+
+class RunningGateway:
+    """What a test has in hand."""
+
+    def __init__(self, model: ScriptedModel, sessions: Sessions, address: str) -> None:
+        self.model, self.sessions, self.address = model, sessions, address
+
+    def base_url(self, name: str) -> str:
+        return f"{self.address}/sessions/{name}"
+
+
+@contextlib.contextmanager
+def running_gateway(
+    answer: Callable[[int], str], max_model_len: int = 4096, pace_s: float = 0.0, ping_s: float = 10.0, **session: Any
+) -> Iterator[RunningGateway]:
+    """Sessions are opened by the first request to them."""
+    scripted = ScriptedModel(answer, pace_s)
+    tokenizer = scripted.tokenizer
+    facts = ModelFacts(("tiny",), max_model_len, 264, frozenset({END}), 1, False, 16)
+    model = Model(facts, tokenizer, get_parser("hermes"))
+    sessions = Sessions(lambda name: Session(name, scripted.generate, **session))
+    started, address, loop, stop = threading.Event(), [""], asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        async with LocalServer(GatewayApp(sessions, model, ping_s=ping_s), "a test") as address[0]:
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    started.wait(10)
+    try:
+        yield RunningGateway(scripted, sessions, address[0])
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()

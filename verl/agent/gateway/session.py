@@ -1,0 +1,200 @@
+"""Sessions: one trajectory's conversation each, with its tree, its reward and its requests under way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+from verl.agent.chat import Chat
+from verl.agent.gateway.answer import Answer
+from verl.agent.gateway.tree import Message, Node, Place, Tree
+from verl.inference.serving.fields import ApiError
+from verl.inference.serving.openai_replies import Part
+from verl.inference.serving.openai_requests import ChatAsk, ModelFacts, checked_length, template_errors
+from verl.types.request import Output, Request
+from verl.utils.tool_calls import Parser
+
+__all__ = ["Generate", "Model", "Session", "Sessions"]
+
+Generate = Callable[[Request], AsyncGenerator[Output, None]]
+"""The answer to a request, in pieces as far as the engine gives pieces; closing the generator aborts it."""
+
+# Sets of tools that are remembered as they are tokenised.
+_KEPT_CHATS = 64
+
+
+class Model:
+    """What all sessions share: who answers, how it is written to and read."""
+
+    def __init__(
+        self, facts: ModelFacts, tokenizer: Any, parser: Parser, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self.facts, self.tokenizer, self.parser = facts, tokenizer, parser
+        self._template_kwargs = dict(template_kwargs or {})
+        self._chat_of = lru_cache(_KEPT_CHATS)(self._chat)
+
+    def scope(self, chat: ChatAsk) -> str:
+        """What a context is written with besides its messages."""
+        return json.dumps([chat.tools, chat.options], sort_keys=True, ensure_ascii=False)
+
+    def start(self, chat: ChatAsk) -> list[int]:
+        """Tokens of the whole conversation."""
+        with template_errors():
+            return self._chat_of(self.scope(chat)).start(chat.messages) + self._begun(chat)
+
+    def suffix(self, chat: ChatAsk, messages: Sequence[Message], node: Node) -> list[int]:
+        """Tokens of what came after an answer."""
+        with template_errors():
+            writer = self._chat_of(self.scope(chat))
+            ended = node.answer.token_ids[-1] in writer.ends
+            return writer.suffix(_with_names(messages, node.reply), ended) + self._begun(chat)
+
+    def ends(self, chat: ChatAsk) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self.facts.eos_token_ids | self._chat_of(self.scope(chat)).ends
+
+    def _begun(self, chat: ChatAsk) -> list[int]:
+        return self.tokenizer(chat.ask.begun, add_special_tokens=False)["input_ids"] if chat.ask.begun else []
+
+    def _chat(self, scope: str) -> Chat:
+        tools, options = json.loads(scope)
+        return Chat(self.tokenizer, tools or None, **{**self._template_kwargs, **options})
+
+
+@dataclass(eq=False)
+class Session:
+    """One trajectory."""
+
+    name: str
+    generate: Generate
+    max_turns: int | None = None
+    tree: Tree = field(default_factory=Tree)
+    reward_info: dict[str, Any] | None = None
+    closed: bool = False
+    cut_off: int = 0
+    """Answers that nobody was told: their clients left before the end."""
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def place(self, chat: ChatAsk, model: Model) -> Place:
+        """Where the answer goes; only what is new is tokenised."""
+        if self.max_turns is not None and len(self.tree.nodes) >= self.max_turns:
+            raise ApiError(
+                f"this session has had its {self.max_turns} answers (multi_turn.max_assistant_turns).", status=403
+            )
+        suffix = partial(model.suffix, chat)
+        place = self.tree.place(chat.messages, model.scope(chat), chat.ask.begun, partial(model.start, chat), suffix)
+        checked_length(place.prompt_ids, model.facts, "messages")
+        return place
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """The running task answers a request of this session."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+
+    async def answer(self, place: Place, request: Request, answer: Answer) -> AsyncGenerator[Part, None]:
+        """The answer in parts; it is in the tree before its last one is told."""
+        told = False
+        try:
+            async with contextlib.aclosing(self.generate(request)) as pieces:
+                async for piece in pieces:
+                    if piece.finish_reason == "abort":
+                        raise ApiError("the answer was aborted, as generation is to stop. Ask again.", status=503)
+                    part = answer.push(piece)
+                    told = part.finish_reason is not None
+                    if told:
+                        self.tree.add(place, answer.output, answer.reply)
+                    yield part
+        except ValueError as error:  # the engine can never answer this
+            raise ApiError(str(error)) from error
+        finally:
+            self.cut_off += not told
+
+    async def close(self) -> None:
+        """No more requests; those under way are cut off."""
+        self.closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as JSON can hold it. A node's place in the list is its name."""
+        number = {id(node): place for place, node in enumerate(self.tree.nodes)}
+        paths = self.tree.paths(keep_retries=False)
+        return {
+            "id": self.name,
+            "status": "closed" if self.closed else "open",
+            "requests": {**self.tree.counts, "cut_off": self.cut_off, "under_way": len(self._tasks)},
+            "reward_info": self.reward_info,
+            "nodes": [{"parent": number.get(id(node.place.parent)), **_told(node)} for node in self.tree.nodes],
+            "rows": [{"nodes": [number[id(node)] for node in path.nodes], "trained": path.trained} for path in paths],
+        }
+
+
+def _with_names(messages: Sequence[Message], reply: Message) -> list[Message]:
+    """Results of tools with the names of those, which some templates write and clients do not send."""
+    names = {call["id"]: call["function"]["name"] for call in reply.get("tool_calls", ())}
+    first = next(iter(names.values()), "tool")
+    return [
+        {"tool_call_id": "", "name": names.get(message.get("tool_call_id", ""), first), **message}
+        if message["role"] == "tool"
+        else message
+        for message in messages
+    ]
+
+
+def _told(node: Node) -> dict[str, Any]:
+    answer = node.answer
+    return {
+        "messages": node.place.messages,
+        "reply": node.reply,
+        "context_ids": node.place.context_ids,
+        "token_ids": answer.token_ids,
+        "log_probs": answer.log_probs,
+        "versions": answer.versions,
+        "finish_reason": answer.finish_reason,
+    }
+
+
+class Sessions:
+    """Those that are open, by name. `create` opens one that a client names first; without it, only `open` does."""
+
+    def __init__(self, create: Callable[[str], Session] | None = None) -> None:
+        self._create = create
+        self._open: dict[str, Session] = {}
+
+    def open(self, session: Session) -> Session:
+        if session.name in self._open:
+            raise ValueError(f"session {session.name!r} is open already. Give each its own name.")
+        self._open[session.name] = session
+        return session
+
+    def find(self, name: str) -> Session:
+        found = self._open.get(name)
+        if found is None and self._create is not None:
+            found = self.open(self._create(name))
+        if found is None:
+            raise ApiError(f"there is no session {name[:200]!r}, or it has ended.", status=404, code="no_session")
+        return found
+
+    async def close(self, name: str) -> Session:
+        """Forget it; what it recorded is in what is returned."""
+        session = self.find(name)
+        del self._open[name]
+        await session.close()
+        return session
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._open)
