@@ -103,7 +103,7 @@ _TABLE = (
     Column("finish_reason", OBJECT, "str", None, "rollout", ("advantage", "metrics", "dump"),
            "what ended the row: stop, length or abort"),
     Column("num_turns", OBJECT, "int", None, "rollout", ("metrics", "dump"), "turns of its trajectory, of agents"),
-    Column("agent_metrics", OBJECT, "dict", None, "rollout", ("reward", "metrics"),
+    Column("agent_metrics", OBJECT, "dict", None, "rollout", ("reward", "metrics", "dump"),
            "how its trajectory went, of agents: status, seconds, calls, failures"),
     Column("given_score", OBJECT, "float, None", None, "rollout", ("reward",),
            "the score that its agent gave it; None: the reward function scores it"),

@@ -82,12 +82,23 @@ _REMEDIES = {
 }
 
 
-def verdict(seconds: dict[str, float]) -> str:
-    """One line: which phase takes most of the run, and what would help."""
+# The same for generation whose agents wait for tools more than for the model.
+_IN_TOOLS = (
+    "faster tools, more trajectories at once (actor_rollout_ref.rollout.agent.num_workers, max_concurrent_requests), a"
+    " shorter actor_rollout_ref.rollout.multi_turn.tool_timeout"
+)
+
+
+def verdict(seconds: dict[str, float], tool_share: float = 0.0) -> str:
+    """One line: which phase takes most of the run, and what would help. `tool_share`: of the agents' time."""
     phases = {name: value for name, value in seconds.items() if name != "step"}
     total = sum(phases.values())
     if total <= 0:
         return "no step was timed"
     name = max(phases, key=lambda phase: phases[phase])
-    remedy = _REMEDIES.get(name)
-    return f"{name} took {phases[name] / total:.0%} of the time" + (f"; what helps: {remedy}" if remedy else "")
+    waits = name == "gen" and tool_share > 0.5
+    remedy = _IN_TOOLS if waits else _REMEDIES.get(name)
+    said = f"{name} took {phases[name] / total:.0%} of the time" + (
+        f", {tool_share:.0%} of it in tools" if waits else ""
+    )
+    return said + (f"; what helps: {remedy}" if remedy else "")

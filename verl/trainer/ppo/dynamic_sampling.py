@@ -22,6 +22,7 @@ from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.guard import no_samples
 from verl.trainer.ppo.advantage import value_per_answer
+from verl.trainer.ppo.agent_metrics import COUNTED
 from verl.trainer.ppo.arrange import concat_rows
 from verl.trainer.ppo.prompts import PromptStream
 from verl.workers.reward_manager.naive import FAILED
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 # Scores closer than this are the same score.
 _TOLERANCE = 1e-6
 # Metrics of a generation batch that are numbers of samples; all others are means.
-_COUNTED = "reward/errors"
+_COUNTED = ("reward/errors", *COUNTED)
 
 
 RollOut = Callable[[DataProto, dict[str, float]], DataProto]

@@ -18,6 +18,8 @@ from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.answer_ends import answer_ends
+from verl.trainer.common.dumps import decode
+from verl.trainer.ppo.agent_metrics import ToolUse, agent_metrics
 from verl.trainer.ppo.agents import require_some_finished, spread_fields
 from verl.trainer.ppo.dynamic_sampling import RollOut, fill_batch, own_groups
 from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
@@ -48,6 +50,7 @@ class Generator:
         self._has_judge = Role.RewardModel in groups.roles
         self._greedy = takes_argument(config.algorithm.adv_estimator, "reward_baselines")
         self._overlap = RewardOverlap(config.reward_model.overlap and not self._has_judge)
+        self._tool_use = ToolUse(config.actor_rollout_ref.rollout)
 
     def start(self) -> None:
         """Find what ends an answer, and say it."""
@@ -99,6 +102,8 @@ class Generator:
         local = local_columns(batch, columns_read_by("reward"))
         mask = local.batch["response_mask"].clone()
         scores, extra = compute_reward(local, self.reward_fn)
+        metrics |= (of_agents := agent_metrics(local))
+        self._tool_use.see(of_agents, lambda: decode(self._tokenizer, local.batch["responses"][:1].tolist())[0])
         if self._overlap.share is not None:
             metrics["reward/scored_while_generating"] = self._overlap.share
         if again := getattr(self.reward_fn, "scored_again", 0):

@@ -30,6 +30,7 @@ from verl.trainer.ppo.advantage import (
     cut_answers,
     reward_column,
 )
+from verl.trainer.ppo.agent_metrics import TOOL_SHARE
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.groups import WorkerGroups, local_columns
 from verl.trainer.ppo.metric_utils import compute_data_metrics, phase_metrics, reference_metrics, without_nan
@@ -114,6 +115,7 @@ class RayPPOTrainer:
         self.stop_requested = threading.Event()
         self.setbacks = Setbacks()
         self._seconds: dict[str, float] = {}
+        self._tool_shares: list[float] = []
         self._guard = StepGuard(self.config.trainer.max_nonfinite_steps)
         self._mismatch = RolloutMismatch(self.config.algorithm.rollout_correction)
         self._preemption = Preemption(self.config.trainer.save_within)
@@ -200,7 +202,8 @@ class RayPPOTrainer:
                         self._log_metrics(found or self.setbacks.metrics(), self.global_steps)
                 if not trainer.val_only:
                     self._train()
-                    logger.info("Where the time went: %s.", verdict(self._seconds))
+                    tool_share = sum(self._tool_shares) / max(1, len(self._tool_shares))
+                    logger.info("Where the time went: %s.", verdict(self._seconds, tool_share))
         finally:
             self.tracking.close()
             self.state.end()
@@ -236,6 +239,8 @@ class RayPPOTrainer:
         metrics |= found | {"training/global_step": step, "training/epoch": self.prompts.epoch}
         metrics |= self._again.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
         metrics |= self.watch.step_done(self.phases.seconds["step"])
+        if TOOL_SHARE in metrics:
+            self._tool_shares.append(metrics[TOOL_SHARE])
         for name, value in self.phases.seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
         self._log_metrics(metrics, step)
