@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,10 @@ def dump_batch(batch: DataProto, folder: str, step: int) -> Path:
 
 
 def dump_rows(batch: DataProto, tokenizer: Any, folder: str, step: int) -> Path:
-    """`N.jsonl`: prompt, answer, score and what the reward said, one line per sample."""
+    """`N.jsonl`: prompt, answer, score and what the reward said, one line per sample; of agents their turns as well."""
     answers, whole = answer_texts(batch, tokenizer), Trajectories.of(batch)
     scores = whole.sum(batch.batch["token_level_scores"].sum(-1)).tolist()
-    ours = ("step", "input", "output", "score", "rows")
+    ours = ("step", "input", "output", "score", "rows", "turns", "status")
     extras = {
         f"data_{key}" if key in ours else key: batch.non_tensor_batch[key][whole.last_rows]
         for key in selected_for("dump", batch.non_tensor_batch)
@@ -44,23 +45,41 @@ def dump_rows(batch: DataProto, tokenizer: Any, folder: str, step: int) -> Path:
 
 def answer_texts(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     """Of every trajectory its first prompt as `input` and its last response as `output`; `rows` has all pairs of them
-    where there are several."""
-    texts = [decode(tokenizer, batch.batch[name].tolist()) for name in ("prompts", "responses")]
+    where there are several. Of an agent's also its `status` and its `turns` in order: who spoke (`model`, or what the
+    environment is called), what, and what the turn earned."""
+    prompts, responses = (decode(tokenizer, batch.batch[name].tolist()) for name in ("prompts", "responses"))
     whole = Trajectories.of(batch)
-    rows: list[list[tuple[str, str]]] = [[] for _ in range(len(whole))]
-    for number, pair in zip(whole.of_row, zip(*texts, strict=True), strict=True):
-        rows[number].append(pair)
-    return [
-        {"input": pairs[0][0], "output": pairs[-1][1]} | ({"rows": pairs} if len(pairs) > 1 else {}) for pairs in rows
-    ]
+    rows: list[list[int]] = [[] for _ in range(len(whole))]
+    for row, number in enumerate(whole.of_row):
+        rows[number].append(row)
+    texts: list[dict[str, Any]] = []
+    for members, last in zip(rows, whole.last_rows, strict=True):
+        texts.append({"input": prompts[members[0]], "output": responses[last]})
+        if len(members) > 1:
+            texts[-1]["rows"] = [(prompts[row], responses[row]) for row in members]
+    if "agent_turns" in batch.non_tensor_batch:
+        for text, members in zip(texts, rows, strict=True):
+            text["status"] = (batch.non_tensor_batch["agent_metrics"][members[0]] or {}).get("status", "finished")
+            text["turns"] = [turn for row in members for turn in _turns(batch, tokenizer, row)]
+    return texts
+
+
+def _turns(batch: DataProto, tokenizer: Any, row: int) -> list[dict[str, Any]]:
+    tokens, end, turns = batch.batch["responses"][row].tolist(), 0, []
+    for source, count, name, reward in batch.non_tensor_batch["agent_turns"][row]:
+        start, end = end, end + count
+        turns.append({"by": name or source, "text": decode(tokenizer, [tokens[start:end]])[0]})
+        if reward is not None:
+            turns[-1]["reward"] = reward
+    return turns
 
 
 def write_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> Path:
-    """One JSON object per line; the file is there as a whole or not at all."""
+    """One JSON object per line, null for what is not finite; the file is there as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as stream:
         for row in rows:
-            line = json.dumps(row, ensure_ascii=False, default=_plain).translate(_LINE_BREAKS)
+            line = json.dumps(_finite(row), ensure_ascii=False, default=_plain).translate(_LINE_BREAKS)
             stream.write(f"{line}\n".encode())
     return path
 
@@ -70,7 +89,16 @@ def decode(tokenizer: Any, rows: list[list[int]]) -> list[str]:
     return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
+def _finite(value: Any) -> Any:
+    """With None in the place of NaN and infinity, which JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return value.tolist()
-    return value.item() if isinstance(value, np.generic) else str(value)
+        return _finite(value.tolist())
+    return _finite(value.item()) if isinstance(value, np.generic) else str(value)

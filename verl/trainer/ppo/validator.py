@@ -27,7 +27,7 @@ Samples = dict[str, list[Any]]
 """Columns of answered and scored prompts."""
 
 # Columns of a sample that say what it is; all others say how good it is.
-_DESCRIPTIONS = ("prompt", "answer", "rows", "uid", "data_source")
+_DESCRIPTIONS = ("prompt", "answer", "more", "uid", "data_source")
 # What is worth a look first; the spread and the bounds of each are not.
 _CORE = ("mean@", "best@", "maj@", "pass@")
 _BOUNDS = ("/std", "/low", "/high")
@@ -72,8 +72,8 @@ class Validator:
             chosen = [(rows[i]["input"], rows[i]["output"], rows[i]["score"]) for i in order]
             tracking.log_generations(chosen, step, on_console=config.console_val_generations)
         if (folder := config.validation_data_dir) is not None:
-            several = [{"rows": pairs} if pairs else {} for pairs in samples.get("rows", [None] * len(rows))]
-            dumped = [{"step": step, **row, **pairs} for row, pairs in zip(rows, several, strict=True)]
+            more = samples.get("more", [{}] * len(rows))
+            dumped = [{"step": step, **row, **texts} for row, texts in zip(rows, more, strict=True)]
             write = functools.partial(write_jsonl, dumped, Path(folder) / f"{step}.jsonl")
             if config.val_only:  # they are what the run is for
                 write()
@@ -100,9 +100,9 @@ class Validator:
         rewards = known_scores(whole.sum(scores.sum(-1)).tolist(), said.get(FAILED), self.reward_fn)
         ended = [status == FINISHED for status in statuses(local, whole)]
         return said | {
-            "prompt": [text["input"] for text in texts],
-            "answer": [text["output"] for text in texts],
-            "rows": [text.get("rows") for text in texts],
+            "prompt": [text.pop("input") for text in texts],
+            "answer": [text.pop("output") for text in texts],
+            "more": texts,
             "uid": columns["uid"][ends].tolist(),
             "data_source": columns[key][ends].tolist() if key in columns else ["unknown"] * len(whole),
             "reward": [reward if finished else None for reward, finished in zip(rewards, ended, strict=True)],
