@@ -1,1 +1,5 @@
-"""The sandbox over HTTP: a server and a client around `verl.utils.sandbox`."""
+"""The sandbox over HTTP: a server around `verl.utils.sandbox`, and the client for it and for any SandboxFusion."""
+
+from verl.utils.sandbox_fusion import SandboxClient, SandboxUnavailable
+
+__all__ = ["SandboxClient", "SandboxUnavailable"]
