@@ -21,6 +21,7 @@ from verl.config.problems import ConfigError, Problem
 from verl.config.ref import RefConfig
 from verl.config.reward import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
 from verl.config.rollout import AgentConfig, GeneratorConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
+from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
 from verl.config.sft import SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig, SFTTrainerConfig
 from verl.config.trainer import RayInitConfig, RetrieverConfig, RunConfig, TrainerConfig
 
@@ -67,6 +68,8 @@ __all__ = [
     "SFTOptimConfig",
     "SFTTrainerConfig",
     "SamplerConfig",
+    "SandboxConfig",
+    "SandboxFusionConfig",
     "StateMaskingConfig",
     "TrainerConfig",
     "UpdatePlan",

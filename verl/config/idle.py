@@ -261,6 +261,11 @@ RULES: tuple[Rule, ...] = (
         "algorithm.kl_ctrl.type = fixed; adaptive steers to it",
     ),
     Rule(
+        _below("sandbox_fusion", "max_concurrent", "memory_limit_mb"),
+        _is_set("sandbox_fusion.url"),
+        "sandbox_fusion.url is not set; sandbox.memory_limit_mb is the local sandbox's",
+    ),
+    Rule(
         ("algorithm.filter_groups.*",),
         _is_set("algorithm.filter_groups.enable"),
         "algorithm.filter_groups.enable = False",

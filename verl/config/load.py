@@ -165,6 +165,8 @@ def _move_aliases(
             current = _at(values, target)
             if current is _ABSENT or current in (_at(defaults, target), value):
                 _set(values, target, value)
+                if spelled != alias and spelled.partition(".")[0] != target.partition(".")[0]:
+                    report.notice(f"{spelled} is read as {target}, which is {show(value)} now.")
             else:
                 why = f"is another spelling of {target} = {show(current)}, and they differ"
                 report.broken(spelled, value, why, "Keep one of the two")

@@ -217,6 +217,8 @@ TOOL_FORMATS = {
     "gemma": _tool_format("gemma", "GemmaParser"),
 }
 TOOL_FORMAT_SYNONYMS = {"qwen": "hermes", "gpt-oss": "openai", "harmony": "openai"}
+# Isolation of the local sandbox, weakest first (`verl.utils.sandbox.REQUIRE`).
+SANDBOX_LEVELS = ("none", "files", "network", "full")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 ROLES = ("actor", "rollout", "ref", "critic", "reward_model")

@@ -56,7 +56,6 @@ OBSOLETE = {
     "data.tokenizer": "the tokenizer comes with actor_rollout_ref.model.path",
     "data.use_shm": "files are read once and cached",
     "reward_model.launch_reward_fn_async": "scoring always overlaps generation",
-    "reward_model.sandbox_fusion": "tools are configured by actor_rollout_ref.rollout.multi_turn.tool_config_path",
     "trainer.del_local_ckpt_after_load": "max_actor_ckpt_to_keep limits what stays",
     "trainer.remove_previous_ckpt_in_save": "max_actor_ckpt_to_keep limits what stays",
     "trainer.esi_redundant_time": "trainer.save_within says how long a signal leaves",

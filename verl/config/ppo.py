@@ -13,6 +13,7 @@ from verl.config.model import ModelConfig
 from verl.config.ref import RefConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from verl.config.rollout import RolloutConfig
+from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
 from verl.config.schema import Block, WholeConfig, key
 from verl.config.trainer import RayInitConfig, RetrieverConfig, TrainerConfig
 
@@ -49,4 +50,8 @@ class PPOConfig(WholeConfig):
     do_search: bool = key("Let the model search between turns (search agent); sets rollout.mode=async.")
     max_turns: int = key("Searches of one answer; then a last turn without.", min=1)
     retriever: RetrieverConfig = key("The search service.")
+    sandbox: SandboxConfig = key("Code that a model wrote, run on this machine.")
+    sandbox_fusion: SandboxFusionConfig = key(
+        "The same, run by a server.", aliases=("reward_model.sandbox_fusion", "reward.sandbox_fusion")
+    )
     custom: dict[str, Any] = key("Free-form, for your own code.")

@@ -18,6 +18,7 @@ from verl.config.load import Config
 from verl.config.plan import active_roles
 from verl.trainer.common import preemption
 from verl.trainer.common.cluster import start_ray, wait_for_nodes
+from verl.trainer.common.code_check import check_code_runner
 from verl.trainer.common.command_line import checked, command
 from verl.trainer.common.controller_poll import ControllerPoll
 from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
@@ -57,6 +58,7 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
     """
     config = checked(config, PPOConfig)
     logger.info(batch_plan(config).render())
+    check_code_runner(config)
 
     if joins_a_head(config):
         return serve_as_node(config)

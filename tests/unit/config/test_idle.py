@@ -40,6 +40,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
         [],
         ["reward_model.overlong_buffer.enable=True", "reward_model.reward_manager=dapo"],
     ),
+    ("sandbox_fusion.max_concurrent=8", [], ["sandbox_fusion.url=http://127.0.0.1:8080"]),
     (f"{ACTOR}.kl_loss_coef=0.2", [], [KL]),
     (f"{ACTOR}.kl_loss_type=low_var_kl", [], [KL]),
     ("algorithm.kl_penalty=low_var_kl", [], ["algorithm.use_kl_in_reward=True"]),

@@ -18,10 +18,13 @@ from verl.algos.trajectories import Trajectories
 from verl.config.load import as_config
 from verl.config.ppo import PPOConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
+from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.agents import given_scores, place_scores, said_by_agents
+from verl.utils.code_runner import CodeSettings
 from verl.utils.import_utils import load_user_object
-from verl.utils.reward_score import default_compute_score, known_data_sources
+from verl.utils.reward_score import code, default_compute_score, known_data_sources
+from verl.utils.reward_score.registry import set_arguments
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.naive import ERROR, FAILED
 
@@ -59,6 +62,9 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int = 0, **
         if key in data:
             offered[name] = data[key]
     arguments = {name: value for name, value in offered.items() if name in accepted} | arguments
+    sandbox = as_config(SandboxConfig, _block(config, "sandbox"))
+    fusion = as_config(SandboxFusionConfig, _block(config, "sandbox_fusion"))
+    set_arguments(code.compute_score, settings=CodeSettings.of(sandbox, fusion))
     compute_score = get_custom_reward_fn(config) or default_compute_score
     return cls(tokenizer=tokenizer, num_examine=num_examine, compute_score=compute_score, **arguments)
 

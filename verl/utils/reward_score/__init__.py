@@ -1,6 +1,6 @@
 """Rewards by rule: one file per task, found by a row's `data_source`. Nothing heavy: scorer processes load it."""
 
-from verl.utils.reward_score import countdown, gsm8k, math, math_dapo, multiple_choice, qa_em
+from verl.utils.reward_score import code, countdown, gsm8k, math, math_dapo, multiple_choice, qa_em
 from verl.utils.reward_score.marked import last_boxed_only_string, remove_boxed
 from verl.utils.reward_score.registry import (
     _select_rm_score_fn,
@@ -12,6 +12,7 @@ from verl.utils.reward_score.registry import (
 
 __all__ = [
     "_select_rm_score_fn",
+    "code",
     "countdown",
     "default_compute_score",
     "gsm8k",

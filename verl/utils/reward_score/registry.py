@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ class ScoreFunction:
     answer: Callable[[Any], str | None] | None = None
     # What the function takes for the answer in a text, None if it finds none; explains rewards that are always 0.
     extract: Callable[[str], Any] | None = None
+    # What the run's configuration adds to every call.
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any
@@ -35,7 +37,7 @@ class ScoreFunction:
             solution_str=solution_str,
             ground_truth=ground_truth,
             extra_info=extra_info,
-            **kwargs,
+            **{**self.arguments, **kwargs},
         )
 
 
@@ -65,6 +67,13 @@ def register_score(
         return function
 
     return add
+
+
+def set_arguments(function: Callable[..., Any], **arguments: Any) -> None:
+    """From now on the rows that this function scores are scored with these arguments, in scorer processes too."""
+    for source, entry in _TABLE.items():
+        if entry.compute is function:
+            _TABLE[source] = replace(entry, arguments=arguments)
 
 
 def known_data_sources() -> list[str]:
@@ -123,8 +132,12 @@ def call_with_accepted(
 
 
 def users_own() -> dict[str, ScoreFunction]:
-    """What was registered outside this package; a scorer process must be told of it."""
-    return {source: entry for source, entry in _TABLE.items() if not entry.compute.__module__.startswith(_BUILT_IN)}
+    """What was registered outside this package, or got arguments; a scorer process must be told of it."""
+    return {
+        source: entry
+        for source, entry in _TABLE.items()
+        if entry.arguments or not entry.compute.__module__.startswith(_BUILT_IN)
+    }
 
 
 def add_all(entries: dict[str, ScoreFunction]) -> None:

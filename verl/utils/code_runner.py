@@ -1,0 +1,97 @@
+"""Where model-written code runs: in the local sandbox, or on a SandboxFusion server; one call for both."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from verl.utils.sandbox import IsolationMissing, Limits, Result, Sandbox, available
+
+if TYPE_CHECKING:  # heavy, for scorers of other tasks
+    from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
+    from verl.utils.sandbox_fusion import SandboxClient
+
+
+class Runner(Protocol):
+    """A `Sandbox`, or a `SandboxClient`."""
+
+    def run(
+        self,
+        code: str,
+        language: str = "python",
+        stdin: str = "",
+        files: Mapping[str, bytes] | None = None,
+        fetch: Sequence[str] = (),
+        limits: Limits | None = None,
+    ) -> Result: ...
+
+
+@dataclass(frozen=True)
+class CodeSettings:
+    """What a process that runs code needs to know of `sandbox.*` and `sandbox_fusion.*`."""
+
+    require: str = "files"
+    warm: int = 1
+    memory_mb: int = 1024
+    wall_s: float = 8.0
+    url: str | None = None
+    max_concurrent: int = 64
+
+    @classmethod
+    def of(cls, sandbox: SandboxConfig, fusion: SandboxFusionConfig) -> CodeSettings:
+        memory = fusion.memory_limit_mb if fusion.url else sandbox.memory_limit_mb
+        return cls(sandbox.require, sandbox.warm, memory, sandbox.wall_s, fusion.url, fusion.max_concurrent)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(wall_s=self.wall_s, memory_mb=self.memory_mb)
+
+    def runner(self) -> Runner:
+        """That of this process, started at first use; it ends with the process."""
+        return _client(self.url, self.max_concurrent) if self.url else self.sandbox()
+
+    def sandbox(self) -> Sandbox:
+        """The local one, of this process as well."""
+        return _sandbox(self.require, self.warm, os.getpid())
+
+    def check(self) -> str:
+        """Where code runs and what isolates it, in words; a ValueError says why it cannot run."""
+        if self.url:
+            problem = _client(self.url, self.max_concurrent).problem()
+            if problem is not None:
+                raise ValueError(problem)
+            return f"the sandbox at {self.url}"
+        isolation = available()
+        try:
+            isolation.check(self.require)
+        except IsolationMissing as error:
+            raise ValueError(str(error)) from error
+        return f"the local sandbox: {isolation}"
+
+
+@functools.lru_cache
+def _client(url: str, max_concurrent: int) -> SandboxClient:
+    from verl.utils.sandbox_fusion import SandboxClient
+
+    return SandboxClient(url, max_concurrent=max_concurrent)
+
+
+@functools.lru_cache
+def _sandbox(require: str, warm: int, _: int) -> Sandbox:
+    return Sandbox(require=require, warm=warm)
+
+
+_settings = CodeSettings()
+
+
+def configure(settings: CodeSettings) -> None:
+    """What tools of this process go by where their own configuration says nothing."""
+    global _settings
+    _settings = settings
+
+
+def configured() -> CodeSettings:
+    return _settings

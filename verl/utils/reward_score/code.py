@@ -1,0 +1,150 @@
+"""Programs: the share of a task's tests that the code of an answer passes, run in the sandbox."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl.utils.code_runner import CodeSettings
+from verl.utils.reward_score import code_driver
+from verl.utils.reward_score.code_tests import Outcome, StdinTest, Test, read_tests
+from verl.utils.reward_score.registry import register_score
+from verl.utils.sandbox import Limits, Result
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_PYTHON = ("", "python", "python3", "py")
+_LANGUAGES = {"c++": "cpp", "cpp": "cpp", "javascript": "javascript", "js": "javascript", "bash": "bash", "sh": "bash"}
+# The program of the tests starts and ends, too.
+_AROUND_SECONDS = 2.0
+_MOST_OUTPUT = 32 << 20
+_IN_WORDS = {"timeout": "time limit", "error": "runtime error", "syntax": "syntax error", "memory": "memory limit"}
+_DATA_SOURCES = ("codecontests", "apps", "codeforces", "taco", "humaneval", "mbpp", "livecodebench")
+
+
+def extract_code(solution_str: str) -> tuple[str, str] | None:
+    """(language, code) of the last fenced block of a language that can be run; None where there is none.
+
+    A block that is never closed ends with the answer.
+    """
+    for label, code in reversed(_FENCE.findall(solution_str)):
+        language = "python" if label.lower() in _PYTHON else _LANGUAGES.get(label.lower())
+        if language is not None and code.strip():
+            return language, code
+    return None
+
+
+@register_score(*_DATA_SOURCES, *(f"{name}_*" for name in _DATA_SOURCES), extract=extract_code)
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    continuous: bool = True,
+    timeout: float = 5.0,
+    settings: CodeSettings | None = None,
+) -> dict[str, Any]:
+    """`score`: the share of the tests that pass; not `continuous`: 1 if all do, else 0. `acc`: whether all do.
+
+    The tests of an answer share one run of the sandbox, of at most `settings.wall_s` seconds, each of them `timeout` at
+    most. Beside the score: `passed` and `tests` (how many), `outcome` (of the first that fails).
+    """
+    settings = settings or CodeSettings()
+    tests = read_tests(ground_truth)
+    found = extract_code(solution_str)
+    if found is None:
+        return _told(0, len(tests), "no code", continuous)
+    language, code = found
+    outcomes: Iterable[Outcome]
+    if language == "python":
+        outcomes = _python_outcomes(_whole(code, ground_truth), tests, timeout, settings, continuous)
+    else:
+        outcomes = _other_outcomes(language, code, tests, timeout, settings)
+    verdicts = [_verdict(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
+    failed = next((verdict for verdict in verdicts if verdict != "passed"), "passed")
+    return _told(verdicts.count("passed"), len(tests), failed, continuous)
+
+
+def _told(passed: int, tests: int, outcome: str, continuous: bool) -> dict[str, Any]:
+    score = passed / tests if continuous else float(passed == tests)
+    return {"score": score, "acc": float(passed == tests), "passed": passed, "tests": tests, "outcome": outcome}
+
+
+def _verdict(test: Test, outcome: Outcome) -> str:
+    status = str(outcome["status"])
+    if status == "done":
+        return "passed" if test.passed(outcome) else "wrong answer"
+    if "AssertionError" in outcome.get("error", ""):
+        return "wrong answer"
+    return _IN_WORDS.get(status, status)
+
+
+def _whole(code: str, ground_truth: Any) -> str:
+    """HumanEval's task is to go on with a text: an answer that only does that needs its beginning."""
+    truth: Any = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if not isinstance(truth, Mapping) or "prompt" not in truth or "entry_point" not in truth:
+        return code
+    return code if f"def {truth['entry_point']}" in code else f"{truth['prompt']}{code}"
+
+
+# ---------------------------------------------------------------- Python: all tests in one run
+
+
+def _python_outcomes(
+    code: str, tests: Sequence[Test], timeout: float, settings: CodeSettings, continuous: bool
+) -> Sequence[Outcome]:
+    job = {
+        "solution": code,
+        "tests": len(tests),
+        "timeout": timeout,
+        "budget": max(0.1, settings.wall_s - _AROUND_SECONDS),
+        "stop_at_failure": not continuous,
+    }
+    blocks = [job, *(block for test in tests for block in test.blocks())]
+    stdin = "".join(f"{len(text.encode()):10d}{text}" for text in map(json.dumps, blocks))
+    limits = replace(settings.limits, output_bytes=_MOST_OUTPUT)
+    result = _ran(settings, _driver(), "python", stdin, limits)
+    told = list(_lines(result.stdout))[: len(tests)]
+    if told and told[-1]["status"] == "syntax":
+        return [told[-1]] * len(tests)
+    # What is missing was not run: the run ended before, or there was nothing to gain any more.
+    rest = {"status": result.status if result.status in _IN_WORDS else "not run"}
+    return told + [rest] * (len(tests) - len(told))
+
+
+@functools.cache
+def _driver() -> str:
+    return Path(str(code_driver.__file__)).read_text()
+
+
+def _lines(stdout: str) -> Iterator[dict[str, Any]]:
+    for line in stdout.splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:  # it was killed while it wrote
+            return
+
+
+# ---------------------------------------------------------------- other languages: a run per test
+
+
+def _other_outcomes(
+    language: str, code: str, tests: Sequence[Test], timeout: float, settings: CodeSettings
+) -> Iterator[Outcome]:
+    limits = replace(settings.limits, wall_s=timeout, output_bytes=_MOST_OUTPUT)
+    for test in tests:
+        if not isinstance(test, StdinTest):
+            yield {"status": f"this test is for Python, not for {language}"}
+            continue
+        result = _ran(settings, code, language, test.stdin, limits)
+        status = "done" if result.status in ("finished", "output") else result.status
+        yield {"status": status, "output": result.stdout}
+
+
+def _ran(settings: CodeSettings, code: str, language: str, stdin: str, limits: Limits) -> Result:
+    result = settings.runner().run(code, language, stdin=stdin, limits=limits)
+    if result.status == "refused":
+        raise RuntimeError(f"the sandbox does not run this code: {result.stderr}")
+    return result

@@ -1,0 +1,206 @@
+"""Tests of a programming task: read from a row's ground truth, and what their outcomes are worth."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+# Names that datasets have for a list of assertions (MBPP: test_list).
+_ASSERTS = ("asserts", "test_list", "assert_case")
+_SETUP = ("test_imports", "test_setup_code")
+_TOLERANCE = 1e-6
+# Output beyond the expected that is still kept, so that a wrong answer can be told from a cut one.
+_SPARE_BYTES = 4096
+Outcome = Mapping[str, Any]
+
+
+class Test(Protocol):
+    """One test, run as `blocks` of the driver say (`code_driver`)."""
+
+    def blocks(self) -> list[dict[str, Any]]: ...
+    def passed(self, outcome: Outcome) -> bool: ...
+
+
+@dataclass(frozen=True)
+class StdinTest:
+    """A whole program: what it prints for what it reads."""
+
+    stdin: str
+    expected: str
+
+    def blocks(self) -> list[dict[str, Any]]:
+        most = 2 * len(self.expected.encode()) + _SPARE_BYTES
+        return [{"kind": "stdin", "stdin": self.stdin, "most": most}]
+
+    def passed(self, outcome: Outcome) -> bool:
+        return same_output(outcome["output"], self.expected)
+
+
+@dataclass(frozen=True)
+class CallTest:
+    """A function: what it returns for its arguments."""
+
+    name: str
+    arguments: list[Any]
+    expected: Any
+
+    def blocks(self) -> list[dict[str, Any]]:
+        most = 4 * len(json.dumps(self.expected)) + _SPARE_BYTES
+        return [{"kind": "call", "name": self.name, "arguments": self.arguments, "most": most}]
+
+    def passed(self, outcome: Outcome) -> bool:
+        try:
+            value = json.loads(outcome["report"])
+        except ValueError:
+            return False
+        # Datasets write the value itself, or a list with it alone.
+        boxed = isinstance(self.expected, list) and len(self.expected) == 1
+        return same_value(value, self.expected) or (boxed and same_value(value, self.expected[0]))
+
+
+@dataclass(frozen=True)
+class AssertTest:
+    """Statements that must not raise; `token` is told only by a process that got to their end."""
+
+    source: str
+    token: str
+
+    def blocks(self) -> list[dict[str, Any]]:
+        return [{"kind": "assert", "most": 64}, {"source": self.source, "token": self.token}]
+
+    def passed(self, outcome: Outcome) -> bool:
+        return outcome["report"] == self.token
+
+
+def read_tests(ground_truth: Any) -> list[Test]:
+    """The tests that a ground truth holds; a ValueError says what is wrong with it.
+
+    `{"inputs": […], "outputs": […]}`, with `fn_name` of a function (APPS, TACO, CodeContests); a list of `{"input": …,
+    "output": …}` (LiveCodeBench); assertions as a list, or under `asserts` or `test_list` (MBPP); `{"test": "def
+    check(candidate): …", "entry_point": …}` (HumanEval). All of it as JSON or as it is.
+    """
+    truth = _loaded(ground_truth)
+    if isinstance(truth, list) and truth and all(isinstance(item, str) for item in truth):
+        return _asserts(truth)
+    if isinstance(truth, list) and truth and all(isinstance(item, Mapping) for item in truth):
+        return [test for item in truth for test in _in_out([item.get("input")], [item.get("output")], _name(item))]
+    if not isinstance(truth, Mapping):
+        raise ValueError(f"ground_truth: expected tests as JSON, found {str(ground_truth)[:80]!r}.")
+    if "inputs" in truth and "outputs" in truth:
+        return _in_out(truth["inputs"], truth["outputs"], _name(truth))
+    if "test" in truth and "entry_point" in truth:
+        return _asserts([f"{truth['test']}\ncheck({truth['entry_point']})"])
+    for name in _ASSERTS:
+        if truth.get(name):
+            return _asserts(truth[name], _setup(truth))
+    raise ValueError(
+        f"ground_truth: no tests in it (found: {', '.join(map(str, truth))}). It needs inputs and outputs, test_list, "
+        "or test and entry_point."
+    )
+
+
+def _loaded(ground_truth: Any) -> Any:
+    if not isinstance(ground_truth, str):
+        return ground_truth
+    try:
+        return json.loads(ground_truth)
+    except ValueError as error:
+        raise ValueError(f"ground_truth: tests are written as JSON, which this is not ({error}).") from error
+
+
+def _name(truth: Mapping[str, Any]) -> str | None:
+    return truth.get("fn_name") or None
+
+
+def _setup(truth: Mapping[str, Any]) -> str:
+    parts = [truth[name] for name in _SETUP if truth.get(name)]
+    return "\n".join("\n".join(part) if not isinstance(part, str) else part for part in parts)
+
+
+def _asserts(statements: Iterable[str], setup: str = "") -> list[Test]:
+    return [AssertTest(f"{setup}\n{statement}", secrets.token_hex(16)) for statement in statements]
+
+
+def _in_out(inputs: Any, outputs: Any, name: str | None) -> list[Test]:
+    inputs, outputs = list(inputs), list(outputs)
+    if len(inputs) != len(outputs) or not inputs:
+        raise ValueError(f"ground_truth: {len(inputs)} inputs and {len(outputs)} outputs. Each input needs its output.")
+    if name is None:
+        return [StdinTest(_lines(given), _lines(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
+    return [CallTest(name, _arguments(given), _value(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
+
+
+def _lines(text: Any) -> str:
+    """Some datasets write a list of lines."""
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def _arguments(given: Any) -> list[Any]:
+    """A list of them, or a line of JSON for each."""
+    if isinstance(given, str):
+        return [_value(line) for line in given.splitlines() if line.strip()]
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _value(text: Any) -> Any:
+    if isinstance(text, str):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    return text
+
+
+# ---------------------------------------------------------------- what is the same
+
+
+def same_output(found: str, expected: str) -> bool:
+    """Line by line, less white space around; words of a line that differ may still be the same number."""
+    ours, theirs = _stripped(found), _stripped(expected)
+    return len(ours) == len(theirs) and all(
+        one == other or _same_words(one.split(), other.split()) for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+def _stripped(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def _same_words(found: list[str], expected: list[str]) -> bool:
+    return len(found) == len(expected) and all(
+        one == other or _same_number(one, other) for one, other in zip(found, expected, strict=True)
+    )
+
+
+def _same_number(found: str, expected: str) -> bool:
+    """A whole number must be met to the letter: 10000000000000001 is not 1e16."""
+    if expected.lstrip("+-").isdigit():
+        return False
+    try:
+        return _close(float(found), float(expected))
+    except ValueError:
+        return False
+
+
+def _close(found: float, expected: float) -> bool:
+    return found == expected or math.isclose(found, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+
+
+def same_value(found: Any, expected: Any) -> bool:
+    """Values as JSON has them; numbers that are not whole may differ by rounding, and true is not 1."""
+    if isinstance(found, bool) or isinstance(expected, bool):
+        return found is expected
+    if isinstance(found, int | float) and isinstance(expected, int | float):
+        return found == expected or (isinstance(expected, float) and _close(found, expected))
+    if isinstance(expected, tuple):
+        expected = list(expected)
+    if isinstance(found, list) and isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same_value, found, expected))
+    if isinstance(found, dict) and isinstance(expected, Mapping):
+        wanted = {str(name): value for name, value in expected.items()}
+        return found.keys() == wanted.keys() and all(same_value(found[name], wanted[name]) for name in wanted)
+    return type(found) is type(expected) and found == expected
