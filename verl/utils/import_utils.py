@@ -75,6 +75,73 @@ def read_user_code(path: str | os.PathLike[str]) -> UserCode:
     return UserCode(path=absolute, source=source, name=f"{_MODULE_PREFIX}{stem}_{digest}")
 
 
+@dataclass(frozen=True)
+class UserModule:
+    """A module of a user: `a.b.c` or `pkg://a.b.c` to import where it is used, or a `.py` file by content."""
+
+    path: str
+    code: UserCode | None = None
+
+    @classmethod
+    def read(cls, path: str) -> UserModule:
+        """FileNotFoundError: there is no such file."""
+        if not path:
+            raise ValueError("module_path: it is empty. Give a .py file, pkg://a.b.c or an importable module a.b.c.")
+        is_dotted = not path.endswith(".py") and all(part.isidentifier() for part in path.split("."))
+        return cls(path, None if path.startswith(_PACKAGE_PREFIX) or is_dotted else read_user_code(path))
+
+    def load(self) -> ModuleType:
+        """RuntimeError: it does not import."""
+        if self.code is not None:
+            load: Callable[[], ModuleType] = self.code.load
+            remedy = (
+                "A file given by path travels alone: it may import installed modules, not its neighbours. "
+                "Put both into a package and use pkg://."
+            )
+        else:
+            load = partial(importlib.import_module, self.path.removeprefix(_PACKAGE_PREFIX))
+            remedy = "Install it, or put its folder on PYTHONPATH, on every node."
+        try:
+            return load()
+        except ModuleNotFoundError as error:
+            raise RuntimeError(f"{self.path}: cannot import it: {error}. {remedy}") from error
+        except SyntaxError as error:
+            raise RuntimeError(f"{self.path}: line {error.lineno} is not valid Python: {error.msg}.") from error
+        except Exception as error:
+            raise RuntimeError(f"{self.path}: it raised {type(error).__name__} when imported: {error}") from error
+
+    def find(self, name: str) -> Any:
+        """The object of that name. AttributeError: there is none."""
+        module = self.load()
+        if not hasattr(module, name):
+            defined = ", ".join(_defined_in(module)) or "nothing"
+            raise AttributeError(f"{self.path}: it does not define {name!r}. It defines: {defined}.")
+        return getattr(module, name)
+
+
+@dataclass(frozen=True)
+class ImportPath:
+    """Where an object of a user is, as one text: `pkg.module.Name` or `file.py:Name`."""
+
+    module: UserModule
+    name: str
+
+    @classmethod
+    def read(cls, text: str) -> ImportPath:
+        """FileNotFoundError: there is no such file. ValueError: it names nothing."""
+        module, _, name = text.rpartition(":" if ".py:" in text else ".")
+        if not module or not name.isidentifier():
+            raise ValueError(f"{text}: it names no object. Write pkg.module.Name or file.py:Name.")
+        return cls(UserModule.read(module), name)
+
+    def load(self) -> Any:
+        """The object, also on a node that lacks the file; errors as of `load_extern_object`."""
+        return self.module.find(self.name)
+
+    def __str__(self) -> str:
+        return f"{self.module.path}{'.' if self.module.code is None else ':'}{self.name}"
+
+
 def load_extern_object(module_path: str | None, object_name: str) -> Any:
     """The object `object_name` of a `.py` file, of `pkg://a.b.c`, or of an importable module `a.b.c`; of None, None.
 
@@ -82,11 +149,7 @@ def load_extern_object(module_path: str | None, object_name: str) -> Any:
     """
     if module_path is None:
         return None
-    module = _load_module(module_path)
-    if not hasattr(module, object_name):
-        defined = ", ".join(_defined_in(module)) or "nothing"
-        raise AttributeError(f"{module_path}: it does not define {object_name!r}. It defines: {defined}.")
-    return getattr(module, object_name)
+    return UserModule.read(module_path).find(object_name)
 
 
 def load_user_object(
@@ -132,31 +195,6 @@ def register_user_modules_by_value() -> None:
             for pickler in picklers:
                 if pickler is not None:
                     pickler.register_pickle_by_value(module)
-
-
-def _load_module(module_path: str) -> ModuleType:
-    if not module_path:
-        raise ValueError("module_path: it is empty. Give a .py file, pkg://a.b.c or an importable module a.b.c.")
-    is_dotted = not module_path.endswith(".py") and all(part.isidentifier() for part in module_path.split("."))
-    if module_path.startswith(_PACKAGE_PREFIX) or is_dotted:
-        load: Callable[[], ModuleType] = partial(importlib.import_module, module_path.removeprefix(_PACKAGE_PREFIX))
-        remedy = "Install it, or put its folder on PYTHONPATH, on every node."
-    else:
-        load = read_user_code(module_path).load
-        remedy = (
-            "A file given by path travels alone: it may import installed modules, not its neighbours. "
-            "Put both into a package and use pkg://."
-        )
-    try:
-        return load()
-    except ModuleNotFoundError as error:
-        raise RuntimeError(f"{module_path}: cannot import it: {error}. {remedy}") from error
-    except SyntaxError as error:
-        raise RuntimeError(f"{module_path}: line {error.lineno} is not valid Python: {error.msg}.") from error
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        raise RuntimeError(f"{module_path}: it raised {type(error).__name__} when imported: {error}") from error
 
 
 def _defined_in(module: ModuleType) -> list[str]:
