@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from verl.config import ConfigError, EvalConfig, GenerationConfig, PPOConfig, SFTConfig, load_config
 from verl.config.idle import REFUSED, why_no_effect
-from verl.config.schema import Entry, pick, walk
+from verl.config.schema import Block, Entry, key, pick, walk
 
 PACKAGE = Path(__file__).parents[2] / "verl"
 # Under verl/config only what turns keys into others, or into a plan, uses them; rules only look at them.
@@ -83,9 +84,20 @@ def test_every_key_is_read_or_said_to_have_no_effect(root):
     assert [path for path in unread if why_no_effect(path) is None and path not in REFUSED] == []
 
 
-def test_a_key_that_nothing_reads_is_found():
-    entry = leaves(PPOConfig)["actor_rollout_ref.rollout.agent.num_workers"]
-    assert not is_read("actor_rollout_ref.rollout.agent.num_workers", entry, PPOConfig)
+@dataclass(kw_only=True, slots=True)
+class NoSuchBlock(Block):
+    read_by_nobody: int = key("A name of its own.")
+    path: str = key("A name that other blocks have too.")
+
+
+@dataclass(kw_only=True, slots=True)
+class Root(Block):
+    no_such_block: NoSuchBlock = key("A block that no code names.")
+
+
+@pytest.mark.parametrize("path", ["no_such_block.read_by_nobody", "no_such_block.path"])
+def test_a_key_that_nothing_reads_is_found(path: str):
+    assert not is_read(path, leaves(Root)[path], Root)
 
 
 def another_value(entry: Entry, default: object) -> object:

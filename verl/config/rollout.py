@@ -41,7 +41,7 @@ class MultiTurnConfig(Block):
     tool_timeout: float = key("Seconds after which a tool call is given up.", above=0)
     max_tool_response_length: int = key("Characters of a tool's answer that the model sees.", min=1)
     tool_response_truncate_side: str = key(
-        "Which part of a longer one is left out.", choices=("left", "middle", "right")
+        "Of a longer one, left keeps the beginning, right the end, middle both.", choices=("left", "middle", "right")
     )
     tokenization_sanity_check_mode: str = key(
         "How closely tokens appended turn by turn must match the template of the whole chat; checked at start.",

@@ -28,8 +28,7 @@ class MCPBaseTool(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         calling = self._connected().call(self.name, parameters)
-        seconds = self.config.get("timeout")
-        answer = await (calling if seconds is None else within(float(seconds), calling))
+        answer = await (within(float(self.config["timeout"]), calling) if "timeout" in self.config else calling)
         text = self.text_of(answer)
         if answer.get("isError"):
             raise ToolError(text)
