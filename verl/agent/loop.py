@@ -24,6 +24,7 @@ __all__ = [
     "LoopSpec",
     "TokenOutput",
     "find_loop",
+    "imported_class",
     "read_loop_file",
     "register",
 ]
@@ -202,17 +203,19 @@ def find_loop(name: str, listed: Mapping[str, LoopSpec]) -> tuple[type[AgentLoop
     """The class under a name and its own keywords: as listed, as registered, or where the name itself says it is
     (`pkg.module.Class`, `file.py:Class`)."""
     if name in listed:
-        return _imported(listed[name].target), listed[name].keywords
+        return imported_class(listed[name].target, f"agent_name: {name}", AgentLoopBase), listed[name].keywords
     if name not in AGENT_LOOPS and ("." in name or ":" in name):
-        return _imported(name), {}
+        return imported_class(name, "agent_name", AgentLoopBase), {}
     return AGENT_LOOPS.lookup(name), {}
 
 
-def _imported(place: str) -> type[AgentLoopBase]:
+def imported_class(place: str, key: str, base: type[Any]) -> type[Any]:
+    """The subclass of `base` at `pkg.module.Class` or `file.py:Class`, which `key` says."""
     module, _, name = place.rpartition(":" if ":" in place else ".")
-    found = load_extern_object(module, name)
-    if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
-        raise ValueError(
-            f"agent_name: {place} is no subclass of verl.experimental.agent_loop.agent_loop.AgentLoopBase."
-        )
+    try:
+        found = load_extern_object(module, name)
+    except (ValueError, FileNotFoundError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{key}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{key}: {place} is no subclass of {base.__module__}.{base.__name__}.")
     return found

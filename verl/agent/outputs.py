@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 from verl.agent.loop import AgentLoopOutput
 from verl.agent.record import Call, Record
-from verl.types.schema import RESERVED
 from verl.types.trajectory import Row, Trajectory, Turn
 
-__all__ = ["failed_trajectory", "trajectory_of"]
+__all__ = ["Limits", "failed_trajectory", "trajectory_of"]
 
 Status: TypeAlias = Literal["finished", "aborted", "failed"]
 NAN, STALE = math.nan, -1
@@ -29,20 +28,22 @@ def trajectory_of(
     record: Record,
     uid: str,
     sample_index: int,
-    row: Mapping[str, Any],
+    most: Limits | None = None,
 ) -> Trajectory:
-    """The trajectory of a loop's outputs, its rows in order; `row` are the columns that it was given."""
+    """The trajectory of a loop's outputs, its rows in order.
+
+    With `most`, responses that are too long are cut, and rows that no engine could have are refused.
+    """
     outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
     if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
         raise TypeError(f"an agent loop returned {outputs!r:.200}. Return an AgentLoopOutput, or a list of them.")
     answers = _Answers(record.calls)
-    made = [_row_of(output, answers) for output in outputs]
+    made = [_row_of(output if most is None else most.held(output), answers) for output in outputs]
     status: Status = "aborted" if made[-1].row.finish_reason == "abort" else "finished"
     extra: dict[str, Any] = {}
     for output in outputs:
         extra |= output.extra_fields
-    if taken := sorted((RESERVED | row.keys()) & extra.keys()):
-        raise ValueError(f"AgentLoopOutput.extra_fields: {taken} are names of other columns. Choose other names.")
+    extra.pop("turn_names", None)
     turns = sum(len(one.row.turns) for one in made)
     extra["num_turns"] = max(output.num_turns for output in outputs) or turns
     unmatched = sum(one.unmatched for one in made)
@@ -51,26 +52,57 @@ def trajectory_of(
 
 
 def failed_trajectory(
-    error: BaseException, record: Record, uid: str, sample_index: int, prompt_ids: Sequence[int], names: Iterable[str]
+    error: BaseException, record: Record, uid: str, sample_index: int, prompt_ids: Sequence[int], max_response: int
 ) -> Trajectory:
-    """One of a loop that raised: its last context to look at, none of it learned from. `names` are columns that other
-    trajectories have."""
-    prompt, response = list(prompt_ids), []
-    if record.calls:
-        last = record.calls[-1]
-        whole = [*last.prompt_ids, *last.output.token_ids]
-        start = len(prompt) if whole[: len(prompt)] == prompt else len(last.prompt_ids)
-        prompt, response = whole[:start], whole[start:]
-    extra: dict[str, Any] = dict.fromkeys(names)
-    extra["num_turns"] = len(record.calls)
-    extra["agent_metrics"] = _metrics([], record) | {
+    """One of a loop that raised: its last context to look at, none of it learned from."""
+    prompt: list[int] = list(prompt_ids)
+    response: list[int] = []
+    mask: list[int] = []
+    for call in record.calls:
+        known, said = len(prompt) + len(response), call.output.token_ids
+        if call.prompt_ids[:known] != [*prompt, *response]:
+            prompt, response, mask, known = call.prompt_ids, [], [], len(call.prompt_ids)
+        between = call.prompt_ids[known:]
+        response = [*response, *between, *said]
+        mask = [*mask, *([0] * len(between)), *([1] * len(said))]
+    shown = AgentLoopOutput(prompt, response[:max_response], mask[:max_response])
+    metrics = _metrics([], record) | {
         "failures": {"loop": 1},
         "unmatched_tokens": 0,
         "status": "failed",
         "error": f"{type(error).__name__}: {error}",
     }
-    turns = [Turn("environment", response)] if response else []
-    return Trajectory(uid, sample_index, [Row(prompt, turns)], "failed", None, extra)
+    extra = {"num_turns": len(record.calls), "agent_metrics": metrics}
+    return Trajectory(uid, sample_index, [_row_of(shown, _Answers(record.calls)).row], "failed", None, extra)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a row may have at most: response tokens, and tokens in all."""
+
+    response: int
+    row: int
+
+    def held(self, output: AgentLoopOutput) -> AgentLoopOutput:
+        """The output within them."""
+        kept = len(output.response_ids[: self.response])
+        if len(output.prompt_ids) + kept > self.row:
+            raise ValueError(
+                f"AgentLoopOutput: {len(output.prompt_ids)} prompt and {kept} response tokens are more than"
+                f" max_model_len={self.row}."
+            )
+        if kept == len(output.response_ids):
+            return output
+        log_probs, versions = output.response_logprobs, output.response_versions
+        return replace(
+            output,
+            response_ids=output.response_ids[:kept],
+            response_mask=output.response_mask[:kept],
+            response_logprobs=None if log_probs is None else log_probs[:kept],
+            response_versions=None if versions is None else versions[:kept],
+            turn_rewards=[(min(kept, position), reward) for position, reward in output.turn_rewards],
+            finish_reason="length",
+        )
 
 
 def _metrics(outputs: Sequence[AgentLoopOutput], record: Record) -> dict[str, Any]:
@@ -111,6 +143,7 @@ def _row_of(output: AgentLoopOutput, answers: _Answers) -> _Made:
     """The row's turns are the runs of equal mask; an environment's reward belongs to the turn it ends in."""
     ids = [*output.prompt_ids, *output.response_ids]
     start, turns, unmatched = len(output.prompt_ids), [], 0
+    names = iter(output.extra_fields.get("turn_names", ()))
     for by_model, run in groupby(output.response_mask, bool):
         end = start + len(list(run))
         if by_model:
@@ -118,7 +151,7 @@ def _row_of(output: AgentLoopOutput, answers: _Answers) -> _Made:
             unmatched += said.fill(output, start - len(output.prompt_ids))
             turns.append(said.turn(ids[start:end]))
         else:
-            turns.append(Turn("environment", ids[start:end]))
+            turns.append(Turn("environment", ids[start:end], name=next(names, None)))
         start = end
     _add_rewards(turns, output.turn_rewards)
     last = next((turn for turn in reversed(turns) if turn.source == "model"), None)

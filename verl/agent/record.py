@@ -33,23 +33,34 @@ class Record:
 
     key: int = 0
     """Noise of the first call, as of an answer without a loop."""
+    group: str = ""
+    """The prompt (uid): first calls of a group share theirs."""
     calls: list[Call] = field(default_factory=list)
     asked: int = 0
     num_preempted: int = 0
-    max_new_tokens: int | None = None
-    """A limit of this row's own."""
-    do_sample: bool | None = None
-    """False: this row is answered greedily."""
+    most: int | None = None
+    """Response tokens that this trajectory's contexts may have, where that is less than the run's limit."""
+    _starts: list[list[int]] = field(default_factory=list)
+    """Prompts that contexts began with."""
 
     @classmethod
     def of(cls, seed: int, step: int, uid: str, sample_index: int) -> Record:
         """Of one answer to a prompt in a step of a run."""
-        return cls(sample_keys(seed, step, uid, sample_index))
+        return cls(sample_keys(seed, step, uid, sample_index), uid)
 
     @property
     def generate_s(self) -> float:
         """Seconds that its answers took, all together."""
         return sum(call.seconds for call in self.calls)
+
+    def left(self, prompt_ids: list[int], most: int) -> int:
+        """Of `most` response tokens in a context, what is left after these, whose first part was a prompt."""
+        most = most if self.most is None else min(most, self.most)
+        for start in self._starts:
+            if prompt_ids[: len(start)] == start:
+                return most - (len(prompt_ids) - len(start))
+        self._starts.append(prompt_ids)
+        return most
 
     def next_key(self) -> int:
         """Noise key of the next call: a new one each time, the same in each run."""

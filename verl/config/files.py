@@ -82,6 +82,9 @@ def _check_code_and_resume(config: PPOConfig, report: Report) -> None:
     for name in ("tool_config_path", "function_tool_path", "interaction_config_path"):
         if turns[name]:
             must_exist(f"actor_rollout_ref.rollout.multi_turn.{name}", turns[name], report)
+    agent = config.actor_rollout_ref.rollout.agent
+    if agent.agent_loop_config_path:
+        must_exist("actor_rollout_ref.rollout.agent.agent_loop_config_path", agent.agent_loop_config_path, report)
     check_resume(config.trainer, report)
 
 

@@ -35,9 +35,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 # Keys that only what is not built would read: pattern -> what that is. Away from its default such a key does nothing.
 NO_EFFECT: Mapping[str, str] = {
-    f"{ROLLOUT}.mode": "asynchronous rollout is not built yet; generation runs as with sync",
     f"{ROLLOUT}.multi_turn.*": "turns and tools are not built yet",
-    f"{ROLLOUT}.agent.*": "agents are not built yet",
     **{f"*.{row.block}.*": f"the {name} engine is not built yet" for name, row in _ENGINES.items()},
 }
 _LOAD_FORMATS = ("auto", "dummy")
@@ -286,6 +284,11 @@ RULES: tuple[Rule, ...] = (
         f"validation answers greedily; {ROLLOUT}.val_kwargs.do_sample=True (and a temperature) samples",
     ),
     Rule(_below(ROLLOUT, "top_p", "top_k", "min_p"), _is_set(f"{ROLLOUT}.do_sample"), f"{ROLLOUT}.do_sample = False"),
+    Rule(
+        (f"{ROLLOUT}.agent.*",),
+        _is(f"{ROLLOUT}.mode", "async"),
+        f"no agents run; {ROLLOUT}.mode=async starts them",
+    ),
     Rule(
         _below(ACTOR, "loss_scale_factor"),
         lambda config: _NORM in (config.actor_rollout_ref.actor.loss_agg_mode, config.critic.loss_agg_mode),

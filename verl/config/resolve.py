@@ -39,8 +39,10 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _follow(config)
     _generation_batches(config, report)
     _lengths(config)
-    # A reward model with another tokenizer or chat template writes the messages anew.
-    config.data.return_raw_chat = config.data.return_raw_chat or config.reward_model.enable
+    _agents(config)
+    # A reward model with another tokenizer or chat template writes the messages anew; agents go on with them.
+    wanted = config.reward_model.enable or config.actor_rollout_ref.rollout.mode == "async"
+    config.data.return_raw_chat = config.data.return_raw_chat or wanted
 
 
 def resolve_run(trainer: RunConfig) -> None:
@@ -82,6 +84,13 @@ def _sampling(config: PPOConfig, report: Report) -> None:
             report.notice(f"{ROLLOUT}.n is not set: {rollout.n} answers per prompt, because {estimator} compares them.")
     if rollout.val_kwargs.do_sample is None:
         rollout.val_kwargs.do_sample = rollout.val_kwargs.temperature > 0
+
+
+def _agents(config: PPOConfig) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.agent.default_agent_loop is None:
+        with_tools = "tool_agent" if rollout.multi_turn.enable else "single_turn_agent"
+        rollout.agent.default_agent_loop = "search_agent" if config.do_search else with_tools
 
 
 def _clip_bounds(config: PPOConfig, report: Report) -> None:

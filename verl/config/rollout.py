@@ -53,6 +53,17 @@ class MultiTurnConfig(Block):
 class AgentConfig(Block):
     num_workers: int = key("Processes that run the agents' turns.", min=1)
     max_concurrent_requests: int = key("Conversations each of them keeps going at a time.", min=1)
+    default_agent_loop: str = key(
+        "Loop of rows without agent_name: a name, pkg.module.Class or file.py:Class.",
+        null="single_turn_agent; tool_agent with multi_turn.enable, search_agent with do_search",
+    )
+    agent_loop_config_path: str | None = key(
+        "YAML list of {name, _target_, …constructor keywords}: loops by name.", null="none", path=True
+    )
+    agent_loop_manager_class: str | None = key(
+        "Class of those processes: pkg.module.Class, a subclass of verl.agent.worker.AgentLoopWorker.",
+        null="AgentLoopWorker",
+    )
 
 
 @dataclass(kw_only=True, slots=True)

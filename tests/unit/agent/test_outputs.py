@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from verl.agent.loop import AgentLoopMetrics, AgentLoopOutput
-from verl.agent.outputs import failed_trajectory, trajectory_of
+from verl.agent.outputs import Limits, failed_trajectory, trajectory_of
 from verl.agent.record import Call, Record
 from verl.types.request import Output
 from verl.types.trajectory import Trajectory
@@ -22,7 +22,7 @@ def answer(prompt: list[int], tokens: list[int], first: float, version: int = 7,
 
 
 def made(outputs: AgentLoopOutput | list[AgentLoopOutput], *calls: Call) -> Trajectory:
-    return trajectory_of(outputs, Record(calls=list(calls)), "prompt", 3, {"raw_prompt": []})
+    return trajectory_of(outputs, Record(calls=list(calls)), "prompt", 3)
 
 
 def test_two_turns_with_a_tool_between_get_what_the_server_said_token_for_token():
@@ -104,17 +104,36 @@ def test_rewards_of_turns_stand_on_the_last_token_sampled_until_then():
 
 def test_a_failed_trajectory_shows_its_last_context_and_teaches_nothing():
     calls = [answer([1, 2], [10], -1.0), answer([1, 2, 10, 90], [11], -2.0)]
-    trajectory = failed_trajectory(KeyError("x"), Record(calls=calls), "prompt", 0, [1, 2], ["note"])
+    trajectory = failed_trajectory(KeyError("x"), Record(calls=calls), "prompt", 0, [1, 2], 9)
     rows = rows_from_trajectories([trajectory], pad_token_id=0)
     assert rows.batch["prompts"].tolist() == [[1, 2]]
     assert rows.batch["responses"].tolist() == [[10, 90, 11]]
     assert not rows.batch["response_mask"].any()
-    assert rows.non_tensor_batch["note"].tolist() == [None]
     metrics = trajectory.extra["agent_metrics"]
     assert (metrics["status"], metrics["error"], metrics["failures"]) == ("failed", "KeyError: 'x'", {"loop": 1})
-    nothing = failed_trajectory(ValueError("y"), Record(), "prompt", 1, [1, 2], [])
+    nothing = failed_trajectory(ValueError("y"), Record(), "prompt", 1, [1, 2], 9)
     assert np.asarray(nothing.rows[0].prompt_ids).tolist() == [1, 2]
     assert nothing.rows[0].turns == []
+    assert [turn.source for turn in trajectory.rows[0].turns] == ["model", "environment", "model"]
+    rewritten = [*calls, answer([7, 8], [12], -3.0)]
+    last = failed_trajectory(KeyError("x"), Record(calls=rewritten), "prompt", 0, [1, 2], 9).rows[0]
+    assert (list(last.prompt_ids), [list(turn.token_ids) for turn in last.turns]) == ([7, 8], [[12]])
+
+
+def test_turns_of_the_environment_have_the_names_that_a_loop_gives_them():
+    names = {"turn_names": ["search", "user"], "note": 1}
+    trajectory = made(AgentLoopOutput([1], [10, 90, 11, 91], [1, 0, 1, 0], extra_fields=names))
+    assert [turn.name for turn in trajectory.rows[0].turns] == [None, "search", None, "user"]
+    assert trajectory.extra.keys() == {"note", "num_turns", "agent_metrics"}
+
+
+def test_a_response_that_is_too_long_is_cut_and_a_row_that_no_engine_could_have_is_refused():
+    output = AgentLoopOutput([1], [10, 11, 90, 91], [1, 1, 0, 0], turn_rewards=[(4, 1.0)])
+    cut = trajectory_of(output, Record(calls=[answer([1], [10, 11], -1.0)]), "prompt", 0, Limits(3, 4))
+    assert [list(turn.token_ids) for turn in cut.rows[0].turns] == [[10, 11], [90]]
+    assert (cut.rows[0].finish_reason, cut.rows[0].turns[1].reward) == ("length", 1.0)
+    with pytest.raises(ValueError, match="max_model_len=3"):
+        trajectory_of(output, Record(), "prompt", 0, Limits(3, 3))
 
 
 def test_an_aborted_answer_makes_an_aborted_trajectory():
@@ -125,7 +144,5 @@ def test_an_aborted_answer_makes_an_aborted_trajectory():
 def test_what_a_loop_may_not_return_is_named():
     with pytest.raises(ValueError, match="3 response_mask"):
         AgentLoopOutput([1], [10], [1, 1, 1])
-    with pytest.raises(ValueError, match="'raw_prompt', 'responses'"):
-        made(AgentLoopOutput([1], [10], [1], extra_fields={"responses": 1, "raw_prompt": 2}))
     with pytest.raises(TypeError, match="Return an AgentLoopOutput"):
         made([])

@@ -65,8 +65,6 @@ def test_a_critic_that_is_not_started_may_name_any_engine():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (f"{ROLLOUT}.mode=async", "asynchronous rollout is not built yet; generation runs as with sync"),
-        (f"{ROLLOUT}.agent.num_workers=8", "agents are not built yet"),
         (f"{ROLLOUT}.multi_turn.format=openai", "turns and tools are not built yet"),
         (f"{ACTOR}.megatron_config.param_offload=True", "the megatron engine is not built yet"),
         ("actor_rollout_ref.ref.megatron_config.sequence_parallel=False", "the megatron engine is not built yet"),
@@ -82,8 +80,9 @@ def test_a_key_without_effect_is_named_with_the_truth(asked, words):
 
 
 def test_keys_with_one_reason_are_one_notice():
-    notices = load(f"{ROLLOUT}.agent.num_workers=8", f"{ROLLOUT}.agent.max_concurrent_requests=1").notices
-    assert f"{ROLLOUT}.agent.num_workers = 8, {ROLLOUT}.agent.max_concurrent_requests = 1: no effect," in notices[0]
+    offload = [f"{ACTOR}.megatron_config.{name}_offload" for name in ("param", "grad")]
+    (notice,) = set(load(*(f"{key}=True" for key in offload)).notices) - set(load().notices)
+    assert f"{offload[0]} = True, {offload[1]} = True: no effect," in notice
 
 
 def test_a_plain_run_is_not_refused():

@@ -12,6 +12,7 @@ from typing import Any
 from verl.protocol import DataProtoFuture
 from verl.single_controller.base.decorator import Execute, MethodSpec, method_specs
 from verl.single_controller.base.dispatch import MeshPlace
+from verl.single_controller.base.handle import RankHandle
 
 
 class ResourcePool:
@@ -116,6 +117,11 @@ class WorkerGroup(ABC):
     def reserve(cls, pools: Sequence[ResourcePool]) -> None:
         """Reserve what the pools ask for, or say at once what is missing."""
 
+    @classmethod
+    @abstractmethod
+    def cpu_pool(cls, process_on_nodes: Sequence[int], name: str) -> ResourcePool | None:
+        """A pool for processes that need no device and reserve nothing."""
+
     @abstractmethod
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, Any]:
         """A group for each of the named colocated roles, over the same processes."""
@@ -129,6 +135,10 @@ class WorkerGroup(ABC):
     @abstractmethod
     def ask(self, method: str, within: float) -> list[Any]:
         """The ranks' answers to a control call without arguments; None of a rank that gives none within the seconds."""
+
+    @abstractmethod
+    def handle(self, rank: int) -> RankHandle:
+        """For control calls on one rank from other processes."""
 
     @abstractmethod
     def shutdown(self) -> None:

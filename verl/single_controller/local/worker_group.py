@@ -7,10 +7,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import Failure, WorkerCallError
+from verl.single_controller.base.handle import RankHandle, result_of
 from verl.single_controller.base.host import RankHost
 from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.base.worker_group import (
@@ -30,6 +32,20 @@ class LocalRankHost(RankHost):
         received._borrowed = True  # copied when touched
         received.non_tensor_batch = {key: array.copy() for key, array in data.non_tensor_batch.items()}
         return received
+
+
+@dataclass(frozen=True)
+class LocalRankHandle(RankHandle):
+    """The rank in this process; calls run in the caller's thread."""
+
+    host: LocalRankHost
+    role: str
+
+    def tell(self, method: str, *args: Any) -> None:
+        self.ask(method, *args)
+
+    def ask(self, method: str, *args: Any) -> Any:
+        return result_of(self.host.call(self.role, method, list(args), {}, "control"))
 
 
 class LocalWorkerGroup(WorkerGroup):
@@ -66,11 +82,18 @@ class LocalWorkerGroup(WorkerGroup):
     def reserve(cls, pools: Sequence[ResourcePool]) -> None:
         """This process is all there is."""
 
+    @classmethod
+    def cpu_pool(cls, process_on_nodes: Sequence[int], name: str) -> None:
+        """One process does it all."""
+
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, LocalWorkerGroup]:
         return {prefix: self._view(prefix) for prefix in check_prefixes(prefix_set, self._all_specs)}
 
     def ask(self, method: str, within: float) -> list[Any]:
         return [self._raise_if_failed(self._host.call(self.role, method, [], {}, "control"), method)]
+
+    def handle(self, rank: int) -> RankHandle:
+        return LocalRankHandle(self._host, self.role)
 
     def shutdown(self) -> None:
         self._host = LocalRankHost()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from verl.config.devices import host_memory_available, killed_for_memory
-from verl.single_controller.base.errors import Failure
+from verl.single_controller.base.errors import Failure, WorkerDiedError
+from verl.single_controller.base.handle import RankHandle, result_of
 from verl.single_controller.ray.asking import Nodes, RankProcess
 from verl.single_controller.ray.resource_pool import ResourceError, describe_cluster
 
@@ -46,6 +48,28 @@ def outcomes_of(refs: list[Any]) -> list[Any]:
     except ray.exceptions.RayError as error:
         undelivered = Failure(f"{type(error).__name__} before the method ran", str(error), None)
     return [undelivered] if len(refs) == 1 else [outcomes_of([ref])[0] for ref in refs]
+
+
+@dataclass(frozen=True)
+class RayRankHandle(RankHandle):
+    """The actor of a rank, wherever it runs."""
+
+    actor: Any
+    role: str
+    rank: int
+    host: str
+
+    def tell(self, method: str, *args: Any) -> None:
+        self._send(method, args)
+
+    def ask(self, method: str, *args: Any) -> Any:
+        output = outcomes_of([self._send(method, args)])[0]
+        if isinstance(output, Exception):
+            raise WorkerDiedError(death(output)[0], self.role, self.rank, self.host, method, str(output))
+        return result_of(output)
+
+    def _send(self, method: str, args: tuple[Any, ...]) -> Any:
+        return on(self.actor, "call", "control").remote(self.role, method, list(args), {}, "control")
 
 
 def wait_until_dead(workers: Sequence[Any], processes: Sequence[RankProcess]) -> None:

@@ -20,6 +20,7 @@ from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.base.worker_group import ClassWithInitArgs, WorkerGroup, check_prefixes, specs_of
 from verl.single_controller.ray.actors import (
     NAMESPACE,
+    RayRankHandle,
     death,
     named_actor,
     on,
@@ -109,6 +110,10 @@ class RayWorkerGroup(WorkerGroup):
             pool.get_placement_groups()
 
     @classmethod
+    def cpu_pool(cls, process_on_nodes: Sequence[int], name: str) -> RayResourcePool:
+        return RayResourcePool(process_on_nodes, use_gpu=False, name_prefix=name)
+
+    @classmethod
     def from_detached(
         cls,
         name_prefix: str | None = None,
@@ -148,6 +153,9 @@ class RayWorkerGroup(WorkerGroup):
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
         return {prefix: self._view(prefix) for prefix in check_prefixes(prefix_set, self._all_specs)}
+
+    def handle(self, rank: int) -> RayRankHandle:
+        return RayRankHandle(self._workers[rank], self.role, rank, self._hosts[rank])
 
     def shutdown(self) -> None:
         """Kill the actors."""

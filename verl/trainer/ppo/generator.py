@@ -16,6 +16,7 @@ import torch
 from verl.algos import takes_argument
 from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
+from verl.config.plan import ROLLOUT
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.answer_ends import answer_ends
 from verl.trainer.common.dumps import decode
@@ -64,7 +65,7 @@ class Generator:
 
     def answer(self, batch: DataProto, step: int, validate: bool, reward_fn: Any) -> DataProto:
         """An answer to every row; meanwhile `reward_fn` gets those that are finished."""
-        request = select_read_by(batch, "generate")
+        request = self._request(batch)
         request.meta_info = {
             "step": step,
             "seed": self._config.actor_rollout_ref.rollout.seed,
@@ -76,12 +77,24 @@ class Generator:
         }
         if self._groups.rollout is not self._groups.actor:
             self._groups.replicas.require_all()
-        with self._overlap(reward_fn, self._groups.rollout, request, batch):
-            generated = self._groups.rollout.generate_sequences(request)
+        with self._overlap(reward_fn, self._groups.answering[-1], request, batch):
+            generated = self._groups.generate(request)
         require_some_finished(generated)
         answers = generated.union(batch.select_idxs(answered_rows(batch, generated)).select([], None, []))
         spread_fields(answers)
         return answers
+
+    def _request(self, batch: DataProto) -> DataProto:
+        """What whoever answers reads: an engine a few columns, an agent all that its row has."""
+        if self._groups.agents is not None:
+            tensors = select_read_by(batch, "generate").batch.keys()
+            return batch.select(list(tensors), None, [])
+        if "agent_name" in batch.non_tensor_batch:
+            raise ValueError(
+                f"{ROLLOUT}.mode: sync, and the data has a column 'agent_name': agents need every sample to proceed on"
+                f" its own. Set {ROLLOUT}.mode=async, or drop the column."
+            )
+        return select_read_by(batch, "generate")
 
     def judged(self, batch: DataProto) -> DataProto:
         """With the scores of the reward model, where there is one: it reads the last row of every trajectory."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from verl.agent.loop import imported_class, read_loop_file
+from verl.agent.worker import AgentLoopWorker
 from verl.config import PPOConfig
-from verl.config.plan import layout_of
+from verl.config.plan import ROLLOUT, layout_of
 from verl.protocol import DataProto
 from verl.single_controller.base.worker import collective_timeout
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager, create_colocated_worker_cls
@@ -50,6 +53,8 @@ class WorkerGroups:
     """The actor's group where the actor without its adapter is the reference."""
     critic: Any = None
     reward_model: Any = None
+    agents: Any = None
+    """Processes that run agents' loops, with `rollout.mode=async`."""
     replicas: Replicas
     """Of a rollout with processes of its own: which of them may get requests."""
 
@@ -70,7 +75,10 @@ class WorkerGroups:
         # All pools first: more than the cluster has is one error, before anything is loaded.
         self._cls.reserve(list(self._pools.resource_pool_dict.values()))
         self._groups = groups = self._spawned()
-        self._load(frozenset(groups))
+        with ThreadPoolExecutor(1) as beside:
+            agents = beside.submit(self._start_agents)
+            self._load(frozenset(groups))
+            self.agents = agents.result()
         self.actor = groups.get(Role.Actor) or groups.get(Role.ActorRollout) or groups[Role.ActorRolloutRef]
         self.rollout = groups.get(Role.Rollout, self.actor)
         self.reference = groups.get(Role.RefPolicy, self.actor)
@@ -79,8 +87,32 @@ class WorkerGroups:
         self.replicas = Replicas(max(1, self.rollout.world_size // self._ranks_per_replica))
         self.replicas.hear(Event.STARTED)
 
+    @property
+    def answering(self) -> tuple[Any, ...]:
+        """The groups that work while answers are generated."""
+        return (self.rollout,) if self.agents is None else (self.rollout, self.agents)
+
+    def generate(self, request: DataProto) -> DataProto:
+        """Answers to every row, by the engines alone or by agents that ask them."""
+        if self.agents is None:
+            return self.rollout.generate_sequences(request)
+        self.rollout.begin_generation()
+        try:
+            places = self.rollout.mesh_places("rollout")
+            replicas = [self.rollout.handle(rank) for rank, place in enumerate(places) if place.collect]
+            return self.agents.generate_sequences(request, replicas)
+        finally:
+            self.rollout.end_generation()  # of a replica that died it says so, which tells more than the agents can
+
+    def cancel_generation(self) -> None:
+        """From any thread."""
+        for group in self.answering if hasattr(self, "rollout") else ():
+            group.cancel()
+
     def restartable_with(self, role: str) -> frozenset[Role]:
         """The roles whose processes are started anew together with this one's; none, where training state is there."""
+        if role == str(Role.Agents):
+            return frozenset({Role.Agents})
         pool = next((self._pools.mapping[each] for each in self._workers if str(each) == role), None)
         return self._roles_in(pool) if self._is_stateless(pool) else frozenset()
 
@@ -89,6 +121,9 @@ class WorkerGroups:
 
         Whoever holds one of the groups need not know. A rollout has no weights of the trainer's then.
         """
+        if Role.Agents in roles:
+            self.agents.restart()
+            return
         if Role.Rollout in roles:
             self.replicas.hear(Event.DIED)
             self.replicas.hear(Event.RESTART)
@@ -166,6 +201,26 @@ class WorkerGroups:
             views = started.spawn([str(role) for role in classes])
             groups |= {role: views[str(role)] for role in classes}
         return groups
+
+    def _start_agents(self) -> Any:
+        rollout = self._config.actor_rollout_ref.rollout
+        if rollout.mode != "async":
+            return None
+        agent, nodes = rollout.agent, self._config.trainer.nnodes
+        worker = AgentLoopWorker
+        if agent.agent_loop_manager_class is not None:
+            key = f"{ROLLOUT}.agent.agent_loop_manager_class"
+            worker = imported_class(agent.agent_loop_manager_class, key, AgentLoopWorker)
+        prepared = RayClassWithInitArgs(worker, self._config, read_loop_file(agent.agent_loop_config_path))
+        prepared.imports = list(self._config.external_libs)
+        shares = [len(range(node, agent.num_workers, nodes)) for node in range(min(nodes, agent.num_workers))]
+        started = self._cls(
+            resource_pool=self._cls.cpu_pool(shares, str(Role.Agents)),
+            ray_cls_with_init=create_colocated_worker_cls({str(Role.Agents): prepared}),
+            device_name="cpu",
+            expendable=True,
+        )
+        return started.spawn([str(Role.Agents)])[str(Role.Agents)]
 
     def _prepared(self, role: Role, cls: type) -> RayClassWithInitArgs:
         config = self._config

@@ -265,8 +265,7 @@ class RayPPOTrainer:
 
     def _cancel(self) -> None:
         """End the generation or the scoring that runs. From any thread."""
-        if (rollout := getattr(self.groups, "rollout", None)) is not None:
-            rollout.cancel()
+        self.groups.cancel_generation()
         if "reward" in self.status.now.key:
             for manager in (self.reward_fn, self.val_reward_fn):
                 getattr(manager, "close", lambda: None)()
@@ -317,7 +316,7 @@ class RayPPOTrainer:
 
     def _roll_out(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         """Scored answers to the prompts."""
-        with self.phases("gen", self.rollout_wg):
+        with self.phases("gen", *self.groups.answering):
             batch = self._generate(prompts)
         with self.phases("reward", self.rm_wg):
             return self._compute_reward(batch, metrics)

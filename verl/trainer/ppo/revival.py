@@ -21,7 +21,12 @@ logger = logging.getLogger(__name__)
 # A cause that comes back with every attempt must not keep the run: then its error goes up.
 MOST_PER_STEP = 3
 
-_COUNTED_AS = {Role.Rollout: "generation", Role.RefPolicy: "reference", Role.RewardModel: "reward_model"}
+_COUNTED_AS = {
+    Role.Rollout: "generation",
+    Role.RefPolicy: "reference",
+    Role.RewardModel: "reward_model",
+    Role.Agents: "agents",
+}
 
 Result = TypeVar("Result")
 

@@ -19,6 +19,7 @@ class Role(Enum):
     RefPolicy = "ref"
     RewardModel = "rm"
     ActorRolloutRef = "actor_rollout_ref"
+    Agents = "agents"
 
     def __str__(self) -> str:
         return self.value

@@ -85,7 +85,7 @@ class Validator:
         n = self._config.actor_rollout_ref.rollout.val_kwargs.n
         batch = batch.repeat(n, interleave=True)
         batch.non_tensor_batch["sample_index"] = object_array([i % n for i in range(len(batch))])
-        with status.phase("validation rollout", self._groups.rollout):
+        with status.phase("validation rollout", *self._groups.answering):
             answered = self._generate(batch)
         with status.phase("validation reward", self._groups.reward_model):
             answered = self._judge(answered)

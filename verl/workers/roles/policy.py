@@ -14,6 +14,7 @@ from verl.config import ActorRolloutRefConfig, RefConfig, RolloutConfig, as_conf
 from verl.config.engine import CheckpointConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.types.request import Request
 from verl.utils.device import resolve_dtype
 from verl.utils.field_errors import keys_under
 from verl.utils.fs import resolve_model_path
@@ -21,6 +22,7 @@ from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.engines import inferred, start_engine
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
+from verl.workers.roles.requests import Collected, OpenRequests
 from verl.workers.roles.saving import SavingWorker
 from verl.workers.roles.updates import mini_batches_of_prompts, rows_of_mini_batches, run_epochs
 from verl.workers.rollout import get_rollout_class
@@ -55,6 +57,7 @@ class ActorRolloutRefWorker(SavingWorker):
         self._rollout_version = -1
         self._sender: BroadcastSender | None = None
         self._finished: deque[tuple[int, Sequence[int]]] = deque()
+        self._requests: OpenRequests | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -148,6 +151,44 @@ class ActorRolloutRefWorker(SavingWorker):
             self._finished = deque()
             if self.config.rollout.free_cache_engine and "actor" in self.parts:
                 self.rollout.release(["kv_cache"])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @phase_memory("gen", at="actor_rollout_ref")
+    def begin_generation(self) -> None:
+        """From here to `end_generation` the engine answers requests of other processes (agents)."""
+        self.rollout.resume()
+        self._requests = OpenRequests(self.rollout)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @phase_memory("gen", at="actor_rollout_ref")
+    def end_generation(self) -> None:
+        """End what is left of it; what broke the engine meanwhile is raised here."""
+        requests, self._requests = self._requests, None
+        try:
+            if requests is not None:
+                requests.close()
+        finally:
+            self.rollout.rest()
+            if self.config.rollout.free_cache_engine and "actor" in self.parts:
+                self.rollout.release(["kv_cache"])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def submit_requests(self, client: str, requests: Sequence[Request]) -> None:
+        """Queue requests; their answers wait for `collect_outputs` of the same client."""
+        if self._requests is not None:
+            self._requests.submit(client, requests)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def collect_outputs(self, client: str, within: float) -> Collected:
+        """What is finished for a client; waits so many seconds for it, and not at all after the generation."""
+        requests = self._requests
+        return Collected([], 0, 0, closed=True) if requests is None else requests.collect(client, within)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def abort_requests(self, ids: Sequence[str]) -> None:
+        """End these at their next token."""
+        if self._requests is not None:
+            self._requests.abort(ids)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def cancel(self) -> bool:

@@ -74,6 +74,10 @@ class BaseRollout(ABC):
     def resume_generation(self) -> None:
         """Go on after a pause."""
 
+    @abstractmethod
+    def rest(self) -> None:
+        """Return when no step is under way. Ranks that share an engine call it together."""
+
     # ---------------------------------------------------------------- batches
 
     def generate_sequences(

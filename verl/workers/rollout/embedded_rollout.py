@@ -79,6 +79,10 @@ class EmbeddedRollout(BaseRollout):
         self._keep_kv = False
         self._loop.unpause()
 
+    def rest(self) -> None:
+        self._loop.halt("rest")
+        self._loop.go("rest")
+
     def _require_ready(self) -> None:
         if self._unfit:
             raise RuntimeError(f"rollout: the engine has no weights to generate with. {self._unfit}")

@@ -17,7 +17,7 @@ from verl.types.request import Request, SamplingParams
 from verl.types.trajectory import Row, Trajectory
 from verl.utils.counter_noise import sample_keys
 
-__all__ = ["requests_of", "sampling_params", "trajectories_from_prompts"]
+__all__ = ["answer_limits", "requests_of", "sampling_params", "trajectories_from_prompts"]
 
 _SERIAL = itertools.count()
 _OTHER_SPELLINGS = {"response_length": "max_new_tokens", "eos_token_id": "eos_token_ids"}
@@ -73,7 +73,7 @@ def requests_of(
     """
     step = int(prompts.meta_info.get("step", 0))
     sampled = prompts.non_tensor_batch.get("do_sample", [params.do_sample] * len(trajectories))
-    limits = prompts.non_tensor_batch.get("max_new_tokens", [None] * len(trajectories))
+    limits = answer_limits(prompts, trajectories, params.max_new_tokens)
     return [
         Request(
             id=f"{one.name}#{next(_SERIAL)}",
@@ -82,12 +82,18 @@ def requests_of(
                 params,
                 key=sample_keys(seed, step, one.uid, one.sample_index),
                 do_sample=bool(one_sampled),
-                max_new_tokens=_limit(limit, one.sample_index, params.max_new_tokens),
+                max_new_tokens=limit,
             ),
             group=one.uid,
         )
         for one, one_sampled, limit in zip(trajectories, sampled, limits, strict=True)
     ]
+
+
+def answer_limits(prompts: DataProto, trajectories: Sequence[Trajectory], most: int) -> list[int]:
+    """How many tokens each row's answer may have, by its column `max_new_tokens`; never above `most`."""
+    given = prompts.non_tensor_batch.get("max_new_tokens", [None] * len(trajectories))
+    return [_limit(limit, one.sample_index, most) for one, limit in zip(trajectories, given, strict=True)]
 
 
 def _limit(given: Any, index: int, most: int) -> int:

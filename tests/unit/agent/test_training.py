@@ -1,0 +1,34 @@
+"""Whole runs with `rollout.mode=async`, in one process with the real engine: agents generate, training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.support.training_harness import make_task, overrides, run_training
+
+ROLLOUT = "actor_rollout_ref.rollout"
+GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "trainer.test_freq=1")
+ASYNC = (*GRPO, f"{ROLLOUT}.mode=async")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_task(tmp_path_factory.mktemp("agents"))
+
+
+def measured(history: list[dict[str, float]], names: Iterable[str]) -> list[dict[str, float]]:
+    """But for what a clock says."""
+    clocked = ("timing", "perf/", "checkpoint/", "reward/scored_while")
+    return [{name: step[name] for name in names if not name.startswith(clocked)} for step in history]
+
+
+def test_single_turn_agents_train_bit_for_bit_as_the_engine_alone_does(task: dict[str, str], tmp_path: Path):
+    alone = run_training(overrides(task, tmp_path / "sync", *GRPO))
+    agents = run_training(overrides(task, tmp_path / "async", *ASYNC))
+    for step, names in enumerate(alone.history):
+        assert measured(agents.history[step : step + 1], names) == measured([names], names)
+    assert len(agents.history) == len(alone.history)
+    assert agents.history[0]["num_turns/mean"] == 2

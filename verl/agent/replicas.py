@@ -1,0 +1,108 @@
+"""Replica: the way to one copy of the engine. Requests of one turn of the event loop leave together; answers come by
+one call that stands open, so that nothing is called per token, nor waited for per request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+
+from verl.single_controller.base.handle import RankHandle
+from verl.types.request import Output, Request
+from verl.utils.progress import pulse
+from verl.workers.roles.requests import Answer, Collected
+
+__all__ = ["EngineLost", "Replica"]
+
+# So long a call for answers stands open. Shorter than what the watch for hangs calls long: each one shows that the
+# engine moves.
+_STANDING_S = 2.0
+
+
+class EngineLost(RuntimeError):
+    """A replica cannot answer anybody any more: no trajectory can go on."""
+
+
+class Replica:
+    """From an event loop to a replica. Its methods are for that loop's thread."""
+
+    def __init__(
+        self, handle: RankHandle, client: str, loop: asyncio.AbstractEventLoop, on_lost: Callable[[str], None]
+    ) -> None:
+        """`client` is what answers are collected under; `on_lost` is told why no more will come."""
+        self._handle, self._client, self._loop, self._on_lost = handle, client, loop, on_lost
+        self._waiting: dict[str, asyncio.Future[Output]] = {}
+        self._leaving: list[Request] = []
+        self._others = 0
+        self._pulses = 0
+        self._closed = False
+        threading.Thread(target=self._keep_collecting, name="agent-replica", daemon=True).start()
+
+    @property
+    def load(self) -> int:
+        """Requests that it has, as far as is known."""
+        return self._others + len(self._waiting)
+
+    async def answer(self, request: Request) -> Output:
+        """The answer. Cancelling the awaiting task aborts the request."""
+        future = self._waiting[request.id] = self._loop.create_future()
+        self._leaving.append(request)
+        if len(self._leaving) == 1:
+            self._loop.call_soon(self._send)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._handle.tell("abort_requests", [request.id])
+            raise
+        finally:
+            self._waiting.pop(request.id, None)
+
+    def close(self) -> None:
+        """Answers are not waited for any longer."""
+        self._closed = True
+
+    def _send(self) -> None:
+        requests, self._leaving = self._leaving, []
+        self._handle.tell("submit_requests", self._client, requests)
+
+    def _keep_collecting(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there
+            while not self._closed:
+                try:
+                    collected: Collected = self._handle.ask("collect_outputs", self._client, _STANDING_S)
+                except Exception as error:  # noqa: BLE001 - told to those who wait
+                    self._loop.call_soon_threadsafe(self._lost, f"{type(error).__name__}: {error}")
+                    return
+                self._loop.call_soon_threadsafe(self._deliver, collected)
+                if collected.closed:
+                    return
+
+    def _deliver(self, collected: Collected) -> None:
+        if collected.pulses != self._pulses:
+            self._pulses = collected.pulses
+            pulse()
+        for answer in collected.answers:
+            self._tell(answer)
+        self._others = max(0, collected.unfinished - len(self._waiting))
+        if collected.closed and self._waiting:
+            self._lost("the generation was ended")
+
+    def _tell(self, answer: Answer) -> None:
+        future = self._waiting.pop(answer.id, None)
+        if answer.failed is not None:
+            self._lost(answer.failed)
+        if future is None or future.done():
+            return
+        if answer.output is not None:
+            future.set_result(answer.output)
+        elif answer.refused is not None:
+            future.set_exception(ValueError(answer.refused))
+        else:
+            future.set_exception(EngineLost(answer.failed))
+
+    def _lost(self, why: str) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(EngineLost(why))
+        self._on_lost(why)

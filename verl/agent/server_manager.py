@@ -1,0 +1,131 @@
+"""ServerManager: what a loop generates with. Turns of one request_id stay on one replica, whose cache has their prefix;
+a first turn goes where the least is to do. Nothing is asked twice: an answer that fails fails its trajectory."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from verl.agent.loop import TokenOutput
+from verl.agent.record import Call, Record, current
+from verl.agent.replicas import Replica
+from verl.types.request import Output, Request, SamplingParams
+from verl.utils.counter_noise import sample_keys
+
+__all__ = ["ServerManager"]
+
+_OTHER_SPELLINGS = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+# The engine tells log-probs always, and of one answer.
+_SILENT = frozenset({"logprobs", "n", "skip_special_tokens", "detokenize"})
+_SETTABLE = {field.name for field in fields(SamplingParams)} - {"key"}
+
+
+# Requests more than elsewhere that are worth a prompt computed once.
+_NEARLY = 8
+
+
+class ServerManager:
+    """For the loops of one generation; the methods are for their event loop's thread."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        params: SamplingParams,
+        max_model_len: int,
+        client: str,
+        first: int = 0,
+    ) -> None:
+        """`params` are the run's; what a loop does not say is theirs. `first`: whose turn it is among equals."""
+        self._replicas, self._params, self._max_model_len, self._client = replicas, params, max_model_len, client
+        self._home: dict[str, Replica] = {}
+        self._group_home: dict[str, Replica] = {}
+        self._serial = itertools.count()
+        self._turn = first
+        self.generating = 0
+        """Answers that are waited for."""
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        image_data: Any = None,
+        video_data: Any = None,
+    ) -> TokenOutput:
+        """What the model goes on with after `prompt_ids`.
+
+        `sampling_params` has the names of `SamplingParams`. At most what is left of `rollout.max_new_tokens` since the
+        context began, and of `max_model_len`, is generated; where nothing is left, nothing comes, by `length`.
+        """
+        if image_data is not None or video_data is not None:
+            raise ValueError("generate: images and videos are not for this engine. Leave them out.")
+        prompt_ids = list(prompt_ids)
+        record = current() or Record(key=sample_keys(0, 0, request_id, 0))
+        params = self._params_of(sampling_params)
+        room = self._max_model_len - len(prompt_ids)
+        left = min(record.left(prompt_ids, self._params.max_new_tokens), params.max_new_tokens, room)
+        started = time.monotonic()
+        if left <= 0:
+            output = Output(finish_reason="length")
+        else:
+            params = replace(
+                params,
+                key=record.next_key(),
+                max_new_tokens=left,
+                min_new_tokens=min(left, params.min_new_tokens),
+            )
+            request = Request(f"{self._client}/{next(self._serial)}", prompt_ids, params, record.group)
+            self.generating += 1
+            try:
+                output = await self._replica_of(request_id, record.group).answer(request)
+            finally:
+                self.generating -= 1
+        record.calls.append(Call(prompt_ids, output, time.monotonic() - started))
+        return _told(output)
+
+    def _replica_of(self, request_id: str, group: str) -> Replica:
+        """Where its turns are; at first where the least is to do, or nearly: answers of a group share their prompt."""
+        if request_id not in self._home:
+            count = len(self._replicas)
+            order = [self._replicas[(self._turn + step) % count] for step in range(count)]
+            self._turn += 1
+            least = min(order, key=lambda replica: replica.load)
+            neighbour = self._group_home.get(group, least)
+            chosen = neighbour if neighbour.load <= least.load + _NEARLY else least
+            self._home[request_id] = self._group_home[group] = chosen
+        return self._home[request_id]
+
+    def _params_of(self, given: Mapping[str, Any]) -> SamplingParams:
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            known = _OTHER_SPELLINGS.get(name, name)
+            if known in _SETTABLE:
+                values[known] = _CONVERTED.get(known, lambda same: same)(value)
+            elif known not in _SILENT:
+                raise ValueError(f"generate: no sampling parameter {name!r}. There are {sorted(_SETTABLE)}.")
+        return replace(self._params, **values)
+
+
+def _token_set(value: int | Iterable[int] | None) -> frozenset[int]:
+    return frozenset([value] if isinstance(value, int) else value or ())
+
+
+def _texts(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+_CONVERTED: Mapping[str, Callable[[Any], Any]] = {
+    "eos_token_ids": _token_set,
+    "stop_token_ids": _token_set,
+    "stop": _texts,
+}
+
+
+def _told(output: Output) -> TokenOutput:
+    reason = "aborted" if output.finish_reason == "abort" else "completed"
+    extra = {"versions": list(output.versions), "finish_reason": output.finish_reason}
+    return TokenOutput(list(output.token_ids), list(output.log_probs), reason, extra_fields=extra)

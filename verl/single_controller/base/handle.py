@@ -1,0 +1,29 @@
+"""RankHandle: one rank of a group, for calls from processes that are not its controller. It travels in arguments."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from verl.single_controller.base.errors import Failure
+
+__all__ = ["RankHandle", "result_of"]
+
+
+class RankHandle(ABC):
+    """Control calls only: they answer beside the rank's work."""
+
+    @abstractmethod
+    def tell(self, method: str, *args: Any) -> None:
+        """Call it; nobody waits for the end."""
+
+    @abstractmethod
+    def ask(self, method: str, *args: Any) -> Any:
+        """Its result. Raises what the method raised, and a WorkerDiedError where the process is gone."""
+
+
+def result_of(output: Any) -> Any:
+    """What a rank's method returned; what it raised is raised."""
+    if isinstance(output, Failure):
+        raise output.exception() or RuntimeError(f"{output.summary}\n{output.traceback}")
+    return output
