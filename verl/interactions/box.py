@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -12,6 +13,7 @@ from verl.interactions.base import BaseInteraction
 from verl.utils.calling import accepted, invoke, within
 from verl.utils.class_lists import ClassEntry, read_class_list, told
 
+logger = logging.getLogger(__name__)
 KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
 
 
@@ -85,8 +87,12 @@ class InteractionSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._id is not None:
+        if self._id is None:
+            return
+        try:
             await self._ask("finalize_interaction")
+        except RuntimeError as failed:  # what was said stays said
+            logger.warning("%s", failed)
 
     async def respond(self, messages: Sequence[Mapping[str, Any]]) -> tuple[bool, str, float | None, dict[str, Any]]:
         """(done, text, score, extra) for the chat so far. The user's failure is raised, with its name."""
