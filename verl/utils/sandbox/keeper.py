@@ -18,7 +18,7 @@ from typing import Any
 
 from verl.utils import process_tree
 from verl.utils.sandbox import linux, room, wire
-from verl.utils.sandbox.program import Confinement, wait_and_run
+from verl.utils.sandbox.program import FINISHED, MEMORY, Confinement, wait_and_run
 
 _READ_BYTES = 1 << 16
 _LOOK_SECONDS = 0.025
@@ -35,7 +35,7 @@ def keep(link: socket.socket, confinement: Confinement) -> None:
     """Serve the one job that comes over `link`; this process has entered its namespaces already."""
     ours, theirs = socket.socketpair()
     # The init, in the same mount namespace, will hide the host's processes behind its own: only this leads there then.
-    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY) if os.path.isdir("/proc/self") else None
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY) if os.path.isdir("/proc/self") else None
     init = os.fork()
     if init == 0:
         ours.close()
@@ -72,7 +72,7 @@ def _be_init(link: socket.socket, confinement: Confinement) -> int:
     if confinement.namespaces:
         room.own_proc()
     process_tree.adopt_orphans()
-    linux.drop_capabilities()
+    linux.drop_capabilities(confinement.capability)
     linux.prctl(linux.PR_SET_DUMPABLE, 0)  # the program, which is of the same user, cannot look into this
     while True:
         child = os.fork()
@@ -120,7 +120,7 @@ class _Keeper:
         job, blobs, _ = wire.receive(self._link)
         self._limits = job["limits"]
         self._output = _Output(self._limits["output_bytes"])
-        if self._confinement.namespaces:
+        if self._confinement.namespaces and self._limits["file_mb"] != room.FILE_MB:
             room.resize(self._limits["file_mb"])
         if job["session"]:
             self._serve_session(job)
@@ -142,8 +142,7 @@ class _Keeper:
         if compiled is None or compiled["return_code"] == 0:
             start = [part.format(memory=self._limits["memory_mb"]) for part in job["start"]]
             outcome, streams = self._step(start, job, files, stdin, self._limits["wall_s"])
-        self.end_all()
-        fetched, cut = self._fetch(job["fetch"])
+        fetched, cut = self._fetch(job["fetch"])  # all that could still change a file has ended
         if cut and outcome["status"] == "finished":
             outcome["status"] = "output"
         header = {**outcome, "compile": compiled, "files": list(fetched)}
@@ -193,13 +192,13 @@ class _Keeper:
 
     def _others_of_user(self) -> int:
         """Processes and threads that the kernel counts against the program's limit though they are not its own."""
-        if self._confinement.own_user:
+        if self._confinement.own_user or self._proc is None:
             return 0
         count = 0
-        for name in os.listdir("/proc"):
+        for name in os.listdir(self._proc):
             with contextlib.suppress(OSError):
-                if name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.getuid():
-                    count += len(os.listdir(f"/proc/{name}/task"))
+                if name.isdigit() and os.stat(name, dir_fd=self._proc).st_uid == os.getuid():
+                    count += int(self._read(f"{name}/status").partition("Threads:")[2].split()[0])
         return count
 
     def _verdict(self, problem: str | None, code: int) -> tuple[str, bytes]:
@@ -218,48 +217,58 @@ class _Keeper:
 
     def _serve_session(self, job: dict[str, Any]) -> None:
         cells, theirs = socket.socketpair()
+        cells.settimeout(_INTERRUPT_SECONDS)  # one that does not take its next cell is broken
+        problem: str | None = None
         with _Pipes(b"", self._output) as pipes:
             self._send_job([], "", [], [], pipes, self._limits["cpu_s"], [theirs.fileno()])
             theirs.close()
-            while self._init is not None:
+            while self._init is not None and problem is None:
                 # Between cells, too: what a cell left running is watched.
                 problem, message = self._follow(pipes, [self._link, self._program], None)
-                if problem is None and message is not None and "cell" in message:
+                if message is not None and "cell" in message:
                     wire.send(self._link, *self._serve_cell(message, cells, pipes))
-                elif problem is not None or (message is not None and "code" in message):
-                    break
+                elif message is not None and "code" in message:
+                    problem = "it ended between two cells"
+            if problem is not None:
+                self.end_all()
+                wire.receive(self._link)
+                wire.send(self._link, *self._cell_result(problem, b"", 0.0))
 
     def _serve_cell(
         self, cell: dict[str, Any], cells: socket.socket, pipes: _Pipes
     ) -> tuple[dict[str, Any], list[bytes]]:
         self._output = pipes.output = _Output(self._limits["output_bytes"])
         began = time.monotonic()
-        wire.send(cells, {}, [cell["cell"].encode()])
+        with contextlib.suppress(OSError):
+            wire.send(cells, {}, [cell["cell"].encode(errors="surrogateescape")])
         awaited = [cells, self._program]
         problem, message = self._follow(pipes, awaited, began + cell["wall_s"])
         if problem in ("timeout", "interrupted"):
             self._interrupt()
             again, message = self._follow(pipes, awaited, time.monotonic() + _INTERRUPT_SECONDS)
-            problem = problem if again is None else f"{problem} and did not stop"
+            problem = problem if again is None else f"{problem}, and it did not stop"
         seconds = time.monotonic() - began
-        alive = message is not None and "how" in message
-        if not alive:
+        how = message["how"] if message is not None and "how" in message else b""
+        if not how:
             self.end_all()
-        pipes.drain(time.monotonic() + (0.0 if alive else _LAST_WORDS_SECONDS))
-        status, words = self._cell_verdict(problem, message, alive)
-        code = 0 if status in ("finished", "output") else 1 if alive else -signal.SIGKILL
-        header = {"status": status, "return_code": code, "seconds": seconds, "compile": None, "files": []}
-        return {**header, "alive": alive}, [bytes(self._output.stdout), bytes(self._output.stderr) + words]
+        pipes.drain(time.monotonic() + (0.0 if how else _LAST_WORDS_SECONDS))
+        return self._cell_result(problem, how, seconds)
 
-    def _cell_verdict(self, problem: str | None, message: dict[str, Any] | None, alive: bool) -> tuple[str, bytes]:
-        words = b"" if alive else b"\n[sandbox] the session has ended; what it remembered is lost\n"
-        if problem is not None:
-            status = "timeout" if "timeout" in problem else "memory" if "memory" in problem else "error"
-            return status, (b"" if problem in ("timeout", "interrupted") else f"\n[sandbox] {problem}".encode()) + words
-        if not alive:
-            return "error", words
-        status = str(message["how"]) if message else "error"
-        return ("output" if status == "finished" and self._output.cut else status), words
+    def _cell_result(self, problem: str | None, how: bytes, seconds: float) -> tuple[dict[str, Any], list[bytes]]:
+        """`how`: the letter of a cell after which the session goes on."""
+        words = b"" if how else f"\n[sandbox] {problem or 'its process ended'}; the session is lost\n".encode()
+        if problem is not None and "timeout" in problem:
+            status = "timeout"
+        elif how == MEMORY or (problem is not None and "memory" in problem):
+            status = "memory"
+        elif problem is not None or how != FINISHED:
+            status = "error"
+        else:
+            status = "output" if self._output.cut else "finished"
+        code = 0 if status in ("finished", "output") else 1 if how else -signal.SIGKILL
+        header = {"status": status, "return_code": code, "seconds": seconds, "compile": None, "files": []}
+        streams = [bytes(self._output.stdout), bytes(self._output.stderr) + words]
+        return {**header, "alive": bool(how)}, streams
 
     def _interrupt(self) -> None:
         """As Ctrl-C would."""
@@ -288,7 +297,8 @@ class _Keeper:
             for link in awaited:
                 if link in ready:
                     try:
-                        return None, wire.receive(link)[0]
+                        trusted = link in (self._link, self._program)
+                        return None, wire.receive(link)[0] if trusted else {"how": link.recv(1)}
                     except (EOFError, ConnectionError):
                         if link is self._link:
                             raise Cancelled from None

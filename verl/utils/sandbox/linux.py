@@ -21,6 +21,8 @@ _MNT_DETACH = 2
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_NO_NEW_PRIVS = 38
+_PR_SET_KEEPCAPS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 8, 47, 2
+CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
 
 ARCH = {"x86_64": 0, "aarch64": 1, "arm64": 1}.get(platform.machine(), -1)
 """Column of this machine in tables of system call numbers; -1: not known."""
@@ -95,18 +97,29 @@ def map_user(inside: int, user: int, group: int) -> None:
             os.close(descriptor)
 
 
-def become(user: int) -> None:
-    """Give up root for good. The process stays open to its own entries in /proc."""
+def become(user: int, keep: int | None = None) -> None:
+    """Give up root for good, but for one capability, if any. The process stays open to its own entries in /proc."""
     os.setgroups([])
     os.setresgid(user, user, user)
+    prctl(_PR_SET_KEEPCAPS, int(keep is not None))
     os.setresuid(user, user, user)
     prctl(PR_SET_DUMPABLE, 1)
+    if keep is not None:
+        _set_capabilities(keep)
+        check(prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, keep), "ambient capability")
 
 
-def drop_capabilities() -> None:
-    """None now, and none by any program that is started."""
+def drop_capabilities(keep: int | None = None) -> None:
+    """None now, and none by any program that is started; but for one that this process may have."""
     for capability in range(_LAST_CAPABILITY + 1):
-        prctl(PR_CAPBSET_DROP, capability)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    check(syscall(_CAPSET[ARCH], ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
+        if capability != keep:
+            prctl(PR_CAPBSET_DROP, capability)
+    _set_capabilities(keep)
     check(prctl(PR_SET_NO_NEW_PRIVS, 1), "no_new_privs")
+
+
+def _set_capabilities(only: int | None) -> None:
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    bits = 0 if only is None else 1 << only
+    data = (ctypes.c_uint32 * 6)(bits, bits, bits)  # effective, permitted, inheritable; then those above 31
+    check(syscall(_CAPSET[ARCH], ctypes.byref(header), ctypes.byref(data)), "capset")

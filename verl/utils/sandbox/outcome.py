@@ -68,7 +68,7 @@ class Isolation:
     namespaces: bool = False  # own users, mounts, processes, network, IPC
     landlock: int = 0  # its ABI; 0: not there
     seccomp: bool = False  # dangerous system calls are refused
-    own_user: bool = False  # every run has a user of its own (only root can give it one) or a namespace of users
+    own_user: bool = False  # the kernel counts every run's processes by themselves
     missing: tuple[str, ...] = ()  # what this host lacks, in words
 
     @property
@@ -83,7 +83,7 @@ class Isolation:
     @property
     def processes(self) -> bool:
         """It cannot see or signal processes other than its own."""
-        return self.namespaces or (self.files and (self.seccomp or self.own_user or self.landlock >= 6))
+        return self.namespaces or (self.files and (self.seccomp or self.landlock >= 6))
 
     @property
     def level(self) -> str:

@@ -20,6 +20,8 @@ from typing import Any
 from verl.utils import process_tree
 from verl.utils.sandbox import landlock, linux, room, seccomp, wire
 
+FINISHED, ERROR, MEMORY = b"F", b"E", b"M"
+
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
@@ -31,18 +33,19 @@ class Confinement:
     own_user: bool
     paths: tuple[str, ...]
     folder: str = room.WORK
+    capability: int | None = None  # to read an interpreter that only root may read; Landlock says what else
 
     def apply(self) -> None:
         """Of no return: this process and all it starts."""
         os.setsid()
         linux.end_with_parent()
-        linux.drop_capabilities()
+        linux.drop_capabilities(self.capability)
         if self.landlock and self.namespaces:
             landlock.restrict(["/"], ["/tmp", "/dev/shm"], room.DEVICES)
         elif self.landlock:
             landlock.restrict(self.paths, [self.folder], room.DEVICES)
         if self.seccomp:
-            signals_are_kept_in = self.namespaces or self.own_user or self.landlock >= 6
+            signals_are_kept_in = self.namespaces or self.landlock >= 6
             seccomp.refuse_dangerous(self.namespaces, None if signals_are_kept_in else os.getpid())
 
 
@@ -190,13 +193,16 @@ def _serve_cells(channel: int, main: types.ModuleType) -> int:
         except KeyboardInterrupt:  # came after the cell had ended
             continue
         number += 1
-        wire.send(cells, {"how": _run_cell(source.decode(), f"<cell {number}>", main.__dict__)})
+        cells.sendall(_run_cell(source.decode(), f"<cell {number}>", main.__dict__))
 
 
-def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> str:
-    """Execute it, and show the value of its last expression as Python's own prompt does."""
+def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> bytes:
+    """Execute it, and show the value of its last expression as Python's own prompt does; one letter says how it went.
+
+    Only a letter, since the cells' code can reach the socket, too: nothing that it may send there costs anything.
+    """
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    how = "finished"
+    how = FINISHED
     try:
         tree = ast.parse(source, name)
         last = ast.Interactive([tree.body.pop()]) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -204,10 +210,10 @@ def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> str:
         if last is not None:
             exec(compile(last, name, "single", dont_inherit=True), namespace)
     except MemoryError as error:
-        how = "memory"
+        how = MEMORY
         _tell(error)
     except BaseException as error:  # noqa: BLE001 - also SystemExit and an interrupt end the cell, not the session
-        how = "error"
+        how = ERROR
         _tell(error)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

@@ -23,6 +23,7 @@ _SETTINGS = (
     "/etc/ssl/openssl.cnf",
 )
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+FILE_MB = 64
 _FILES = 16384  # most files in the private directories; each costs the kernel a kilobyte
 _OWN_SETTINGS = {
     "/etc/passwd": f"sandbox:x:{USER}:{USER}::{WORK}:/bin/sh\n",
@@ -83,9 +84,9 @@ def build(paths: Sequence[str]) -> None:
     linux.mount("none", "/", None, linux.MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV, "size=4m")
 
 
-def furnish(file_mb: int) -> None:
+def furnish() -> None:
     """A fresh /tmp and /dev/shm, in memory, for this run only. Needs a mount namespace of its own, inside `build`."""
-    linux.mount("sandbox", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _size(file_mb))
+    linux.mount("sandbox", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _size(FILE_MB))
     os.mkdir("/tmp/.shm", 0o700)
     os.mkdir(WORK, 0o700)
     linux.mount("/tmp/.shm", "/dev/shm", None, linux.MS_BIND)

@@ -80,6 +80,12 @@ class Sandbox:
     def isolation(self) -> Isolation:
         return self._isolation
 
+    @property
+    def pid(self) -> int:
+        """The process from which all runs descend."""
+        assert self._zygote is not None
+        return self._zygote.pid
+
     def run(
         self,
         code: str,
@@ -248,6 +254,10 @@ class _Zygote:
         del found["sizes"]
         self.isolation = Isolation(**{**found, "missing": tuple(found["missing"])})
         self._end = weakref.finalize(self, _wait_for, self._process, self._control)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def alive(self) -> bool:
         """Also False in a fork of its owner, to whom it does not belong."""

@@ -23,7 +23,7 @@ from verl.utils.sandbox.linux import (
 )
 
 # System call: its numbers on x86-64 and arm64; None: it is not there. From 424 on they are the same.
-NUMBERS: Mapping[str, tuple[int | None, int | None]] = {
+_REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     # other processes
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "migrate_pages": (256, 238), "move_pages": (279, 239),
@@ -48,11 +48,12 @@ NUMBERS: Mapping[str, tuple[int | None, int | None]] = {
     "clock_adjtime": (305, 266), "adjtimex": (159, 171), "sethostname": (170, 161), "setdomainname": (171, 162),
     "syslog": (103, 116), "vhangup": (153, 58), "lookup_dcookie": (212, 18),
 }  # fmt: skip
-_OTHERS: Mapping[str, tuple[int, int]] = {
+_LOOKED_INTO: Mapping[str, tuple[int | None, int | None]] = {
     "clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "prctl": (157, 167), "kill": (62, 129),
     "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424), "seccomp": (317, 277), "landlock_create_ruleset": (444, 444),
 }  # fmt: skip
+NUMBERS = {**_REFUSED, **_LOOKED_INTO}
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 _X32 = 0x40000000
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
@@ -65,17 +66,19 @@ _SECCOMP_MODE_FILTER = 2
 Instruction = tuple[int, int, int, int]
 
 
-def refuse_dangerous(own_network: bool, signals_of: int | None) -> None:
+def refuse_dangerous(namespaces: bool, signals_of: int | None = None) -> None:
     """Install the filter of a sandboxed program.
 
-    Without a network of its own it may make no sockets (pairs of them it may). `signals_of`: nothing else keeps it
-    from signalling other processes of this user, so it may signal only this one, which is itself, and its group.
+    Without namespaces, and so without a network of its own, it may make no sockets (pairs of them it may), and it ends
+    with the process that started it. `signals_of`: nothing else keeps it from signalling other processes of this user,
+    so it may signal only this one, which is itself, and its group.
     """
-    rules = [_refuse(name, errno.ENOSYS if name.startswith("memfd") else errno.EPERM) for name in NUMBERS]
+    rules = [_refuse(name, errno.ENOSYS if name.startswith("memfd") else errno.EPERM) for name in _REFUSED]
     rules.append(_refuse("clone3", errno.ENOSYS))  # its flags are out of a filter's sight; libraries then use clone
     rules.append(_refuse_bits("clone", NEW_NAMESPACES))
-    rules.append(_refuse_value("prctl", PR_SET_PDEATHSIG))
-    rules.append(_only("socket", [_AF_UNIX, _AF_INET, _AF_INET6] if own_network else []))
+    rules.append(_only("socket", [_AF_UNIX, _AF_INET, _AF_INET6] if namespaces else []))
+    if not namespaces:
+        rules.append(_refuse_value("prctl", PR_SET_PDEATHSIG))
     if signals_of is not None:
         rules += [_only("kill", [signals_of, 0, -signals_of]), _only("tgkill", [signals_of])]
         rules += [_refuse(name) for name in ("tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")]
@@ -123,7 +126,7 @@ _PASS: Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
 def _when(name: str, body: list[Instruction]) -> list[Instruction]:
-    number = {**NUMBERS, **_OTHERS}[name][ARCH]
+    number = NUMBERS[name][ARCH]
     return [] if number is None else [(_EQUAL, 0, len(body), number), *body]
 
 

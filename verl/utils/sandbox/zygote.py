@@ -18,10 +18,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from verl.utils import process_tree
@@ -34,7 +36,6 @@ _ENDING_SECONDS = 2.0
 _FOLDERS = "verl-sandbox-"
 # Numbers that no person has on a usual system, and that a container with 65,536 users has, too.
 _FIRST_USER, _USERS = 61184, 4000
-_FILE_MB = 64
 # What programs import most: loaded once, shared by all.
 _PRELOAD = (
     "array bisect collections copy dataclasses datetime decimal enum fractions functools hashlib heapq io itertools "
@@ -66,6 +67,7 @@ def main(control_fd: int) -> None:
         },
     )
     if not options["probe"]:
+        linux.prctl(linux.PR_SET_DUMPABLE, 0)
         _Zygote(control, parent, confinement).serve()
 
 
@@ -73,7 +75,7 @@ def _find_out(paths: tuple[str, ...]) -> tuple[Confinement, list[str]]:
     """Try everything in a process of its own; where namespaces work, this one moves into the tree of the runs."""
     missing = []
     plain = Confinement(namespaces=False, landlock=landlock.abi(), seccomp=False, own_user=False, paths=paths)
-    problem = _try(lambda: seccomp.refuse_dangerous(True, None))
+    problem = _try(lambda: seccomp.refuse_dangerous(True))
     if problem is not None:
         missing.append(f"no seccomp filter ({problem})")
     if plain.landlock == 0:
@@ -86,13 +88,32 @@ def _find_out(paths: tuple[str, ...]) -> tuple[Confinement, list[str]]:
     problem = _try(lambda: _enter_all(paths, own_user))
     if problem is None:
         _enter_tree(paths)
-        return replace(plain, namespaces=True, own_user=True), missing
+        return replace(plain, namespaces=True, own_user=own_user or _counts_by_namespace()), missing
     missing.insert(0, f"no namespaces ({problem})")
     if own_user and _try(lambda: _enter_all_as_user(paths)) is None:
         linux.become(_FIRST_USER)  # root in a container that may not mount, where ordinary users may
         _enter_tree(paths)
-        return replace(plain, namespaces=True, own_user=True), missing[1:]
-    return replace(plain, own_user=own_user), missing
+        return replace(plain, namespaces=True, own_user=_counts_by_namespace()), missing[1:]
+    confined = replace(plain, own_user=own_user)
+    if own_user and _try(lambda: _read_python(None)) is not None:
+        able = (linux.CAP_DAC_READ_SEARCH, linux.CAP_DAC_OVERRIDE) if plain.landlock and plain.seccomp else ()
+        for capability in able:
+            if _try(partial(_read_python, capability)) is None:
+                return replace(confined, capability=capability), missing
+        missing.append(f"programs cannot import from {sys.base_prefix}, which only root may read")
+    return confined, missing
+
+
+def _counts_by_namespace() -> bool:
+    """Since Linux 5.14 the limit on processes counts those of the user's namespace, before that all of the user's."""
+    major, minor = (int("".join(filter(str.isdigit, part))) for part in os.uname().release.split(".")[:2])
+    return (major, minor) >= (5, 14)
+
+
+def _read_python(capability: int | None) -> None:
+    """Fails where an unprivileged user cannot, or not even with the capability."""
+    linux.become(_FIRST_USER, capability)
+    os.listdir(os.path.dirname(os.__file__))
 
 
 def _try(action: Callable[[], object]) -> str | None:
@@ -144,10 +165,11 @@ def _enter_room(user: int | None) -> None:
     """All namespaces for one run; `user`: whom root becomes before."""
     if user is not None:
         linux.become(user)
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # who cannot be looked into cannot write its own maps either
     owner, group = os.geteuid(), os.getegid()
     linux.unshare(linux.NEW_NAMESPACES & ~linux.CLONE_NEWCGROUP)
     linux.map_user(room.USER, owner, group)
-    room.furnish(_FILE_MB)
+    room.furnish()
     socket.sethostname("sandbox")
 
 
@@ -179,6 +201,8 @@ class _Zygote:
                 if self._woken in ready:
                     os.read(self._woken, 4096)
                     self._reap()
+                if not ready:
+                    self._end_stopped()
         finally:
             self._end_all()
 
@@ -207,9 +231,10 @@ class _Zygote:
                 confinement = replace(confinement, folder=folder)
                 if becomes is not None:
                     os.chown(folder, becomes, becomes)
-                    linux.become(becomes)
+                    linux.become(becomes, confinement.capability)
                 process_tree.adopt_orphans()
             linux.end_with_parent()  # a new user forgets it
+            linux.prctl(linux.PR_SET_DUMPABLE, 0)
             keep(link, confinement)
         except OSError as error:
             header: dict[str, Any] = {
@@ -233,6 +258,12 @@ class _Zygote:
                     _remove(folder)
         for orphan in set(process_tree.children(os.getpid())) - set(self._keepers):
             process_tree.kill_family(orphan)
+
+    def _end_stopped(self) -> None:
+        """A program that may signal its keeper could stop it, and so its clock."""
+        for pid in self._keepers:
+            if process_tree.standstill(pid) == "stopped":
+                process_tree.kill_family(pid)
 
     def _end_all(self) -> None:
         for pid in self._keepers:
@@ -277,7 +308,8 @@ def _lock(folder: str) -> int | None:
 
 def _remove(folder: str) -> None:
     """Also what a program made hard to remove: closed folders, or nested ones by the thousand."""
-    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
         for command in (["chmod", "-R", "u+rwX", folder], ["rm", "-rf", folder]):
             subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)

@@ -60,7 +60,7 @@ def test_one_that_does_not_stop_takes_the_session_with_it(session: Session) -> N
     stubborn = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
     result = session.execute(stubborn, wall_s=0.3)
     assert result.status == "timeout"
-    assert "what it remembered is lost" in result.stderr
+    assert "timeout, and it did not stop; the session is lost" in result.stderr
     assert (session.alive, session.execute("1").status) == (False, "refused")
 
 
@@ -79,3 +79,16 @@ def test_output_of_a_cell_is_cut_and_the_next_one_is_whole(sandbox: Sandbox) -> 
     with sandbox.session(Limits(output_bytes=100)) as session:
         assert session.execute("print('x' * 100000)").status == "output"
         assert session.execute("'whole'").stdout == "'whole'\n"
+
+
+def test_what_a_cell_left_running_is_watched_between_cells(session: Session) -> None:
+    eats = """
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        time.sleep(0.2); x = b"x" * (100 << 20); time.sleep(60)
+"""
+    assert session.execute(eats).status == "finished"
+    time.sleep(3)
+    result = session.execute("1")
+    assert (result.status, session.alive) == ("memory", False)

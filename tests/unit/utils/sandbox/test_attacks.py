@@ -1,0 +1,89 @@
+"""Hostile programs at every level of isolation, as root and as an ordinary user: contained, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.utils.sandbox import REQUIRE
+from verl.utils.sandbox.__main__ import LEVELS
+
+ROOT = Path(__file__).parents[4]
+NOBODY = 65534
+# The level that is left when the host refuses the rest; a host that has less in the first place is skipped.
+LEVEL_OF = {
+    "all three": "full",
+    "Landlock + seccomp": "network",
+    "namespaces": "network",
+    "Landlock": "files",
+    "seccomp": "none",
+    "none": "none",
+}
+
+
+def python_for(user: int | None) -> str:
+    """This interpreter, or the system's where another user cannot read this one."""
+    candidates = [sys.executable] if user is None else [sys.executable, "/usr/bin/python3"]
+    for path in candidates:
+        probe = [path, "-c", "import os, sys; os.setuid(int(sys.argv[1])); os.listdir(os.path.dirname(os.__file__))"]
+        if user is None or subprocess.run([*probe, str(user)], capture_output=True, check=False).returncode == 0:
+            return path
+    pytest.skip("no interpreter that an ordinary user may read")
+
+
+def rows(column: str, user: int | None) -> list[dict[str, str]]:
+    command = [python_for(NOBODY if os.geteuid() == 0 else None), "-m", "verl.utils.sandbox", "--rows", LEVELS[column]]
+    if user is not None:
+        command += ["--user", str(user)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    if found["level"] != LEVEL_OF[column]:
+        pytest.skip(f"this host has level {found['level']} only")
+    return found["rows"]  # type: ignore[no-any-return]
+
+
+def check(column: str, user: int | None) -> None:
+    level = REQUIRE.index(LEVEL_OF[column])
+    harm = {row["attack"]: row["harm"] for row in rows(column, user) if REQUIRE.index(row["stops_at"]) <= level}
+    assert len(harm) >= 9
+    assert {attack: words for attack, words in harm.items() if words} == {}
+
+
+def test_all_is_contained_where_the_host_has_everything() -> None:
+    check("all three", None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("column", [name for name in LEVELS if name != "all three"])
+def test_what_a_level_promises_it_keeps(column: str) -> None:
+    check(column, None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are of an ordinary user already")
+@pytest.mark.parametrize("column", list(LEVELS))
+def test_what_a_level_promises_it_keeps_for_an_ordinary_user(column: str) -> None:
+    check(column, NOBODY)
+
+
+@pytest.mark.slow
+def test_the_attacks_do_harm_where_nothing_is_in_their_way() -> None:
+    harm = {row["attack"]: row["harm"] for row in rows("none", NOBODY if os.geteuid() == 0 else None)}
+    unstopped = {attack for attack, words in harm.items() if words}
+    assert {
+        "reading the home directory",
+        "reading another process's memory",
+        "sockets to loopback",
+        "killing the parent",
+        "symlinks as results",
+        "tricks with /proc",
+        "leaving shared memory behind",
+        "leaving files behind",
+    } <= unstopped

@@ -1,0 +1,167 @@
+"""Runs the attacks and sees what came of them: the table of `docs/sandbox.md`, and its tests.
+
+The grounds, outside of the sandbox, hold what attacks are after: a secret file, a secret in the environment, a process
+with something in its memory, listening sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from verl.utils import process_tree
+from verl.utils.sandbox.attacks import ATTACKS, TRIES
+from verl.utils.sandbox.outcome import Limits, Result
+from verl.utils.sandbox.runner import Sandbox
+
+LIMITS = Limits(wall_s=2.0, memory_mb=192, file_mb=16, processes=32, output_bytes=1 << 16)
+_SETTLE_SECONDS = 5.0
+_AT_REST = 4  # the zygote, and a spare: keeper, init, program
+_VICTIM = (
+    "import ctypes, time; x = ctypes.create_string_buffer(b'12345678'); print(ctypes.addressof(x), flush=True); "
+    "time.sleep(600)"
+)
+
+
+class Grounds:
+    """What attacks are after, and whether it was harmed."""
+
+    def __init__(self) -> None:
+        self.mark = "mark" + secrets.token_hex(8)
+        self.folder = tempfile.mkdtemp(prefix="verl-grounds-")
+        Path(self.folder, "secret").write_text(self.mark)
+        # Programs of the sandbox must not have it: every environment but theirs does.
+        os.environ["GROUNDS_SECRET"] = self.mark
+        self._start_victim()
+        self._listener = socket.create_server(("0.0.0.0", 0))
+        self._datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._datagrams.bind(("0.0.0.0", self._listener.getsockname()[1]))
+        self._datagrams.setblocking(False)
+        self._unix = []
+        for address in ("\0" + self.mark, self.folder + "/socket"):
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(address)
+            listener.listen()
+            self._unix.append(listener)
+        self._name = "left" + secrets.token_hex(8)
+        self._key = secrets.randbits(30)
+
+    def _start_victim(self) -> None:
+        self._victim = subprocess.Popen([sys.executable, "-c", _VICTIM], stdout=subprocess.PIPE, start_new_session=True)
+        assert self._victim.stdout is not None
+        self._address = int(self._victim.stdout.readline())
+
+    def facts(self, zygote: int) -> dict[str, object]:
+        return {
+            "file": self.folder + "/secret",
+            "folder": self.folder,
+            "mark": self.mark,
+            "name": self._name,
+            "parent": os.getpid(),
+            "zygote": zygote,
+            "victim": self._victim.pid,
+            "address": self._address,
+            "port": self._listener.getsockname()[1],
+            "host": _own_address(),
+            "key": self._key,
+        }
+
+    def harm(self, result: Result) -> list[str]:
+        """What an attack did, in words."""
+        text = result.stdout + result.stderr
+        reached = [line.partition("ESCAPED: ")[2] for line in text.splitlines() if line.startswith("ESCAPED: ")]
+        found = [f"reached {', '.join(dict.fromkeys(reached))}"] if reached else []
+        if self.mark in text or any(self.mark.encode() in content for content in result.files.values()):
+            found.append("read the secret")
+        if self._victim.poll() is not None:
+            found.append("killed another process")
+            self._start_victim()
+        if os.path.exists(self.folder + "/planted"):
+            os.remove(self.folder + "/planted")
+            found.append("wrote into the home directory")
+        with contextlib.suppress(BlockingIOError):
+            self._datagrams.recv(100)
+            found.append("sent a datagram")
+        if sum(map(len, result.files.values())) + len(text) > (LIMITS.file_mb << 20) + 2 * LIMITS.output_bytes:
+            found.append("more output than allowed")
+        return found + self._left_behind()
+
+    def _left_behind(self) -> list[str]:
+        found = []
+        for folder in ("/dev/shm", "/tmp", "/var/tmp", os.path.expanduser("~")):
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(folder, self._name))
+                found.append(f"left a file in {folder}")
+        libc = ctypes.CDLL(None)
+        segment = libc.shmget(self._key, 0, 0)
+        if segment >= 0:
+            libc.shmctl(segment, 0, None)
+            found.append("left shared memory")
+        return found
+
+    def close(self) -> None:
+        self._victim.kill()
+        self._victim.wait()
+        for listener in (self._listener, self._datagrams, *self._unix):
+            listener.close()
+        shutil.rmtree(self.folder)
+        os.environ.pop("GROUNDS_SECRET", None)
+
+
+def _own_address() -> str:
+    """An address of this machine that is not loopback, if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def run_attacks(require: str = "none", names: tuple[str, ...] = ()) -> list[dict[str, str]]:
+    """Try them all; a row for each, with what came of it and what of the machine was harmed ("" if nothing)."""
+    rows = []
+    grounds = Grounds()
+    try:
+        with Sandbox(require=require, limits=LIMITS, warm=1) as sandbox:
+            sandbox.run("")
+            at_rest = _wait_for_rest(sandbox.pid)
+            for attack in ATTACKS:
+                if names and attack.name not in names:
+                    continue
+                code = f"G = {grounds.facts(sandbox.pid)!r}\n{TRIES}\n{attack.code}"
+                result = sandbox.run(code, fetch=attack.fetch)
+                harm = grounds.harm(result)
+                left = _wait_for_rest(sandbox.pid, at_rest) - at_rest
+                if left > 0:
+                    harm.append(f"left {left} processes")
+                after = sandbox.run("print(1 + 1)", limits=Limits(wall_s=60.0))
+                if after.stdout != "2\n":
+                    harm.append(f"the next program does not run: {after}")
+                rows.append(
+                    {"attack": attack.name, "ended": _how(result), "harm": "; ".join(harm), "stops_at": attack.stops_at}
+                )
+    finally:
+        grounds.close()
+    return rows
+
+
+def _wait_for_rest(zygote: int, expected: int = _AT_REST) -> int:
+    """How many processes there are when no more than `expected` are left, or after a while."""
+    give_up = time.monotonic() + _SETTLE_SECONDS
+    while (count := len(process_tree.family(zygote))) != expected and time.monotonic() < give_up:
+        time.sleep(0.02)
+    return count
+
+
+def _how(result: Result) -> str:
+    return f"{result.status}" + ("" if result.return_code in (0, None) else f" ({result.return_code})")
