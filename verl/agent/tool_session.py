@@ -153,6 +153,7 @@ class ToolSession:
         except ToolError as error:
             raise _failed("exception", call.name, str(error)) from error
         except (TimeoutError, asyncio.TimeoutError) as error:  # two classes before Python 3.11
+            loaded.log("execute", error)
             raise _failed("timeout", call.name, str(error) or "it took too long") from error
         except Exception as error:
             loaded.log("execute", error)

@@ -69,7 +69,7 @@ class McpServer:
         self._spec = spec
         self._loop = loop
         self._connection: _Connection | None = None
-        self._connecting = asyncio.Lock()
+        self._opening: asyncio.Task[_Connection] | None = None
         self._checks: set[asyncio.Task[None]] = set()
 
     @property
@@ -90,12 +90,12 @@ class McpServer:
 
     async def ping(self) -> None:
         """ToolError if the server does not answer."""
-        await self._on_loop(self._connected(fresh=False))
+        await self._on_loop(self._connected(idle=0.0))
 
     async def disconnect(self) -> None:
         """On the servers' own loop."""
-        for check in self._checks:
-            check.cancel()
+        for task in (*self._checks, *filter(None, [self._opening])):
+            task.cancel()
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
@@ -103,19 +103,28 @@ class McpServer:
     async def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    async def _connected(self, fresh: bool = True) -> _Connection:
-        """A connection that answered lately (just now, if not `fresh`); a new one if need be."""
-        async with self._connecting:
-            connection = self._connection
-            if connection is not None and (not fresh or time.monotonic() - connection.used > _IDLE_SECONDS):
-                await self._drop_if_dead(connection)
-            if self._connection is None:
-                try:
-                    self._connection = await _Connection.open(self._spec)
-                except Exception as error:  # noqa: BLE001 (told without the token)
-                    raise ToolError(f"MCP server {self.name} ({self.address}): {self._told(error)}") from None
-            self._connection.used = time.monotonic()
-            return self._connection
+    async def _connected(self, idle: float = _IDLE_SECONDS) -> _Connection:
+        """A connection that was used less than `idle` seconds ago or answers now; a new one if need be.
+
+        Who comes while it is made waits for the same one, and hears the same error.
+        """
+        connection = self._connection
+        if connection is None or time.monotonic() - connection.used > idle:
+            if self._opening is None or self._opening.done():
+                self._opening = asyncio.ensure_future(self._reconnect())
+            connection = await asyncio.shield(self._opening)
+        connection.used = time.monotonic()
+        return connection
+
+    async def _reconnect(self) -> _Connection:
+        if self._connection is not None:
+            await self._drop_if_dead(self._connection)
+        if self._connection is None:
+            try:
+                self._connection = await _Connection.open(self._spec)
+            except Exception as error:  # noqa: BLE001 (told without the token)
+                raise ToolError(f"MCP server {self.name} ({self.address}): {self._told(error)}") from None
+        return self._connection
 
     async def _drop_if_dead(self, connection: _Connection) -> None:
         try:
