@@ -1,0 +1,144 @@
+"""Agents: many slow tools beside their critical path, and a GRPO step of two turns beside the same tokens in one.
+
+    python benchmarks/agents.py                 # 512 trajectories whose tools take 1 ms to 2 s
+    python benchmarks/agents.py --gpu           # the GRPO step, Qwen2.5-0.5B's shape; under 3 minutes on an H200
+    python benchmarks/agents.py --parts         # sandbox.py and search.py, which measure what agents stand on
+
+All through `main_ppo` on Ray with the native engine and random weights. The critical path is that of the trajectory
+whose own chain takes longest: the seconds of its tools and of its generation, as it met them. No order of work can be
+faster than the longest chain of tools alone. Two turns sample as many tokens as the single one and have as many in
+all: what the tool says stands in the prompt there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from _agent_loops import TOOL_TOKENS, latencies
+from _ours_step import run
+from _report import report
+from _shapes import matmul_rate
+from _training_work import Work
+from _variants import base
+
+ROLLOUT = "actor_rollout_ref.rollout"
+LOOPS = Path(__file__).parent / "_agent_loops.py"
+WITHIN, OVERHEAD = 1.2, 0.15
+
+
+def agents(loop: str, work: Work, workers: int) -> list[str]:
+    """Overrides: every row is answered by this loop, all of them at a time."""
+    return [
+        f"{ROLLOUT}.mode=async",
+        f"{ROLLOUT}.agent.default_agent_loop={LOOPS}:{loop}",
+        f"{ROLLOUT}.agent.num_workers={workers}",
+        f"{ROLLOUT}.agent.max_concurrent_requests={-(-work.samples // workers)}",
+        f"{ROLLOUT}.max_num_seqs={work.samples}",
+    ]
+
+
+def slow_tools(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """One generation of `prompts` × 8 trajectories; seconds it took over its critical path."""
+    calls, tokens = options.calls, options.tokens
+    response = (calls + 1) * tokens + calls * TOOL_TOKENS
+    work = Work("slow-tools", options.shape or "tiny", options.trajectories // 8, 8, 32, response, response, 3)
+    work.write(folder)
+    os.environ |= {"AGENTS_CALLS": str(calls), "AGENTS_TOKENS": str(tokens)}
+    dumps = folder / "dumps"
+    settings = [*agents("SlowTools", work, options.workers), f"trainer.rollout_data_dir={dumps}"]
+    settings += base(work, 16384, checkpointing=False, compiled=False)
+    rows = run(work, folder, "agents", settings, options.limit, rate=1.0)
+    if "s" not in rows[-1]:
+        return rows
+    gen = next(row["s"] for row in rows if row["phase"] == "gen")
+    chains, tools = [], []
+    for step in range(2, work.steps + 1):
+        lines = [json.loads(line) for line in (dumps / f"{step}.jsonl").read_text().splitlines()]
+        assert len(lines) == work.samples
+        said = [line["agent_metrics"] for line in lines]
+        chains.append(max(one["tool_s"] + one["generate_s"] for one in said))
+        tools.append([sum(latencies(line["index"], line["sample_index"], calls)) for line in lines])
+    chain, longest = sum(chains) / len(chains), sum(map(max, tools)) / len(tools)
+    return [
+        {
+            "trajectories": work.samples,
+            "calls each": calls,
+            "generation s": gen,
+            "critical path s": chain,
+            "× critical path": gen / chain,
+            "longest tools alone s": longest,
+            "× tools alone": gen / longest,
+            "one after another s": sum(map(sum, tools)) / len(tools),
+            "goal": f"≤ {WITHIN} × critical path",
+            "met": gen <= WITHIN * chain,
+        }
+    ]
+
+
+def two_turns(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Whole steps by phase: single-turn answers (`rollout.mode=sync`) and two turns of the same tokens."""
+    cuda = torch.cuda.is_available()
+    shape = options.shape or ("qwen2.5-0.5b" if cuda else "tiny")
+    prompts, n, prompt, tokens = (32, 8, 128, 256) if cuda else (4, 4, 32, 32)
+    budget, rate = (8192, matmul_rate("cuda")) if cuda else (512, matmul_rate("cpu"))
+    os.environ["AGENTS_TOKENS"] = str(tokens)
+    single = Work("single-turn", shape, prompts, n, prompt + TOOL_TOKENS, tokens, tokens, options.steps)
+    double = Work("two-turn", shape, prompts, n, prompt, tokens + TOOL_TOKENS, tokens + TOOL_TOKENS, options.steps)
+    found, steps = [], {}
+    for work, settings in ((single, []), (double, agents("TwoTurns", double, min(options.workers, 2)))):
+        work.write(folder)
+        rows = run(work, folder, "step", [*base(work, budget, False, cuda), *settings], options.limit, rate)
+        found += [{"case": row["case"], "phase": row["phase"], **row} for row in rows]
+        steps[work.case] = rows[-1].get("s")
+    if all(steps.values()):
+        more = steps["two-turn"] - steps["single-turn"]
+        share = more / steps["single-turn"]
+        found.append({"case": "two turns cost", "phase": "step", "s": more, "overhead %": 100 * share})
+        found[-1] |= {"goal": f"< {100 * OVERHEAD:.0f} %", "met": share < OVERHEAD}
+    return found
+
+
+def parts(options: argparse.Namespace) -> None:
+    """What agents stand on, each measured by its own script."""
+    for name in ("sandbox.py", "search.py"):
+        script = Path(__file__).parent / name
+        if script.exists():
+            passed = ["--json", options.json] if options.json else []
+            subprocess.run([sys.executable, str(script), *passed], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", action="store_true", help="the GRPO step; without a GPU tiny, and no figure")
+    parser.add_argument("--parts", action="store_true", help="run sandbox.py and search.py")
+    parser.add_argument("--shape", help="of the model; default tiny, for the step qwen2.5-0.5b")
+    parser.add_argument("--trajectories", type=int, default=512)
+    parser.add_argument("--calls", type=int, default=6, help="tool calls of each trajectory")
+    parser.add_argument("--tokens", type=int, default=4, help="tokens the model samples between them")
+    parser.add_argument("--workers", type=int, default=4, help="rollout.agent.num_workers")
+    parser.add_argument("--steps", type=int, default=4, help="of the GRPO step's runs; the first is not counted")
+    parser.add_argument("--limit", type=float, default=85.0, help="seconds a run may take, with its start")
+    parser.add_argument("--folder", type=Path, help="keeps models and logs; default: a temporary one")
+    parser.add_argument("--json", help="append every table to this file")
+    options = parser.parse_args()
+    if options.parts:
+        parts(options)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.folder or Path(scratch)).resolve()
+        if options.gpu:
+            report("a GRPO step, one turn and two", two_turns(options, folder), options.json)
+        else:
+            report("tools of 1 ms to 2 s", slow_tools(options, folder), options.json)
+
+
+if __name__ == "__main__":
+    main()
