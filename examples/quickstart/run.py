@@ -127,11 +127,11 @@ def main() -> None:
     report(accuracy, picture, folder / algo / f"global_step_{last_step}", time.monotonic() - begin)
 
 
-def train(module: str, overrides: list[str], folder: Path, name: str) -> Path:
+def train(module: str, overrides: list[str], folder: Path, name: str, project: str = "quickstart") -> Path:
     """Run a training command, its output in a log, its progress here; returns its metrics file."""
     command = [sys.executable, "-m", module, *overrides]
     print(f"{shlex.join(['python', '-m', module])} \\\n    " + " \\\n    ".join(map(shlex.quote, overrides)))
-    metrics = folder / "runs" / "quickstart" / name / "metrics.jsonl"
+    metrics = folder / "runs" / project / name / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     log = folder / f"{name}.log"
     with log.open("w") as stream:
