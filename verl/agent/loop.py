@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import PPOConfig, RolloutConfig, names
+from verl.utils.exceptions import Travels
 from verl.utils.import_utils import load_extern_object
 from verl.utils.registry import Registry
 
@@ -23,6 +24,7 @@ __all__ = [
     "AgentLoopOutput",
     "LoopSpec",
     "TokenOutput",
+    "TrajectoryFailed",
     "find_loop",
     "imported_class",
     "read_loop_file",
@@ -95,6 +97,14 @@ class AgentLoopOutput:
                     f"AgentLoopOutput: {len(self.response_ids)} response_ids and {len(values)} {name}. Give one for"
                     " each token."
                 )
+
+
+class TrajectoryFailed(Travels):
+    """What a loop raises to be counted under a name: `kind` is that of the metric `agent_loop/failures/<kind>`."""
+
+    def __init__(self, message: str, kind: str = "loop") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class _TokenIds(list[int]):

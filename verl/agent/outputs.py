@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
-from verl.agent.loop import AgentLoopOutput
+from verl.agent.loop import AgentLoopOutput, TrajectoryFailed
 from verl.agent.record import Call, Record
 from verl.types.trajectory import Row, Trajectory, Turn
 
@@ -67,7 +67,7 @@ def failed_trajectory(
         mask = [*mask, *([0] * len(between)), *([1] * len(said))]
     shown = AgentLoopOutput(prompt, response[:max_response], mask[:max_response])
     metrics = _metrics([], record) | {
-        "failures": {"loop": 1},
+        "failures": {error.kind if isinstance(error, TrajectoryFailed) else "loop": 1},
         "unmatched_tokens": 0,
         "status": "failed",
         "error": f"{type(error).__name__}: {error}",

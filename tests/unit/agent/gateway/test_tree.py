@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.agent.gateway.agent import outputs_of
 from verl.agent.gateway.tree import Tree
 from verl.types.request import Output
 
@@ -132,6 +133,23 @@ def test_both_continuations_of_an_answer_are_rows_and_its_tokens_are_trained_onc
         ([first, one], [True] * 2),
         ([first, other], [False, True]),
     ]
+
+
+def test_rows_have_every_answer_with_its_log_probs_and_train_it_once():
+    session = Session()
+    first = session.say(session.ask(USER), tokens=2)
+    one = session.say(session.ask(USER, first.reply, NEXT), tokens=1)
+    session.say(session.ask(USER, first.reply, {**NEXT, "content": "And in Oslo?"}), tokens=3)
+    session.say(session.ask(NEXT), tokens=1)
+    shared, second, third = outputs_of(session.tree, keep_retries=False)
+    between = one.place.context_ids
+    assert shared.prompt_ids == second.prompt_ids == first.place.context_ids
+    assert shared.response_ids == [*first.answer.token_ids, *between, *one.answer.token_ids]
+    assert shared.response_mask == [1, 1, *[0] * len(between), 1]
+    assert shared.response_logprobs == [-0.5, -0.5, *[0.0] * len(between), -0.5]
+    assert shared.response_versions == [3, 3, *[-1] * len(between), 3]
+    assert [mask for mask in second.response_mask if mask] == [1] * 3, "what is shared is context here"
+    assert (third.response_mask, third.num_turns, shared.num_turns) == ([1], 2, 4)
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 25))

@@ -1,0 +1,209 @@
+"""GatewayAgentLoop: a trajectory is a user's agent that only knows an HTTP API, and a session that records it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from verl.agent.gateway.app import GatewayApp
+from verl.agent.gateway.run_agent import load_agent, start_agent
+from verl.agent.gateway.server import LocalServer
+from verl.agent.gateway.session import Model, Session, Sessions
+from verl.agent.gateway.tree import Path, Tree
+from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryFailed
+from verl.config import PPOConfig
+from verl.inference.serving.fields import ApiError
+from verl.inference.serving.openai_requests import ModelFacts
+from verl.types.request import Output, Request
+from verl.utils.tool_calls import get_parser
+
+__all__ = ["GatewayAgentLoop", "outputs_of"]
+
+_OUT_OF_TOKENS = "this trajectory has used up its tokens (rollout.max_new_tokens, or max_model_len)."
+
+
+class GatewayAgentLoop(AgentLoopBase):
+    """Calls `run_agent(base_url, prompt, request_kwargs, metadata, **agent_kwargs)` and waits for it.
+
+    Everything that changes what is sampled from (temperature, top_p …) is the run's: clients limit answers and stop
+    them, no more. The reward is what was posted as reward_info, else what the agent returned, else as of any answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_agent: str,
+        timeout: float = 600.0,
+        request_kwargs: Mapping[str, Any] | None = None,
+        agent_kwargs: Mapping[str, Any] | None = None,
+        keep_retries: bool = False,
+        **base: Any,
+    ) -> None:
+        """`run_agent` is file.py:function or pkg.module.function; `timeout` in seconds is for one trajectory."""
+        super().__init__(**base)
+        self._timeout, self._keep_retries = timeout, keep_retries
+        self._request_kwargs, self._agent_kwargs = dict(request_kwargs or {}), dict(agent_kwargs or {})
+        self._function = load_agent(run_agent, self._agent_kwargs)
+
+    @classmethod
+    def init_class(cls, config: PPOConfig, tokenizer: Any, processor: Any, **own: Any) -> None:
+        """What is wrong with the entry is said before the first trajectory."""
+        if "run_agent" not in own:
+            raise ValueError("GatewayAgentLoop: its entry has no run_agent. Write run_agent: file.py:function there.")
+        load_agent(own["run_agent"], own["agent_kwargs"] if "agent_kwargs" in own else ())
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        session = Session(
+            uuid.uuid4().hex, self._generator(sampling_params), self.rollout_config.multi_turn.max_assistant_turns
+        )
+        metadata = {name: value for name, value in row.items() if name not in ("raw_prompt", "prompt_ids")}
+        async with _gateway_of(self).session(session) as base_url:
+            future = start_agent(
+                self._function,
+                base_url=base_url,
+                prompt=row["raw_prompt"],
+                request_kwargs=dict(self._request_kwargs),
+                metadata=metadata,
+                **self._agent_kwargs,
+            )
+            died: TrajectoryFailed | None = None
+            returned = None
+            try:
+                returned = await asyncio.wait_for(asyncio.wrap_future(future), self._timeout)
+            except TimeoutError:
+                died = TrajectoryFailed(f"run_agent did not return within {self._timeout:g} s.", "timeout")
+            except Exception as error:  # noqa: BLE001 - a user's agent: it may raise anything; told or counted below
+                died = TrajectoryFailed(f"run_agent raised {type(error).__name__}: {error}", "exception")
+                died.__cause__ = error
+        info = session.reward_info if session.reward_info is not None else _returned_info(returned)
+        if died is not None and session.reward_info is None:
+            raise died
+        outputs = outputs_of(session.tree, self._keep_retries)
+        if not outputs:
+            raise TrajectoryFailed(f"run_agent asked for no answer ({session.cut_off} were cut off).", "no_request")
+        _note(outputs, session, info, died)
+        return outputs
+
+    def _generator(self, sampling_params: Mapping[str, Any]) -> Any:
+        """Asks the worker's engines in the name of this trajectory, whoever's task it is."""
+        own, name = contextvars.copy_context(), uuid.uuid4().hex
+
+        async def generate(request: Request) -> AsyncGenerator[Output, None]:
+            limits = {
+                "max_new_tokens": min(request.params.max_new_tokens, sampling_params["max_new_tokens"]),
+                "stop": [*sampling_params["stop"], *request.params.stop],
+                "stop_token_ids": [*sampling_params["stop_token_ids"], *request.params.stop_token_ids],
+            }
+            asked = self.server_manager.generate(
+                request_id=name, prompt_ids=request.prompt_ids, sampling_params={**sampling_params, **limits}
+            )
+            told = await asyncio.get_running_loop().create_task(asked, context=own.copy())
+            if not told.token_ids:
+                raise ApiError(_OUT_OF_TOKENS, code="context_length_exceeded")
+            reason = told.extra_fields["finish_reason"]
+            yield Output(told.token_ids, told.log_probs, told.extra_fields["versions"], reason, told.log_probs)
+
+        return generate
+
+
+def outputs_of(tree: Tree, keep_retries: bool) -> list[AgentLoopOutput]:
+    """A row for each path of the tree; no token is trained twice."""
+    return [_output_of(path) for path in tree.paths(keep_retries)]
+
+
+def _output_of(path: Path) -> AgentLoopOutput:
+    made = AgentLoopOutput(
+        list(path.nodes[0].place.context_ids), [], [], [], num_turns=2 * len(path.nodes), response_versions=[]
+    )
+    assert made.response_logprobs is not None
+    assert made.response_versions is not None
+    for number, (node, trained) in enumerate(zip(path.nodes, path.trained, strict=True)):
+        context, answer = (node.place.context_ids if number else []), node.answer
+        made.response_ids += [*context, *answer.token_ids]
+        made.response_mask += [0] * len(context) + [int(trained)] * len(answer.token_ids)
+        made.response_logprobs += [0.0] * len(context) + answer.log_probs
+        made.response_versions += [-1] * len(context) + answer.versions
+    made.finish_reason = path.nodes[-1].answer.finish_reason
+    return made
+
+
+def _returned_info(returned: Any) -> dict[str, Any] | None:
+    """What run_agent returned: {reward: …}, or that under reward_info."""
+    if returned is None:
+        return None
+    if not isinstance(returned, dict):
+        raise TrajectoryFailed(
+            f"run_agent returned {returned!r:.200}. Return a dict with a reward, or None.", "exception"
+        )
+    return returned.get("reward_info", returned)
+
+
+def _note(
+    outputs: list[AgentLoopOutput], session: Session, info: Mapping[str, Any] | None, died: TrajectoryFailed | None
+) -> None:
+    """The score of the trajectory, and what happened in it besides."""
+    counts = session.tree.counts
+    failures = {"branch": counts["branch"], "retry": counts["retry"], "cut_off": session.cut_off}
+    if died is not None:
+        failures[died.kind] = 1
+    outputs[0].metrics = AgentLoopMetrics(failures={kind: count for kind, count in failures.items() if count})
+    outputs[-1].extra_fields["reward_info"] = None if info is None else dict(info)
+    reward = None if info is None else info.get("reward")
+    outputs[-1].reward_score = None if reward is None else float(reward)
+
+
+# ---------------------------------------------------------------- one server for all sessions of a worker
+
+
+class _Gateway:
+    """Runs while there are sessions."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._sessions = model, Sessions()
+        self._stack: AsyncExitStack | None = None
+        self._address = ""
+        self._stopping: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def session(self, session: Session) -> AsyncGenerator[str, None]:
+        """The address of a session, which is open until this is left."""
+        self._sessions.open(session)
+        if self._stack is None:
+            self._stack = AsyncExitStack()
+            app = GatewayApp(self._sessions, self._model)
+            self._address = await self._stack.enter_async_context(LocalServer(app, "agents"))
+        try:
+            yield f"{self._address}/sessions/{session.name}"
+        finally:
+            await self._sessions.close(session.name)
+            if not self._sessions.names and self._stack is not None:
+                # Nobody waits for it: connections that agents left open take a moment.
+                task = asyncio.create_task(self._stack.aclose())
+                self._stopping.add(task)
+                task.add_done_callback(self._stopping.discard)
+                self._stack = None
+
+
+_gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, _Gateway] = WeakKeyDictionary()
+
+
+def _gateway_of(loop: GatewayAgentLoop) -> _Gateway:
+    """The one of this worker, which has an event loop of its own."""
+    if loop.loop not in _gateways:
+        facts = ModelFacts(
+            (loop.config.actor_rollout_ref.model.path,),
+            loop.rollout_config.max_model_len,
+            len(loop.tokenizer),
+            frozenset({loop.tokenizer.eos_token_id}),
+            max_answers=1,
+            client_templates=False,
+            longest_token=max(map(len, loop.tokenizer.get_vocab())),
+        )
+        parser = get_parser(loop.rollout_config.multi_turn.format)
+        _gateways[loop.loop] = _Gateway(Model(facts, loop.tokenizer, parser, loop.apply_chat_template_kwargs))
+    return _gateways[loop.loop]

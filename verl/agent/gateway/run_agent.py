@@ -1,0 +1,51 @@
+"""Users' agents run beside the event loop that answers them, so that one which blocks never waits for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from verl.utils.import_utils import load_user_object
+
+__all__ = ["load_agent", "start_agent"]
+
+_PARAMETERS = ("base_url", "prompt", "request_kwargs", "metadata")
+_loop: asyncio.AbstractEventLoop | None = None
+_starting = threading.Lock()
+
+
+def load_agent(place: str, own: Iterable[str] = ()) -> Callable[..., Any]:
+    """The function at `file.py:function` or `pkg.module.function`; `own` are keywords that it is given besides."""
+    module, _, name = place.rpartition(":" if ":" in place else ".")
+    return load_user_object(module, name, key="run_agent", required_params=(*_PARAMETERS, *own))
+
+
+def start_agent(function: Callable[..., Any], **arguments: Any) -> Future[Any]:
+    """Run it: an `async def` in an event loop that all of this process's agents share, a `def` in its own thread."""
+    if inspect.iscoroutinefunction(function):
+        return asyncio.run_coroutine_threadsafe(function(**arguments), _agents_loop())
+    future: Future[Any] = Future()
+    threading.Thread(target=_fulfil, args=(future, function, arguments), name="agent", daemon=True).start()
+    return future
+
+
+def _fulfil(future: Future[Any], function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(**arguments))
+    except BaseException as error:  # noqa: BLE001 - whoever waits for the agent gets it
+        future.set_exception(error)
+
+
+def _agents_loop() -> asyncio.AbstractEventLoop:
+    global _loop
+    with _starting:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="agents", daemon=True).start()
+    return _loop
