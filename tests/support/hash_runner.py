@@ -57,9 +57,12 @@ class HashRunner:
             banned.setdefault(row, set()).add(token)
         rows = []
         for row, (state, slot) in enumerate(zip(states, plan.sample_slots, strict=True)):
-            rows.append(sampled(state, self._params[slot].key, plan.sample_positions[row], banned.get(row, set())))
+            rows.append(self._sampled(state, slot, plan.sample_positions[row], banned.get(row, set())))
             self._last[slot] = rows[-1][0]
         return Done(rows)
+
+    def _sampled(self, state: int, slot: int, position: int, banned: set[int]) -> tuple[int, float, float, float]:
+        return sampled(state, self._params[slot].key, position, banned)
 
     def _feed(self, slot: int, position: int, token: int) -> int:
         """Write the token's KV, and return what the model then knows."""
