@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.config.problems import Report
 from verl.config.rollout import MultiTurnConfig
+from verl.interactions.box import read_interactions
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import marked_functions
 from verl.tools.mcp_base_tool import MCPBaseTool
@@ -47,10 +48,12 @@ class ToolFiles:
 
     entries: tuple[ToolEntry, ...] = ()
     functions: UserModule | None = None
+    interactions: tuple[ClassEntry, ...] = ()
 
 
 def read_tool_files(config: MultiTurnConfig) -> ToolFiles:
-    """Read the tool file, the servers files it names and users' Python files; ConfigError tells all problems."""
+    """Read the files of tools and simulated users, the servers files they name and users' Python files; ConfigError
+    tells all problems."""
     report = Report()
     functions = None
     if config.function_tool_path is not None:
@@ -63,8 +66,9 @@ def read_tool_files(config: MultiTurnConfig) -> ToolFiles:
         listed = read_class_list(TOOLS, config.tool_config_path, "tools", ("tool_schema", "mcp"), report)
         beside = Path(config.tool_config_path).parent
         entries = [ToolEntry(base, _read_schema(base, report), _read_mcp(base, beside, report)) for base in listed]
+    users = [] if config.interaction_config_path is None else read_interactions(config.interaction_config_path, report)
     report.raise_if_any()
-    return ToolFiles(tuple(entries), functions)
+    return ToolFiles(tuple(entries), functions, tuple(users))
 
 
 def build_tools(files: ToolFiles, servers: McpServers) -> list[BaseTool]:

@@ -11,6 +11,7 @@ from verl.agent.tool_limits import Gate
 from verl.agent.tool_session import CallLimits, LoadedTool, ToolResult, ToolSession
 from verl.config.problems import Report
 from verl.config.rollout import MultiTurnConfig
+from verl.interactions.box import InteractionBox
 from verl.tools.base_tool import BaseTool
 from verl.tools.mcp_servers import McpServers
 from verl.utils.calling import invoke, within
@@ -21,7 +22,13 @@ __all__ = ["CallLimits", "ToolResult", "ToolSession", "Toolbox"]
 class Toolbox:
     """Tools by name. Those that share one `config` object share its limits."""
 
-    def __init__(self, tools: Sequence[BaseTool], limits: CallLimits, servers: McpServers | None = None) -> None:
+    def __init__(
+        self,
+        tools: Sequence[BaseTool],
+        limits: CallLimits,
+        servers: McpServers | None = None,
+        interactions: InteractionBox | None = None,
+    ) -> None:
         gates: dict[int, Gate] = {}
         self._tools: dict[str, LoadedTool] = {}
         report = Report()
@@ -34,17 +41,21 @@ class Toolbox:
         report.raise_if_any()
         self._limits = limits
         self._servers = servers or McpServers()
+        self.interactions = interactions or InteractionBox({}, limits.seconds)
+        """The simulated users."""
         self._releasing: set[asyncio.Task[None]] = set()
 
     @classmethod
     def load(cls, config: MultiTurnConfig, files: ToolFiles | None = None) -> Toolbox:
-        """The tools that the keys of `multi_turn` name, of `files` where they were read before; ConfigError tells all
-        problems at once. It starts or calls the MCP servers, to learn their tools.
+        """The tools and users that the keys of `multi_turn` name, of `files` where they were read before; ConfigError
+        tells all problems at once. It starts or calls the MCP servers, to learn their tools.
         """
+        files = files or read_tool_files(config)
         servers = McpServers()
         limits = CallLimits(config.tool_timeout, config.max_tool_response_length, config.tool_response_truncate_side)
         try:
-            return cls(build_tools(files or read_tool_files(config), servers), limits, servers)
+            users = InteractionBox.load(files.interactions, config.tool_timeout)
+            return cls(build_tools(files, servers), limits, servers, users)
         except BaseException:
             servers.close()
             raise

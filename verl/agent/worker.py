@@ -20,6 +20,8 @@ from verl.agent.outputs import Limits, failed_trajectory, trajectory_of
 from verl.agent.record import Record, recording
 from verl.agent.replicas import EngineLost, Replica
 from verl.agent.server_manager import ServerManager
+from verl.agent.tool_files import ToolFiles
+from verl.agent.toolbox import Toolbox
 from verl.config import PPOConfig, as_config
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
@@ -27,6 +29,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.handle import RankHandle
 from verl.types.request import SamplingParams
 from verl.types.trajectory import Trajectory
+from verl.utils.code_runner import CodeSettings, configure
 from verl.utils.fs import resolve_model_path
 from verl.utils.progress import Progress, expect, pulse
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
@@ -45,22 +48,25 @@ _PATIENCE_S = 3600.0
 class AgentLoopWorker(Worker):
     """One of `rollout.agent.num_workers` processes. Its event loop lives as long as it does: tools keep connections."""
 
-    def __init__(self, config: Any, loops: Mapping[str, LoopSpec]) -> None:
-        """`loops` are the entries of `agent_loop_config_path`."""
+    def __init__(self, config: Any, loops: Mapping[str, LoopSpec], tools: ToolFiles | None = None) -> None:
+        """`loops` are the entries of `agent_loop_config_path`; `tools` what tools and simulated users are made of."""
         self.config = as_config(PPOConfig, config)
         self.rollout_config = self.config.actor_rollout_ref.rollout
         model = self.config.actor_rollout_ref.model
         folder = resolve_model_path(model.path, "actor_rollout_ref.model.path")
         self.tokenizer = hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         self.processor = hf_processor(folder, trust_remote_code=model.trust_remote_code)
-        self.toolbox: Any = None
         self._loops = dict(loops)
         self._ready: set[type[AgentLoopBase]] = set()
         self._running: asyncio.Task[Any] | None = None
         self._finished: deque[tuple[int, np.ndarray]] = deque()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="agent-loops", daemon=True).start()
-        self.loop_class(self.rollout_config.agent.default_agent_loop)  # what is wrong with it is said now
+        configure(CodeSettings.of(self.config.sandbox, self.config.sandbox_fusion))
+        self.toolbox = Toolbox.load(self.rollout_config.multi_turn, tools)
+        # What is wrong with the tools or the loop is said now.
+        asyncio.run_coroutine_threadsafe(self.toolbox.check(), self._loop).result()
+        self.loop_class(self.rollout_config.agent.default_agent_loop)
 
     @register(dispatch_mode=SPLIT_ROWS)
     def generate_sequences(self, prompts: DataProto, replicas: Sequence[RankHandle]) -> DataProto:

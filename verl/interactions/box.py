@@ -17,12 +17,9 @@ logger = logging.getLogger(__name__)
 KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
 
 
-def read_interactions(path: str) -> tuple[ClassEntry, ...]:
-    """The entries of an interaction file with the users' files in them; ConfigError tells all problems."""
-    report = Report()
-    entries = read_class_list(KEY, path, "interaction", ("name",), report)
-    report.raise_if_any()
-    return tuple(entries)
+def read_interactions(path: str, report: Report) -> list[ClassEntry]:
+    """The entries of an interaction file with the users' files in them."""
+    return read_class_list(KEY, path, "interaction", ("name",), report)
 
 
 class InteractionBox:
@@ -33,11 +30,11 @@ class InteractionBox:
         self._seconds = seconds
 
     @classmethod
-    def load(cls, entries: str | Sequence[ClassEntry] | None, seconds: float) -> InteractionBox:
-        """Those of an interaction file, or of what `read_interactions` made of it; None: there are none."""
+    def load(cls, entries: Sequence[ClassEntry], seconds: float) -> InteractionBox:
+        """Those of an interaction file; ConfigError tells all problems."""
         made: dict[str, BaseInteraction] = {}
         report = Report()
-        for entry in read_interactions(entries) if isinstance(entries, str) else entries or ():
+        for entry in entries:
             found = entry.load(BaseInteraction, report)
             if found is None:
                 continue

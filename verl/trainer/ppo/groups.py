@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from verl.agent.loop import imported_class, read_loop_file
+from verl.agent.tool_files import read_tool_files
 from verl.agent.worker import AgentLoopWorker
 from verl.config import PPOConfig
 from verl.config.plan import ROLLOUT, layout_of
@@ -211,7 +212,8 @@ class WorkerGroups:
         if agent.agent_loop_manager_class is not None:
             key = f"{ROLLOUT}.agent.agent_loop_manager_class"
             worker = imported_class(agent.agent_loop_manager_class, key, AgentLoopWorker)
-        prepared = RayClassWithInitArgs(worker, self._config, read_loop_file(agent.agent_loop_config_path))
+        loops, tools = read_loop_file(agent.agent_loop_config_path), read_tool_files(rollout.multi_turn)
+        prepared = RayClassWithInitArgs(worker, self._config, loops, tools)
         prepared.imports = list(self._config.external_libs)
         shares = [len(range(node, agent.num_workers, nodes)) for node in range(min(nodes, agent.num_workers))]
         started = self._cls(
