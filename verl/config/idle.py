@@ -26,7 +26,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         _ROLLOUTS,
         f"Set {ROLLOUT}.name=native, which needs no install",
     ),
-    f"{ROLLOUT}.multi_turn.enable": ((True,), "Leave it out: every answer is one turn"),
     "do_search": ((True,), "Leave it out: the model answers without searching"),
     f"{ACTOR}.strategy": (tuple(_ENGINES), f"Set {ACTOR}.strategy=fsdp2"),
     "critic.strategy": (tuple(_ENGINES), "Set critic.strategy=fsdp2"),
@@ -35,7 +34,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 # Keys that only what is not built would read: pattern -> what that is. Away from its default such a key does nothing.
 NO_EFFECT: Mapping[str, str] = {
-    f"{ROLLOUT}.multi_turn.*": "turns and tools are not built yet",
     **{f"*.{row.block}.*": f"the {name} engine is not built yet" for name, row in _ENGINES.items()},
 }
 _LOAD_FORMATS = ("auto", "dummy")
@@ -285,7 +283,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(_below(ROLLOUT, "top_p", "top_k", "min_p"), _is_set(f"{ROLLOUT}.do_sample"), f"{ROLLOUT}.do_sample = False"),
     Rule(
-        (f"{ROLLOUT}.agent.*",),
+        _below(ROLLOUT, "agent.*", "multi_turn.*"),
         _is(f"{ROLLOUT}.mode", "async"),
         f"no agents run; {ROLLOUT}.mode=async starts them",
     ),

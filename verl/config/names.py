@@ -188,6 +188,7 @@ class AgentLoop:
 
 AGENT_LOOPS = {
     "single_turn_agent": AgentLoop("verl.agent.single_turn:SingleTurnAgentLoop"),
+    "tool_agent": AgentLoop("verl.agent.tool_loop:ToolAgentLoop"),
     "search_agent": AgentLoop("verl.agent.search_loop:SearchAgentLoop"),
 }
 BUILT_ROLLOUTS = {name: row for name, row in ROLLOUTS.items() if row.at}

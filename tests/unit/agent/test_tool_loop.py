@@ -116,8 +116,8 @@ class Played:
         self.engine = scripted_engine(answers([encode(turn) for turn in turns], prompt, END), max_model_len)
         self.engine.version = 3
         self.record = Record()
-        self.toolbox = Toolbox([FunctionTool(tool) if callable(tool) else tool for tool in tools], LIMITS)
-        self.toolbox.interactions = InteractionBox(users or {}, 5.0)
+        made = [FunctionTool(tool) if callable(tool) else tool for tool in tools]
+        self.toolbox = Toolbox(made, LIMITS, interactions=InteractionBox(users or {}, 5.0))
         self.row = {"raw_prompt": QUESTION, **(row or {})}
         try:
             self.output = asyncio.run(self._run(config, tokenizer, room, max_model_len))

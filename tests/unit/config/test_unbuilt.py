@@ -24,7 +24,6 @@ def problems(*overrides: str):
     "asked",
     [
         *(f"{ROLLOUT}.name={name}" for name in names.ROLLOUTS if name not in names.BUILT_ROLLOUTS),
-        f"{ROLLOUT}.multi_turn.enable=True",
         "do_search=True",
         f"{ACTOR}.strategy=megatron",
         "critic.strategy=megatron",
@@ -43,11 +42,11 @@ def test_all_of_it_at_once_and_before_everything_else():
         "data.train_files=/no/such/file.parquet",
         f"{ACTOR}.ppo_mini_batch_size=100",
         f"{ROLLOUT}.name=vllm",
-        f"{ROLLOUT}.multi_turn.enable=True",
+        f"{ACTOR}.strategy=megatron",
     )
     assert [problem.key for problem in found] == [
         f"{ROLLOUT}.name",
-        f"{ROLLOUT}.multi_turn.enable",
+        f"{ACTOR}.strategy",
         f"{ACTOR}.ppo_mini_batch_size",
         "data.train_files",
     ]
@@ -65,7 +64,6 @@ def test_a_critic_that_is_not_started_may_name_any_engine():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (f"{ROLLOUT}.multi_turn.format=openai", "turns and tools are not built yet"),
         (f"{ACTOR}.megatron_config.param_offload=True", "the megatron engine is not built yet"),
         ("actor_rollout_ref.ref.megatron_config.sequence_parallel=False", "the megatron engine is not built yet"),
         (f"{ROLLOUT}.engine_kwargs.vllm.seed=1", "has no effect with actor_rollout_ref.rollout.name = native"),
