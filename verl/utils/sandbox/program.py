@@ -35,6 +35,10 @@ class Confinement:
     folder: str = room.WORK
     capability: int | None = None  # to read an interpreter that only root may read; Landlock says what else
 
+    @property
+    def tmp(self) -> str:
+        return "/tmp" if self.namespaces else self.folder
+
     def apply(self) -> None:
         """Of no return: this process and all it starts."""
         os.setsid()
@@ -50,29 +54,42 @@ class Confinement:
 
 
 def wait_and_run(link: socket.socket, confinement: Confinement) -> int:
-    """The exit status of the one job that comes over `link`."""
+    """The exit status of the one job that comes over `link`. All that can be done before it comes, is."""
     confinement.apply()
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)
+    os.chdir(confinement.folder)
+    os.environ.update(HOME=confinement.folder, PWD=confinement.folder, TMPDIR=confinement.tmp)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    main = _fresh_main(confinement.folder)
+    _rehearse()
+    here = process_tree.data_bytes() or 64 << 20
     try:
         job, blobs, descriptors = wire.receive(link, 4)
     except EOFError:
         return 0
-    link.close()
     cells = _take_descriptors(descriptors)
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)
-    os.chdir(confinement.folder)
-    os.environ.update(HOME=confinement.folder, PWD=confinement.folder, TMPDIR=job["tmp"])
-    _place(dict(zip(job["files"], blobs, strict=True)))
-    _limit(job["limits"])
-    for number in (signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    files = dict(zip(job["files"], blobs, strict=True))
+    _place(files)
+    _limit(job["limits"], here)
     if job["start"]:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python alone ignores it
         return _become(job["start"])
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python itself has it
-    main = _fresh_main()
     if cells is not None:
         return _serve_cells(cells, main)
-    return _run_script(job["script"], main)
+    return _run_script(job["script"], files[job["script"]], main)
+
+
+def _rehearse() -> None:
+    """Do once what a job will do: the pages of memory that it writes are copied now and not then."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        wire.send(ours, {"start": [], "limits": {"processes": 1}}, [b""], [ours.fileno()])
+        for descriptor in wire.receive(theirs, 1)[2]:
+            os.close(descriptor)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        code = "import math\ndef f(x):\n    return [str(y) for y in range(x)]\nprint(f(9), math.pi, file=nowhere)"
+        exec(compile(code, "rehearsal", "exec"), {"nowhere": nowhere})
 
 
 def _take_descriptors(came: list[int]) -> int | None:
@@ -94,8 +111,8 @@ def _place(files: dict[str, bytes]) -> None:
             file.write(content)
 
 
-def _limit(limits: dict[str, Any]) -> None:
-    here = process_tree.data_bytes() or 64 << 20
+def _limit(limits: dict[str, Any], here: int) -> None:
+    """`here`: the memory that this process has already, which is not the program's."""
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_NOFILE, 256)
     _lower(resource.RLIMIT_NPROC, limits["processes"])
@@ -121,24 +138,22 @@ def _become(command: list[str]) -> int:
         return 127
 
 
-def _fresh_main() -> types.ModuleType:
+def _fresh_main(folder: str) -> types.ModuleType:
     """A `__main__` as a new Python has it; nothing of the runner is in its modules."""
     for name in [name for name in sys.modules if name == "verl" or name.startswith("verl.")]:
         del sys.modules[name]
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
-    sys.path.insert(0, os.getcwd())
+    sys.path.insert(0, folder)
     return main
 
 
-def _run_script(path: str, main: types.ModuleType) -> int:
+def _run_script(path: str, source: bytes, main: types.ModuleType) -> int:
     sys.argv = [path]
     main.__dict__["__file__"] = path
     code = 1
     try:
-        with open(path, "rb") as file:
-            source = file.read()
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
         code = 0
     except SystemExit as leaving:

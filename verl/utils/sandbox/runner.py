@@ -113,7 +113,9 @@ class Sandbox:
         }
         patience = limits.wall_s + (limits.compile_s if kind.compile else 0.0) + _GRACE_SECONDS
         with self._spare() as link:
-            return _ask(link, job, [stdin.encode(errors="surrogateescape"), *placed.values()], patience)[0]
+            _tell(link, job, [stdin.encode(errors="surrogateescape"), *placed.values()], patience)
+            self._refill()
+            return _answer(link)[0]
 
     def submit(
         self,
@@ -132,7 +134,9 @@ class Sandbox:
 
     def session(self, limits: Limits | None = None) -> Session:
         """A Python of its own that remembers from cell to cell."""
-        return Session(self._spare(), limits or self.limits)
+        session = Session(self._spare(), limits or self.limits)
+        self._refill()
+        return session
 
     def close(self) -> None:
         """End everything that runs."""
@@ -150,7 +154,7 @@ class Sandbox:
         self.close()
 
     def _spare(self) -> socket.socket:
-        """A run that waits for its job; another is made ready behind it."""
+        """A run that waits for its job."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("this sandbox was closed")
@@ -159,9 +163,13 @@ class Sandbox:
                     logger.warning("sandbox: its first process ended; starting it again")
                 self._start()
             assert self._zygote is not None
-            link = self._spares.popleft() if self._spares else self._zygote.fork()
-            self._fill()
-            return link
+            return self._spares.popleft() if self._spares else self._zygote.fork()
+
+    def _refill(self) -> None:
+        """Make others ready; for after a job was sent, whose program then has the processor first."""
+        with self._lock:
+            if self._zygote is not None and self._zygote.alive():
+                self._fill()
 
     def _start(self) -> _Zygote:
         self._drop()
@@ -194,7 +202,7 @@ class Session:
     def __init__(self, link: socket.socket, limits: Limits) -> None:
         self._link = link
         self._limits = limits
-        wire.send(link, {**_job(limits, limits.cpu_s and limits.processor_seconds()), "session": True})
+        _tell(link, {**_job(limits, limits.cpu_s and limits.processor_seconds()), "session": True}, [], _GRACE_SECONDS)
         self.alive = True
 
     def execute(self, code: str, wall_s: float | None = None) -> Result:
@@ -206,7 +214,8 @@ class Session:
         if not self.alive:
             return Result("refused", stderr="the session has ended; what it remembered is lost")
         wall_s = self._limits.wall_s if wall_s is None else wall_s
-        result, self.alive = _ask(self._link, {"cell": code, "wall_s": wall_s}, [], wall_s + _GRACE_SECONDS)
+        _tell(self._link, {"cell": code, "wall_s": wall_s}, [], wall_s + _GRACE_SECONDS)
+        result, self.alive = _answer(self._link)
         return result
 
     def interrupt(self) -> None:
@@ -288,11 +297,16 @@ def _job(limits: Limits, cpu_s: int | float | None) -> dict[str, Any]:
     return {"session": False, "limits": {**{name: getattr(limits, name) for name in names}, "cpu_s": cpu_s}}
 
 
-def _ask(link: socket.socket, job: dict[str, Any], blobs: Sequence[bytes], patience: float) -> tuple[Result, bool]:
-    """What the keeper answers, and whether it goes on."""
-    try:
-        link.settimeout(patience)
+def _tell(link: socket.socket, job: dict[str, Any], blobs: Sequence[bytes], patience: float) -> None:
+    """Send a job. A keeper that is gone is found out when it does not answer."""
+    link.settimeout(patience)
+    with contextlib.suppress(OSError):
         wire.send(link, job, blobs)
+
+
+def _answer(link: socket.socket) -> tuple[Result, bool]:
+    """What the keeper says, and whether it goes on."""
+    try:
         header, (stdout, stderr, *rest), _ = wire.receive(link)
     except (EOFError, OSError) as error:
         words = "did not answer in time" if isinstance(error, TimeoutError) else "was killed"
