@@ -65,7 +65,7 @@ def table(user: int | None) -> str:
     ]
     for index, attack in enumerate(attacks):
         rows_of_it = [rows[index] for rows in columns.values()]
-        cells = [f"**{row['harm']}**" if row["harm"] else f"held ({row['ended']})" for row in rows_of_it]
+        cells = [f"**{row['harm']}**" if row["harm"] else f"held: {row['ended']}" for row in rows_of_it]
         lines.append(f"| {attack} | " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     return "\n".join([*lines, ""])
 

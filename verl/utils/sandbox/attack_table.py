@@ -148,7 +148,12 @@ def run_attacks(require: str = "none", names: tuple[str, ...] = ()) -> list[dict
                 if after.stdout != "2\n":
                     harm.append(f"the next program does not run: {after}")
                 rows.append(
-                    {"attack": attack.name, "ended": _how(result), "harm": "; ".join(harm), "stops_at": attack.stops_at}
+                    {
+                        "attack": attack.name,
+                        "ended": result.status,
+                        "harm": "; ".join(harm),
+                        "stops_at": attack.stops_at,
+                    }
                 )
     finally:
         grounds.close()
@@ -161,7 +166,3 @@ def _wait_for_rest(zygote: int, expected: int = _AT_REST) -> int:
     while (count := len(process_tree.family(zygote))) != expected and time.monotonic() < give_up:
         time.sleep(0.02)
     return count
-
-
-def _how(result: Result) -> str:
-    return f"{result.status}" + ("" if result.return_code in (0, None) else f" ({result.return_code})")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import stat
@@ -18,9 +17,9 @@ from typing import Any
 
 from verl.utils import process_tree
 from verl.utils.sandbox import linux, room, wire
+from verl.utils.sandbox.pipes import Output, Pipes
 from verl.utils.sandbox.program import FINISHED, MEMORY, Confinement, wait_and_run
 
-_READ_BYTES = 1 << 16
 _LOOK_SECONDS = 0.025
 _LAST_WORDS_SECONDS = 0.5
 _INTERRUPT_SECONDS = 1.0
@@ -120,7 +119,7 @@ class _Keeper:
         _rehearse()
         job, blobs, _ = wire.receive(self._link)
         self._limits = job["limits"]
-        self._output = _Output(self._limits["output_bytes"])
+        self._output = Output(self._limits["output_bytes"])
         if self._confinement.namespaces and self._limits["file_mb"] != room.FILE_MB:
             room.resize(self._limits["file_mb"])
         if job["session"]:
@@ -154,9 +153,9 @@ class _Keeper:
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Start a program and follow it to its end: how that was, stdout and stderr."""
         names = job["names"] if files else []
-        self._output = _Output(self._limits["output_bytes"])
+        self._output = Output(self._limits["output_bytes"])
         began = time.monotonic()
-        with _Pipes(stdin, self._output) as pipes:
+        with Pipes(stdin, self._output) as pipes:
             self._send_job(start, job["script"], names, files, pipes, self._limits["cpu_s"])
             problem, message = self._follow(pipes, [self._program], began + wall_s)
             seconds = time.monotonic() - began
@@ -176,7 +175,7 @@ class _Keeper:
         script: str,
         names: list[str],
         files: list[bytes],
-        pipes: _Pipes,
+        pipes: Pipes,
         cpu_s: int | None,
         cells: Sequence[int] = (),
     ) -> None:
@@ -219,7 +218,7 @@ class _Keeper:
         cells, theirs = socket.socketpair()
         cells.settimeout(_INTERRUPT_SECONDS)  # one that does not take its next cell is broken
         problem: str | None = None
-        with _Pipes(b"", self._output) as pipes:
+        with Pipes(b"", self._output) as pipes:
             self._send_job([], "", [], [], pipes, self._limits["cpu_s"], [theirs.fileno()])
             theirs.close()
             while self._init is not None and problem is None:
@@ -235,12 +234,12 @@ class _Keeper:
                 wire.send(self._link, *self._cell_result(problem, b"", 0.0))
 
     def _serve_cell(
-        self, cell: dict[str, Any], cells: socket.socket, pipes: _Pipes
+        self, cell: dict[str, Any], cells: socket.socket, pipes: Pipes
     ) -> tuple[dict[str, Any], list[bytes]]:
-        self._output = pipes.output = _Output(self._limits["output_bytes"])
+        self._output = pipes.output = Output(self._limits["output_bytes"])
         began = time.monotonic()
         with contextlib.suppress(OSError):
-            wire.send(cells, {}, [cell["cell"].encode(errors="surrogateescape")])
+            wire.send(cells, {}, [cell["cell"].encode(errors="surrogatepass")])
         awaited = [cells, self._program]
         problem, message = self._follow(pipes, awaited, began + cell["wall_s"])
         if problem in ("timeout", "interrupted"):
@@ -279,7 +278,7 @@ class _Keeper:
     # -- watching ------------------------------------------------------------------------------------------------
 
     def _follow(
-        self, pipes: _Pipes, awaited: Sequence[socket.socket], deadline: float | None
+        self, pipes: Pipes, awaited: Sequence[socket.socket], deadline: float | None
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Carry data until one of `awaited` says something: (None, that), or (what is wrong, None)."""
         look_at = time.monotonic() + _LOOK_SECONDS
@@ -389,7 +388,7 @@ class _Keeper:
 def _rehearse() -> None:
     """As the program does."""
     ours, theirs = socket.socketpair()
-    with ours, theirs, _Pipes(b"x", _Output(1)) as pipes:
+    with ours, theirs, Pipes(b"x", Output(1)) as pipes:
         wire.send(ours, {"limits": {"wall_s": 1.0}, "names": [], "compile": None}, [b""])
         pipes.carry([theirs], 0.0)
         pipes.drain(0.0)
@@ -412,109 +411,3 @@ def _read_inside(folder: str, name: str, most: int) -> bytes | None:
         return None
     finally:
         os.close(place)
-
-
-class _Output:
-    """What a program wrote, up to a size; the rest is counted as cut."""
-
-    def __init__(self, most: int) -> None:
-        self.stdout, self.stderr = bytearray(), bytearray()
-        self._left = most
-        self.cut = False
-
-    def add(self, stream: bytearray, chunk: bytes) -> None:
-        self.cut |= len(chunk) > self._left
-        stream += chunk[: self._left]
-        self._left -= min(len(chunk), self._left)
-
-
-class _Pipes:
-    """stdin, stdout and stderr of a program."""
-
-    def __init__(self, stdin: bytes, output: _Output) -> None:
-        self.output = output
-        self._stdin = memoryview(stdin)
-        (their_in, self._in), (self._out, their_out), (self._err, their_err) = os.pipe(), os.pipe(), os.pipe()
-        self.theirs = [their_in, their_out, their_err]
-        for descriptor in (self._in, self._out, self._err):
-            os.set_blocking(descriptor, False)
-        self._open = {self._out, self._err}
-        self._poll = select.poll()
-        for descriptor in self._open:
-            self._poll.register(descriptor, select.POLLIN)
-        self._write = True
-        if not stdin:
-            self._end_input()
-        else:
-            self._poll.register(self._in, select.POLLOUT)
-
-    def __enter__(self) -> _Pipes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close_theirs()
-        self._end_input()
-        for descriptor in (self._out, self._err):
-            os.close(descriptor)
-
-    def close_theirs(self) -> None:
-        for descriptor in self.theirs:
-            os.close(descriptor)
-        self.theirs = []
-
-    def carry(self, links: Sequence[socket.socket], seconds: float) -> list[socket.socket]:
-        """Move what can be moved within `seconds`; those of `links` that have something to say."""
-        by_number = {link.fileno(): link for link in links}
-        for number in by_number:
-            self._poll.register(number, select.POLLIN)
-        ready = []
-        for descriptor, _ in self._poll.poll(seconds * 1000):
-            if descriptor in by_number:
-                ready.append(by_number[descriptor])
-            elif descriptor == self._in:
-                self._feed()
-            else:
-                self._take(descriptor)
-        for number in by_number:
-            self._poll.unregister(number)
-        return ready
-
-    def drain(self, until: float) -> None:
-        """What is in the pipes already, and what comes until they are closed or the time is over."""
-        while self._open:
-            patience = max(until - time.monotonic(), 0.0)
-            ready = [descriptor for descriptor, _ in self._poll.poll(patience * 1000) if descriptor in self._open]
-            if not ready:
-                return
-            for descriptor in ready:
-                self._take(descriptor)
-
-    def _take(self, descriptor: int) -> None:
-        stream = self.output.stdout if descriptor == self._out else self.output.stderr
-        try:
-            chunk = os.read(descriptor, _READ_BYTES)
-        except BlockingIOError:
-            return
-        if chunk:
-            self.output.add(stream, chunk)
-        else:
-            self._poll.unregister(descriptor)
-            self._open.discard(descriptor)
-
-    def _feed(self) -> None:
-        try:
-            self._stdin = self._stdin[os.write(self._in, self._stdin[:_READ_BYTES]) :]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:  # it does not want the rest
-            self._stdin = self._stdin[:0]
-        if not self._stdin:
-            self._poll.unregister(self._in)
-            self._end_input()
-
-    def _end_input(self) -> None:
-        if self._write:
-            self._write = False
-            with contextlib.suppress(KeyError):
-                self._poll.unregister(self._in)
-            os.close(self._in)

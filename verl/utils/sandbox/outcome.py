@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 Status: TypeAlias = Literal["finished", "error", "timeout", "memory", "output", "refused"]
 REQUIRE = ("none", "files", "network", "full")
@@ -68,7 +68,6 @@ class Isolation:
     namespaces: bool = False  # own users, mounts, processes, network, IPC
     landlock: int = 0  # its ABI; 0: not there
     seccomp: bool = False  # dangerous system calls are refused
-    own_user: bool = False  # the kernel counts every run's processes by themselves
     missing: tuple[str, ...] = ()  # what this host lacks, in words
 
     @property
@@ -79,11 +78,6 @@ class Isolation:
     @property
     def network(self) -> bool:
         return self.namespaces or self.seccomp
-
-    @property
-    def processes(self) -> bool:
-        """It cannot see or signal processes other than its own."""
-        return self.namespaces or (self.files and (self.seccomp or self.landlock >= 6))
 
     @property
     def level(self) -> str:
@@ -113,6 +107,3 @@ class Isolation:
             *(["seccomp"] if self.seccomp else []),
         ]
         return f"level {self.level} ({', '.join(parts) or 'resource limits only'})"
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

@@ -208,7 +208,7 @@ def _serve_cells(channel: int, main: types.ModuleType) -> int:
         except KeyboardInterrupt:  # came after the cell had ended
             continue
         number += 1
-        cells.sendall(_run_cell(source.decode(), f"<cell {number}>", main.__dict__))
+        cells.sendall(_run_cell(source.decode(errors="replace"), f"<cell {number}>", main.__dict__))
 
 
 def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> bytes:

@@ -84,12 +84,21 @@ def build(paths: Sequence[str]) -> None:
     linux.mount("none", "/", None, linux.MS_REMOUNT | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV, "size=4m")
 
 
-def furnish() -> None:
+def furnish(paths: Sequence[str]) -> None:
     """A fresh /tmp and /dev/shm, in memory, for this run only. Needs a mount namespace of its own, inside `build`."""
+    covered = {path: os.open(path, os.O_PATH) for path in paths if path.startswith("/tmp/")}
     linux.mount("sandbox", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _size(FILE_MB))
     os.mkdir("/tmp/.shm", 0o700)
     os.mkdir(WORK, 0o700)
     linux.mount("/tmp/.shm", "/dev/shm", None, linux.MS_BIND)
+    for path, descriptor in covered.items():
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            os.makedirs(path)
+        else:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+        linux.mount(f"/proc/self/fd/{descriptor}", path, None, linux.MS_BIND | linux.MS_REC)
+        os.close(descriptor)
 
 
 def resize(file_mb: int) -> None:

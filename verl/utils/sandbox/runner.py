@@ -100,7 +100,7 @@ class Sandbox:
         if kind is None:
             return Result("refused", stderr=why_not)
         limits = limits or self.limits
-        placed = {kind.file: code.encode(errors="surrogateescape"), **(files or {})}
+        placed = {kind.file: code.encode(errors="surrogatepass"), **(files or {})}
         for path in (*placed, *fetch):
             _check_path(path)
         job = {
@@ -113,7 +113,7 @@ class Sandbox:
         }
         patience = limits.wall_s + (limits.compile_s if kind.compile else 0.0) + _GRACE_SECONDS
         with self._spare() as link:
-            _tell(link, job, [stdin.encode(errors="surrogateescape"), *placed.values()], patience)
+            _tell(link, job, [stdin.encode(errors="surrogatepass"), *placed.values()], patience)
             self._refill()
             return _answer(link)[0]
 
@@ -161,8 +161,7 @@ class Sandbox:
             if self._zygote is None or not self._zygote.alive():
                 if self._zygote is not None:
                     logger.warning("sandbox: its first process ended; starting it again")
-                self._start()
-            assert self._zygote is not None
+                self._zygote = self._start()
             return self._spares.popleft() if self._spares else self._zygote.fork()
 
     def _refill(self) -> None:

@@ -62,7 +62,6 @@ def main(control_fd: int) -> None:
             "namespaces": confinement.namespaces,
             "landlock": confinement.landlock,
             "seccomp": confinement.seccomp,
-            "own_user": confinement.own_user,
             "missing": missing,
         },
     )
@@ -139,7 +138,7 @@ def _try(action: Callable[[], object]) -> str | None:
 
 def _enter_all(paths: tuple[str, ...], own_user: bool) -> None:
     _enter_tree(paths)
-    _enter_room(_FIRST_USER if own_user else None)
+    _enter_room(paths, _FIRST_USER if own_user else None)
     child = os.fork()
     if child == 0:
         as_process(room.own_proc)
@@ -161,7 +160,7 @@ def _enter_tree(paths: tuple[str, ...]) -> None:
     room.build(paths)
 
 
-def _enter_room(user: int | None) -> None:
+def _enter_room(paths: tuple[str, ...], user: int | None) -> None:
     """All namespaces for one run; `user`: whom root becomes before."""
     if user is not None:
         linux.become(user)
@@ -169,7 +168,7 @@ def _enter_room(user: int | None) -> None:
     owner, group = os.geteuid(), os.getegid()
     linux.unshare(linux.NEW_NAMESPACES & ~linux.CLONE_NEWCGROUP)
     linux.map_user(room.USER, owner, group)
-    room.furnish()
+    room.furnish(paths)
     socket.sethostname("sandbox")
 
 
@@ -226,7 +225,7 @@ class _Zygote:
         becomes = user if confinement.own_user and os.geteuid() == 0 else None
         try:
             if folder is None:
-                _enter_room(becomes)
+                _enter_room(confinement.paths, becomes)
             else:
                 confinement = replace(confinement, folder=folder)
                 if becomes is not None:
@@ -284,12 +283,13 @@ def _own_base() -> str:
         if name.startswith(_FOLDERS) and os.lstat(place).st_uid == os.geteuid():
             lock = _lock(place)
             if lock is not None:
-                os.close(lock)
                 _remove(place)
-    base = tempfile.mkdtemp(prefix=_FOLDERS)
-    os.chmod(base, 0o711)
-    _lock(base)  # for as long as this process lives
-    return base
+                os.close(lock)
+    while True:
+        base = tempfile.mkdtemp(prefix=_FOLDERS)
+        os.chmod(base, 0o711)
+        if _lock(base) is not None and os.path.isdir(base):  # for as long as this process lives
+            return base  # else another zygote, which starts now, has just taken it for one left behind
 
 
 def _lock(folder: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -156,6 +157,23 @@ def test_a_language_that_is_not_there_is_refused_in_words(sandbox: Sandbox, monk
 def test_submitted_programs_run_at_once(sandbox: Sandbox) -> None:
     futures = [sandbox.submit(f"print({number} ** 2)") for number in range(6)]
     assert [future.result().stdout for future in futures] == [f"{number**2}\n" for number in range(6)]
+
+
+def test_text_that_is_no_text_is_the_programs_mistake(sandbox: Sandbox) -> None:
+    result = sandbox.run("print('\ud800')", stdin="\udfff")
+    assert (result.status, "SyntaxError" in result.stderr) == ("error", True)
+
+
+def test_other_folders_are_readable_if_the_caller_says_so(sandbox: Sandbox, tmp_path: Path) -> None:
+    if not sandbox.isolation.namespaces:
+        pytest.skip("no namespaces here; without, the folders above would have to be open to others")
+    tmp_path.chmod(0o755)
+    (tmp_path / "data").write_text("read me")
+    code = f"print(open({str(tmp_path / 'data')!r}).read())"
+    assert sandbox.run(code).status == "error"
+    with Sandbox(require="none", read=[str(tmp_path)], warm=0) as reading:
+        assert reading.run(code).stdout == "read me\n"
+        assert reading.run(code.replace(").read", ", 'w').write")).status == "error"
 
 
 def test_a_closed_sandbox_says_so() -> None:
