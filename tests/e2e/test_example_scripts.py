@@ -162,7 +162,8 @@ def test_the_tools_of_the_retool_recipe_are_functions_a_model_can_be_told():
     assert function["name"]
     assert function["description"]
     assert set(function["parameters"]["required"]) <= set(function["parameters"]["properties"])
-    assert tool["class_name"].startswith("verl.agent.tools.")
+    made = load_extern_object(*tool["class_name"].rsplit(".", 1))(tool["config"], tool["tool_schema"])
+    assert (made.name, made.limits.wall_s) == ("code_interpreter", 30)
 
 
 # ---------------------------------------------------------------- data

@@ -1,0 +1,145 @@
+"""Tools that run code: what the model reads, in the local sandbox and on a server; sessions that remember and end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from verl.agent.tool_session import CallLimits
+from verl.agent.toolbox import Toolbox
+from verl.config import ConfigError
+from verl.tools.code_session_tool import CodeSessionTool
+from verl.tools.sandbox_fusion_tools import SandboxFusionTool
+from verl.utils import code_runner
+from verl.utils.code_runner import CodeSettings
+from verl.utils.process_tree import family
+from verl.utils.sandbox import REQUIRE, Isolation, available
+from verl.utils.tool_calls import ToolCall
+
+LIMITS = CallLimits(30.0, 2000, "middle")
+
+
+@pytest.fixture(autouse=True)
+def this_host(monkeypatch):
+    """As much isolation as there is here."""
+    monkeypatch.setattr(
+        code_runner, "_settings", CodeSettings(require=min(("files", available().level), key=REQUIRE.index))
+    )
+
+
+def toolbox(*tools):
+    return Toolbox(tools, LIMITS)
+
+
+def call(code, **arguments):
+    return ToolCall("code_interpreter", json.dumps({"code": code, **arguments}))
+
+
+async def said(session, code):
+    return (await session.call(call(code))).text
+
+
+async def test_the_model_reads_what_its_program_printed_and_how_it_failed():
+    box = toolbox(SandboxFusionTool({"default_timeout": 2, "memory_limit_mb": 200}))
+    await box.check()
+    assert [schema["function"]["name"] for schema in box.schemas()] == ["code_interpreter"]
+    async with box.session({}) as session:
+        assert await said(session, "print(6 * 7)") == "42"
+        assert await said(session, "Here:\n```python\nprint(1)\nprint(2)\n```") == "1\n2"
+        assert await said(session, "x = 1") == "The code ran and printed nothing."
+        failed = await said(session, "print('so far')\n1 / 0")
+        assert failed.startswith("so far\nTraceback")
+        assert failed.endswith("ZeroDivisionError: division by zero")
+        endless = await said(session, "print('begun', flush=True)\nwhile True: pass")
+        assert endless == "begun\nThe code was stopped: it ran longer than 2 seconds."
+        assert "MemoryError" in await said(session, "x = bytearray(10**9)")
+        assert session.failures.total() == 0, "a program that fails is no failure of the tool"
+        cobol = await session.call(call("", language="cobol"))
+        assert "language 'cobol' is not one of" in cobol.text
+
+
+async def test_a_dead_server_costs_its_own_call_and_is_told_at_start():
+    box = toolbox(SandboxFusionTool({"sandbox_fusion_url": "http://127.0.0.1:1"}))
+    with pytest.raises(ConfigError, match="no sandbox answers at"):
+        await box.check()
+    async with box.session({}) as session:
+        result = await session.call(call("print(1)"))
+    assert result.failure == "exception"
+    assert "did not run the code" in result.text
+
+
+async def test_too_little_isolation_is_told_at_start(monkeypatch):
+    monkeypatch.setattr(code_runner, "available", lambda: Isolation(missing=("no user namespaces",)))
+    code_runner.configure(CodeSettings(require="full"))
+    with pytest.raises(ConfigError, match=r"sandbox\.require=full, but this host only offers 'none'"):
+        await toolbox(SandboxFusionTool({})).check()
+
+
+async def test_execute_code_can_be_overridden_also_by_a_coroutine():
+    class Mine(SandboxFusionTool):
+        def execute_code(self, instance_id, code, timeout=30, language="python"):
+            return f"{code} {timeout:g} {language}"
+
+    class Later(SandboxFusionTool):
+        async def execute_code(self, instance_id, code, timeout=30, language="python"):
+            return "later"
+
+    for kind, text in ((Mine, "a 30 python"), (Later, "later")):
+        async with toolbox(kind({})).session({}) as session:
+            assert await said(session, "a") == text
+
+
+async def test_a_session_remembers_for_its_trajectory_alone():
+    box = toolbox(CodeSessionTool({"default_timeout": 5}))
+    async with box.session({}) as one, box.session({}) as other:
+        assert await said(one, "x = 5") == "The code ran and printed nothing."
+        assert await said(one, "x + 1") == "6"
+        assert "NameError" in await said(other, "x")
+        both = await asyncio.gather(said(one, "x += 1; x"), said(one, "x += 1; x"))
+        assert sorted(both) == ["6", "7"], "calls of one turn come one after the other"
+
+
+async def test_a_session_that_died_is_replaced_and_the_model_told():
+    async with toolbox(CodeSessionTool({})).session({}) as session:
+        assert await said(session, "x = 1\nx") == "1"
+        died = await said(session, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        assert died.endswith("The interpreter was restarted: what it remembered is lost.")
+        assert await said(session, "'x' in globals()") == "False"
+
+
+def asleep():
+    """Descendants of this process that sleep for the number of seconds that only the test below knows."""
+    found = []
+    for pid in family(os.getpid()):
+        with contextlib.suppress(OSError):
+            found += [pid] if b"1234.5" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+    return found
+
+
+async def test_sessions_end_with_their_trajectories_also_when_those_fail():
+    box = toolbox(CodeSessionTool({}))
+
+    async def fail():
+        async with box.session({}) as session:
+            await said(session, "import subprocess; p = subprocess.Popen(['sleep', '1234.5'])")
+            assert asleep()
+            raise RuntimeError("of the loop")
+
+    with pytest.raises(RuntimeError, match="of the loop"):
+        await fail()
+    await box.close()
+    for _ in range(100):
+        if not asleep():
+            break
+        await asyncio.sleep(0.1)
+    assert not asleep()
+
+
+def test_a_session_is_not_for_servers():
+    with pytest.raises(ValueError, match="knows no sessions"):
+        CodeSessionTool({"sandbox_fusion_url": "http://127.0.0.1:8080"})

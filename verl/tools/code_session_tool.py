@@ -1,0 +1,64 @@
+"""CodeSessionTool: a Python for each trajectory that remembers from call to call, like a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from verl.tools.sandbox_fusion_tools import SandboxFusionTool, code_schema, in_words
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.code_runner import CodeSettings, configured
+from verl.utils.sandbox import Session
+
+_LOST = "The interpreter was restarted: what it remembered is lost."
+
+
+class CodeSessionTool(SandboxFusionTool):
+    """As `SandboxFusionTool`, always in the local sandbox. An interpreter starts with the trajectory's first call and
+    ends with the trajectory; one that had to be killed is replaced, which the model is told.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        super().__init__(config, tool_schema)
+        if self.config["sandbox_fusion_url"]:
+            raise ValueError("sandbox_fusion_url: the API of a server knows no sessions. Leave it out.")
+        self._sessions: dict[str, Session] = {}
+        self._turns: dict[str, asyncio.Lock] = {}
+
+    @property
+    def settings(self) -> CodeSettings:
+        return replace(configured(), url=None)
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        return code_schema(
+            "Runs Python code and returns what it prints and the value of its last line. Variables are remembered."
+        )
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        instance_id, response = await super().create(instance_id, **kwargs)
+        self._turns[instance_id] = asyncio.Lock()
+        return instance_id, response
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, None, None]:
+        async with self._turns[instance_id]:  # calls of one turn come side by side
+            return await super().execute(instance_id, parameters, **kwargs)
+
+    def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> str:
+        session = self._sessions.get(instance_id)
+        if session is None:
+            session = self._sessions[instance_id] = self.settings.sandbox().session(self.limits)
+        text = in_words(session.execute(code, wall_s=float(timeout)), self.limits)
+        released = instance_id not in self._turns  # meanwhile: nobody waits for this any more
+        if released or not session.alive:
+            self._sessions.pop(instance_id, session).close()
+            text = f"{text}\n{_LOST}"
+        return text
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self._turns.pop(instance_id, None)
+        session = self._sessions.pop(instance_id, None)
+        if session is not None:
+            session.close()
