@@ -71,23 +71,33 @@ class GatewayAgentLoop(AgentLoopBase):
                 metadata=metadata,
                 **self._agent_kwargs,
             )
-            died: TrajectoryFailed | None = None
-            returned = None
+            waiting = asyncio.wrap_future(future)
             try:
-                returned = await asyncio.wait_for(asyncio.wrap_future(future), self._timeout)
-            except TimeoutError:
-                died = TrajectoryFailed(f"run_agent did not return within {self._timeout:g} s.", "timeout")
-            except Exception as error:  # noqa: BLE001 - a user's agent: it may raise anything; told or counted below
-                died = TrajectoryFailed(f"run_agent raised {type(error).__name__}: {error}", "exception")
-                died.__cause__ = error
-        info = session.reward_info if session.reward_info is not None else _returned_info(returned)
+                await asyncio.wait({waiting}, timeout=self._timeout)
+                died = self._death(waiting)
+            finally:
+                waiting.cancel()
         if died is not None and session.reward_info is None:
             raise died
+        info = session.reward_info
+        if info is None:
+            info = _returned_info(waiting.result())
         outputs = outputs_of(session.tree, self._keep_retries)
         if not outputs:
             raise TrajectoryFailed(f"run_agent asked for no answer ({session.cut_off} were cut off).", "no_request")
         _note(outputs, session, info, died)
         return outputs
+
+    def _death(self, agent: asyncio.Future[Any]) -> TrajectoryFailed | None:
+        """Why an agent that was waited for came to no end of its own; None: it did."""
+        if not agent.done():
+            return TrajectoryFailed(f"run_agent did not return within {self._timeout:g} s.", "timeout")
+        error = asyncio.CancelledError("it cancelled itself") if agent.cancelled() else agent.exception()
+        if error is None:
+            return None
+        died = TrajectoryFailed(f"run_agent raised {type(error).__name__}: {error}", "exception")
+        died.__cause__ = error
+        return died
 
     def _generator(self, sampling_params: Mapping[str, Any]) -> Any:
         """Asks the worker's engines in the name of this trajectory, whoever's task it is."""

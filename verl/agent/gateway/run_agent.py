@@ -27,10 +27,17 @@ def load_agent(place: str, own: Iterable[str] = ()) -> Callable[..., Any]:
 def start_agent(function: Callable[..., Any], **arguments: Any) -> Future[Any]:
     """Run it: an `async def` in an event loop that all of this process's agents share, a `def` in its own thread."""
     if inspect.iscoroutinefunction(function):
-        return asyncio.run_coroutine_threadsafe(function(**arguments), _agents_loop())
+        return asyncio.run_coroutine_threadsafe(_awaited(function, arguments), _agents_loop())
     future: Future[Any] = Future()
     threading.Thread(target=_fulfil, args=(future, function, arguments), name="agent", daemon=True).start()
     return future
+
+
+async def _awaited(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    try:
+        return await function(**arguments)
+    except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop of all agents
+        raise RuntimeError(f"the agent wanted to end its process ({error!r})") from error
 
 
 def _fulfil(future: Future[Any], function: Callable[..., Any], arguments: dict[str, Any]) -> None:

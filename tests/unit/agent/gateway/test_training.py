@@ -53,7 +53,7 @@ async def strips(base_url, prompt, request_kwargs, metadata):
 
 async def raises(base_url, prompt, request_kwargs, metadata):
     await ask(base_url, prompt)
-    raise KeyError("lost")
+    sys.exit("lost")  # the other agents' event loop is this one's
 
 async def is_killed(base_url, prompt, request_kwargs, metadata):
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", KILLED, base_url)
