@@ -11,6 +11,18 @@ import inspect
 import pytest
 
 CALLABLES: list[tuple[str, str, str]] = [
+    ("search_r1.llm_agent.generation", "LLMGenerationManager", "tokenizer actor_rollout_wg config is_validation"),
+    ("search_r1.llm_agent.generation", "LLMGenerationManager.run_llm_loop", "self gen_batch initial_input_ids"),
+    ("search_r1.llm_agent.generation", "LLMGenerationManager._create_loss_mask", "self batch metrics"),
+    (
+        "search_r1.llm_agent.generation",
+        "GenerationConfig",
+        "max_turns max_start_length max_prompt_length max_response_length max_obs_length num_gpus no_think_rl"
+        " search_url topk",
+    ),
+    ("search_r1.search.retrieval_server", "main", "arguments"),
+    ("verl.search.server", "main", "arguments"),
+    ("verl.tools.search_tool", "SearchTool", "config tool_schema"),
     ("verl.protocol", "DataProto", "batch non_tensor_batch meta_info"),
     ("verl.protocol", "DataProto.from_single_dict", "data meta_info auto_padding"),
     ("verl.protocol", "DataProto.from_dict", "tensors non_tensors meta_info num_batch_dims auto_padding"),

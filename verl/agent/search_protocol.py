@@ -52,17 +52,18 @@ class Information:
 
     def of(self, hits: Sequence[Hit]) -> list[int]:
         """Documents between the markers; what does not fit is cut off at their end."""
-        return self._between(as_information(hits).rstrip() or NOTHING)
+        return self.between(as_information(hits).rstrip() or NOTHING)
 
     def failed(self) -> list[int]:
         """Nobody answered: the turn is lost, not the trajectory."""
-        return self._between(FAILED)
+        return self.between(FAILED)
 
     def invalid(self) -> list[int]:
         """The turn was neither a search nor an answer."""
         return self._ids(INVALID)[: self.most]
 
-    def _between(self, text: str) -> list[int]:
+    def between(self, text: str) -> list[int]:
+        """A text between the markers."""
         before, after = self._ids(f"\n\n{self.start}"), self._ids(f"{self.end}\n\n")
         room = max(0, self.most - len(before) - len(after))
         return [*before, *self._ids(text)[:room], *after]

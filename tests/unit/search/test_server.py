@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import httpx
 import pytest
 
 from tests.support.search_server import serving, write_corpus
-from verl.config import RetrieverConfig
+from verl.agent.toolbox import Toolbox
+from verl.config import ConfigError, RetrieverConfig, as_config
+from verl.config.rollout import MultiTurnConfig
 from verl.search.breaker import CircuitBreaker
 from verl.search.client import RetrieverClient, RetrieverError
 from verl.search.searcher import as_information, check_retriever
+from verl.utils.tool_calls import ToolCall
 
 pytest.importorskip("bm25s")
 TEXTS = {"Tavor": "The colour of Tavor is red.", "Belan": "The colour of Belan is blue.", "Corin": "Corin is old."}
@@ -154,3 +158,40 @@ def test_a_server_that_cannot_start_says_why(tmp_path, capfd):
 
     assert main(["--corpus_path", str(tmp_path / "none.jsonl"), "--port", "0"]) == 2
     assert "there is no file" in capfd.readouterr().err
+
+
+def tool_file(folder, url):
+    file = folder / "tools.yaml"
+    file.write_text(
+        "tools:\n  - class_name: verl.tools.search_tool.SearchTool\n"
+        f"    config: {{type: native, retrieval_service_url: '{url}', topk: 1, timeout: 5, num_workers: 4}}\n"
+    )
+    return as_config(MultiTurnConfig, {"tool_config_path": str(file), "max_tool_response_length": 1000})
+
+
+def test_the_search_tool_answers_several_queries_and_its_failure_is_the_models_to_read(server, tmp_path):
+    def call(queries):
+        return ToolCall("search", json.dumps({"query_list": queries}))
+
+    async def run():
+        toolbox = Toolbox.load(tool_file(tmp_path, server.url))
+        await toolbox.check()
+        async with toolbox.session({}) as session:
+            one = await session.call(call(["colour of Belan"]))
+            two = await session.call(call(["Corin", "zzz"]))
+            wrong = await session.call(call("no list"))
+        await toolbox.close()
+        assert one.text == "Doc 1(Title: Belan) The colour of Belan is blue."
+        assert two.text == "Query: Corin\nDoc 1(Title: Corin) Corin is old.\n---\nQuery: zzz\nNothing was found."
+        assert two.metrics == {"query_count": 2, "total_results": 1}
+        assert wrong.failure == "arguments"
+        toolbox = Toolbox.load(tool_file(tmp_path, "http://127.0.0.1:9/retrieve"))
+        with pytest.raises(ConfigError, match=r"python -m verl\.search\.server --corpus_path"):
+            await toolbox.check()
+        async with toolbox.session({}) as session:
+            failed = await session.call(call(["Corin"]))
+        await toolbox.close()
+        assert failed.failure == "exception"
+        assert "The search failed" in failed.text
+
+    asyncio.run(run())

@@ -1,0 +1,1 @@
+"""Faces of the retriever of Search-R1."""

@@ -1,0 +1,10 @@
+"""`python -m search_r1.search.retrieval_server`: `python -m verl.search.server` under the name scripts know."""
+
+import sys
+
+from verl.search.server import SearchApp, main
+
+__all__ = ["SearchApp", "main"]
+
+if __name__ == "__main__":
+    sys.exit(main())

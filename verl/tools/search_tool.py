@@ -1,0 +1,74 @@
+"""SearchTool: a retriever as a tool that is called with several queries at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.search.client import RetrieverClient, RetrieverError
+from verl.search.searcher import as_information
+from verl.tools.base_tool import BaseTool, ToolError
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+NOTHING = "Nothing was found."
+_DEFAULTS = {"retrieval_service_url": None, "topk": 3, "timeout": 30}
+
+
+class SearchTool(BaseTool):
+    """`retrieval_service_url` is asked for `topk` documents of each query; `timeout` is how long that may take.
+
+    `num_workers` and `rate_limit` are the toolbox's to keep.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        super().__init__(config, tool_schema)
+        given = {**_DEFAULTS, **config}
+        if not given["retrieval_service_url"]:
+            raise ValueError(
+                f"{self.name}: config.retrieval_service_url is not set. Start a service (python -m verl.search.server "
+                "--corpus_path FILE) and give its address: http://127.0.0.1:8000/retrieve."
+            )
+        self.retrieval_service_url, self.topk = str(given["retrieval_service_url"]), int(given["topk"])
+        self._timeout = float(given["timeout"])
+        self._client: RetrieverClient | None = None
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        queries = {"type": "array", "items": {"type": "string"}, "description": "What to look for, a text each."}
+        function = {
+            "name": "search",
+            "description": "Searches for information, by one query or several.",
+            "parameters": {"type": "object", "properties": {"query_list": queries}, "required": ["query_list"]},
+        }
+        return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+
+    async def check(self) -> str | None:
+        # A client of its own: this may be another event loop than the one that trajectories run in.
+        client = self._new_client()
+        try:
+            await client.check()
+        except RetrieverError as error:
+            start = "Start it: python -m verl.search.server --corpus_path FILE --port 8000"
+            return f"nothing that searches answers at {self.retrieval_service_url} ({error}). {start}"
+        finally:
+            await client.close()
+        return None
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, None, dict[str, Any]]:
+        queries = [str(query) for query in parameters["query_list"]]
+        if not queries:
+            raise ToolError("query_list is empty. Give at least one query.")
+        if self._client is None:
+            self._client = self._new_client()
+        try:
+            found = await self._client.retrieve(queries, self.topk)
+        except RetrieverError as error:
+            raise ToolError("The search failed. Answer without it, or try again.") from error
+        texts = [as_information(hits).rstrip() or NOTHING for hits in found]
+        if len(queries) > 1:
+            texts = [f"Query: {query}\n{text}" for query, text in zip(queries, texts, strict=True)]
+        total = sum(len(hits) for hits in found)
+        return ToolResponse(text="\n---\n".join(texts)), None, {"query_count": len(queries), "total_results": total}
+
+    def _new_client(self) -> RetrieverClient:
+        return RetrieverClient(self.retrieval_service_url, timeout_s=self._timeout)
