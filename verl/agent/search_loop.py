@@ -42,22 +42,23 @@ class SearchAgentLoop(AgentLoopBase):
             if ended or action.kind == "answer" or left == 0:
                 break
             reply = await self._reply(action, told, output.metrics)
-            if len(output.response_ids) + len(reply) >= data.max_response_length:
+            if len(output.response_ids) + len(reply) >= sampling_params["max_new_tokens"]:
                 output.finish_reason = "length"  # no room for a turn that would have read it
                 break
             output.response_ids += reply
             output.response_mask += [0] * len(reply)
             output.num_turns += 1
+            output.extra_fields.setdefault("turn_names", []).append(action.kind)
         return output
 
     async def _turn(self, request_id: str, output: AgentLoopOutput, sampling: dict[str, Any]) -> tuple[Action, bool]:
         """The model's next turn, appended; what it does, and whether nothing can follow it."""
-        room = self.config.data.max_response_length - len(output.response_ids)
-        longest = sampling.get("max_new_tokens", self.rollout_config.max_new_tokens)
+        room = sampling["max_new_tokens"] - len(output.response_ids)
         answer = await self.server_manager.generate(
             request_id=request_id,
             prompt_ids=output.prompt_ids + output.response_ids,
-            sampling_params=sampling | {"max_new_tokens": min(room, longest), "stop": list(STOPS)},
+            sampling_params=sampling
+            | {"max_new_tokens": min(room, self.config.data.max_turn_length), "stop": list(STOPS)},
         )
         output.response_ids += answer.token_ids
         output.response_mask += [1] * len(answer.token_ids)

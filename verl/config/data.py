@@ -45,6 +45,9 @@ class DataConfig(Block):
         null="max_prompt_length; max_response_length is all turns",
         min=1,
     )
+    max_turn_length: int = key(
+        "Search agent: longest turn of the model in tokens.", null="", follows="data.max_response_length", min=1
+    )
     max_obs_length: int = key("Search agent: longest information of one turn in tokens.", min=1)
     filter_overlong_prompts: bool = key("Drop prompts longer than max_prompt_length before training.")
     truncation: str = key("What to do with a longer prompt.", choices=("error", "left", "right", "middle"))

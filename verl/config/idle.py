@@ -26,7 +26,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         _ROLLOUTS,
         f"Set {ROLLOUT}.name=native, which needs no install",
     ),
-    "do_search": ((True,), "Leave it out: the model answers without searching"),
     f"{ACTOR}.strategy": (tuple(_ENGINES), f"Set {ACTOR}.strategy=fsdp2"),
     "critic.strategy": (tuple(_ENGINES), "Set critic.strategy=fsdp2"),
     "actor_rollout_ref.ref.strategy": (tuple(_ENGINES), "Leave it out: it follows the actor's"),
@@ -38,6 +37,7 @@ NO_EFFECT: Mapping[str, str] = {
 }
 _LOAD_FORMATS = ("auto", "dummy")
 _REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"
+_SEARCH_LENGTHS = ("data.max_start_length", "data.max_turn_length", "data.max_obs_length")
 _NORM = "seq-mean-token-sum-norm"
 _POOL = ("enable_resource_pool", "n_gpus_per_node", "nnodes")
 _OF_A_REWARD_MODEL = (
@@ -207,7 +207,7 @@ def _table_rules(
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        ("max_turns", "retriever.*", "data.max_start_length", "data.max_obs_length", "algorithm.state_masking.*"),
+        ("max_turns", "retriever.*", *_SEARCH_LENGTHS, "algorithm.state_masking.*"),
         lambda config: config.actor_rollout_ref.rollout.mode == "async",  # any row may name the search agent
         "no answer searches; do_search=True lets them",
     ),

@@ -245,6 +245,4 @@ def _lengths(config: PPOConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.max_model_len is None:
         longest = max(rollout.max_new_tokens, rollout.val_kwargs.max_new_tokens)
-        if rollout.mode == "async":  # an agent's turns together
-            longest = max(longest, config.data.max_response_length)
         rollout.max_model_len = config.data.max_prompt_length + longest

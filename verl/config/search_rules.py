@@ -42,14 +42,14 @@ def search_rules(config: PPOConfig, report: Report) -> None:
 
 def _lengths_of_turns(config: PPOConfig, report: Report) -> None:
     """Search-R1 writes the length of one turn and of the whole context; ours are the prompt's and all turns'."""
-    data, rollout = config.data, config.actor_rollout_ref.rollout
+    data = config.data
     start, context, turn = data.max_start_length, data.max_prompt_length, data.max_response_length
     if start is None or start >= context:
         return
     data.max_prompt_length, data.max_response_length = start, context - start + turn
-    if rollout.max_new_tokens is None:
-        rollout.max_new_tokens = turn
+    if data.max_turn_length is None:
+        data.max_turn_length = turn
     report.notice(
         f"data.max_start_length = {start}: lengths are read as Search-R1 writes them: prompts up to {start} tokens, "
-        f"one turn {rollout.max_new_tokens}, all turns with their information {data.max_response_length}."
+        f"one turn {data.max_turn_length}, all turns with their information {data.max_response_length}."
     )

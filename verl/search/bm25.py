@@ -21,7 +21,7 @@ from verl.search.progress import portions, reported
 __all__ = ["BM25Index", "build_bm25"]
 
 K1, B = 1.5, 0.75
-_PORTION = 1 << 14
+_PORTION = 1 << 12
 _TOKENS, _DATA, _INDICES, _INDPTR = "tokens.bin", "data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy"
 SETTINGS = {"retriever": "bm25", "k1": K1, "b": B, "stopwords": "en", "format": 1}
 

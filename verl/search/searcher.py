@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from verl.search.corpus import title_and_text
 from verl.search.retriever import Hit, Retriever, open_retriever
 
 __all__ = ["LocalSearcher", "Searcher", "as_information", "check_retriever", "open_searcher"]
+
+logger = logging.getLogger(__name__)
 
 
 class Searcher(Protocol):
@@ -59,16 +62,18 @@ def open_searcher(config: RetrieverConfig) -> Searcher:
     return LocalSearcher(open_retriever(config.corpus_path, topk=config.topk))
 
 
-def check_retriever(config: RetrieverConfig) -> str:
-    """Ask once, before anything is loaded: what answers, in words. Builds the index of a local corpus."""
+def check_retriever(config: RetrieverConfig) -> None:
+    """Ask once, before anything is loaded, and tell what answers. Builds the index of a local corpus."""
     try:
-        return asyncio.run(_check(config))
+        facts = asyncio.run(_check(config))
     except RetrieverError as error:
         raise ValueError(
             f"retriever.url: nothing that searches answers at {config.url} ({error}). Start it: python -m "
-            "verl.search.server --corpus_path corpus.jsonl --port 8000. Or search in the run itself: retriever.url='' "
+            "verl.search.server --corpus_path corpus.jsonl --port 8000. Or search in the run itself: "
             "retriever.corpus_path=corpus.jsonl."
         ) from error
+    documents = f"{facts['documents']} documents" if "documents" in facts else "a search service"
+    logger.info("search: %s at %s", documents, config.url or config.corpus_path)
 
 
 def as_information(hits: Sequence[Hit]) -> str:
@@ -77,11 +82,9 @@ def as_information(hits: Sequence[Hit]) -> str:
     return "".join(f"Doc {number}(Title: {title}) {text}\n" for number, (title, text) in enumerate(parts, 1))
 
 
-async def _check(config: RetrieverConfig) -> str:
+async def _check(config: RetrieverConfig) -> dict[str, Any]:
     searcher = open_searcher(config)
     try:
-        facts = await searcher.check()
+        return await searcher.check()
     finally:
         await searcher.close()
-    documents = f"{facts['documents']} documents" if "documents" in facts else "a search service"
-    return f"{documents} at {config.url or config.corpus_path}"

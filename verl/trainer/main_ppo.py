@@ -144,6 +144,7 @@ class TaskRunner:
         """Register the roles, load tokenizer, rewards and data, start the workers, train."""
         from verl.config.context_length import refuse_long_sequences
         from verl.planning.check import check_memory
+        from verl.search.searcher import check_retriever
         from verl.trainer.common.watch import HangWatch
         from verl.trainer.ppo.reward import check_rewards, load_reward_manager
         from verl.trainer.ppo.reward_check import check_at_start
@@ -167,6 +168,8 @@ class TaskRunner:
         local_path = folders[model.path]
         refuse_long_sequences(config, folders)
         check_memory(config, folders)
+        if config.do_search:
+            check_retriever(config.retriever)
         start = started(config, self.role_worker_mapping)
         tokenizer = hf_tokenizer(local_path, trust_remote_code=model.trust_remote_code)
         processor = hf_processor(local_path, trust_remote_code=model.trust_remote_code)

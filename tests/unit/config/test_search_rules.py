@@ -33,18 +33,13 @@ def test_lengths_of_a_search_r1_script_are_read_as_written_there():
     config = load(*script, "data.max_start_length=2048", "data.max_obs_length=400")
     rollout = config.actor_rollout_ref.rollout
     assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 2548)
-    assert (rollout.max_new_tokens, rollout.max_model_len) == (500, 4596)
+    assert (config.data.max_turn_length, rollout.max_new_tokens, rollout.max_model_len) == (500, 2548, 4596)
     assert any("as Search-R1 writes them" in notice for notice in config.notices)
     again = load_config(config.to_dict(), check_files=False)
     assert again.data == config.data
     assert again.actor_rollout_ref == config.actor_rollout_ref
     plain = load(*script, "data.max_obs_length=400")
     assert (plain.data.max_prompt_length, plain.data.max_response_length) == (4096, 500)
-
-
-def test_all_turns_fit_the_engine():
-    config = load("do_search=True", "data.max_response_length=900", f"{ROLLOUT}.max_new_tokens=200")
-    assert config.actor_rollout_ref.rollout.max_model_len == 1024 + 900
 
 
 def test_a_corpus_of_ones_own_needs_no_service():

@@ -24,7 +24,6 @@ def problems(*overrides: str):
     "asked",
     [
         *(f"{ROLLOUT}.name={name}" for name in names.ROLLOUTS if name not in names.BUILT_ROLLOUTS),
-        "do_search=True",
         f"{ACTOR}.strategy=megatron",
         "critic.strategy=megatron",
     ],

@@ -131,9 +131,11 @@ def test_a_service_that_says_nothing_costs_no_more_than_its_time():
     asyncio.run(run())
 
 
-def test_a_run_without_its_retriever_is_told_how_to_start_it(server):
+def test_a_run_without_its_retriever_is_told_how_to_start_it(server, caplog):
+    caplog.set_level("INFO", "verl.search")
     retriever = RetrieverConfig(url=server.url, topk=3, timeout=5.0, corpus_path=None)
-    assert check_retriever(retriever) == f"3 documents at {server.url}"
+    check_retriever(retriever)
+    assert f"search: 3 documents at {server.url}" in caplog.text
     retriever.url = "http://127.0.0.1:9/retrieve"
     with pytest.raises(ValueError, match=r"(?s)retriever.url.*python -m verl.search.server --corpus_path"):
         check_retriever(retriever)

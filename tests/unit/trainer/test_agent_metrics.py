@@ -104,10 +104,13 @@ def test_tools_that_nobody_calls_are_said_once_after_three_steps(caplog):
         for _ in range(4):
             without.see(none, lambda: "text")
         assert not caplog.records
-        watch = ToolUse(given)
+        watch, searching = ToolUse(given), ToolUse(as_config(RolloutConfig, {}), searches=True)
         for _ in range(9):
             watch.see(none, lambda: "I would rather guess")
-    (record,) = caplog.records
+        for _ in range(9):
+            searching.see(none, lambda: "I know it")
+    record, other = caplog.records
+    assert "<search> query </search>" in other.getMessage()
     for words in ("no tool was called in 3 steps", "tools.py", "multi_turn.format=hermes", "I would rather guess"):
         assert words in record.getMessage()
 

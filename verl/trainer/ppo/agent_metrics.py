@@ -72,14 +72,23 @@ def _stats(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}/min": min(values), f"{name}/max": max(values), f"{name}/mean": sum(values) / len(values)}
 
 
+_WITH_TOOLS = (
+    "Tell the model of them in its prompt (its chat template must write `tools`), check that it writes calls as"
+    " actor_rollout_ref.rollout.multi_turn.format=%s wants them"
+)
+_WITH_SEARCH = "Tell the model in its prompt to write <search> query </search>"
+
+
 class ToolUse:
     """Watches the first steps: a model that never calls the tools it is given learns nothing of them."""
 
-    def __init__(self, rollout: RolloutConfig) -> None:
+    def __init__(self, rollout: RolloutConfig, searches: bool = False) -> None:
         keys = rollout.multi_turn
-        self._paths = [path for path in (keys.tool_config_path, keys.function_tool_path) if path is not None]
-        self._format = keys.format
-        self._steps_without: int | None = 0 if self._paths else None
+        paths = [path for path in (keys.tool_config_path, keys.function_tool_path) if path is not None]
+        self._given, self._advice = ", ".join(paths), _WITH_TOOLS % keys.format
+        if searches:
+            self._given, self._advice = "do_search=True", _WITH_SEARCH
+        self._steps_without: int | None = 0 if self._given else None
         """None: there is nothing to look for any more."""
 
     def see(self, metrics: Mapping[str, float], example: Callable[[], str]) -> None:
@@ -90,9 +99,7 @@ class ToolUse:
         if self._steps_without == _PATIENCE:
             self._steps_without = None
             logger.warning(
-                "no tool was called in %d steps, although there are some (%s). Tell the model of them in its prompt"
-                " (its chat template must write `tools`), check that it writes calls as"
-                " actor_rollout_ref.rollout.multi_turn.format=%s wants them, or begin with a model that knows how."
+                "no tool was called in %d steps, although there are some (%s). %s, or begin with a model that knows how."
                 " An answer: %r",
-                _PATIENCE, ", ".join(self._paths), self._format, example()[:600],
+                _PATIENCE, self._given, self._advice, example()[:600],
             )  # fmt: skip

@@ -51,7 +51,7 @@ class Generator:
         self._has_judge = Role.RewardModel in groups.roles
         self._greedy = takes_argument(config.algorithm.adv_estimator, "reward_baselines")
         self._overlap = RewardOverlap(config.reward_model.overlap and not self._has_judge)
-        self._tool_use = ToolUse(config.actor_rollout_ref.rollout)
+        self._tool_use = ToolUse(config.actor_rollout_ref.rollout, config.do_search)
 
     def start(self) -> None:
         """Find what ends an answer, and say it."""
