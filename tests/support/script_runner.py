@@ -41,10 +41,10 @@ def log_prob(position: int) -> float:
     return -(position % 997 + 1) / 1000
 
 
-def scripted_engine(script: Script, max_model_len: int = 4096) -> AsyncEngine:
-    """Close it at the end."""
+def scripted_engine(script: Script, max_model_len: int = 4096, tokenizer: Any = None) -> AsyncEngine:
+    """Close it at the end. Requests with stop strings need the `tokenizer`."""
     scheduler = Scheduler(BlockManager(_BLOCKS, _BLOCK_SIZE), _SEQUENCES, _STEP_TOKENS, max_model_len)
-    return AsyncEngine(Engine(scheduler, ScriptRunner(script)))
+    return AsyncEngine(Engine(scheduler, ScriptRunner(script)), lambda: tokenizer)
 
 
 def answers(turns: Sequence[Sequence[int]], prompt: Sequence[int], end: int) -> Script:

@@ -99,7 +99,7 @@ class ToolUse:
         if self._steps_without == _PATIENCE:
             self._steps_without = None
             logger.warning(
-                "no tool was called in %d steps, although there are some (%s). %s, or begin with a model that knows how."
-                " An answer: %r",
+                "no tool was called in %d steps, although there are some (%s). %s, or begin with a model that knows"
+                " how. An answer: %r",
                 _PATIENCE, self._given, self._advice, example()[:600],
             )  # fmt: skip
