@@ -18,7 +18,7 @@ from typing import Any
 from verl.utils import process_tree
 from verl.utils.sandbox import linux, room, wire
 from verl.utils.sandbox.pipes import Output, Pipes
-from verl.utils.sandbox.program import FINISHED, MEMORY, Confinement, wait_and_run
+from verl.utils.sandbox.program import FINISHED, MEMORY, Confinement, prepare, wait_and_run
 
 _LOOK_SECONDS = 0.025
 _LAST_WORDS_SECONDS = 0.5
@@ -74,9 +74,11 @@ def _be_init(link: socket.socket, confinement: Confinement) -> int:
     linux.drop_capabilities(confinement.capability)
     linux.prctl(linux.PR_SET_DUMPABLE, 0)  # the program, which is of the same user, cannot look into this
     while True:
-        child = os.fork()
-        if child == 0:
-            as_process(lambda: wait_and_run(link, confinement))
+        try:
+            child = _start_program(link, confinement)
+        except OSError as error:
+            wire.send(link, {"refused": str(error)})
+            return 1
         code = None
         while code is None:
             pid, status = os.waitpid(-1, 0)
@@ -86,6 +88,30 @@ def _be_init(link: socket.socket, confinement: Confinement) -> int:
         wire.send(link, {"code": code})
         if not link.recv(1, socket.MSG_PEEK):
             return 0
+
+
+def _start_program(link: socket.socket, confinement: Confinement) -> int:
+    """A process that waits, isolated, for its job; OSError, in its words, where it could not be isolated."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+
+        def be_program() -> int:
+            try:
+                main = prepare(confinement)
+            except OSError as error:
+                os.write(writing, (str(error) or repr(error)).encode())
+                return 1
+            os.close(writing)
+            return wait_and_run(link, main)
+
+        as_process(be_program)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        words = pipe.read()
+    if words:
+        raise OSError(words.decode(errors="replace"))
+    return child
 
 
 def _kill_descendants() -> None:
@@ -152,41 +178,45 @@ class _Keeper:
         self, start: Sequence[str], job: dict[str, Any], files: list[bytes], stdin: bytes, wall_s: float
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Start a program and follow it to its end: how that was, stdout and stderr."""
-        names = job["names"] if files else []
         self._output = Output(self._limits["output_bytes"])
         began = time.monotonic()
-        with Pipes(stdin, self._output) as pipes:
-            self._send_job(start, job["script"], names, files, pipes, self._limits["cpu_s"])
-            problem, message = self._follow(pipes, [self._program], began + wall_s)
+        channel, theirs = socket.socketpair()
+        with channel, Pipes(stdin, self._output) as pipes:
+            self._send_job({"start": start, "script": job["script"]}, job["names"], files, pipes, theirs)
+            # A Python program says itself that it is through: it need not be waited for if nothing is to be fetched.
+            awaited = [self._program] if start or job["fetch"] else [channel, self._program]
+            problem, message = self._follow(pipes, awaited, began + wall_s)
+            if message == {"how": b""}:  # it did not say so, but ended, or closed what it does not know
+                problem, message = self._follow(pipes, [self._program], began + wall_s)
             seconds = time.monotonic() - began
-            code = -signal.SIGKILL
-            if problem is None and message is not None:
-                code = message["code"]
-            else:
+            if message is not None and "refused" in message:
+                refusal = f"this run could not be isolated: {message['refused']}"
+                return {"status": "refused", "return_code": None, "seconds": 0.0}, [b"", refusal.encode()]
+            code, patience = -int(signal.SIGKILL), _LAST_WORDS_SECONDS
+            if message is None:
                 self.end_all()
-            pipes.drain(time.monotonic() + _LAST_WORDS_SECONDS)
+            elif "how" in message:
+                code, patience = message["how"][0], 0.0
+            else:
+                code = message["code"]
+            pipes.drain(time.monotonic() + patience)
         status, words = self._verdict(problem, code)
         outcome = {"status": status, "return_code": code, "seconds": seconds}
         return outcome, [bytes(self._output.stdout), bytes(self._output.stderr) + words]
 
     def _send_job(
-        self,
-        start: Sequence[str],
-        script: str,
-        names: list[str],
-        files: list[bytes],
-        pipes: Pipes,
-        cpu_s: int | None,
-        cells: Sequence[int] = (),
+        self, job: dict[str, Any], names: list[str], files: list[bytes], pipes: Pipes, channel: socket.socket
     ) -> None:
+        """`channel`: over which the program says how it went; its own code can, too, so only letters are believed."""
         limits = {
-            "cpu_s": cpu_s,
+            "cpu_s": self._limits["cpu_s"],
             "memory_bytes": self._limits["memory_mb"] << 20,
             "file_bytes": self._limits["file_mb"] << 20,
             "processes": self._limits["processes"] + _OWN_PROCESSES + self._others_of_user(),
         }
-        header = {"start": start, "script": script, "files": names, "limits": limits}
-        wire.send(self._program, header, files, [*pipes.theirs, *cells])
+        header = {**job, "files": names if files else [], "limits": limits}
+        with channel, contextlib.suppress(ConnectionError):  # what is wrong has been said already
+            wire.send(self._program, header, files, [*pipes.theirs, channel.fileno()])
         pipes.close_theirs()
 
     def _others_of_user(self) -> int:
@@ -219,15 +249,14 @@ class _Keeper:
         cells.settimeout(_INTERRUPT_SECONDS)  # one that does not take its next cell is broken
         problem: str | None = None
         with Pipes(b"", self._output) as pipes:
-            self._send_job([], "", [], [], pipes, self._limits["cpu_s"], [theirs.fileno()])
-            theirs.close()
+            self._send_job({"start": [], "script": None}, [], [], pipes, theirs)
             while self._init is not None and problem is None:
                 # Between cells, too: what a cell left running is watched.
                 problem, message = self._follow(pipes, [self._link, self._program], None)
                 if message is not None and "cell" in message:
                     wire.send(self._link, *self._serve_cell(message, cells, pipes))
-                elif message is not None and "code" in message:
-                    problem = "it ended between two cells"
+                elif message is not None:
+                    problem = message.get("refused", "it ended between two cells")
             if problem is not None:
                 self.end_all()
                 wire.receive(self._link)

@@ -53,8 +53,8 @@ class Confinement:
             seccomp.refuse_dangerous(self.namespaces, None if signals_are_kept_in else os.getpid())
 
 
-def wait_and_run(link: socket.socket, confinement: Confinement) -> int:
-    """The exit status of the one job that comes over `link`. All that can be done before it comes, is."""
+def prepare(confinement: Confinement) -> types.ModuleType:
+    """All that can be done before the job comes; the `__main__` of a Python program. OSError: no isolation."""
     confinement.apply()
     linux.prctl(linux.PR_SET_DUMPABLE, 1)
     os.chdir(confinement.folder)
@@ -63,21 +63,31 @@ def wait_and_run(link: socket.socket, confinement: Confinement) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     main = _fresh_main(confinement.folder)
     _rehearse()
+    return main
+
+
+def wait_and_run(link: socket.socket, main: types.ModuleType) -> int:
+    """The exit status of the one job that comes over `link`."""
     here = process_tree.data_bytes() or 64 << 20
     try:
         job, blobs, descriptors = wire.receive(link, 4)
     except EOFError:
         return 0
-    cells = _take_descriptors(descriptors)
+    channel = _take_descriptors(descriptors)
     files = dict(zip(job["files"], blobs, strict=True))
     _place(files)
     _limit(job["limits"], here)
     if job["start"]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python alone ignores it
         return _become(job["start"])
-    if cells is not None:
-        return _serve_cells(cells, main)
-    return _run_script(job["script"], files[job["script"]], main)
+    if job["script"] is None:
+        return _serve_cells(channel, main)
+    process = os.getpid()
+    code = _run_script(job["script"], files[job["script"]], main)
+    if os.getpid() == process:  # not a fork that came to the end of the script
+        with contextlib.suppress(OSError):
+            os.write(channel, bytes([code]))
+    return code
 
 
 def _rehearse() -> None:
@@ -92,14 +102,14 @@ def _rehearse() -> None:
         exec(compile(code, "rehearsal", "exec"), {"nowhere": nowhere})
 
 
-def _take_descriptors(came: list[int]) -> int | None:
-    """stdin, stdout and stderr to their numbers, the cells' socket to the next, everything else closed."""
+def _take_descriptors(came: list[int]) -> int:
+    """stdin, stdout and stderr to their numbers, the channel to the next, everything else closed."""
     high = [os.dup2(descriptor, 100 + index) for index, descriptor in enumerate(came)]
     os.closerange(0, 100)
     for number, descriptor in enumerate(high):
         os.dup2(descriptor, number, inheritable=number < 3)
     os.closerange(len(high), 65536)
-    return 3 if len(high) > 3 else None
+    return 3
 
 
 def _place(files: dict[str, bytes]) -> None:

@@ -49,6 +49,16 @@ threading.Thread(target=lambda: (time.sleep(0.05), print("from a thread"))).star
     assert sandbox.run(code).stdout == "from a thread\nat exit\n"
 
 
+def test_a_fork_that_comes_to_the_end_of_the_script_does_not_end_it(sandbox: Sandbox) -> None:
+    code = "import os, time\nif os.fork(): time.sleep(0.3); os.wait(); print('parent')\nelse: print('child')"
+    assert sandbox.run(code).stdout == "child\nparent\n"
+
+
+def test_closing_what_a_program_does_not_know_harms_nothing(sandbox: Sandbox) -> None:
+    result = sandbox.run("import os, time\nos.closerange(3, 256)\ntime.sleep(0.2)\nprint('done')\nos._exit(4)")
+    assert (result.status, result.return_code, result.stdout) == ("error", 4, "")
+
+
 def test_programs_share_nothing(sandbox: Sandbox) -> None:
     sandbox.run("import builtins, math; builtins.left = math.left = 1; open('left', 'w').write('x')")
     code = "import builtins, math, os; print(hasattr(builtins, 'left'), hasattr(math, 'left'), os.path.exists('left'))"
