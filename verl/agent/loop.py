@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.config import PPOConfig, RolloutConfig, names
+from verl.config import AgentConfig, PPOConfig, RolloutConfig, names
 from verl.utils.exceptions import Travels
-from verl.utils.import_utils import load_extern_object
+from verl.utils.import_utils import ImportPath
 from verl.utils.registry import Registry
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "TrajectoryFailed",
     "find_loop",
     "imported_class",
+    "listed_loops",
     "read_loop_file",
     "register",
 ]
@@ -184,16 +185,23 @@ register = AGENT_LOOPS.register
 
 @dataclass(frozen=True, slots=True)
 class LoopSpec:
-    """An entry of `agent_loop_config_path`: where the class is, and keywords for its constructor."""
+    """A loop by name: where its class is (users' files by content: they travel), keywords for its constructor."""
 
-    target: str
+    path: ImportPath
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_loop_file(path: str | None) -> dict[str, LoopSpec]:
-    """The YAML list of `{name, _target_, …constructor keywords}` by name; nothing without a path."""
-    if path is None:
-        return {}
+def listed_loops(agent: AgentConfig) -> dict[str, LoopSpec]:
+    """What the configuration says of loops: the list of `agent_loop_config_path`, and a default that is a file's."""
+    found = {} if agent.agent_loop_config_path is None else read_loop_file(agent.agent_loop_config_path)
+    default = agent.default_agent_loop
+    if default not in found and ":" in default:
+        found[default] = LoopSpec(_read_path("actor_rollout_ref.rollout.agent.default_agent_loop", default))
+    return found
+
+
+def read_loop_file(path: str) -> dict[str, LoopSpec]:
+    """The YAML list of `{name, _target_, …constructor keywords}` by name."""
     import yaml
 
     key = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
@@ -205,7 +213,7 @@ def read_loop_file(path: str | None) -> dict[str, LoopSpec]:
         if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():
             raise ValueError(f"{key}: entry {number} of {path} has no name or no _target_ (found: {entry!r}).")
         own = {name: value for name, value in entry.items() if name not in ("name", "_target_")}
-        found[str(entry["name"])] = LoopSpec(str(entry["_target_"]), own)
+        found[str(entry["name"])] = LoopSpec(_read_path(f"{key}: entry {number}", str(entry["_target_"])), own)
     return found
 
 
@@ -213,19 +221,26 @@ def find_loop(name: str, listed: Mapping[str, LoopSpec]) -> tuple[type[AgentLoop
     """The class under a name and its own keywords: as listed, as registered, or where the name itself says it is
     (`pkg.module.Class`, `file.py:Class`)."""
     if name in listed:
-        return imported_class(listed[name].target, f"agent_name: {name}", AgentLoopBase), listed[name].keywords
+        return imported_class(f"agent_name {name!r}", listed[name].path, AgentLoopBase), listed[name].keywords
     if name not in AGENT_LOOPS and ("." in name or ":" in name):
-        return imported_class(name, "agent_name", AgentLoopBase), {}
+        return imported_class("agent_name", name, AgentLoopBase), {}
     return AGENT_LOOPS.lookup(name), {}
 
 
-def imported_class(place: str, key: str, base: type[Any]) -> type[Any]:
+def imported_class(key: str, place: str | ImportPath, base: type[Any]) -> type[Any]:
     """The subclass of `base` at `pkg.module.Class` or `file.py:Class`, which `key` says."""
-    module, _, name = place.rpartition(":" if ":" in place else ".")
+    path = _read_path(key, place) if isinstance(place, str) else place
     try:
-        found = load_extern_object(module, name)
+        found = path.load()
     except (ValueError, FileNotFoundError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{key}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{key}: {place} is no subclass of {base.__module__}.{base.__name__}.")
+        raise ValueError(f"{key}: {path} is no subclass of {base.__module__}.{base.__name__}.")
     return found
+
+
+def _read_path(key: str, place: str) -> ImportPath:
+    try:
+        return ImportPath.read(place)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{key}: {error}") from error

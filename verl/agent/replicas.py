@@ -37,6 +37,7 @@ class Replica:
         self._others = 0
         self._pulses = 0
         self._closed = False
+        self._ended: str | None = None
         threading.Thread(target=self._keep_collecting, name="agent-replica", daemon=True).start()
 
     @property
@@ -46,6 +47,8 @@ class Replica:
 
     async def answer(self, request: Request) -> Output:
         """The answer. Cancelling the awaiting task aborts the request."""
+        if self._ended is not None:
+            raise EngineLost(self._ended)
         future = self._waiting[request.id] = self._loop.create_future()
         self._leaving.append(request)
         if len(self._leaving) == 1:
@@ -85,7 +88,7 @@ class Replica:
         for answer in collected.answers:
             self._tell(answer)
         self._others = max(0, collected.unfinished - len(self._waiting))
-        if collected.closed and self._waiting:
+        if collected.closed:
             self._lost("the generation was ended")
 
     def _tell(self, answer: Answer) -> None:
@@ -102,6 +105,7 @@ class Replica:
             future.set_exception(EngineLost(answer.failed))
 
     def _lost(self, why: str) -> None:
+        self._ended = why
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(EngineLost(why))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from verl.agent.loop import (
     AgentLoopMetrics,
     AgentLoopOutput,
     find_loop,
+    listed_loops,
     read_loop_file,
     register,
 )
@@ -43,6 +45,10 @@ def test_loops_are_found_by_name_by_decorator_by_place_and_by_list(tmp_path: Pat
     listing.write_text(f"- name: listed\n  _target_: {file}:Own\n  depth: 3\n")
     cls, keywords = find_loop("listed", read_loop_file(str(listing)))
     assert (cls.__name__, keywords) == ("Own", {"depth": 3})
+    agent = SimpleNamespace(agent_loop_config_path=str(listing), default_agent_loop=f"{file}:Own")
+    travelled = pickle.loads(pickle.dumps(listed_loops(agent)))
+    file.unlink()  # as on another node
+    assert find_loop(f"{file}:Own", travelled)[0].__name__ == find_loop("listed", travelled)[0].__name__ == "Own"
 
 
 def test_a_name_that_is_no_loop_says_which_there_are(tmp_path: Path):

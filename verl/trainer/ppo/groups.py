@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.agent.loop import imported_class, read_loop_file
+from verl.agent.loop import imported_class, listed_loops
 from verl.agent.tool_files import read_tool_files
 from verl.agent.worker import AgentLoopWorker
 from verl.config import PPOConfig
@@ -211,9 +211,9 @@ class WorkerGroups:
         worker = AgentLoopWorker
         if agent.agent_loop_manager_class is not None:
             key = f"{ROLLOUT}.agent.agent_loop_manager_class"
-            worker = imported_class(agent.agent_loop_manager_class, key, AgentLoopWorker)
-        loops, tools = read_loop_file(agent.agent_loop_config_path), read_tool_files(rollout.multi_turn)
-        prepared = RayClassWithInitArgs(worker, self._config, loops, tools)
+            worker = imported_class(key, agent.agent_loop_manager_class, AgentLoopWorker)
+        tools = read_tool_files(rollout.multi_turn)
+        prepared = RayClassWithInitArgs(worker, self._config, listed_loops(agent), tools)
         prepared.imports = list(self._config.external_libs)
         shares = [len(range(node, agent.num_workers, nodes)) for node in range(min(nodes, agent.num_workers))]
         started = self._cls(

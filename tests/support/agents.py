@@ -1,0 +1,191 @@
+"""Loop workers and replicas of a real tiny engine in one process, and loops for them that do all that loops may do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.training_harness import overrides
+from verl.agent.loop import AgentLoopBase, AgentLoopOutput
+from verl.agent.tool_files import ToolFiles
+from verl.agent.worker import AgentLoopWorker
+from verl.config import PPOConfig, load_config
+from verl.protocol import DataProto, object_array
+from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.base.handle import RankHandle
+from verl.single_controller.local import LocalWorkerGroup
+from verl.utils import hf_tokenizer
+from verl.workers.roles.policy import ActorRolloutRefWorker
+
+ROLLOUT = "actor_rollout_ref.rollout"
+TOOL = [70, 71, 72]
+
+
+class TwoTurns(AgentLoopBase):
+    """Asks, says what a tool says, asks again; `depth` is how often."""
+
+    def __init__(self, depth: int = 2, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.depth = depth
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        prompt, response, mask = list(row["prompt_ids"]), list[int](), list[int]()
+        for turn in range(self.depth):
+            if turn:
+                response, mask = response + TOOL, mask + [0] * len(TOOL)
+            answer = await self.server_manager.generate(
+                request_id=row["uid"], prompt_ids=prompt + response, sampling_params=sampling_params | {"max_tokens": 5}
+            )
+            response, mask = response + answer.token_ids, mask + [1] * len(answer.token_ids)
+        return AgentLoopOutput(prompt, response, mask, num_turns=2 * self.depth)
+
+
+class Rewriter(AgentLoopBase):
+    """Begins a new context after its first answer: two rows."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        outputs = []
+        for prompt in (row["prompt_ids"], [*row["prompt_ids"], 80, 81]):
+            said = await self.server_manager.generate("one", prompt_ids=prompt, sampling_params=sampling_params)
+            outputs.append(AgentLoopOutput(list(prompt), said.token_ids, [1] * len(said.token_ids)))
+        return outputs
+
+
+class Raising(TwoTurns):
+    """Fails after its first answer, but for sample 0."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        if row["sample_index"] == 0:
+            return await super().run(sampling_params, **row)
+        await self.server_manager.generate("x", prompt_ids=row["prompt_ids"], sampling_params=sampling_params)
+        raise LookupError("the tool is gone")
+
+
+class Asking(TwoTurns):
+    """Sample 1 asks for what no engine does."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        odd = {"repetition_penalty": 1.5} if row["sample_index"] == 1 else {}
+        return await super().run(sampling_params | odd, **row)
+
+
+class Waiting(AgentLoopBase):
+    """Never comes back, in a tool or in an answer that is too long."""
+
+    entered = threading.Event()
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        self.entered.set()
+        if row["sample_index"] == 0:
+            await asyncio.Event().wait()
+        endless = sampling_params | {"ignore_eos": True}
+        await self.server_manager.generate("x", prompt_ids=row["prompt_ids"], sampling_params=endless)
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+@dataclass
+class Noting(RankHandle):
+    """A handle that notes which prompts were asked of it."""
+
+    inner: RankHandle
+    prompts: list[list[int]] = field(default_factory=list)
+
+    def tell(self, method: str, *args: Any) -> None:
+        if method == "submit_requests":
+            self.prompts += [list(request.prompt_ids) for request in args[1]]
+        self.inner.tell(method, *args)
+
+    def ask(self, method: str, *args: Any) -> Any:
+        return self.inner.ask(method, *args)
+
+
+@dataclass
+class House:
+    """What a generation with agents needs; `replicas` are groups of one rank."""
+
+    config: PPOConfig
+    replicas: list[Any]
+    agents: Any
+
+    @property
+    def handles(self) -> list[Noting]:
+        return [Noting(replica.handle(0)) for replica in self.replicas]
+
+    def answer(self, prompts: DataProto, handles: Sequence[RankHandle] | None = None) -> DataProto:
+        with self.open_engines():
+            return self.agents.generate_sequences(prompts, handles or self.handles)
+
+    @contextmanager
+    def open_engines(self) -> Iterator[None]:
+        for replica in self.replicas:
+            replica.begin_generation()
+        try:
+            yield
+        finally:
+            for replica in self.replicas:
+                replica.end_generation()
+
+    def engine(self, number: int = 0) -> Any:
+        """The rollout of a replica."""
+        replica = self.replicas[number]
+        return replica._host._workers[replica.role].rollout
+
+
+def house(task: dict[str, str], folder: Path, *more: str, replicas: int = 1, loops: Any = None) -> House:
+    config = load_config(None, overrides(task, folder, f"{ROLLOUT}.mode=async", *more))
+    policy = ClassWithInitArgs(ActorRolloutRefWorker, config=config.actor_rollout_ref, role="rollout")
+    groups = [LocalWorkerGroup(ray_cls_with_init=policy) for _ in range(replicas)]
+    for group in groups:
+        group.init_model()
+    return House(config, groups, loop_worker(config, loops))
+
+
+def loop_worker(config: PPOConfig, loops: Any = None) -> Any:
+    worker = ClassWithInitArgs(AgentLoopWorker, config, loops or {}, ToolFiles())
+    return LocalWorkerGroup(ray_cls_with_init=worker)
+
+
+def prompts_of(task: dict[str, str], count: int, name: str | None = None, samples: int = 2, **meta: Any) -> DataProto:
+    """`count` prompts, each `samples` times."""
+    tokenizer = hf_tokenizer(task["model"])
+    ids = [tokenizer(f"Say {number}", add_special_tokens=False)["input_ids"] for number in range(count)]
+    width = max(map(len, ids))
+    rows = [each for each in ids for _ in range(samples)]
+    tokens = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    names = {} if name is None else {"agent_name": object_array([name] * len(rows))}
+    return DataProto.from_dict(
+        {"input_ids": tokens, "attention_mask": mask},
+        {
+            "uid": object_array([f"p{number}" for number in range(count) for _ in range(samples)]),
+            "sample_index": object_array(list(range(samples)) * count),
+            "row": object_array(list(range(len(rows)))),
+            "raw_prompt": object_array([[{"role": "user", "content": "Say"}]] * len(rows)),
+            **names,
+        },
+        {"step": 3, "seed": 7, "eos_token_id": [1], **meta},
+    )
+
+
+def tokens_of(answers: DataProto) -> dict[str, list[Any]]:
+    """Response tokens and log-probs by trajectory."""
+    columns = zip(
+        answers.non_tensor_batch["trajectory"],
+        answers.batch["responses"].tolist(),
+        np.round(answers.batch["rollout_log_probs"].double().numpy(), 4).tolist(),
+        answers.batch["attention_mask"][:, -answers.batch["responses"].shape[1] :].sum(-1).tolist(),
+        strict=True,
+    )
+    found: dict[str, list[Any]] = {}
+    for name, tokens, log_probs, length in columns:
+        found.setdefault(name, []).append((tokens[:length], log_probs[:length]))
+    return found

@@ -1,0 +1,140 @@
+"""Loop workers with the real engine in one process: what loops may do, whom it costs what, and who answers whom."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.agents import ROLLOUT, TOOL, House, Waiting, house, loop_worker, prompts_of, tokens_of
+from tests.support.training_harness import make_task
+from verl.agent.loop import LoopSpec
+from verl.protocol import DataProto
+from verl.single_controller.base.errors import CallCancelled, WorkerCallError
+from verl.utils.import_utils import ImportPath
+
+HERE = "tests.support.agents"
+LOOPS = {"deep": LoopSpec(ImportPath.read(f"{HERE}.TwoTurns"), {"depth": 3})}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_task(tmp_path_factory.mktemp("workers"))
+
+
+@pytest.fixture(scope="module")
+def two(task: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> House:
+    """Two replicas."""
+    more = ("data.max_response_length=40", f"{ROLLOUT}.enable_prefix_caching=False")
+    return house(task, tmp_path_factory.mktemp("two"), *more, replicas=2, loops=LOOPS)
+
+
+def metrics(answers: DataProto) -> list[dict[str, Any]]:
+    return list(answers.non_tensor_batch["agent_metrics"])
+
+
+def test_turns_line_up_and_stay_on_one_replica(two: House, task: dict[str, str]):
+    handles = two.handles
+    answers = two.answer(prompts_of(task, 6, f"{HERE}.TwoTurns"), handles)
+    mask, responses = answers.batch["response_mask"], answers.batch["responses"]
+    versions = answers.batch["rollout_versions"]
+    assert torch.equal(versions >= 0, mask.bool())
+    assert not answers.batch["rollout_log_probs"].isnan().any()
+    assert [each["unmatched_tokens"] for each in metrics(answers)] == [0] * 12
+    assert [each["turns"] for each in metrics(answers)] == [2] * 12
+    for row in range(12):
+        said = responses[row][answers.batch["attention_mask"][row, -responses.shape[1] :].bool()].tolist()
+        of_tool = [token for token, sampled in zip(said, mask[row].tolist(), strict=False) if not sampled]
+        assert of_tool == TOOL
+    assert all(handle.prompts for handle in handles)
+    for handle in handles:
+        firsts = [prompt for prompt in handle.prompts if prompt[-3:] != TOOL]
+        seconds = [prompt for prompt in handle.prompts if prompt[-3:] == TOOL]
+        assert len(firsts) == len(seconds)
+        assert all(any(later[: len(first)] == first for first in firsts) for later in seconds)
+
+
+def test_neither_workers_nor_replicas_nor_their_number_change_a_token(two: House, task: dict[str, str]):
+    prompts = prompts_of(task, 6, "deep")
+    one_replica = tokens_of(two.answer(prompts, two.handles[:1]))
+    assert max(len(rows[0][0]) for rows in one_replica.values()) > 10
+    again = tokens_of(two.answer(prompts))
+    assert again == one_replica
+    with two.open_engines(), ThreadPoolExecutor(2) as threads:
+        handles, other = two.handles, loop_worker(two.config, LOOPS)
+        halves = threads.map(
+            lambda worker, part: worker.generate_sequences(part, handles),
+            [two.agents, other],
+            [prompts[:5], prompts[5:]],
+        )
+        joined = {name: rows for half in halves for name, rows in tokens_of(half).items()}
+    assert joined == one_replica
+
+
+def test_a_context_that_was_rewritten_gives_several_rows(two: House, task: dict[str, str]):
+    answers = two.answer(prompts_of(task, 2, f"{HERE}.Rewriter"))
+    assert list(answers.non_tensor_batch["trajectory"]) == [f"p{n}/{i}" for n in (0, 1) for i in (0, 1) for _ in "ab"]
+    lengths = answers.batch["attention_mask"][:, : answers.batch["prompts"].shape[1]].sum(-1).tolist()
+    assert lengths[1::2] == [length + 2 for length in lengths[::2]]
+    assert torch.equal(answers.batch["rollout_versions"] >= 0, answers.batch["response_mask"].bool())
+
+
+def test_a_loop_that_raises_costs_its_own_trajectory(two: House, task: dict[str, str]):
+    answers = two.answer(prompts_of(task, 2, f"{HERE}.Raising"))
+    assert [each["status"] for each in metrics(answers)] == ["finished", "failed"] * 2
+    assert metrics(answers)[1]["error"] == "LookupError: the tool is gone"
+    assert not answers.batch["response_mask"][1::2].any()
+    assert answers.batch["response_mask"][::2].any(-1).all()
+
+
+def test_what_an_engine_refuses_costs_who_asked(task: dict[str, str], tmp_path: Path):
+    small = house(task, tmp_path, f"{ROLLOUT}.name=hf", "data.max_response_length=24")
+    answers = small.answer(prompts_of(task, 2, f"{HERE}.Asking", samples=3))
+    assert [each["status"] for each in metrics(answers)] == ["finished", "failed", "finished"] * 2
+    assert "penalties" in metrics(answers)[1]["error"]
+
+
+def test_finished_trajectories_are_told_for_scoring(two: House, task: dict[str, str]):
+    answers = two.answer(prompts_of(task, 3, f"{HERE}.TwoTurns", tell_finished=True))
+    (told,) = two.agents.finished_samples()
+    rows = {row: tokens.tolist() for row, tokens in told}
+    assert rows == {row: answer[0][0] for row, answer in enumerate(tokens_of(answers).values())}
+
+
+def test_a_generation_that_is_cancelled_leaves_nothing_in_the_engine(two: House, task: dict[str, str]):
+    Waiting.entered.clear()
+    with two.open_engines(), ThreadPoolExecutor(1) as thread:
+        call = thread.submit(two.agents.generate_sequences, prompts_of(task, 2, f"{HERE}.Waiting"), two.handles)
+        assert Waiting.entered.wait(60)
+        while not any(two.agents.cancel()):
+            pass
+        with pytest.raises(WorkerCallError) as caught:
+            call.result(60)
+        assert isinstance(caught.value.__cause__, CallCancelled)
+    assert all(metric["status"] == "finished" for metric in metrics(two.answer(prompts_of(task, 1, "deep"))))
+
+
+def test_an_engine_that_breaks_ends_the_call_and_says_why(two: House, task: dict[str, str]):
+    two.replicas[0].begin_generation()
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(two.agents.generate_sequences, prompts_of(task, 2, f"{HERE}.Waiting"), two.handles[:1])
+        while not call.done():
+            two.engine()._loop.fail(RuntimeError("the kernel failed"))
+        with pytest.raises(WorkerCallError, match="EngineLost: RuntimeError: the kernel failed"):
+            call.result()
+    with pytest.raises(WorkerCallError, match="RuntimeError: the kernel failed"):
+        two.replicas[0].end_generation()
+    two.answer(prompts_of(task, 1, "deep"))
+
+
+def test_agents_of_another_generation_are_told_that_it_is_over(two: House, task: dict[str, str]):
+    with pytest.raises(WorkerCallError, match="the generation was ended"):
+        two.agents.generate_sequences(prompts_of(task, 1, "deep"), two.handles)
+
+
+def test_a_name_that_is_no_loop_fails_the_call(two: House, task: dict[str, str]):
+    with pytest.raises(WorkerCallError, match="agent_name: 'toool_agent' is not known"):
+        two.answer(prompts_of(task, 1, "toool_agent"))
