@@ -6,6 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+
 from verl.tools.base_tool import BaseTool
 
 _NAMED = 5
@@ -24,9 +27,6 @@ class ArgumentCheck:
     """Reads and checks the arguments for one tool."""
 
     def __init__(self, tool: BaseTool) -> None:
-        from jsonschema import Draft202012Validator
-        from jsonschema.exceptions import SchemaError
-
         self.name = tool.name
         parameters = tool.tool_schema.function.parameters.model_dump()
         self._shape = _shape(parameters)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.agent.tool_files import TOOLS, ToolFiles, build_tools, read_tool_files
+from verl.agent.tool_files import MULTI_TURN, TOOLS, ToolFiles, build_tools, read_tool_files
 from verl.agent.tool_limits import Gate
 from verl.agent.tool_session import CallLimits, LoadedTool, ToolResult, ToolSession
 from verl.config.problems import Report
@@ -15,6 +16,8 @@ from verl.interactions.box import InteractionBox
 from verl.tools.base_tool import BaseTool
 from verl.tools.mcp_servers import McpServers
 from verl.utils.calling import invoke, within
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["CallLimits", "ToolResult", "ToolSession", "Toolbox"]
 
@@ -36,6 +39,7 @@ class Toolbox:
             try:
                 gate = gates.setdefault(id(tool.config), Gate(tool.config or {}))
                 self._tools[tool.name] = LoadedTool(tool, gate)
+                _warn_of_timeout(tool, limits.seconds)
             except ValueError as error:
                 report.problem(TOOLS, tool.name, str(error).rstrip("."), "Correct it in the tool file")
         report.raise_if_any()
@@ -44,6 +48,7 @@ class Toolbox:
         self.interactions = interactions or InteractionBox({}, limits.seconds)
         """The simulated users."""
         self._releasing: set[asyncio.Task[None]] = set()
+        self._unknown: set[str] = set()
 
     @classmethod
     def load(cls, config: MultiTurnConfig, files: ToolFiles | None = None) -> Toolbox:
@@ -84,6 +89,11 @@ class Toolbox:
         where = f"extra_info.tool_selection of row {info.get('index', '?')}"
         tools = self._selected(info.get("tool_selection"), where)
         kwargs = row.get("tools_kwargs") or info.get("tools_kwargs") or {}
+        for name in kwargs.keys() - self._tools.keys() - self._unknown:
+            # A table of rows has a field for every tool that any of them names.
+            if kwargs[name]:
+                self._unknown.add(name)
+                logger.warning("extra_info.tools_kwargs.%s has no effect: there is no tool of this name.", name)
         return ToolSession(tools, kwargs, self._limits, self._releasing)
 
     async def close(self) -> None:
@@ -109,3 +119,12 @@ class Toolbox:
         except Exception as error:  # noqa: BLE001 (reported)
             return f"{type(error).__name__}: {error}"
         return str(problem) if problem else None
+
+
+def _warn_of_timeout(tool: BaseTool, seconds: float) -> None:
+    own = tool.config["timeout"] if "timeout" in (tool.config or {}) else None
+    if isinstance(own, (int, float)) and own > seconds:
+        key = f"{MULTI_TURN}.tool_timeout"
+        logger.warning(
+            "Tool %s: its timeout is %g s, but %s = %g ends its calls. Set it higher.", tool.name, own, key, seconds
+        )

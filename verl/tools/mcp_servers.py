@@ -24,6 +24,7 @@ from verl.utils.calling import within
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _CONNECT_SECONDS = 60.0
+_CLOSE_SECONDS = 10.0
 _PING_SECONDS = 5.0
 # A server that died unnoticed is found by a ping after such a pause, instead of by the call of a model.
 _IDLE_SECONDS = 10.0
@@ -42,7 +43,7 @@ class McpServers:
         if known not in self._servers:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="verl-mcp", daemon=True).start()
+                threading.Thread(target=_run, args=(self._loop,), name="verl-mcp", daemon=True).start()
             self._servers[known] = McpServer(name, spec, self._loop)
         return self._servers[known]
 
@@ -59,6 +60,11 @@ class McpServers:
 
         asyncio.run_coroutine_threadsafe(disconnect(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
 
 
 class McpServer:
@@ -193,7 +199,7 @@ class _Connection:
     async def close(self) -> None:
         self._closing.set()
         with suppress(asyncio.CancelledError):
-            await asyncio.wait({self._task}, timeout=_CONNECT_SECONDS)
+            await asyncio.wait({self._task}, timeout=_CLOSE_SECONDS)
         self._task.cancel()
 
     async def _hold(self, spec: Mapping[str, Any]) -> None:

@@ -324,6 +324,17 @@ async def test_the_row_selects_tools_and_the_selection_must_exist():
         box.session({"extra_info": {"index": 3, "tool_selection": ["third"]}})
 
 
+async def test_settings_without_effect_are_told_once(caplog: pytest.LogCaptureFixture):
+    box = Toolbox([Notebook({"timeout": 90})], LIMITS)
+    for _ in range(2):
+        box.session(row("nite", create_kwargs={"owner": "ann"}))
+    assert [record.getMessage() for record in caplog.records] == [
+        "Tool note: its timeout is 90 s, but actor_rollout_ref.rollout.multi_turn.tool_timeout = 5 ends its calls. "
+        "Set it higher.",
+        "extra_info.tools_kwargs.nite has no effect: there is no tool of this name.",
+    ]
+
+
 class Sick(Notebook):
     async def check(self) -> str | None:
         if self.config.get("quiet"):
