@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.config.problems import Report
 from verl.config.rollout import MultiTurnConfig
+from verl.interactions.base import BaseInteraction
 from verl.interactions.box import read_interactions
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import marked_functions
@@ -41,6 +42,10 @@ class ToolEntry:
     schema: OpenAIFunctionToolSchema | None
     mcp: McpPart | None
 
+    def load(self, report: Report) -> type[Any] | None:
+        """The class, or None and a problem in the report."""
+        return self.base.load(BaseTool if self.mcp is None else MCPBaseTool, report)
+
 
 @dataclass(frozen=True)
 class ToolFiles:
@@ -67,6 +72,13 @@ def read_tool_files(config: MultiTurnConfig) -> ToolFiles:
         beside = Path(config.tool_config_path).parent
         entries = [ToolEntry(base, _read_schema(base, report), _read_mcp(base, beside, report)) for base in listed]
     users = [] if config.interaction_config_path is None else read_interactions(config.interaction_config_path, report)
+    # What does not import is said here too, before processes are started that would meet it.
+    for entry in entries:
+        entry.load(report)
+    for user in users:
+        user.load(BaseInteraction, report)
+    if functions is not None:
+        _build_functions(functions, report)
     report.raise_if_any()
     return ToolFiles(tuple(entries), functions, tuple(users))
 
@@ -150,7 +162,7 @@ def _expanded(value: Any) -> Any:
 
 
 def _build_entry(entry: ToolEntry, servers: McpServers, report: Report) -> list[BaseTool]:
-    found = entry.base.load(BaseTool if entry.mcp is None else MCPBaseTool, report)
+    found = entry.load(report)
     if found is None:
         return []
     try:

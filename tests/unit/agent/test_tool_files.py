@@ -12,7 +12,6 @@ from tests.unit.agent.test_toolbox import multi_turn, schema
 from verl.agent.tool_files import read_tool_files
 from verl.agent.toolbox import Toolbox
 from verl.config.problems import ConfigError
-from verl.interactions.box import read_interactions
 
 GSM8K = "verl.tools.gsm8k_tool.Gsm8kTool"
 
@@ -78,34 +77,42 @@ class NoTool: ...
 """
 
 
-def test_problems_of_making_are_told_all_at_once(tmp_path: Path):
+def test_what_does_not_import_is_told_where_the_files_are_read(tmp_path: Path):
     (tmp_path / "mine.py").write_text(TOOLS)
-    bad_schema = schema("bad")
-    bad_schema["function"]["parameters"]["properties"] = {"a": {"type": "str"}}
     config = written(
         tmp_path,
-        {"class_name": GSM8K},
-        {"class_name": GSM8K},
-        {"class_name": f"{tmp_path}/mine.py:Fragile"},
         {"class_name": f"{tmp_path}/mine.py:NoTool"},
         {"class_name": f"{tmp_path}/mine.py:Absent"},
         {"class_name": "no_such_package.Tool"},
     )
     config.function_tool_path = str(tmp_path / "mine.py")
     with pytest.raises(ConfigError) as caught:
-        Toolbox.load(config)
+        read_tool_files(config)
     found = "\n".join(told(caught, tmp_path))
     for words in [
-        "tools[1] = calc_gsm8k_reward: there is a tool of this name already (tools.yaml: tools[0])",
-        "tools[2].class_name = mine.py:Fragile: it cannot be made: KeyError: 'size'",
-        "tools[3].class_name = mine.py:NoTool: it is no BaseTool",
-        "tools[4].class_name = mine.py:Absent: mine.py: it does not define 'Absent'. It defines: Fragile, NoTool",
-        "tools[5].class_name = no_such_package.Tool: no_such_package: cannot import it",
+        "tools[0].class_name = mine.py:NoTool: it is no BaseTool",
+        "tools[1].class_name = mine.py:Absent: mine.py: it does not define 'Absent'. It defines: Fragile, NoTool",
+        "tools[2].class_name = no_such_package.Tool: no_such_package: cannot import it",
         "function_tool_path = mine.py: it marks no function. Put @function_tool above",
     ]:
         assert words in found
-    assert len(caught.value.problems) == 6
+    assert len(caught.value.problems) == 4
 
+
+def test_problems_of_making_are_told_all_at_once(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(TOOLS)
+    config = written(
+        tmp_path, {"class_name": GSM8K}, {"class_name": GSM8K}, {"class_name": f"{tmp_path}/mine.py:Fragile"}
+    )
+    with pytest.raises(ConfigError) as caught:
+        Toolbox.load(config)
+    found = told(caught, tmp_path)
+    assert len(found) == 2
+    assert "tools[2].class_name = mine.py:Fragile: it cannot be made: KeyError: 'size'" in found[0]
+    assert "tools[1] = calc_gsm8k_reward: there is a tool of this name already (tools.yaml: tools[0])" in found[1]
+
+    bad_schema = schema("bad")
+    bad_schema["function"]["parameters"]["properties"] = {"a": {"type": "str"}}
     config = written(
         tmp_path,
         {"class_name": GSM8K, "tool_schema": bad_schema},
@@ -114,13 +121,9 @@ def test_problems_of_making_are_told_all_at_once(tmp_path: Path):
     )
     with pytest.raises(ConfigError) as caught:
         Toolbox.load(config)
-    found = "\n".join(told(caught, tmp_path))
-    for words in [
-        "parameters.properties.a.type: 'str'",
-        "rate_limit: 0 is",
-        "num_workers: 'many' is not a number above 0",
-    ]:
-        assert words in found
+    words = ["parameters.properties.a.type: 'str'", "rate_limit: 0 is", "num_workers: 'many' is not a number above 0"]
+    for line, expected in zip(told(caught, tmp_path), words, strict=True):
+        assert expected in line
 
 
 @pytest.mark.parametrize(
@@ -139,13 +142,18 @@ def test_a_file_that_is_no_tool_file_is_refused(tmp_path: Path, text: str, why: 
     assert why in str(caught.value)
 
 
-def test_a_file_of_simulated_users_is_checked_alike(tmp_path: Path):
+def test_a_file_of_simulated_users_is_checked_alike_and_together_with_the_tools(tmp_path: Path):
+    config = written(tmp_path, {"class_name": "no_such_package.Tool"})
     path = tmp_path / "users.yaml"
-    path.write_text(json.dumps({"interaction": [{"name": "a"}, {"name": "b", "class_name": "x", "cfg": {}}]}))
+    users = [{"name": "a"}, {"name": "b", "class_name": "x", "cfg": {}}, {"class_name": GSM8K}]
+    path.write_text(json.dumps({"interaction": users}))
+    config.interaction_config_path = str(path)
     with pytest.raises(ConfigError) as caught:
-        read_interactions(str(path))
+        read_tool_files(config)
     assert [line.partition(" = ")[0] for line in told(caught, tmp_path)] == [
         "users.yaml: interaction[0].class_name",
         "users.yaml: interaction[1].cfg",
         "users.yaml: interaction[1].class_name",
+        "tools.yaml: tools[0].class_name",
+        "users.yaml: interaction[2].class_name",
     ]

@@ -9,11 +9,21 @@ from typing import Any
 
 import pytest
 
+from verl.config.problems import Report
 from verl.interactions.base import BaseInteraction
 from verl.interactions.box import InteractionBox, read_interactions
+from verl.utils.class_lists import ClassEntry
 
 TEACHER = {"name": "gsm8k", "class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
 QUESTION = [{"role": "user", "content": "6 * 7?"}]
+
+
+def entries_of(folder: Path, *entries: Any) -> list[ClassEntry]:
+    (folder / "users.yaml").write_text(json.dumps({"interaction": entries}))
+    report = Report()
+    found = read_interactions(str(folder / "users.yaml"), report)
+    report.raise_if_any()
+    return found
 
 
 def row(**kwargs: Any) -> dict[str, Any]:
@@ -21,8 +31,7 @@ def row(**kwargs: Any) -> dict[str, Any]:
 
 
 async def test_the_teacher_asks_again_until_the_answer_is_right(tmp_path: Path):
-    (tmp_path / "users.yaml").write_text(json.dumps({"interaction": [TEACHER]}))
-    box = InteractionBox.load(str(tmp_path / "users.yaml"), seconds=5.0)
+    box = InteractionBox.load(entries_of(tmp_path, TEACHER), seconds=5.0)
     assert box.names == ["gsm8k"]
     async with box.session(row(name="gsm8k", ground_truth="42")) as session:
         wrong = [*QUESTION, {"role": "assistant", "content": "It is 41."}]
@@ -88,14 +97,12 @@ async def test_a_row_without_a_user_has_none_and_an_unknown_one_is_named():
     with pytest.raises(ValueError, match=r"name of row 5: there is no interaction 'host'. There are: guest"):
         box.session(row(name="host"))
     with pytest.raises(ValueError, match=r"There are: none; set actor_rollout_ref.*interaction_config_path"):
-        InteractionBox.load(None, seconds=5.0).session(row(name="host"))
+        InteractionBox({}, seconds=5.0).session(row(name="host"))
 
 
 def test_users_of_a_file_travel_by_content(tmp_path: Path):
     source = "from verl.interactions.base import BaseInteraction\nclass Mine(BaseInteraction): ...\n"
     (tmp_path / "mine.py").write_text(source)
-    entry = {"class_name": f"{tmp_path}/mine.py:Mine"}
-    (tmp_path / "users.yaml").write_text(json.dumps({"interaction": [entry]}))
-    entries = read_interactions(str(tmp_path / "users.yaml"))
+    entries = entries_of(tmp_path, {"class_name": f"{tmp_path}/mine.py:Mine"})
     (tmp_path / "mine.py").unlink()
     assert InteractionBox.load(entries, seconds=5.0).names == ["Mine"]

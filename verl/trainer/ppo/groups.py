@@ -70,6 +70,7 @@ class WorkerGroups:
 
     def start(self) -> None:
         """Reserve the devices, start the groups of all roles, load the models."""
+        agents_wanted = self._prepared_agents()
         model = self._config.actor_rollout_ref.model
         self._cost = SequenceCost.of_folder(resolve_model_path(model.path), model.override_config)
         self._pools.create_resource_pool()
@@ -77,7 +78,7 @@ class WorkerGroups:
         self._cls.reserve(list(self._pools.resource_pool_dict.values()))
         self._groups = groups = self._spawned()
         with ThreadPoolExecutor(1) as beside:
-            agents = beside.submit(self._start_agents)
+            agents = beside.submit(self._start_agents, agents_wanted)
             self._load(frozenset(groups))
             self.agents = agents.result()
         self.actor = groups.get(Role.Actor) or groups.get(Role.ActorRollout) or groups[Role.ActorRolloutRef]
@@ -203,11 +204,12 @@ class WorkerGroups:
             groups |= {role: views[str(role)] for role in classes}
         return groups
 
-    def _start_agents(self) -> Any:
+    def _prepared_agents(self) -> RayClassWithInitArgs | None:
+        """What loop workers are made of; what is wrong with files of tools and loops is said before models load."""
         rollout = self._config.actor_rollout_ref.rollout
         if rollout.mode != "async":
             return None
-        agent, nodes = rollout.agent, self._config.trainer.nnodes
+        agent = rollout.agent
         worker = AgentLoopWorker
         if agent.agent_loop_manager_class is not None:
             key = f"{ROLLOUT}.agent.agent_loop_manager_class"
@@ -215,6 +217,12 @@ class WorkerGroups:
         tools = read_tool_files(rollout.multi_turn)
         prepared = RayClassWithInitArgs(worker, self._config, listed_loops(agent), tools)
         prepared.imports = list(self._config.external_libs)
+        return prepared
+
+    def _start_agents(self, prepared: RayClassWithInitArgs | None) -> Any:
+        if prepared is None:
+            return None
+        agent, nodes = self._config.actor_rollout_ref.rollout.agent, self._config.trainer.nnodes
         shares = [len(range(node, agent.num_workers, nodes)) for node in range(min(nodes, agent.num_workers))]
         started = self._cls(
             resource_pool=self._cls.cpu_pool(shares, str(Role.Agents)),
