@@ -51,6 +51,7 @@ KNOWN = {
     "pip download": "needs a package index",
     "hf download": "needs the hub",
     "wandb login": "asks for a key",
+    "python my_data.py": "a file of the reader's; test_agents_page.py runs it",
     "tensorboard": "opens a server",
 }
 SPOKEN = ("python", "python3", "make", "bash", "pip", *{name.split()[0] for name in KNOWN} - {"tensorboard"})

@@ -1,0 +1,26 @@
+"""A calculator as a tool: one annotated function."""
+
+import ast
+import operator
+
+from verl.tools.function_tool import function_tool
+
+OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+@function_tool
+def calculate(expression: str) -> str:
+    """Work out an arithmetic expression.
+
+    Args:
+        expression: Numbers, + - * / and parentheses, such as (17 - 5) * 2.
+    """
+
+    def value(node: ast.AST) -> float:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+            return OPERATIONS[type(node.op)](value(node.left), value(node.right))
+        raise ValueError(f"cannot work out {expression!r}: use numbers, + - * / and parentheses")
+
+    return f"{value(ast.parse(expression.strip(), mode='eval').body):.10g}"

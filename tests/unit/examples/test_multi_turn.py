@@ -1,0 +1,104 @@
+"""examples/multi_turn: what the teacher says can be read, called and scored; every command composes; it learns."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.commands import ROOT
+from verl.agent.chat import Chat
+from verl.agent.toolbox import Toolbox
+from verl.config import load_config
+from verl.utils.reward_score import default_compute_score
+from verl.utils.tool_calls import ToolCall, get_parser
+
+FOLDER = ROOT / "examples/multi_turn"
+KINDS = ("calculator", "mcp", "user")
+ROWS = {"sft": 20, "train": 8, "val": 4}
+
+
+def load(name: str) -> ModuleType:
+    """A module of the example; its names are those of other examples too."""
+    sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
+    try:
+        spec = importlib.util.spec_from_file_location(f"multi_turn_{name}", FOLDER / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        del sys.path[:2]
+
+
+@pytest.fixture(scope="module")
+def stories() -> ModuleType:
+    return load("stories")
+
+
+@pytest.mark.parametrize("kind", ["calculator", "user"])
+def test_what_the_teacher_says_survives_the_tokenizer_and_is_scored(stories, kind):
+    tokenizer, rng, parser = stories.tokenizer(kind), random.Random(0), get_parser("hermes")
+    calculate = load("calculator").calculate
+    rights, calls = [], 0
+    for _ in range(200):
+        told = stories.story(rng, stories.LARGEST[kind])
+        talk = stories.conversation(told, kind, rng)
+        ids = tokenizer(tokenizer.apply_chat_template(talk, tokenize=False), add_special_tokens=False)["input_ids"]
+        assert tokenizer.unk_token_id not in ids
+        said = [message["content"] for message in talk if message["role"] == "assistant"]
+        rights.append(default_compute_score("openai/gsm8k", " ".join(said), str(told.result)))
+        for call in parser.parse(tokenizer.decode(tokenizer(said[0])["input_ids"]))[1]:
+            calls += 1
+            assert (call.name, call.error) == ("calculate", None)
+            assert calculate(expression=told.expression) == str(told.result)
+    assert 0.2 < sum(rights) / len(rights) < 0.75, "there must be something to learn, and something to begin with"
+    assert (calls > 0) == (kind == "calculator")
+    Chat(tokenizer).check("strict")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_command_composes(stories, tmp_path, kind):
+    run = load("run")
+    files = stories.make_task(tmp_path, "user" if kind == "user" else "calculator", rows=ROWS)
+    config = load_config(None, run.training_overrides(kind, files, files["model"], tmp_path))
+    assert config.notices == []
+    assert config.actor_rollout_ref.rollout.agent.default_agent_loop == "tool_agent"
+
+
+@pytest.mark.parametrize("kind", ["calculator", "mcp"])
+async def test_the_calculator_answers(monkeypatch, kind):
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("MULTI_TURN", str(FOLDER))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run = load("run")
+    (environment,) = run.ENVIRONMENTS[kind]
+    required = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=a/b", f"{run.ROLLOUT}.mode=async"]
+    config = load_config(None, [*required, environment], check_files=False)
+    box = Toolbox.load(config.actor_rollout_ref.rollout.multi_turn)
+    try:
+        async with box.session({}) as session:
+            found = await session.call(ToolCall("calculate", '{"expression": " 17 - 5 "}'))
+            wrong = await session.call(ToolCall("calculate", '{"expression": "__import__(1)"}'))
+    finally:
+        await box.close()
+    assert (found.text, found.failure) == ("12", None)
+    assert "cannot work out" in wrong.text
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_agent_learns(tmp_path: Path, kind: str):
+    command = [sys.executable, "examples/multi_turn/run.py", kind, "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    before, after = map(float, re.search(r"reward ([\d.]+) before, ([\d.]+) after", done.stdout).groups())
+    assert after > before + 0.2
