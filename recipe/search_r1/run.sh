@@ -68,6 +68,8 @@ policy=(
     actor_rollout_ref.actor.ppo_mini_batch_size=32
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64
     actor_rollout_ref.rollout.n=8
+    actor_rollout_ref.rollout.val_kwargs.do_sample=True
+    actor_rollout_ref.rollout.val_kwargs.temperature=1.0
     actor_rollout_ref.rollout.agent.num_workers=1
     actor_rollout_ref.rollout.agent.max_concurrent_requests=512
 )

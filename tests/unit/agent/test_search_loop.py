@@ -156,6 +156,7 @@ def test_information_that_leaves_no_room_for_an_answer_ends_the_trajectory(local
     assert trajectory.status == "finished"
 
 
+@pytest.mark.processes
 def test_a_retriever_that_is_killed_costs_the_turn_that_asked(corpus):
     """A real server over HTTP: the first search is answered, then it is killed, and the model answers without it."""
     with serving(corpus) as server:

@@ -80,6 +80,7 @@ def run(conversations, url, **lengths):
         group.engine.close()
 
 
+@pytest.mark.processes
 def test_rows_take_their_turns_together_and_masks_say_whose_tokens_are_whose(corpus):
     local = open_retriever(str(corpus), index_path=str(corpus.parent / "kept"))
     found = as_information(local.retrieve(["colour of Belan"], 2)[0]).rstrip()

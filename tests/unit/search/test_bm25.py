@@ -115,6 +115,7 @@ print(max(peak, anonymous() - before) // 1024)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """Ten times the documents, and building takes the same memory of its own, far below the size of the corpus."""

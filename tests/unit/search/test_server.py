@@ -18,6 +18,7 @@ from verl.search.searcher import as_information, check_retriever
 from verl.utils.tool_calls import ToolCall
 
 pytest.importorskip("bm25s")
+pytestmark = pytest.mark.processes
 TEXTS = {"Tavor": "The colour of Tavor is red.", "Belan": "The colour of Belan is blue.", "Corin": "Corin is old."}
 
 
