@@ -60,13 +60,13 @@ def table(user: int | None) -> str:
     lines = [
         f"Started by {who}; Linux {platform.release()}, {platform.machine()}, Python {platform.python_version()}.",
         "",
-        "| attack | " + " | ".join(columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
+        "| attack | its end | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 2) + "|",
     ]
     for index, attack in enumerate(attacks):
-        rows_of_it = [rows[index] for rows in columns.values()]
-        cells = [f"**{row['harm']}**" if row["harm"] else f"held: {row['ended']}" for row in rows_of_it]
-        lines.append(f"| {attack} | " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+        harms = [rows[index]["harm"] for rows in columns.values()]
+        cells = [columns["all three"][index]["ended"], *(f"**{harm}**" if harm else "held" for harm in harms)]
+        lines.append(f"| {attack} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])
 
 

@@ -40,10 +40,9 @@ class Confinement:
         return "/tmp" if self.namespaces else self.folder
 
     def apply(self) -> None:
-        """Of no return: this process and all it starts."""
+        """Of no return: this process and all it starts. Capabilities are dropped by whom it descends from."""
         os.setsid()
         linux.end_with_parent()
-        linux.drop_capabilities(self.capability)
         if self.landlock and self.namespaces:
             landlock.restrict(["/"], ["/tmp", "/dev/shm"], room.DEVICES)
         elif self.landlock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -62,12 +63,19 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # in struct seccomp_data; arguments are little-endian 64 bits
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _SECCOMP_MODE_FILTER = 2
+_LINE = struct.Struct("=HBBI")
 
 Instruction = tuple[int, int, int, int]
 
 
 def refuse_dangerous(namespaces: bool, signals_of: int | None = None) -> None:
-    """Install the filter of a sandboxed program.
+    """Install the filter of a sandboxed program."""
+    _install(filter_of(namespaces, signals_of))
+
+
+@functools.cache
+def filter_of(namespaces: bool, signals_of: int | None = None) -> bytes:
+    """The filter of a sandboxed program.
 
     Without namespaces, and so without a network of its own, it may make no sockets (pairs of them it may), and it ends
     with the process that started it. `signals_of`: nothing else keeps it from signalling other processes of this user,
@@ -82,7 +90,7 @@ def refuse_dangerous(namespaces: bool, signals_of: int | None = None) -> None:
     if signals_of is not None:
         rules += [_only("kill", [signals_of, 0, -signals_of]), _only("tgkill", [signals_of])]
         rules += [_refuse(name) for name in ("tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")]
-    _install(rules)
+    return _assemble(rules)
 
 
 def pretend_missing(features: Iterable[str]) -> None:
@@ -97,7 +105,7 @@ def pretend_missing(features: Iterable[str]) -> None:
             rules += [_refuse("seccomp"), _refuse_value("prctl", PR_SET_SECCOMP)]
         else:
             raise ValueError(f"no feature of a sandbox: {feature!r}")
-    _install(rules)
+    _install(_assemble(rules))
 
 
 def _refuse(name: str, code: int = errno.EPERM) -> list[Instruction]:
@@ -130,7 +138,7 @@ def _when(name: str, body: list[Instruction]) -> list[Instruction]:
     return [] if number is None else [(_EQUAL, 0, len(body), number), *body]
 
 
-def _install(rules: Iterable[list[Instruction]]) -> None:
+def _assemble(rules: Iterable[list[Instruction]]) -> bytes:
     if ARCH < 0:
         raise OSError(errno.ENOSYS, "seccomp: system call numbers of this processor are not known")
     program: list[Instruction] = [
@@ -144,7 +152,12 @@ def _install(rules: Iterable[list[Instruction]]) -> None:
     for rule in rules:
         program += rule
     program.append(_PASS)
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
-    filter_program = ctypes.create_string_buffer(struct.pack("=H6xQ", len(program), ctypes.addressof(code)))
+    return b"".join(_LINE.pack(*line) for line in program)
+
+
+def _install(program: bytes) -> None:
+    code = ctypes.create_string_buffer(program)
+    lines = len(program) // _LINE.size
+    filter_program = ctypes.create_string_buffer(struct.pack("=H6xQ", lines, ctypes.addressof(code)))
     check(prctl(PR_SET_NO_NEW_PRIVS, 1), "no_new_privs")
     check(prctl(PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(filter_program)), "seccomp")
