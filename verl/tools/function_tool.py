@@ -61,7 +61,8 @@ class FunctionTool(BaseTool):
 
 def marked_functions(module: ModuleType) -> list[FunctionTool]:
     """The tools of a module: its functions marked with `@function_tool`, in the order in which they are defined."""
-    return [FunctionTool(value) for value in vars(module).values() if hasattr(value, _MARK)]
+    marked = [value for value in vars(module).values() if isinstance(getattr(value, _MARK, None), _Mark)]
+    return [FunctionTool(function) for function in dict.fromkeys(marked)]  # one that has two names is one tool
 
 
 @dataclass(frozen=True)

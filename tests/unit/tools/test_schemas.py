@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from unittest.mock import Mock
+
 import pytest
 
 from verl.tools.base_tool import BaseTool
-from verl.tools.function_tool import FunctionTool, function_tool
+from verl.tools.function_tool import FunctionTool, function_tool, marked_functions
 from verl.tools.schemas import OpenAIFunctionParametersSchema, OpenAIFunctionToolSchema, ToolResponse
 
 WHOLE = {
@@ -92,3 +95,9 @@ def test_the_decorator_is_bare_or_takes_a_name_or_a_schema():
     assert FunctionTool(bare).tool_schema.function.description == "One."
     assert FunctionTool(named).name == "renamed"
     assert FunctionTool(described).tool_schema.model_dump() == WHOLE
+
+
+def test_the_tools_of_a_module_are_its_marked_functions_each_once():
+    module = ModuleType("mine")
+    vars(module).update(named=named, bare=bare, alias=bare, test=Mock(), helper=len)
+    assert [tool.name for tool in marked_functions(module)] == ["renamed", "bare"]
