@@ -9,7 +9,7 @@ training has to find out from the reward alone.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,10 @@ LARGEST = 20
 SHARE_OF_LOSSES = 0.6  # in every split alike
 HASTY = 0.8  # how often the teacher adds where it should subtract
 ROWS = {"sft": 20_000, "train": 8_192, "val": 256}
+WORDS = (
+    *(*NAMES, *THINGS, *GAINS, *LOSSES, "has", ".", "+", "-", "=", "####"),
+    *(str(number) for number in range(2 * LARGEST + 1)),
+)
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|unknown|>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}<|end|>"
@@ -113,14 +117,13 @@ def rl_row(problem: Problem, index: int, split: str) -> dict[str, Any]:
     }
 
 
-def word_tokenizer() -> Any:
+def word_tokenizer(words: Iterable[str] = WORDS) -> Any:
     """One token per word, sign and number."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = [*SPECIAL, *NAMES, *THINGS, *GAINS, *LOSSES, "has", ".", "+", "-", "=", "####"]
-    words += [str(number) for number in range(2 * LARGEST + 1)]
-    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=SPECIAL[4]))
+    vocabulary = {word: i for i, word in enumerate([*SPECIAL, *words])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[4]))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     raw.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     tokenizer = PreTrainedTokenizerFast(
