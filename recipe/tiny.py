@@ -31,12 +31,29 @@ MODEL = {
 
 def word_tokenizer(words: Iterable[str], tags: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE) -> Any:
     """One token per word and per run of signs; `tags` are tokens wherever they stand, and stay when ids are decoded."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = dict.fromkeys([*SPECIAL, *tags, *words])
     raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=SPECIAL[4]))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    return _tokenizer(raw, tags, chat_template)
+
+
+def char_tokenizer(tags: Sequence[str], chat_template: str = CHAT_TEMPLATE) -> Any:
+    """One token per character of ASCII, so that programs survive; `tags` are tokens wherever they stand."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = [*SPECIAL, *tags, "\n", *map(chr, range(32, 127))]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token=SPECIAL[4]))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    raw.decoder = decoders.Fuse()
+    return _tokenizer(raw, tags, chat_template)
+
+
+def _tokenizer(raw: Any, tags: Sequence[str], chat_template: str) -> Any:
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
     raw.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     raw.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     tokenizer = PreTrainedTokenizerFast(

@@ -88,4 +88,4 @@ trainer=(
 python3 -m verl.trainer.main_ppo "${data[@]}" "${search[@]}" "${policy[@]}" "${trainer[@]}" "$@"
 
 echo "== 5. What changed"
-python3 -m recipe.search_r1.report "$FOLDER/answers"
+python3 -m recipe.report "$FOLDER/answers" --mark "<information>" --called searched
