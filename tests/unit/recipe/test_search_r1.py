@@ -5,8 +5,8 @@ from __future__ import annotations
 import pyarrow.parquet as pq
 import pytest
 
+from recipe.report import summary
 from recipe.search_r1.demonstrations import Demonstrations
-from recipe.search_r1.report import summary
 from recipe.search_r1.task import make_task
 from verl.agent.search_protocol import Information, parse_action
 from verl.config import SFTConfig, load_config
@@ -65,4 +65,4 @@ def test_demonstrations_are_token_for_token_what_the_agent_puts_together(task):
 
 def test_the_report_counts_searches_and_right_answers():
     answers = [{"output": "<answer> a </answer>", "score": 0.0}, {"output": "x <information> y", "score": 1.0}]
-    assert summary(answers) == (0.5, 0.5)
+    assert summary(answers, "<information>") == (0.5, 0.5)

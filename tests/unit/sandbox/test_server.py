@@ -15,7 +15,9 @@ import httpx
 import pytest
 
 from verl.sandbox import SandboxClient, SandboxUnavailable
-from verl.utils.sandbox import REQUIRE, Limits, available
+from verl.utils.code_runner import CodeSettings
+from verl.utils.reward_score.code import compute_score
+from verl.utils.sandbox import REQUIRE, Limits, Result, available
 from verl.utils.sandbox_fusion.wire import RunRequest, ServerFailed, result_from_json, result_to_json
 
 pytestmark = pytest.mark.processes
@@ -197,6 +199,13 @@ def test_a_server_that_is_killed_costs_its_own_runs_and_the_next_one_serves_the_
         end(process)
 
 
+def test_rewards_run_on_a_server_and_a_dead_one_is_no_wrong_answer(url):
+    answer, truth = "```python\nprint(int(input()) + 1)\n```", {"inputs": ["1", "2"], "outputs": ["2", "4"]}
+    assert compute_score(answer, truth, settings=CodeSettings(url=url))["score"] == 0.5
+    with pytest.raises(SandboxUnavailable):
+        compute_score(answer, truth, settings=CodeSettings(url="http://127.0.0.1:1"))
+
+
 def test_what_is_no_answer_of_the_api_is_the_servers_fault():
     for told in ("x", {}, {"status": "Success"}, {"status": "Failed", "run_result": {}}, {"status": "SandboxError"}):
         with pytest.raises(ServerFailed):
@@ -206,8 +215,6 @@ def test_what_is_no_answer_of_the_api_is_the_servers_fault():
 def test_requests_and_results_survive_the_wire(url):
     request = RunRequest("x", "cpp", "in", {"a": b"\xff"}, ("b",), 2.0, 3.0, 77)
     assert RunRequest.from_json(request.to_json()) == request
-    from verl.utils.sandbox import Result
-
     for status, code in (("finished", 0), ("error", 1), ("timeout", None), ("memory", -9), ("output", 0)):
         result = Result(status, code, "out", "err", 0.5, Result("finished", 0), {"a": b"\0"})
         assert result_from_json(result_to_json(result)) == result
