@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.training_harness import make_task, overrides, run_training
+from verl.protocol import DataProto, object_array
 
 ROLLOUT = "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "trainer.test_freq=1")
@@ -32,3 +33,8 @@ def test_single_turn_agents_train_bit_for_bit_as_the_engine_alone_does(task: dic
         assert measured(agents.history[step : step + 1], names) == measured([names], names)
     assert len(agents.history) == len(alone.history)
     assert agents.history[0]["num_turns/mean"] == 2
+    # The data asks for what this run does not do.
+    rows = DataProto.from_single_dict(next(iter(alone.train_dataloader)))
+    rows.non_tensor_batch["agent_name"] = object_array(["tool_agent"] * len(rows))
+    with pytest.raises(ValueError, match=r"Set actor_rollout_ref\.rollout\.mode=async"):
+        alone.generator.answer(rows, step=3, validate=False, reward_fn=None)

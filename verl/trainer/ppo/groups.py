@@ -224,8 +224,11 @@ class WorkerGroups:
             return None
         agent, nodes = self._config.actor_rollout_ref.rollout.agent, self._config.trainer.nnodes
         shares = [len(range(node, agent.num_workers, nodes)) for node in range(min(nodes, agent.num_workers))]
+        pool = self._cls.cpu_pool(shares, str(Role.Agents))
+        if pool is not None:  # given back with the others
+            self._pools.resource_pool_dict[str(Role.Agents)] = pool
         started = self._cls(
-            resource_pool=self._cls.cpu_pool(shares, str(Role.Agents)),
+            resource_pool=pool,
             ray_cls_with_init=create_colocated_worker_cls({str(Role.Agents): prepared}),
             device_name="cpu",
             expendable=True,
