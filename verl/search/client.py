@@ -146,9 +146,12 @@ class RetrieverClient:
             except RetrieverError:
                 self.breaker.succeeded()
                 raise
-            except BaseException:
+            except asyncio.CancelledError:
                 self.breaker.abandoned()
                 raise
+            except Exception as error:  # a question that cannot be sent
+                self.breaker.abandoned()
+                raise RetrieverError(f"{self.url}: {_named(error)}", refused=True) from error
             else:
                 self.breaker.succeeded()
                 return found

@@ -84,8 +84,10 @@ def test_a_refused_question_does_not_cost_others_theirs(server):
         assert good[0][0].document.id == "2"
         assert isinstance(bad, RetrieverError)
         assert "queries: a list of texts" in str(bad)
+        with pytest.raises(RetrieverError, match="UnicodeEncodeError"):
+            await asyncio.wait_for(client.retrieve(["half a character: \ud800"], 1), 10)
         assert client.breaker.state == "closed"
-        assert client.counts["failures"] == 1
+        assert client.counts["failures"] == 2
         await client.close()
 
     asyncio.run(run())
