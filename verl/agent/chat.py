@@ -42,7 +42,12 @@ class _Style:
         """Messages as the template can write them."""
         if self.tool_role or not any(message["role"] == "tool" for message in messages):
             return list(messages)
-        said = (f"<tool_response>\n{message['content']}\n</tool_response>" for message in messages)
+        said = (
+            f"<tool_response>\n{message['content']}\n</tool_response>"
+            if message["role"] == "tool"
+            else message["content"]
+            for message in messages
+        )
         return [{"role": "user", "content": "\n".join(said)}]
 
     def answer(self, text: str, replies: Messages, marker: str = "") -> dict[str, Any]:

@@ -99,6 +99,10 @@ def test_thoughts_stay_as_the_model_saw_them_where_the_template_drops_them():
 
 def test_without_a_role_for_tools_a_user_tells_what_they_said_all_at_once():
     chat = Chat(chat_tokenizer("gemma3"), TOOLS)
+    assert chat.decode(chat.suffix(TOOL + USER, ended=True)) == (
+        f"\n<start_of_turn>user\n<tool_response>\n{HARD}\n</tool_response>\nAnd now?"
+        "<end_of_turn>\n<start_of_turn>model\n"
+    )
     assert chat.decode(chat.suffix(BOTH[:1] + TOOL, ended=True)) == (
         "\n<start_of_turn>user\n<tool_response>\ncold\n</tool_response>\n"
         f"<tool_response>\n{HARD}\n</tool_response><end_of_turn>\n<start_of_turn>model\n"
