@@ -5,7 +5,7 @@ set -euo pipefail
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 FOLDER=${FOLDER:-runs/retool/tiny}
-SFT_STEPS=${SFT_STEPS:-300}
+SFT_STEPS=${SFT_STEPS:-400}
 export PYTHONPATH="$HERE/../..${PYTHONPATH:+:$PYTHONPATH}"
 # A model this small is slower on two threads than on one.
 export OMP_NUM_THREADS=1
@@ -70,7 +70,7 @@ rollout=(
 trainer=(
     trainer.n_gpus_per_node=1
     trainer.device=cpu
-    trainer.total_training_steps=30
+    trainer.total_training_steps=20
     trainer.test_freq=10
     trainer.save_freq=-1
     trainer.default_local_dir="$FOLDER/grpo"
