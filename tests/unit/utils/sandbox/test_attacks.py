@@ -15,6 +15,7 @@ from verl.utils.sandbox.__main__ import LEVELS
 
 ROOT = Path(__file__).parents[4]
 NOBODY = 65534
+pytestmark = pytest.mark.processes
 # The level that is left when the host refuses the rest; a host that has less in the first place is skipped.
 LEVEL_OF = {
     "all three": "full",
