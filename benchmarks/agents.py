@@ -106,13 +106,10 @@ def two_turns(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
     return found
 
 
-def parts(options: argparse.Namespace) -> None:
+def parts() -> None:
     """What agents stand on, each measured by its own script."""
     for name in ("sandbox.py", "search.py"):
-        script = Path(__file__).parent / name
-        if script.exists():
-            passed = ["--json", options.json] if options.json else []
-            subprocess.run([sys.executable, str(script), *passed], check=True)
+        subprocess.run([sys.executable, str(Path(__file__).parent / name)], check=True)
 
 
 def main() -> None:
@@ -130,7 +127,7 @@ def main() -> None:
     parser.add_argument("--json", help="append every table to this file")
     options = parser.parse_args()
     if options.parts:
-        parts(options)
+        parts()
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = (options.folder or Path(scratch)).resolve()
