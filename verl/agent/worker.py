@@ -129,7 +129,7 @@ class _Batch:
     def __init__(self, worker: AgentLoopWorker, prompts: DataProto, replicas: Sequence[RankHandle]) -> None:
         self._worker, self._prompts, self._handles = worker, prompts, replicas
         rollout, meta = worker.rollout_config, prompts.meta_info
-        self._params = sampling_params(rollout, meta)
+        self._params = sampling_params(rollout, meta, [worker.tokenizer.eos_token_id])
         self._seed = rollout.seed if meta.get("seed") is None else int(meta["seed"])
         self._started = trajectories_from_prompts(prompts)
         self._limits = answer_limits(prompts, self._started, self._params.max_new_tokens)
