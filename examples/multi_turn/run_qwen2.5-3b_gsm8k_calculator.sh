@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# GSM8K with a calculator, GRPO, Qwen2.5-3B-Instruct on 8 GPUs. Data: python examples/data_preprocess/gsm8k.py --local_dir data/gsm8k
+# GSM8K with a calculator, GRPO, Qwen2.5-3B-Instruct on 8 GPUs. Data: python examples/data_preprocess/gsm8k.py --local_dir ~/data/gsm8k
 set -euo pipefail
 rollout=actor_rollout_ref.rollout
-exec python -m verl.trainer.main_ppo \
+exec python3 -m verl.trainer.main_ppo \
     algorithm=grpo \
-    data.train_files=data/gsm8k/train.parquet \
-    data.val_files=data/gsm8k/test.parquet \
+    data.train_files="$HOME/data/gsm8k/train.parquet" \
+    data.val_files="$HOME/data/gsm8k/test.parquet" \
     data.train_batch_size=256 \
     data.max_prompt_length=1024 \
     data.max_response_length=1024 \
