@@ -56,6 +56,8 @@ def test_several_ranks_answer_as_one(tmp_path, family, changes, ranks, world):
     found = run_ranks(tmp_path, family, changes, ranks, world)
     for rank in range(world):
         leads = rank % ranks == 0
+        answers = zip(expected["first"]["responses"].tolist(), expected["first"]["response_mask"].sum(-1), strict=True)
+        assert found[rank]["asked"] == ([tokens[:length] for tokens, length in answers] if leads else None)
         for name, columns in expected.items():
             if not leads:
                 assert found[rank][name] is None

@@ -10,9 +10,12 @@ import torch.distributed as dist
 
 from tests.support.tiny import tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.inference.tensor_parallel import FollowingEngine
 from verl.protocol import DataProto, object_array
 from verl.utils.weight_fingerprint import fingerprints
+from verl.workers.roles.requests import OpenRequests
 from verl.workers.rollout.native_rollout import NativeRollout
+from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
 
 
 def make_rollout(path: str, **keys: Any) -> NativeRollout:
@@ -39,6 +42,25 @@ def generated(rollout: NativeRollout) -> dict[str, torch.Tensor] | None:
     return dict(result.batch.items()) if len(result) else None
 
 
+def asked(rollout: NativeRollout) -> list[list[int]] | None:
+    """The same answers by requests, as agents ask; all ranks come to rest together."""
+    prompts, requests = make_prompts(), OpenRequests(rollout)
+    trajectories = trajectories_from_prompts(prompts)
+    if isinstance(rollout._loop, FollowingEngine):
+        found = None
+    else:
+        sent = requests_of(trajectories, prompts, sampling_params(rollout.config, {}, rollout.eos_token_ids), seed=5)
+        requests.submit("agents", sent)
+        answers: dict[str, list[int]] = {}
+        while len(answers) < len(sent):
+            told = requests.collect("agents", within=60).answers
+            answers |= {answer.id: answer.output.token_ids for answer in told if answer.output is not None}
+        found = [answers[request.id] for request in sent]
+    requests.close()
+    rollout.rest()
+    return found
+
+
 def weights_of(family: str, seed: int, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
     return tiny_model(family, seed, **changes).state_dict()
 
@@ -48,7 +70,7 @@ def run_rank(rank: int, world: int, port: int, ranks: int, family: str, changes:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     torch.set_num_threads(1)
     rollout = make_rollout(f"{folder}/model", tensor_model_parallel_size=ranks)
-    found: dict[str, Any] = {"first": generated(rollout)}
+    found: dict[str, Any] = {"asked": asked(rollout), "first": generated(rollout)}
     new = weights_of(family, 7, changes)
     for version in (1, 2):
         rollout.begin_update(version, new)
