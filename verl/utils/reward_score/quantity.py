@@ -25,7 +25,7 @@ NO_UNIT = re.compile(
     r"minus|squared|cubed|factorial|divided|multiplied|below|modulo|[ap]\.?\s?m)\b|n't\b|[百千万亿億]",
     re.IGNORECASE,
 )
-_ONES = "one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen"
+_ONES = r"one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen"
 _NUMBER_WORD = re.compile(rf"\b(?:{_ONES}|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)\b", re.IGNORECASE)
 ABBREVIATIONS = r"(?:mm|cm|dm|km|in|ft|yd|mi|mg|kg|lbs?|oz|ml|mL|cl|hrs?|min|sec|mph|kph|km/h|m/s|USD|EUR|GBP)"
 
