@@ -68,3 +68,24 @@ def test_loop_workers_and_replicas_of_their_own_train_as_one_process_also_when_a
     assert_same_run(apart.history, here.history)
     assert not (tmp_path / "kill-worker").exists()
     assert [step.get("training/agents_restarts") for step in apart.history] == [None, 1.0]
+
+
+@pytest.mark.slow
+def test_a_replica_that_dies_under_agents_is_started_anew_and_the_run_is_the_same(
+    task: dict[str, str], tmp_path: Path, ray_cluster: None
+):
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    class Killing(RayPPOTrainer):
+        def _hand_over_weights(self) -> None:
+            super()._hand_over_weights()
+            (tmp_path / "kill-replica").write_text(str(self.rollout_wg.processes[1].pid))
+
+    loop = f"{ROLLOUT}.agent.default_agent_loop=tests.support.agents.TwoTurns"
+    here = run_training(overrides(task, tmp_path / "here", *RUN, loop))
+    workers = f"{ROLLOUT}.agent.num_workers=1"
+    apart = run_training(
+        overrides(task, tmp_path / "ray", *RUN, *APART, workers, fatal(tmp_path)), RayWorkerGroup, Killing
+    )
+    assert_same_run(apart.history, here.history)
+    assert apart.history[-1]["training/generation_restarts"] >= 1

@@ -62,6 +62,7 @@ def test_a_javascript_agent_that_fails_is_an_error():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_reward_of_the_example_rises(tmp_path, monkeypatch):
     """The command of run.sh, in one process and for half of its steps."""
     monkeypatch.chdir(ROOT)
