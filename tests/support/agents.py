@@ -77,6 +77,16 @@ class Asking(TwoTurns):
         return await super().run(sampling_params | odd, **row)
 
 
+class Wishing(AgentLoopBase):
+    """Asks for what the row wishes: sampling parameters, or another prompt."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        wish = dict(row["wish"])
+        prompt = wish.pop("prompt_ids", row["prompt_ids"])
+        answer = await self.server_manager.generate("x", prompt_ids=prompt, sampling_params=sampling_params | wish)
+        return AgentLoopOutput(prompt, answer.token_ids, [1] * len(answer.token_ids))
+
+
 class Waiting(AgentLoopBase):
     """Never comes back, in a tool or in an answer that is too long."""
 

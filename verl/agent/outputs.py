@@ -37,6 +37,7 @@ def trajectory_of(
     outputs = [outputs] if isinstance(outputs, AgentLoopOutput) else list(outputs)
     if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
         raise TypeError(f"an agent loop returned {outputs!r:.200}. Return an AgentLoopOutput, or a list of them.")
+    _check_finite(outputs)
     answers = _Answers(record.calls)
     made = [_row_of(output if most is None else most.held(output), answers) for output in outputs]
     status: Status = "aborted" if made[-1].row.finish_reason == "abort" else "finished"
@@ -58,7 +59,8 @@ def failed_trajectory(
     prompt: list[int] = list(prompt_ids)
     response: list[int] = []
     mask: list[int] = []
-    for call in record.calls:
+    # Where nothing was said there was no room: such a context may be longer than any row.
+    for call in (call for call in record.calls if call.output.token_ids):
         known, said = len(prompt) + len(response), call.output.token_ids
         if call.prompt_ids[:known] != [*prompt, *response]:
             prompt, response, mask, known = call.prompt_ids, [], [], len(call.prompt_ids)
@@ -129,6 +131,13 @@ def _metrics(outputs: Sequence[AgentLoopOutput], record: Record) -> dict[str, An
     }
 
 
+def _check_finite(outputs: Sequence[AgentLoopOutput]) -> None:
+    """One reward that is no number would cost the whole step, and this one only its trajectory."""
+    earned = [reward for output in outputs for _, reward in output.turn_rewards]
+    if not all(math.isfinite(value) for value in (*earned, _score(outputs) or 0.0)):
+        raise ValueError(f"an agent's rewards are not finite: reward_score {_score(outputs)}, turn_rewards {earned}.")
+
+
 def _score(outputs: Sequence[AgentLoopOutput]) -> float | None:
     return next((float(one.reward_score) for one in reversed(outputs) if one.reward_score is not None), None)
 
@@ -169,7 +178,10 @@ def _add_rewards(turns: Sequence[Turn], earned: Iterable[tuple[int, float]]) -> 
                 turn.reward = (turn.reward or 0.0) + reward
                 break
         else:
-            raise ValueError(f"AgentLoopOutput.turn_rewards: position {position} is beyond the {end} response tokens.")
+            if position > end:
+                raise ValueError(
+                    f"AgentLoopOutput.turn_rewards: position {position} is beyond the {end} response tokens."
+                )
 
 
 @dataclass(slots=True)

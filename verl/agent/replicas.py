@@ -56,18 +56,25 @@ class Replica:
         try:
             return await future
         except asyncio.CancelledError:
-            self._handle.tell("abort_requests", [request.id])
+            if request in self._leaving:  # one that has not left yet never does
+                self._leaving.remove(request)
+            else:
+                self._handle.tell("abort_requests", [request.id])
             raise
         finally:
             self._waiting.pop(request.id, None)
 
     def close(self) -> None:
-        """Answers are not waited for any longer."""
+        """Answers are not waited for any longer; tasks that a loop left behind end where they wait."""
         self._closed = True
+        self._ended = self._ended or "the generation is over"
+        for future in list(self._waiting.values()):
+            future.cancel()
 
     def _send(self) -> None:
         requests, self._leaving = self._leaving, []
-        self._handle.tell("submit_requests", self._client, requests)
+        if requests:
+            self._handle.tell("submit_requests", self._client, requests)
 
     def _keep_collecting(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there

@@ -37,6 +37,8 @@ class SearchAgentLoop(AgentLoopBase):
         told = Information(self.tokenizer, markers.start_state_marker, markers.end_state_marker, data.max_obs_length)
         output = AgentLoopOutput(list(row["prompt_ids"]), [], [], metrics=AgentLoopMetrics(tools={TOOL: _nothing()}))
         request_id = uuid4().hex
+        room = self.rollout_config.max_model_len - len(output.prompt_ids)
+        sampling_params = sampling_params | {"max_new_tokens": max(1, min(sampling_params["max_new_tokens"], room))}
         for left in range(self.config.max_turns, -1, -1):
             action, ended = await self._turn(request_id, output, sampling_params)
             if ended or action.kind == "answer" or left == 0:

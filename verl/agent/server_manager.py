@@ -37,8 +37,12 @@ class ServerManager:
         max_model_len: int,
         client: str,
         first: int = 0,
+        vocabulary: int | None = None,
     ) -> None:
-        """`params` are the run's; what a loop does not say is theirs. `first`: whose turn it is among equals."""
+        """`params` are the run's; what a loop does not say is theirs. `first`: whose turn it is among equals.
+        `vocabulary`: how many tokens the model has; others would break the engine for all.
+        """
+        self._vocabulary = vocabulary
         self._replicas, self._params, self._max_model_len, self._client = replicas, params, max_model_len, client
         self._home: dict[str, Replica] = {}
         self._group_home: dict[str, Replica] = {}
@@ -63,7 +67,8 @@ class ServerManager:
         """
         if image_data is not None or video_data is not None:
             raise ValueError("generate: images and videos are not for this engine. Leave them out.")
-        prompt_ids = list(prompt_ids)
+        prompt_ids = [int(token) for token in prompt_ids]
+        self._check_tokens("prompt_ids", prompt_ids)
         record = current() or Record(key=sample_keys(0, 0, request_id, 0))
         params = self._params_of(sampling_params)
         room = self._max_model_len - len(prompt_ids)
@@ -107,7 +112,12 @@ class ServerManager:
                 values[known] = _CONVERTED.get(known, lambda same: same)(value)
             elif known not in _SILENT:
                 raise ValueError(f"generate: no sampling parameter {name!r}. There are {sorted(_SETTABLE)}.")
+        self._check_tokens("logit_bias", [token for token, _ in values.get("logit_bias", ())])
         return replace(self._params, **values)
+
+    def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < (self._vocabulary or 2**31):
+            raise ValueError(f"generate: {name} has tokens beyond the {self._vocabulary} that the model has.")
 
 
 def _token_set(value: int | Iterable[int] | None) -> frozenset[int]:
@@ -118,10 +128,16 @@ def _texts(value: str | Iterable[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
+def _biases(value: Mapping[Any, float] | Iterable[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
+    pairs = value.items() if isinstance(value, Mapping) else value or ()
+    return tuple((int(token), float(bias)) for token, bias in pairs)
+
+
 _CONVERTED: Mapping[str, Callable[[Any], Any]] = {
     "eos_token_ids": _token_set,
     "stop_token_ids": _token_set,
     "stop": _texts,
+    "logit_bias": _biases,
 }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -221,6 +222,8 @@ def result_of(answer: Any) -> ToolResult:
         reward = None if reward is None else float(reward)
     except (TypeError, ValueError):
         raise ValueError(f"its reward {reward!r} is not a number") from None
+    if reward is not None and not math.isfinite(reward):
+        raise ValueError(f"its reward {reward!r} is not finite")
     return ToolResult(_text_of(answer), reward, dict(metrics or {}))
 
 

@@ -23,6 +23,7 @@ from verl.agent.server_manager import ServerManager
 from verl.agent.tool_files import ToolFiles
 from verl.agent.toolbox import Toolbox
 from verl.config import PPOConfig, as_config
+from verl.models.loading import read_config
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -56,6 +57,8 @@ class AgentLoopWorker(Worker):
         folder = resolve_model_path(model.path, "actor_rollout_ref.model.path")
         self.tokenizer = hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         self.processor = hf_processor(folder, trust_remote_code=model.trust_remote_code)
+        config_of_model = read_config(folder, model.trust_remote_code, model.override_config)
+        self.vocabulary: int = config_of_model.get_text_config().vocab_size
         self._loops = dict(loops)
         self._ready: set[type[AgentLoopBase]] = set()
         self._running: asyncio.Task[Any] | None = None
@@ -85,6 +88,8 @@ class AgentLoopWorker(Worker):
         except CancelledError:
             self.check_cancelled()
             raise
+        finally:
+            self._finished = deque()  # what nobody has asked for is of this generation alone
         return batch.rows()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
@@ -104,6 +109,7 @@ class AgentLoopWorker(Worker):
     async def _run(self, batch: _Batch) -> None:
         self._running = asyncio.current_task()
         try:
+            self.check_cancelled()  # a cancel that came before there was a task to end
             await batch.run(self._loop)
         finally:
             self._running = None
@@ -142,6 +148,7 @@ class _Batch:
         self._progress: Progress = worker._progress
         self._moved = time.monotonic()
         self._active = 0
+        self._ending = False
         self.lost: str | None = None
 
     async def run(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -149,7 +156,8 @@ class _Batch:
         client = f"{self._worker.rank}-{uuid.uuid4().hex[:8]}"
         replicas = [Replica(handle, client, loop, self._lose) for handle in self._handles]
         rollout = self._worker.rollout_config
-        manager = ServerManager(replicas, self._params, rollout.max_model_len, client, self._worker.rank)
+        first, vocabulary = self._worker.rank, self._worker.vocabulary
+        manager = ServerManager(replicas, self._params, rollout.max_model_len, client, first, vocabulary)
         slots = asyncio.Semaphore(rollout.agent.max_concurrent_requests)
         pulsing = asyncio.create_task(self._keep_pulsing(manager))
         self._tasks = [
@@ -158,6 +166,7 @@ class _Batch:
         try:
             await asyncio.wait(self._tasks)
         finally:
+            self._ending = True
             for task in [*self._tasks, pulsing]:
                 task.cancel()
             await asyncio.gather(*self._tasks, pulsing, return_exceptions=True)
@@ -210,7 +219,7 @@ class _Batch:
                 most = Limits(self._limits[row], worker.rollout_config.max_model_len)
                 made = trajectory_of(outputs, record, begun.uid, begun.sample_index, most)
             except (Exception, asyncio.CancelledError) as error:  # it costs its own trajectory, is counted and told
-                if (task := asyncio.current_task()) is not None and task.cancelling():
+                if self._ending:
                     raise
                 made = self._failed(error, record, begun)
             finally:
@@ -263,6 +272,7 @@ class _Batch:
 
     def _lose(self, why: str) -> None:
         """A replica is gone, or its engine: nobody can go on."""
+        self._ending = True
         self.lost = self.lost or why
         for task in self._tasks:
             task.cancel()

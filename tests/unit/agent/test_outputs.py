@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,3 +147,22 @@ def test_what_a_loop_may_not_return_is_named():
         AgentLoopOutput([1], [10], [1, 1, 1])
     with pytest.raises(TypeError, match="Return an AgentLoopOutput"):
         made([])
+
+
+@pytest.mark.parametrize("own", [{"reward_score": float("nan")}, {"turn_rewards": [(1, float("inf"))]}])
+def test_a_reward_that_is_no_number_is_refused(own: dict[str, Any]):
+    output = AgentLoopOutput([1], [2, 3], [1, 1], **own)
+    with pytest.raises(ValueError, match="rewards are not finite"):
+        trajectory_of(output, Record(), "u", 0)
+
+
+def test_a_context_without_room_is_no_row_of_a_failed_trajectory():
+    record = Record(
+        calls=[Call([1, 2], Output([3], [0.0], [0], "stop")), Call([9] * 50, Output(finish_reason="length"))]
+    )
+    (row,) = failed_trajectory(ValueError("x"), record, "u", 0, [1, 2], 8).rows
+    assert (list(row.prompt_ids), row.response_length) == ([1, 2], 1)
+
+
+def test_a_reward_without_a_token_to_stand_on_is_lost_and_no_failure():
+    assert trajectory_of(AgentLoopOutput([1], [], [], turn_rewards=[(0, 1.0)]), Record(), "u", 0).status == "finished"

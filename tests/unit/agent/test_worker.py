@@ -12,7 +12,7 @@ import torch
 from tests.support.agents import ROLLOUT, TOOL, House, Waiting, house, loop_worker, prompts_of, tokens_of
 from tests.support.training_harness import make_task
 from verl.agent.loop import LoopSpec
-from verl.protocol import DataProto
+from verl.protocol import DataProto, object_array
 from verl.single_controller.base.errors import CallCancelled, WorkerCallError
 from verl.utils.import_utils import ImportPath
 
@@ -98,10 +98,32 @@ def test_what_an_engine_refuses_costs_who_asked(task: dict[str, str], tmp_path: 
 
 
 def test_finished_trajectories_are_told_for_scoring(two: House, task: dict[str, str]):
-    answers = two.answer(prompts_of(task, 3, f"{HERE}.TwoTurns", tell_finished=True))
-    (told,) = two.agents.finished_samples()
-    rows = {row: tokens.tolist() for row, tokens in told}
-    assert rows == {row: answer[0][0] for row, answer in enumerate(tokens_of(answers).values())}
+    """While others are under way; afterwards nothing is left, which the next generation would take for its own."""
+    answers = tokens_of(two.answer(prompts_of(task, 3, f"{HERE}.TwoTurns")))
+    prompts, told = prompts_of(task, 3, f"{HERE}.TwoTurns", tell_finished=True), {}
+    prompts.non_tensor_batch["agent_name"][2] = f"{HERE}.Waiting"
+    with two.open_engines(), ThreadPoolExecutor(1) as thread:
+        call = thread.submit(two.agents.generate_sequences, prompts, two.handles)
+        while len(told) < len(prompts) - 1:
+            told |= {row: tokens.tolist() for row, tokens in two.agents.finished_samples()[0]}
+        while not any(two.agents.cancel()):
+            pass
+        with pytest.raises(WorkerCallError):
+            call.result(60)
+    assert told == {row: answer[0][0] for row, answer in enumerate(answers.values()) if row != 2}
+    two.answer(prompts_of(task, 1, f"{HERE}.TwoTurns", tell_finished=True))
+    assert two.agents.finished_samples() == [[]]
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"logit_bias": {3: -100.0}}, {"logit_bias": {10**6: 1.0}}, {"prompt_ids": [10**6]}]
+)
+def test_tokens_that_the_model_does_not_have_cost_who_asked(two: House, task: dict[str, str], sampling: dict[str, Any]):
+    prompts = prompts_of(task, 2, f"{HERE}.Wishing", samples=1)
+    prompts.non_tensor_batch["wish"] = object_array([sampling, {}])
+    possible = 10**6 not in [*sampling.get("prompt_ids", []), *sampling.get("logit_bias", {})]
+    statuses = [each["status"] for each in metrics(two.answer(prompts))]
+    assert statuses == ["finished" if possible else "failed", "finished"]
 
 
 def test_a_generation_that_is_cancelled_leaves_nothing_in_the_engine(two: House, task: dict[str, str]):

@@ -79,7 +79,8 @@ class Generator:
             self._groups.replicas.require_all()
         with self._overlap(reward_fn, self._groups.answering[-1], request, batch):
             generated = self._groups.generate(request)
-        require_some_finished(generated)
+        if not validate:  # a validation says itself what it could not measure
+            require_some_finished(generated)
         answers = generated.union(batch.select_idxs(answered_rows(batch, generated)).select([], None, []))
         spread_fields(answers)
         return answers
