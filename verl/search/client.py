@@ -81,6 +81,9 @@ class RetrieverClient:
         for sender in self._senders:
             sender.cancel()
         await asyncio.gather(*self._senders, return_exceptions=True)
+        for future in self._under_way.values():
+            future.cancel()  # of what no sender had taken yet
+        self._under_way.clear()
         await self._http.aclose()
 
     async def _answer(self, key: _Key) -> list[Hit]:

@@ -168,12 +168,16 @@ class McpServer:
         task.add_done_callback(self._checks.discard)
 
     def _told(self, error: BaseException) -> str:
-        """The first real cause, in words without the token."""
+        """The first real cause, in words without token, keys in the address or headers."""
         while getattr(error, "exceptions", None):
             error = error.exceptions[0]  # type: ignore[attr-defined]
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        token = self._spec.get("auth_token")
-        return text.replace(str(token), "***") if token else text
+        address = urlsplit(str(self._spec.get("url") or ""))
+        headers = dict(self._spec.get("headers") or {})
+        secrets = {self._spec.get("auth_token"), address.query, address.password, *headers.values()}
+        for secret in sorted((str(each) for each in secrets if each), key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return text
 
 
 class _Connection:

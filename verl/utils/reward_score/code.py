@@ -75,8 +75,11 @@ def _told(passed: int, tests: int, outcome: str, continuous: bool) -> dict[str, 
 def _verdict(test: Test, outcome: Outcome) -> str:
     status = str(outcome["status"])
     if status == "done":
-        return "passed" if test.passed(outcome) else "wrong answer"
-    if "AssertionError" in outcome.get("error", ""):
+        try:
+            return "passed" if test.passed(outcome) else "wrong answer"
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            return "wrong answer"  # what cannot be compared, or what a solution wrote in its driver's place
+    if "AssertionError" in str(outcome.get("error", "")):
         return "wrong answer"
     return _IN_WORDS.get(status, status)
 
@@ -122,9 +125,12 @@ def _driver() -> str:
 def _lines(stdout: str) -> Iterator[dict[str, Any]]:
     for line in stdout.splitlines():
         try:
-            yield json.loads(line)
-        except ValueError:  # it was killed while it wrote
+            told = json.loads(line)
+        except (ValueError, RecursionError):  # it was killed while it wrote
             return
+        if not isinstance(told, dict) or not isinstance(told.get("status"), str):
+            return  # not the driver's: a solution can write here, too
+        yield told
 
 
 # ---------------------------------------------------------------- other languages: a run per test

@@ -118,6 +118,30 @@ def test_a_value_that_equals_everything_is_not_believed():
     assert scored(yes, TOTAL)["score"] == 0.0
 
 
+FORGED = """import os
+    for file in range(3, 10):
+        try:
+            os.write(file, b'{}\\n')
+        except OSError:
+            pass
+    os._exit(0)"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return 10 ** 400",
+        "deep = []\n    for _ in range(3000): deep = [deep]\n    return deep",
+        FORGED.format("5"),
+        FORGED.format('{"status": "done"}'),
+    ],
+)
+def test_what_cannot_be_compared_or_is_forged_scores_0_and_is_no_failure(body):
+    """A scorer that raises would have the sample masked, and so spare a wrong answer its 0."""
+    truth = {"inputs": [[[1, 2]]], "outputs": [3.5], "fn_name": "total"}
+    assert scored(f"def total(xs):\n    {body}", truth)["score"] == 0.0
+
+
 MBPP = {"test_list": ["assert f(1) == 2", "assert f(2) == N"], "test_setup_code": "N = 3"}
 
 
@@ -171,7 +195,7 @@ def test_scorers_run_the_sandbox_get_their_settings_and_take_it_with_them():
     programs = {"print(sum(map(int, input().split())))": 1.0, "while True: pass": None, "print(3)": 0.25}
     samples = [Sample("apps", f"```python\n{program}\n```", SUMS) for program in programs]
     try:
-        with ScorerPool(default_compute_score, processes=2, timeout=4) as pool:
+        with ScorerPool(default_compute_score, processes=2, timeout=8) as pool:
             scores = pool.score(samples)
     finally:
         set_arguments(code.compute_score)

@@ -23,6 +23,8 @@ def _only_ours_afterwards():
 
 
 def test_functions_are_called_with_the_parameters_they_have():
+    before = set(registry.users_own())
+
     @register_score("mine/plain")
     def plain(solution_str, ground_truth):
         return float(solution_str == ground_truth)
@@ -35,7 +37,7 @@ def test_functions_are_called_with_the_parameters_they_have():
     told = default_compute_score("mine/other", "a", "a", {"level": 3}, bonus=0.5)
     assert told == {"score": 0.5, "source": "mine/other", "level": 3}
     assert {"mine/plain", "mine/all", "openai/gsm8k"} <= set(known_data_sources())
-    assert set(registry.users_own()) == {"mine/plain", "mine/all", "mine/other"}
+    assert set(registry.users_own()) - before == {"mine/plain", "mine/all", "mine/other"}
 
 
 def test_an_unknown_source_lists_the_known_ones_and_the_nearest():
@@ -67,7 +69,10 @@ TRUTHS = {
 def test_every_registered_task_scores_its_own_right_answer_and_nothing_else():
     for source in known_data_sources():
         function = score_function(source)
-        truth = TRUTHS[function.compute.__module__.rpartition(".")[2]]
+        module = function.compute.__module__.rpartition(".")[2]
+        if module == "code":  # a right answer is a program, which nobody can make of its tests: test_code.py
+            continue
+        truth = TRUTHS[module]
         assert function.answer is not None, f"{source}: say how a right answer looks (register_score(answer=…))"
         for text, expected in [(function.answer(truth), 1.0), ("", 0.0), ("no answer here", 0.0)]:
             told = function(source, text, truth, {})
