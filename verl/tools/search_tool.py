@@ -10,18 +10,18 @@ from verl.tools.base_tool import BaseTool, ToolError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 NOTHING = "Nothing was found."
-_DEFAULTS = {"retrieval_service_url": None, "topk": 3, "timeout": 30}
+_DEFAULTS = {"retrieval_service_url": None, "topk": 3, "timeout": 30, "num_workers": 120, "rate_limit": 120}
 
 
 class SearchTool(BaseTool):
     """`retrieval_service_url` is asked for `topk` documents of each query; `timeout` is how long that may take.
 
-    `num_workers` and `rate_limit` are the toolbox's to keep.
+    Of a loop worker's calls `num_workers` run at a time and `rate_limit` start per second.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        super().__init__(config, tool_schema)
-        given = {**_DEFAULTS, **config}
+        super().__init__({**_DEFAULTS, **config}, tool_schema)
+        given = self.config
         if not given["retrieval_service_url"]:
             raise ValueError(
                 f"{self.name}: config.retrieval_service_url is not set. Start a service (python -m verl.search.server "

@@ -79,11 +79,14 @@ class GatewayApp:
                 await response.whole(200, {"object": "list", "data": [self._entry()]})
             case "POST", name, "/v1/chat/completions" | "/v1/messages" as api if name:
                 session, given = self._sessions.find(name), await _given(headers, receive)
+                ended = ApiError(f"session {name!r} has ended.", status=410, code="no_session")
+                if session.closed:  # while the body came
+                    raise ended
                 try:
                     await while_there(self._generate(session, api, given, response), receive)
                 except Gone:
                     if session.closed and not response.begun:
-                        raise ApiError(f"session {name!r} has ended.", status=410, code="no_session") from None
+                        raise ended from None
                     raise
             case "POST", name, "/reward_info" if name:
                 session = self._sessions.find(name)
