@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import socket
@@ -78,26 +79,37 @@ class Pipes:
         return ready
 
     def drain(self, until: float) -> None:
-        """What is in the pipes already, and what comes until they are closed or the time is over."""
+        """What comes until the pipes are closed or the time is over, and what is in them then.
+
+        No more than a pipe holds: something that still runs may write faster than this reads.
+        """
         while self._open:
             patience = max(until - time.monotonic(), 0.0)
             ready = [descriptor for descriptor, _ in self._poll.poll(patience * 1000) if descriptor in self._open]
             if not ready:
                 return
+            if time.monotonic() >= until:
+                break
             for descriptor in ready:
                 self._take(descriptor)
+        for descriptor in tuple(self._open):
+            left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
+            while left > 0 and (taken := self._take(descriptor)):
+                left -= taken
 
-    def _take(self, descriptor: int) -> None:
+    def _take(self, descriptor: int) -> int:
+        """How many bytes there were; 0: none now, or none any more."""
         stream = self.output.stdout if descriptor == self._out else self.output.stderr
         try:
             chunk = os.read(descriptor, _READ_BYTES)
         except BlockingIOError:
-            return
+            return 0
         if chunk:
             self.output.add(stream, chunk)
         else:
             self._poll.unregister(descriptor)
             self._open.discard(descriptor)
+        return len(chunk)
 
     def _feed(self) -> None:
         try:
