@@ -8,6 +8,7 @@ process is isolated before it knows its job and serves one. It ends, and all run
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gc
 import importlib
@@ -281,26 +282,32 @@ def _own_base() -> str:
     """A folder for the runs' folders. Those of zygotes that were killed are removed: their lock is free."""
     parent = tempfile.gettempdir()
     for name in os.listdir(parent):
-        place = os.path.join(parent, name)
-        if name.startswith(_FOLDERS) and os.lstat(place).st_uid == os.geteuid():
+        if name.startswith(_FOLDERS):
+            place = os.path.join(parent, name)
             lock = _lock(place)
             if lock is not None:
                 _remove(place)
                 os.close(lock)
     while True:
         base = tempfile.mkdtemp(prefix=_FOLDERS)
-        os.chmod(base, 0o711)
-        if _lock(base) is not None and os.path.isdir(base):  # for as long as this process lives
-            return base  # else another zygote, which starts now, has just taken it for one left behind
+        lock = _lock(base)  # for as long as this process lives
+        if lock is None:
+            continue  # another zygote, which starts now, has just taken it for one left behind
+        if os.path.isdir(base):
+            os.fchmod(lock, 0o711)
+            return base
+        os.close(lock)  # the same, and it has removed it
 
 
 def _lock(folder: str) -> int | None:
-    """None: it belongs to a living zygote, or is no folder."""
+    """None: it belongs to a living zygote, or to another user, or is no folder."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "another user's", folder)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
