@@ -255,11 +255,12 @@ class _Keeper:
                 problem, message = self._follow(pipes, [self._link, self._program], None)
                 if message is not None and "cell" in message:
                     wire.send(self._link, *self._serve_cell(message, cells, pipes))
-                elif message is not None:
+                elif message is not None and "interrupt" not in message:  # that came too late, for a cell that is over
                     problem = message.get("refused", "it ended between two cells")
             if problem is not None:
                 self.end_all()
-                wire.receive(self._link)
+                while "cell" not in wire.receive(self._link)[0]:
+                    pass
                 wire.send(self._link, *self._cell_result(problem, b"", 0.0))
 
     def _serve_cell(

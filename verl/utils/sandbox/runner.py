@@ -200,6 +200,7 @@ class Session:
 
     def __init__(self, link: socket.socket, limits: Limits) -> None:
         self._link = link
+        self._owner = os.getpid()
         self._limits = limits
         _tell(link, {**_job(limits, limits.cpu_s and limits.processor_seconds()), "session": True}, [], _GRACE_SECONDS)
         self.alive = True
@@ -223,8 +224,11 @@ class Session:
             wire.send(self._link, {"interrupt": True})
 
     def close(self) -> None:
-        """End it and all it started."""
+        """End it and all it started; a thread that waits for a cell gets its answer now."""
         self.alive = False
+        if self._owner == os.getpid():  # a fork that is through with its copy ends nothing
+            with contextlib.suppress(OSError):
+                self._link.shutdown(socket.SHUT_RDWR)
         self._link.close()
 
     def __enter__(self) -> Session:

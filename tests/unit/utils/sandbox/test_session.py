@@ -56,6 +56,21 @@ def test_an_interrupt_from_outside(session: Session) -> None:
     assert session.execute("1").stdout == "1\n"
 
 
+def test_an_interrupt_that_comes_too_late_is_forgotten(session: Session) -> None:
+    session.execute("x = 1")
+    session.interrupt()
+    time.sleep(0.2)
+    assert session.execute("x").stdout == "1\n"
+
+
+def test_closing_wakes_the_thread_that_waits_for_a_cell(sandbox: Sandbox) -> None:
+    session = sandbox.session()
+    threading.Timer(0.3, session.close).start()
+    began = time.monotonic()
+    assert session.execute("import time\ntime.sleep(60)").status == "error"
+    assert (session.alive, time.monotonic() - began < 10) == (False, True)
+
+
 def test_one_that_does_not_stop_takes_the_session_with_it(session: Session) -> None:
     stubborn = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
     result = session.execute(stubborn, wall_s=0.3)
