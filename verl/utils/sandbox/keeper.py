@@ -17,6 +17,7 @@ from typing import Any
 
 from verl.utils import process_tree
 from verl.utils.sandbox import linux, room, wire
+from verl.utils.sandbox.family import Family
 from verl.utils.sandbox.pipes import Output, Pipes
 from verl.utils.sandbox.program import FINISHED, MEMORY, Confinement, prepare, wait_and_run
 
@@ -41,7 +42,7 @@ def keep(link: socket.socket, confinement: Confinement) -> None:
         link.close()
         as_process(lambda: _be_init(theirs, confinement))
     theirs.close()
-    keeper = _Keeper(link, ours, init, proc, confinement)
+    keeper = _Keeper(link, ours, init, Family(proc), confinement)
     try:
         keeper.serve()
     except (EOFError, ConnectionError, Cancelled):
@@ -133,13 +134,13 @@ def _kill_descendants() -> None:
 
 class _Keeper:
     def __init__(
-        self, link: socket.socket, program: socket.socket, init: int, proc: int | None, confinement: Confinement
+        self, link: socket.socket, program: socket.socket, init: int, family: Family, confinement: Confinement
     ) -> None:
         self._link = link
         self._program = program
         self._init: int | None = init
         self._confinement = confinement
-        self._proc = proc
+        self._family = family
 
     def serve(self) -> None:
         _rehearse()
@@ -221,14 +222,9 @@ class _Keeper:
 
     def _others_of_user(self) -> int:
         """Processes and threads that the kernel counts against the program's limit though they are not its own."""
-        if self._confinement.own_user or self._proc is None:
+        if self._confinement.own_user:
             return 0
-        count = 0
-        for name in os.listdir(self._proc):
-            with contextlib.suppress(OSError):
-                if name.isdigit() and os.stat(name, dir_fd=self._proc).st_uid == os.getuid():
-                    count += int(self._read(f"{name}/status").partition("Threads:")[2].split()[0])
-        return count
+        return self._family.threads_of_user()
 
     def _verdict(self, problem: str | None, code: int) -> tuple[str, bytes]:
         """The status, and what is added to stderr."""
@@ -301,7 +297,7 @@ class _Keeper:
 
     def _interrupt(self) -> None:
         """As Ctrl-C would."""
-        for child in self._children(self._init or 0):
+        for child in self._family.children(self._init or 0):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGINT)
 
@@ -341,49 +337,22 @@ class _Keeper:
 
     def _problem(self) -> str | None:
         """What the limits that no system call enforces say."""
-        limits, members = self._limits, self._family()
+        limits, members = self._limits, self._members()
         if len(members) > limits["processes"] + 1:
             return f"more than {limits['processes']} processes"
-        if self._memory(members, "status", ("RssAnon:", "RssShmem:")) > limits["memory_mb"] << 10:
+        if self._family.memory(members, "status", ("RssAnon:", "RssShmem:")) > limits["memory_mb"] << 10:
             # Forks share most of it: only a precise look decides, which takes longer.
-            shared_out = self._memory(members, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:"))
+            shared_out = self._family.memory(members, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:"))
             if shared_out == 0 or shared_out > limits["memory_mb"] << 10:
                 return f"more than {limits['memory_mb']} MB of memory"
-        if not self._confinement.namespaces and room.overfull(self._confinement.folder, limits["file_mb"]):
+        if self._confinement.namespaces:
+            return None
+        if room.overfull(self._confinement.folder, limits["file_mb"], self._family.nameless_bytes(members)):
             return f"more than {limits['file_mb']} MB, or too many files, in its directory"
         return None
 
-    def _memory(self, members: list[int], file: str, fields: tuple[str, ...]) -> int:
-        """Kilobytes of all of them."""
-        total = 0
-        for pid in members:
-            for line in self._read(f"{pid}/{file}").splitlines():
-                if line.startswith(fields):
-                    total += int(line.split()[1])
-        return total
-
-    def _family(self) -> list[int]:
-        """The program and all that descends from it, with their numbers on the host."""
-        found = self._children(self._init) if self._init is not None else []
-        for member in found:
-            found += self._children(member)
-        return found
-
-    def _children(self, pid: int) -> list[int]:
-        return [int(child) for child in self._read(f"{pid}/task/{pid}/children").split()]
-
-    def _read(self, path: str) -> str:
-        if self._proc is None:
-            return ""
-        try:
-            descriptor = os.open(path, os.O_RDONLY, dir_fd=self._proc)
-        except OSError:
-            return ""
-        with open(descriptor, encoding="utf-8", errors="replace") as file:
-            try:
-                return file.read()
-            except OSError:
-                return ""
+    def _members(self) -> list[int]:
+        return self._family.members(self._init) if self._init is not None else []
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -391,7 +360,7 @@ class _Keeper:
         """Kill the init, with which all of its namespace ends; where there is none, all that descends from here."""
         if self._init is None:
             return
-        members = self._family()
+        members = self._members()
         os.kill(self._init, signal.SIGKILL)
         os.waitpid(self._init, 0)
         self._init = None
@@ -427,7 +396,10 @@ def _rehearse() -> None:
 
 def _read_inside(folder: str, name: str, most: int) -> bytes | None:
     """Up to `most` bytes; None: not there, not a plain file, or behind a link."""
-    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # a program may remove its directory
+        return None
     try:
         *folders, last = name.split("/")
         for part in folders:

@@ -133,7 +133,7 @@ def used(folder: str) -> tuple[int, int]:
     return total, count
 
 
-def overfull(folder: str, file_mb: int) -> bool:
+def overfull(folder: str, file_mb: int, nameless_bytes: int = 0) -> bool:
     """More than a program that keeps to the size of one file would have, with the folders themselves."""
     total, count = used(folder)
-    return total > (file_mb + 1) << 20 or count > _FILES
+    return total + nameless_bytes > (file_mb + 1) << 20 or count > _FILES

@@ -54,6 +54,18 @@ def test_a_fork_that_comes_to_the_end_of_the_script_does_not_end_it(sandbox: San
     assert sandbox.run(code).stdout == "child\nparent\n"
 
 
+def test_a_fork_that_never_stops_writing_does_not_keep_the_program(sandbox: Sandbox) -> None:
+    code = "import os, time\nif os.fork() == 0:\n    while True: os.write(1, b'x' * 4096)\ntime.sleep(0.2)"
+    began = time.monotonic()
+    assert sandbox.run(code).status == "output"
+    assert time.monotonic() - began < 10
+
+
+def test_a_program_that_removes_its_directory_has_no_files(sandbox: Sandbox) -> None:
+    result = sandbox.run("import os, shutil\nshutil.rmtree(os.getcwd(), True)\nprint('done')", fetch=["main.py"])
+    assert (result.status, result.stdout, result.files) == ("finished", "done\n", {})
+
+
 def test_closing_what_a_program_does_not_know_harms_nothing(sandbox: Sandbox) -> None:
     result = sandbox.run("import os, time\nos.closerange(3, 256)\ntime.sleep(0.2)\nprint('done')\nos._exit(4)")
     assert (result.status, result.return_code, result.stdout) == ("error", 4, "")
