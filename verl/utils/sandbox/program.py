@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -54,10 +55,11 @@ class Confinement:
 
 def prepare(confinement: Confinement) -> types.ModuleType:
     """All that can be done before the job comes; the `__main__` of a Python program. OSError: no isolation."""
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # now: a program may not close itself to its keeper's looks
     confinement.apply()
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)
     os.chdir(confinement.folder)
     os.environ.update(HOME=confinement.folder, PWD=confinement.folder, TMPDIR=confinement.tmp)
+    tempfile.tempdir = None  # the runner's own, if it was asked for already
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     main = _fresh_main(confinement.folder)

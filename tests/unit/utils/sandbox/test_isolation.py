@@ -67,13 +67,14 @@ with Sandbox() as sandbox:
     print(sandbox.isolation.level)
     print(sandbox.run("open({str(ROOT / "pyproject.toml")!r})").stderr.splitlines()[-1])
     print(sandbox.run("open('mine', 'w').write('x'); import os; print(sorted(os.listdir('.')))").stdout)
+    print(sandbox.run("import os, tempfile; print(tempfile.gettempdir() == os.getcwd())").stdout)
     session = sandbox.session()
     print(session.execute("import sqlite3, os; os.getcwd() == os.environ['HOME']").stdout)
 """
     found = on_a_host_without("namespaces", code).split("\n")
     assert found[0] == "network"
     assert found[1].startswith("PermissionError")
-    assert found[2:] == ["['main.py', 'mine']", "", "True", "", ""]
+    assert found[2:] == ["['main.py', 'mine']", "", "True", "", "True", "", ""]
 
 
 def test_numbers_of_system_calls_are_this_kernels() -> None:
