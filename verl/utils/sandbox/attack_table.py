@@ -38,7 +38,8 @@ class Grounds:
     def __init__(self) -> None:
         self.mark = "mark" + secrets.token_hex(8)
         self.folder = tempfile.mkdtemp(prefix="verl-grounds-")
-        Path(self.folder, "secret").write_text(self.mark)
+        self._secret = Path(self.folder, "secret")
+        self._place_secret()
         # Programs of the sandbox must not have it: every environment but theirs does.
         os.environ["GROUNDS_SECRET"] = self.mark
         self._start_victim()
@@ -52,8 +53,23 @@ class Grounds:
             listener.bind(address)
             listener.listen()
             self._unix.append(listener)
+        self._unix_datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._unix_datagrams.bind(self.folder + "/datagrams")
+        self._unix_datagrams.setblocking(False)
         self._name = "left" + secrets.token_hex(8)
         self._key = secrets.randbits(30)
+
+    def _place_secret(self) -> None:
+        self._secret.unlink(missing_ok=True)
+        self._secret.write_text(self.mark)
+        self._secret.chmod(0o600)
+        os.chmod(self.folder, 0o700)
+        self._untouched = self._looks()
+
+    def _looks(self) -> tuple[object, ...]:
+        found = self._secret.stat()
+        attributes = os.listxattr(self._secret)
+        return found.st_mode, found.st_mtime, found.st_size, attributes, os.stat(self.folder).st_mode
 
     def _start_victim(self) -> None:
         self._victim = subprocess.Popen([sys.executable, "-c", _VICTIM], stdout=subprocess.PIPE, start_new_session=True)
@@ -88,9 +104,13 @@ class Grounds:
         if os.path.exists(self.folder + "/planted"):
             os.remove(self.folder + "/planted")
             found.append("wrote into the home directory")
-        with contextlib.suppress(BlockingIOError):
-            self._datagrams.recv(100)
-            found.append("sent a datagram")
+        if self._looks() != self._untouched:
+            self._place_secret()
+            found.append("changed the secret's mode, times or size")
+        for listener in (self._datagrams, self._unix_datagrams):
+            with contextlib.suppress(BlockingIOError):
+                listener.recv(100)
+                found.append("sent a datagram")
         if sum(map(len, result.files.values())) + len(text) > (LIMITS.file_mb << 20) + 2 * LIMITS.output_bytes:
             found.append("more output than allowed")
         return found + self._left_behind()
@@ -111,7 +131,7 @@ class Grounds:
     def close(self) -> None:
         self._victim.kill()
         self._victim.wait()
-        for listener in (self._listener, self._datagrams, *self._unix):
+        for listener in (self._listener, self._datagrams, self._unix_datagrams, *self._unix):
             listener.close()
         shutil.rmtree(self.folder)
         os.environ.pop("GROUNDS_SECRET", None)

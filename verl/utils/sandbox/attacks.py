@@ -59,6 +59,20 @@ print("ESCAPED: 512 MB")
 """,
     ),
     Attack(
+        "memory bomb of a thread's processes",
+        """
+import os, threading, time
+def start():
+    for _ in range(8):
+        if os.fork() == 0:
+            x = b"x" * (64 << 20); time.sleep(60)
+    time.sleep(60)
+threading.Thread(target=start, daemon=True).start()
+time.sleep(1.5)
+print("ESCAPED: 512 MB")
+""",
+    ),
+    Attack(
         "shared memory bomb",
         """
 import mmap, time
@@ -97,10 +111,38 @@ except OSError as error: print(error)
 """,
     ),
     Attack(
+        "10 GB in files without a name",
+        """
+import os, time
+held = []
+try:
+    while len(held) < 40:
+        held.append(open("big", "wb"))
+        os.remove("big")
+        held[-1].write(bytes(5 << 20)); held[-1].flush()
+        time.sleep(0.02)
+    print("ESCAPED: 200 MB")
+except OSError as error: print(error)
+""",
+    ),
+    Attack(
         "reading the home directory",
         'import os\ntries("secret", lambda: open(G["file"]).read())\ntries("home", lambda: os.listdir(G["folder"]))\n'
         'tries("write", lambda: open(G["folder"] + "/planted", "w"))',
         "files",
+    ),
+    Attack(
+        "changing modes and times in the home directory",
+        """
+import os
+for action in (
+    lambda: os.utime(G["file"], (0, 0)), lambda: os.chmod(G["file"], 0o666), lambda: os.chmod(G["folder"], 0o777),
+    lambda: os.setxattr(G["file"], "user.planted", b"x"), lambda: os.truncate(G["file"], 0),
+):
+    try: action()
+    except OSError as error: print(error)
+""",
+        "network",
     ),
     Attack(
         "reading the environment",
@@ -145,6 +187,8 @@ import socket
 tries("tcp", lambda: socket.create_connection(("127.0.0.1", G["port"]), 1))
 tries("abstract", lambda: socket.socket(socket.AF_UNIX).connect("\\0" + G["mark"]))
 tries("path", lambda: socket.socket(socket.AF_UNIX).connect(G["folder"] + "/socket"))
+pair = lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0]
+tries("datagrams by a pair", lambda: pair().sendto(b"out", G["folder"] + "/datagrams"))
 """,
         "network",
     ),
@@ -181,6 +225,39 @@ for pid in {os.getppid(), 1}:
         try: os.kill(pid, number)
         except OSError as error: print(error)
 print("still here")
+""",
+        "network",
+    ),
+    Attack(
+        "killing by a descriptor",
+        """
+import fcntl, os, signal, struct
+reading, writing = os.pipe()
+for action in (
+    lambda: fcntl.fcntl(reading, fcntl.F_SETOWN, G["victim"]),
+    lambda: fcntl.fcntl(reading, 15, struct.pack("ii", 1, G["victim"])),
+    lambda: fcntl.ioctl(reading, 0x8901, struct.pack("i", G["victim"])),
+):
+    try: action()
+    except OSError as error: print(error)
+fcntl.fcntl(reading, 10, signal.SIGKILL)
+fcntl.fcntl(reading, fcntl.F_SETFL, os.O_ASYNC)
+if fcntl.fcntl(reading, fcntl.F_GETOWN) == G["victim"]: os.write(writing, b"x")
+""",
+        "network",
+    ),
+    Attack(
+        "limits and priority of other processes",
+        """
+import ctypes, os, resource
+libc = ctypes.CDLL(None, use_errno=True)
+victim = G["victim"]
+tries("limits", lambda: resource.prlimit(victim, resource.RLIMIT_CORE, (0, 0)))
+tries("processors", lambda: os.sched_setaffinity(victim, os.sched_getaffinity(0)))
+tries("scheduling", lambda: os.sched_setscheduler(victim, os.SCHED_BATCH, os.sched_param(0)))
+tries("priority", lambda: os.setpriority(os.PRIO_PROCESS, victim, 1))
+number = 30 if os.uname().machine == "aarch64" else 251
+tries("priority of its disk", lambda: libc.syscall(number, 1, victim, 2 << 13) == 0)
 """,
         "network",
     ),

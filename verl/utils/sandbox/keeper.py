@@ -168,6 +168,8 @@ class _Keeper:
             files = []
         if compiled is None or compiled["return_code"] == 0:
             start = [part.format(memory=self._limits["memory_mb"]) for part in job["start"]]
+            if compiled is not None and self._confinement.among_users_files:
+                _make_executable(self._confinement.folder, start[0])  # the linker may not
             outcome, streams = self._step(start, job, files, stdin, self._limits["wall_s"])
         fetched, cut = self._fetch(job["fetch"])  # all that could still change a file has ended
         if cut and outcome["status"] == "finished":
@@ -413,3 +415,19 @@ def _read_inside(folder: str, name: str, most: int) -> bytes | None:
         return None
     finally:
         os.close(place)
+
+
+def _make_executable(folder: str, name: str) -> None:
+    """A plain file of the folder, if it is there."""
+    with contextlib.suppress(OSError):
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            file = os.open(os.path.basename(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
+            try:
+                found = os.fstat(file)
+                if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:  # no other file's second name
+                    os.fchmod(file, 0o700)
+            finally:
+                os.close(file)
+        finally:
+            os.close(place)

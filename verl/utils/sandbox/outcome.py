@@ -24,7 +24,7 @@ class Limits:
     cpu_s: float | None = None
     """Processor seconds of each process; None: `wall_s` and one more (a session: no limit)."""
     memory_mb: int = 1024
-    """Memory of all its processes together; one process cannot even reserve more."""
+    """Memory of all its processes together; of private memory, one process cannot even reserve more."""
     file_mb: int = 64
     """What it may write into its directories, in all and in one file."""
     processes: int = 64

@@ -40,6 +40,11 @@ class Confinement:
     def tmp(self) -> str:
         return "/tmp" if self.namespaces else self.folder
 
+    @property
+    def among_users_files(self) -> bool:
+        """It can name files that are not its own, and is their owner, or has a capability that makes it as good."""
+        return not self.namespaces and (not self.own_user or self.capability is not None)
+
     def apply(self) -> None:
         """Of no return: this process and all it starts. Capabilities are dropped by whom it descends from."""
         os.setsid()
@@ -50,7 +55,9 @@ class Confinement:
             landlock.restrict(self.paths, [self.folder], room.DEVICES)
         if self.seccomp:
             signals_are_kept_in = self.namespaces or self.landlock >= 6
-            seccomp.refuse_dangerous(self.namespaces, None if signals_are_kept_in else os.getpid())
+            seccomp.refuse_dangerous(
+                self.namespaces, None if signals_are_kept_in else os.getpid(), self.among_users_files
+            )
 
 
 def prepare(confinement: Confinement) -> types.ModuleType:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from verl.utils.sandbox.linux import (
     ARCH,
     NEW_NAMESPACES,
+    PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
     PR_SET_SECCOMP,
@@ -53,11 +54,38 @@ _LOOKED_INTO: Mapping[str, tuple[int | None, int | None]] = {
     "clone": (56, 220), "clone3": (435, 435), "socket": (41, 198), "prctl": (157, 167), "kill": (62, 129),
     "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424), "seccomp": (317, 277), "landlock_create_ruleset": (444, 444),
+    "socketpair": (53, 199), "fcntl": (72, 25), "ioctl": (16, 29),
 }  # fmt: skip
-NUMBERS = {**_REFUSED, **_LOOKED_INTO}
+# What reaches other processes of the same user: by the number of a process, which comes first, or of a whole user.
+_OF_A_PROCESS: Mapping[str, tuple[int | None, int | None]] = {
+    "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+}  # fmt: skip
+_OF_MANY: Mapping[str, tuple[int | None, int | None]] = {"setpriority": (141, 140), "ioprio_set": (251, 30)}
+# What Landlock lets pass on every file that the user owns (truncate: before its ABI 3).
+_MODES_AND_TIMES: Mapping[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "utime": (132, None),
+    "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+}  # fmt: skip
+_ATTRIBUTES: Mapping[str, tuple[int | None, int | None]] = {
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+}  # fmt: skip
+_OWNERS_AND_SIZES: Mapping[str, tuple[int | None, int | None]] = {
+    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "truncate": (76, 45),
+}  # fmt: skip
+NUMBERS = {
+    **_REFUSED, **_LOOKED_INTO, **_OF_A_PROCESS, **_OF_MANY, **_MODES_AND_TIMES, **_ATTRIBUTES, **_OWNERS_AND_SIZES,
+}  # fmt: skip
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 _X32 = 0x40000000
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
+_DATAGRAMS = 2  # this bit is set in SOCK_DGRAM and SOCK_RAW, and in neither SOCK_STREAM nor SOCK_SEQPACKET
+# A descriptor can be told to send a signal, of any number, to a process when there is something to read.
+_F_SETOWN, _F_SETOWN_EX = 8, 15
+_FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
+_FS_IOC_SETFLAGS, _FS_IOC32_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x40046602, 0x401C5820  # as chattr does
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # in struct seccomp_data; arguments are little-endian 64 bits
@@ -68,25 +96,37 @@ _LINE = struct.Struct("=HBBI")
 Instruction = tuple[int, int, int, int]
 
 
-def refuse_dangerous(namespaces: bool, signals_of: int | None = None) -> None:
+def refuse_dangerous(namespaces: bool, signals_of: int | None = None, users_files: bool = False) -> None:
     """Install the filter of a sandboxed program."""
-    _install(filter_of(namespaces, signals_of))
+    _install(filter_of(namespaces, signals_of, users_files))
 
 
 @functools.cache
-def filter_of(namespaces: bool, signals_of: int | None = None) -> bytes:
+def filter_of(namespaces: bool, signals_of: int | None = None, users_files: bool = False) -> bytes:
     """The filter of a sandboxed program.
 
-    Without namespaces, and so without a network of its own, it may make no sockets (pairs of them it may), and it ends
-    with the process that started it. `signals_of`: nothing else keeps it from signalling other processes of this user,
-    so it may signal only this one, which is itself, and its group.
+    Without namespaces, and so without a network of its own, it may make no sockets (pairs of connected ones it may),
+    it ends with the process that started it, stays open to the one that watches it, and changes limits and priority
+    of no process but itself. `signals_of`: nothing else keeps it from signalling other processes of this user, so it
+    may signal only this one, which is itself, and its group. `users_files`: it runs as the owner of files that are
+    not its own; changes of modes and times then do nothing, and seem to succeed, for what copies files needs that.
     """
     rules = [_refuse(name, errno.ENOSYS if name.startswith("memfd") else errno.EPERM) for name in _REFUSED]
     rules.append(_refuse("clone3", errno.ENOSYS))  # its flags are out of a filter's sight; libraries then use clone
     rules.append(_refuse_bits("clone", NEW_NAMESPACES))
     rules.append(_only("socket", [_AF_UNIX, _AF_INET, _AF_INET6] if namespaces else []))
     if not namespaces:
-        rules.append(_refuse_value("prctl", PR_SET_PDEATHSIG))
+        rules.append(_refuse_values("prctl", [PR_SET_PDEATHSIG, PR_SET_DUMPABLE]))
+        rules.append(_pairs_of_connected_sockets())
+        rules += [_only(name, [0]) for name in _OF_A_PROCESS]
+        rules += [_refuse(name) for name in _OF_MANY]
+        rules.append(_refuse_values("fcntl", [_F_SETOWN, _F_SETOWN_EX], argument=1))
+        flags = [_FS_IOC_SETFLAGS, _FS_IOC32_SETFLAGS, _FS_IOC_FSSETXATTR] if users_files else []
+        rules.append(_refuse_values("ioctl", [_FIOSETOWN, _SIOCSPGRP, *flags], argument=1))
+    if users_files:
+        rules += [_refuse(name, 0) for name in _MODES_AND_TIMES]
+        rules += [_refuse(name, errno.EOPNOTSUPP) for name in _ATTRIBUTES]  # as file systems that have none: no alarm
+        rules += [_refuse(name) for name in _OWNERS_AND_SIZES]
     if signals_of is not None:
         rules += [_only("kill", [signals_of, 0, -signals_of]), _only("tgkill", [signals_of])]
         rules += [_refuse(name) for name in ("tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")]
@@ -102,13 +142,14 @@ def pretend_missing(features: Iterable[str]) -> None:
         elif feature == "landlock":
             rules.append(_refuse("landlock_create_ruleset", errno.EOPNOTSUPP))
         elif feature == "seccomp":
-            rules += [_refuse("seccomp"), _refuse_value("prctl", PR_SET_SECCOMP)]
+            rules += [_refuse("seccomp"), _refuse_values("prctl", [PR_SET_SECCOMP])]
         else:
             raise ValueError(f"no feature of a sandbox: {feature!r}")
     _install(_assemble(rules))
 
 
 def _refuse(name: str, code: int = errno.EPERM) -> list[Instruction]:
+    """0: nothing is done, and the program is told that it was."""
     return _when(name, [(_RETURN, 0, 0, _ERRNO | code)])
 
 
@@ -117,8 +158,19 @@ def _refuse_bits(name: str, bits: int) -> list[Instruction]:
     return _when(name, [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_ANY_BIT, 0, 1, bits), _EPERM, _PASS])
 
 
-def _refuse_value(name: str, value: int) -> list[Instruction]:
-    return _when(name, [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, value), _EPERM, _PASS])
+def _refuse_values(name: str, values: Sequence[int], argument: int = 0) -> list[Instruction]:
+    """Where an argument is one of them."""
+    body: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * argument)]
+    for index, value in enumerate(values):
+        body.append((_EQUAL, len(values) - index, 0, value))
+    return _when(name, [*body, _PASS, _EPERM])
+
+
+def _pairs_of_connected_sockets() -> list[Instruction]:
+    """Unix streams only: one that sends datagrams can send them to any socket that has an address."""
+    family: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 2, _AF_UNIX)]
+    kind: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8), (_ANY_BIT, 0, 1, _DATAGRAMS)]
+    return _when("socketpair", [*family, *kind, _EPERM, _PASS])
 
 
 def _only(name: str, values: Sequence[int]) -> list[Instruction]:

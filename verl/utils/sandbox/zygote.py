@@ -69,7 +69,8 @@ def main(control_fd: int) -> None:
     if not options["probe"]:
         linux.prctl(linux.PR_SET_DUMPABLE, 0)
         if confinement.seccomp:
-            seccomp.filter_of(confinement.namespaces)  # made once, inherited by all
+            # Made once, inherited by all.
+            seccomp.filter_of(confinement.namespaces, None, confinement.among_users_files)
         _Zygote(control, parent, confinement).serve()
 
 
