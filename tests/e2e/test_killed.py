@@ -110,6 +110,7 @@ def final_files(folder: Path) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_killed_supervisor_and_killed_rank_cost_no_bit_of_the_final_weights(task, tmp_path):
     """The first is started again by hand, with the same command; the second by itself."""
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"

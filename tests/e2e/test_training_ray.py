@@ -104,6 +104,7 @@ def test_a_rollout_over_two_ranks_gives_the_results_of_one(task, tmp_path, ray_c
     assert all(row["rollout_corr/log_prob_diff_max"] < 1e-4 for row in together.history)
 
 
+@pytest.mark.slow
 def test_rollout_actor_and_critic_in_pools_of_their_own(task, tmp_path, ray_cluster):
     """Weights cross processes; the results are those of one process."""
     pools = (

@@ -97,6 +97,7 @@ def test_a_stopped_server_is_replaced_when_it_is_needed(pool):
     assert states(server) == []
 
 
+@pytest.mark.slow
 def test_an_idle_scorer_that_was_stopped_gets_no_sample(pool):
     idle = pool.submit(sample("fine")).result().extra["pid"]
     os.kill(idle, signal.SIGSTOP)
