@@ -14,7 +14,7 @@ import torch
 
 from verl.utils.device_memory import note_mapped
 
-__all__ = ["Region"]
+__all__ = ["Region", "driver_call"]
 
 
 class Region:
@@ -104,11 +104,11 @@ class _VirtualRange:
         self._where = _Location(_DEVICE, index)
         self._properties = _AllocationProperties(type=_PINNED, location=self._where)
         granularity = ctypes.c_size_t()
-        _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), 0)
+        driver_call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), 0)
         self._size = -(-max(size, 1) // granularity.value) * granularity.value
         self._chunk = -(-self._CHUNK // granularity.value) * granularity.value
         self._address = ctypes.c_uint64()
-        _call(
+        driver_call(
             "cuMemAddressReserve",
             ctypes.byref(self._address), ctypes.c_size_t(self._size), ctypes.c_size_t(0),
             ctypes.c_uint64(0), ctypes.c_uint64(0),
@@ -128,16 +128,16 @@ class _VirtualRange:
             for start in range(0, self._size, self._chunk):
                 size = min(self._chunk, self._size - start)
                 handle = ctypes.c_uint64()
-                _call(
+                driver_call(
                     "cuMemCreate",
                     ctypes.byref(handle), ctypes.c_size_t(size), ctypes.byref(self._properties), ctypes.c_uint64(0),
                 )  # fmt: skip
                 self._handles.append((start, size, handle))
                 note_mapped(self._index, size)
                 at = ctypes.c_uint64(self._address.value + start)
-                _call("cuMemMap", at, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+                driver_call("cuMemMap", at, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
             access = _Access(self._where, _READ_WRITE)
-            _call(
+            driver_call(
                 "cuMemSetAccess", self._address, ctypes.c_size_t(self._size), ctypes.byref(access), ctypes.c_size_t(1)
             )
         except RuntimeError as error:
@@ -150,13 +150,13 @@ class _VirtualRange:
 
     def unmap(self) -> None:
         for start, size, handle in self._handles:
-            _call("cuMemUnmap", ctypes.c_uint64(self._address.value + start), ctypes.c_size_t(size))
-            _call("cuMemRelease", handle)
+            driver_call("cuMemUnmap", ctypes.c_uint64(self._address.value + start), ctypes.c_size_t(size))
+            driver_call("cuMemRelease", handle)
             note_mapped(self._index, -size)
         self._handles = []
 
     def free(self) -> None:
-        _call("cuMemAddressFree", self._address, ctypes.c_size_t(self._size))
+        driver_call("cuMemAddressFree", self._address, ctypes.c_size_t(self._size))
 
 
 @cache
@@ -164,7 +164,8 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _call(name: str, *arguments: Any) -> None:
+def driver_call(name: str, *arguments: Any) -> None:
+    """A function of the CUDA driver; an error of it is raised."""
     code = getattr(_driver(), name)(*arguments)
     if code != 0:
         text = ctypes.c_char_p()

@@ -5,21 +5,64 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Protocol
 
 import torch
 
 from verl.config import RolloutConfig
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.kv_memory import KVMemory
 from verl.inference.tensor_parallel import FollowingEngine
-from verl.inference.weights import EngineWeights
 from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, Wanted
 from verl.workers.rollout.base import KV_MODES, PAUSE_MODES, RELEASE_TAGS, BaseRollout
 
-__all__ = ["EmbeddedRollout"]
+__all__ = ["EmbeddedRollout", "KVStore", "WeightStore"]
 
 logger = logging.getLogger(__name__)
+
+
+class WeightStore(Protocol):
+    """An engine's weights. Its methods are called while no step runs, by one thread at a time."""
+
+    def check_manifest(self, manifest: Manifest | None) -> None:
+        """Refuse a trainer whose model is another one, before anything is overwritten; None: nothing is known of it."""
+
+    def wanted(self) -> Wanted | None:
+        """The rows of each weight that this engine takes. None: it takes all, and whole tensors only."""
+
+    def begin(self) -> None:
+        """An update begins: nothing has come of it."""
+
+    def load(self, tensors: Bucket) -> None:
+        """Take these. They are there during the call only: their memory is the next bucket's."""
+
+    def verify(self, expected: Mapping[str, int]) -> None:
+        """Every weight has come, and the fingerprints of what was received are these, or WeightMismatchError.
+
+        An engine that has something to do at the end of an update does it here.
+        """
+
+    def offload(self) -> None:
+        """Give the device's memory back."""
+
+    def onload(self) -> None:
+        """Take it again."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the device that they take now."""
+
+
+class KVStore(Protocol):
+    """An engine's KV memory, given back and taken again while no step runs and nothing in it is needed."""
+
+    def release(self) -> None: ...
+
+    def restore(self) -> None: ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the device that it takes now."""
 
 
 class EmbeddedRollout(BaseRollout):
@@ -31,8 +74,8 @@ class EmbeddedRollout(BaseRollout):
         device: torch.device,
         weight_dtype: torch.dtype,
         loop: AsyncEngine | FollowingEngine,
-        weights: EngineWeights,
-        kv: KVMemory | None,
+        weights: WeightStore,
+        kv: KVStore | None,
         eos_token_ids: frozenset[int],
         pad_token_id: int | None,
     ) -> None:
@@ -53,11 +96,6 @@ class EmbeddedRollout(BaseRollout):
     @property
     def version(self) -> int:
         return self._loop.version
-
-    @property
-    def weights(self) -> dict[str, torch.Tensor]:
-        """What the engine computes with, by HF name; to be read."""
-        return self._weights.tensors
 
     # ---------------------------------------------------------------- requests
 
@@ -99,7 +137,7 @@ class EmbeddedRollout(BaseRollout):
         self._unfit = f"An update to version {version} was begun and has not been finished."
         self._weights.begin()
 
-    def wanted(self) -> Wanted:
+    def wanted(self) -> Wanted | None:
         return self._weights.wanted()
 
     def load_bucket(self, tensors: Bucket) -> None:

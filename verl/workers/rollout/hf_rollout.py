@@ -43,6 +43,9 @@ class HFRollout(EmbeddedRollout):
             raise ValueError(f"name: hf cannot decode {type(self.model).__name__}, whose state is no KV cache.")
         region = pack_module(self.model, device, dtype)
         self.model.eval().requires_grad_(False)
+        weights = EngineWeights(self.model.state_dict(), region, dtype)
+        self.weights = weights.tensors
+        """What the engine computes with, by HF name; to be read."""
         runner = HFRunner(self.model, config.max_num_batched_tokens)
         super().__init__(
             config,
@@ -52,7 +55,7 @@ class HFRollout(EmbeddedRollout):
                 HFEngine(runner, config.max_num_seqs, config.max_model_len),
                 partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code),
             ),
-            weights=EngineWeights(self.model.state_dict(), region, dtype),
+            weights=weights,
             kv=None,
             eos_token_ids=end_tokens(model_path, hf_config, model_config).ids,
             pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,

@@ -30,6 +30,8 @@ class NativeRollout(EmbeddedRollout):
     ) -> None:
         built = build_engine(model_path, model_config, config, device, dtype)
         self.model = built.model
+        self.weights = built.weights.tensors
+        """What the engine computes with, by HF name; to be read."""
         self._regions = (built.kv.region, built.model.region)
         super().__init__(
             config,

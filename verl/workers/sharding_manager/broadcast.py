@@ -8,10 +8,8 @@ TransferLostError: the trainer is as it was, and may send again over a new group
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,13 +17,11 @@ import torch.distributed as dist
 
 from verl.types.weights import Bucket, Manifest, TensorSlice, TensorSpec, Wanted, WeightMismatchError
 from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.bucket_layout import BucketPiece, WholeTensors, bucket_layout, dtype_name, end_of
 from verl.workers.sharding_manager.base import DEFAULT_BUCKET_BYTES, SentWeights, SyncStats, WeightSource
 from verl.workers.sharding_manager.transfer_group import TransferGroup, TransferLostError
 
 __all__ = ["BroadcastReceiver", "BroadcastSender"]
-
-# Tensors of any dtype may start at multiples of this many bytes.
-_ALIGNMENT = 16
 
 
 class BroadcastSender:
@@ -52,7 +48,7 @@ class BroadcastSender:
             return SyncStats(0, 0, time.perf_counter() - start)
         group = self.group
         try:
-            group.broadcast_json({"version": version, "dtype": _dtype_name(self.dtype), "manifest": _plain(manifest)})
+            group.broadcast_json({"version": version, "dtype": dtype_name(self.dtype), "manifest": _plain(manifest)})
             for bucket in buckets:
                 self._send_bucket(group, bucket)
                 sent.add(bucket)
@@ -74,9 +70,9 @@ class BroadcastSender:
         return SyncStats(len(sent.fingerprint), sent.bytes, time.perf_counter() - start)
 
     def _send_bucket(self, group: TransferGroup, bucket: Bucket) -> None:
-        layout = _layout(bucket)
+        layout = bucket_layout(bucket)
         group.broadcast_json({"tensors": [vars(piece) for piece in layout]})
-        flat = torch.zeros(_end(layout), dtype=torch.uint8, device=group.device)
+        flat = torch.zeros(end_of(layout), dtype=torch.uint8, device=group.device)
         for piece in layout:
             piece.view(flat).copy_(bucket[piece.key])
         group.broadcast(flat)
@@ -107,8 +103,8 @@ class BroadcastReceiver:
         size = 0
         steps.run(loader.begin, self.group.broadcast_json())
         while "tensors" in (header := self.group.broadcast_json()):
-            layout = [_Piece(**piece) for piece in header["tensors"]]
-            flat = self.group.broadcast(torch.empty(_end(layout), dtype=torch.uint8, device=self.group.device))
+            layout = [BucketPiece(**piece) for piece in header["tensors"]]
+            flat = self.group.broadcast(torch.empty(end_of(layout), dtype=torch.uint8, device=self.group.device))
             steps.run(loader.load, {piece.key: piece.view(flat) for piece in layout})
             size += flat.numel()
         steps.run(loader.finish, header)
@@ -129,55 +125,31 @@ class _UntilError:
                 self.error = error
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A tensor's place in a bucket's bytes; of rows of one also the first of them."""
-
-    name: str
-    first_row: int | None
-    shape: list[int]
-    dtype: str
-    start: int
-
-    @property
-    def key(self) -> str | TensorSlice:
-        row = self.first_row
-        return self.name if row is None else TensorSlice(self.name, row, row + self.shape[0])
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.start : self.start + self.size].view(getattr(torch, self.dtype)).view(self.shape)
-
-
 class _Loader:
     """One version on its way into an engine, which gets of it what it wants."""
 
     def __init__(self, rollout: BaseRollout) -> None:
         self._rollout, self._wanted = rollout, rollout.wanted()
-        self._manifest: Manifest = {}
+        self._whole = WholeTensors({})
         self.begun = False
-        # For an engine that takes whole tensors only: those of which rows are missing, and how many.
-        self._waiting: dict[str, tuple[torch.Tensor, int]] = {}
 
     def begin(self, header: dict[str, Any]) -> None:
         self._raise_senders(header)
-        here = _dtype_name(self._rollout.weight_dtype)
+        here = dtype_name(self._rollout.weight_dtype)
         if header["dtype"] != here:
             raise WeightMismatchError(
                 f"weights: the trainer sends {header['dtype']}, the rollout holds {here}."
                 " Both sides take the rollout's dtype; set it (auto depends on the device)."
             )
         specs = header["manifest"]
-        self._manifest = {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in specs}
-        self._rollout.begin_update(header["version"], self._manifest)
+        manifest = {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in specs}
+        self._whole = WholeTensors(manifest)
+        self._rollout.begin_update(header["version"], manifest)
         self.begun = True
 
     def load(self, bucket: Bucket) -> None:
         if self._wanted is None:
-            bucket = self._whole_tensors(bucket)
+            bucket = self._whole.of(bucket)
         else:
             bucket = {key: tensor for key, tensor in bucket.items() if _name(key) in self._wanted}
         self._rollout.load_bucket(bucket)
@@ -188,49 +160,14 @@ class _Loader:
         wanted = sent if self._wanted is None else self._wanted
         self._rollout.finish_update({name: total for name, total in sent.items() if name in wanted})
 
-    def _whole_tensors(self, bucket: Bucket) -> Bucket:
-        """Rows stay here until all of their tensor have come."""
-        found: dict[str | TensorSlice, torch.Tensor] = {}
-        for key, tensor in bucket.items():
-            if isinstance(key, str):
-                found[key] = tensor
-                continue
-            rows = self._manifest[key.name].shape[0]
-            if key.name not in self._waiting:
-                self._waiting[key.name] = tensor.new_empty(rows, *tensor.shape[1:]), rows
-            whole, missing = self._waiting.pop(key.name)
-            whole[key.start : key.stop] = tensor
-            if missing > len(tensor):
-                self._waiting[key.name] = whole, missing - len(tensor)
-            else:
-                found[key.name] = whole
-        return found
-
     def _raise_senders(self, header: dict[str, Any]) -> None:
         if "error" in header:
             raise WeightMismatchError(f"weights: the trainer stopped in the middle of sending: {header['error']}")
-
-
-def _layout(bucket: Bucket) -> list[_Piece]:
-    pieces: list[_Piece] = []
-    for key, tensor in bucket.items():
-        start = -(-_end(pieces) // _ALIGNMENT) * _ALIGNMENT
-        row = None if isinstance(key, str) else key.start
-        pieces.append(_Piece(_name(key), row, list(tensor.shape), _dtype_name(tensor.dtype), start))
-    return pieces
 
 
 def _name(key: str | TensorSlice) -> str:
     return key if isinstance(key, str) else key.name
 
 
-def _end(pieces: Sequence[_Piece]) -> int:
-    return pieces[-1].start + pieces[-1].size if pieces else 0
-
-
 def _plain(manifest: Manifest) -> list[tuple[str, list[int], str]]:
-    return [(name, list(spec.shape), _dtype_name(spec.dtype)) for name, spec in manifest.items()]
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return [(name, list(spec.shape), dtype_name(spec.dtype)) for name, spec in manifest.items()]

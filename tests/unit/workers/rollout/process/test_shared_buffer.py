@@ -1,0 +1,54 @@
+"""Weights in memory that two processes share: what one puts there the other sees, and nothing is left behind."""
+
+import pickle
+import subprocess
+import sys
+
+import torch
+
+from verl.types.weights import TensorSlice, TensorSpec
+from verl.workers.rollout.bucket_layout import WholeTensors
+from verl.workers.rollout.process.shared_buffer import BufferReader, SharedBuffer
+
+READER = """
+import pickle, sys
+from verl.workers.rollout.process.shared_buffer import BufferReader
+bucket = BufferReader().bucket(pickle.load(sys.stdin.buffer))
+pickle.dump({key: tensor.clone() for key, tensor in bucket.items()}, sys.stdout.buffer)
+"""
+
+
+def test_another_process_sees_the_tensors_bit_for_bit():
+    bucket = {
+        "a": torch.randn(3, 5).to(torch.bfloat16),
+        TensorSlice("b", 4, 6): torch.randn(2, 7),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+    }
+    buffer = SharedBuffer(4096, "cpu")
+    handle = buffer.put(bucket, start=1001)
+    done = subprocess.run([sys.executable, "-c", READER], input=pickle.dumps(handle), capture_output=True, check=True)
+    found = pickle.loads(done.stdout)
+    buffer.close()
+    assert found.keys() == bucket.keys()
+    for key, tensor in bucket.items():
+        assert found[key].dtype == tensor.dtype, key
+        assert torch.equal(found[key], tensor), key
+
+
+def test_a_reader_follows_to_a_larger_buffer_and_keeps_no_other():
+    small, reader = SharedBuffer(64, "cpu"), BufferReader()
+    view = reader.bucket(small.put({"a": torch.ones(4)}))["a"]
+    small.put({"a": torch.full((4,), 2.0)})
+    assert view.tolist() == [2.0] * 4  # the same memory, not a copy
+    large = SharedBuffer(1 << 20, "cpu")
+    assert torch.equal(reader.bucket(large.put({"b": torch.arange(9)}))["b"], torch.arange(9))
+    for buffer in (small, large, reader):
+        buffer.close()
+
+
+def test_rows_of_several_buckets_become_whole_tensors():
+    whole, part = torch.arange(12.0).view(6, 2), WholeTensors({"w": TensorSpec((6, 2), torch.float32)})
+    assert part.of({TensorSlice("w", 4, 6): whole[4:]}) == {}
+    found = part.of({TensorSlice("w", 0, 4): whole[:4], "x": torch.ones(1)})
+    assert torch.equal(found["w"], whole)
+    assert torch.equal(found["x"], torch.ones(1))
