@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+Run = Callable[[int], Any]
 
 # transformers' model type, and its config.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -114,3 +117,23 @@ def synchronise(device: str) -> None:
     """Wait until the device has done all it was told."""
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def seconds_each(run: Run, copies: int) -> float:
+    """Of `run(0) … run(copies - 1)`, replayed as one CUDA graph: other data each time, so that none is in a cache."""
+    for index in range(copies):
+        run(index)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(copies):
+            run(index)
+    best = float("inf")
+    for _ in range(4):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1e3)
+    return best / copies

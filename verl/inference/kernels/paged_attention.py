@@ -45,15 +45,19 @@ def decode_attention(
         query, keys, values, tables, lengths, out, partial, weights,
         scale * _LOG2_E, query.stride(0), tables.stride(0), window or 0, softcap or 0.0,
         HEADS=heads, KV=kv_heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), DIM=dim,
-        DIM_BLOCK=triton.next_power_of_2(dim), PAGE=keys.shape[1], TILE=64, SPLITS=splits,
-        HAS_WINDOW=window is not None, HAS_CAP=softcap is not None,
-        num_warps=2 if dim <= 64 else 4, num_stages=3,
+        DIM_BLOCK=triton.next_power_of_2(dim), PAGE=keys.shape[1], SPLITS=splits,
+        HAS_WINDOW=window is not None, HAS_CAP=softcap is not None, **decode_launch(dim),
     )  # fmt: skip
     if splits > 1:
         _join_splits[(rows * heads,)](
             partial, weights, out, SPLITS=splits, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), num_warps=2
         )
     return out
+
+
+def decode_launch(dim: int) -> dict[str, int]:
+    """Keys of a tile, warps of a program, and tiles that are loaded ahead."""
+    return {"TILE": 64, "num_warps": 2 if dim <= 64 else 4, "num_stages": 3}
 
 
 def varlen_attention(
