@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import time
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import fsspec
@@ -207,10 +208,11 @@ def test_a_sampler_that_is_none_is_refused(tmp_path):
         create_rl_sampler({"sampler": {"path": str(tmp_path / "order.py"), "name": "Order"}}, [1, 2])
 
 
-def test_the_engine_that_is_not_built_says_so():
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
+def test_the_engine_that_is_not_installed_says_so():
     from verl.workers.rollout.vllm_rollout import vLLMRollout
 
-    with pytest.raises(NotImplementedError, match=r"not built yet.*rollout\.name=native"):
+    with pytest.raises(ImportError, match=r"vllm is not installed.*make setup-vllm"):
         vLLMRollout("model", None, None)
 
 

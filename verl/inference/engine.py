@@ -10,7 +10,6 @@ from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
 from verl.inference.step_plan import StepDetails, StepPlan
 from verl.types.request import Request
-from verl.utils.progress import pulse
 
 __all__ = ["Engine", "Pending", "Runner"]
 
@@ -60,7 +59,6 @@ class Engine:
 
     def step(self) -> list[Sequence]:
         """One token for all that run, or fewer; returns who is finished."""
-        pulse()
         plan = self.scheduler.schedule()
         if plan is None:
             return self.drain()

@@ -1,0 +1,73 @@
+"""What our weights need of vLLM's workers: methods that vLLM mixes into its worker class, in each of its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["WORKER_EXTENSION", "WeightReceiver"]
+
+WORKER_EXTENSION = f"{__name__}.WeightReceiver"
+
+
+class WeightReceiver:
+    """Named tensors into the model, by vLLM's reload of layers: the path of its weight-transfer API.
+
+    A layer is put together when all of its weights are there, repacked or quantised as at the first load, and copied to
+    where captured graphs read it.
+    """
+
+    model_runner: Any
+    vllm_config: Any
+    device: torch.device
+    _verl_missing: set[str]
+    _verl_updating = False
+
+    def verl_begin_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if self._verl_updating:  # one that failed half-way: its layers are whole again before they are taken apart
+            self.verl_finish_update()
+        self._verl_updating = True
+        model = self.model_runner.get_model()
+        with self._verl_loading():
+            initialize_layerwise_reload(model)
+        self._verl_missing = {name for name, _ in model.named_parameters()}
+
+    def verl_load_weights(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Tensors of any device; they are only read during the call."""
+        # vLLM keeps what it is given until the layer is whole.
+        own = [(name, tensor.to(self.device, copy=True)) for name, tensor in tensors]
+        with self._verl_loading():
+            loaded = self.model_runner.get_model().load_weights(own)
+        self._verl_missing -= set(loaded or ())
+
+    def verl_finish_update(self) -> list[str]:
+        """The names of vLLM's weights that got no value."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with self._verl_loading():
+            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self._verl_updating = False
+        return sorted(self._verl_missing)
+
+    def verl_weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.model_runner.get_model().parameters())
+
+    def verl_kv_bytes(self) -> int:
+        caches = tree_leaves(list(getattr(self.model_runner, "kv_caches", ())))
+        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in caches}
+        return sum(storages.values())
+
+    @contextmanager
+    def _verl_loading(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
+            yield
