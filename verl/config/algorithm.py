@@ -8,6 +8,10 @@ from verl.config import names
 from verl.config.schema import Block, key
 
 NO_FULL_KL = ("needs the whole distribution of both models at every token", "Set it to low_var_kl")
+NO_RAW_LOG_PROBS = (
+    "training compares log-probs of the distribution that answers are sampled from, at its temperature",
+    "Leave it out, or set processed_logprobs",
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,6 +70,7 @@ class RolloutCorrectionConfig(Block):
         "What ratios are taken to: full, the rollout's whole distribution, or drawn, what top_p, top_k and min_p left.",
         choices=("full", "drawn"),
         synonyms={"processed_logprobs": "drawn"},
+        refused=dict.fromkeys(("raw_logprobs", "raw_logits", "processed_logits"), NO_RAW_LOG_PROBS),
         aliases=("../../actor_rollout_ref.rollout.logprobs_mode",),
     )
     bypass_mode: bool = key("Take the rollout's log-probs as old_log_probs and skip recomputing them.")

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from verl.config.obsolete import why_obsolete
+from verl.config.obsolete import FIXED, why_obsolete
 from verl.config.problems import Report, show
 from verl.config.schema import Block, Entry, Key, alias_table, entries, join, walk
 
@@ -68,6 +68,11 @@ class Converter:
     def _unknown(self, cls: type[Block], block: str, name: str, value: Any) -> None:
         """Report a name that no block has, or each key below it of which a full key is known that ends in it."""
         path = join(block, name)
+        if path in FIXED:
+            fixed = FIXED[path]
+            if value not in (fixed.value, str(fixed.value), None):
+                self.report.problem(path, value, fixed.why, fixed.fix)
+            return
         reason = why_obsolete(path)
         if reason is not None:
             self.report.notice(f"{path} is not needed and ignored: {reason}.")

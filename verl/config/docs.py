@@ -11,7 +11,7 @@ from typing import Any
 from verl.config.compose import CONFIG_DIR, default_tree, groups
 from verl.config.convert import range_words
 from verl.config.idle import REFUSED, why_no_effect
-from verl.config.obsolete import OBSOLETE
+from verl.config.obsolete import FIXED, OBSOLETE
 from verl.config.roots import EVAL, GENERATION, PPO, SFT, Root
 from verl.config.schema import Block, Entry, alias_table, entries, join, pick
 
@@ -169,6 +169,12 @@ def _obsolete() -> Iterator[str]:
     yield "|---|---|"
     for pattern, reason in OBSOLETE.items():
         yield f"| `{pattern}` | {reason} |"
+    yield "\n## Keys with one value\n"
+    yield "Known from other versions of such scripts: accepted at that value, any other is refused.\n"
+    yield "| key | value | why |"
+    yield "|---|---|---|"
+    for path, fixed in FIXED.items():
+        yield f"| `{path}` | `{fixed.value}` | {fixed.why} |"
     yield ""
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl.config import files, names
+from verl.config import files
 from verl.config.context_length import generation_context_rules
 from verl.config.devices import visible_gpus
 from verl.config.generation import EvalConfig, GenerationConfig
-from verl.config.idle import NOT_BUILT
 from verl.config.problems import Report
 from verl.config.resolve import empty_lists
+from verl.config.rollout_rules import check_engine, engine_rules
 from verl.config.validate import values_present
 
 
@@ -30,8 +30,7 @@ def validate_generation(config: GenerationConfig, report: Report) -> None:
     """Report every rule that a resolved configuration breaks."""
     values_present(config, "", report)
     data, rollout = config.data, config.rollout
-    if rollout.name not in names.BUILT_ROLLOUTS:
-        report.problem("rollout.name", rollout.name, NOT_BUILT, "Set it to native")
+    engine_rules("rollout", rollout, report)
     size = rollout.tensor_model_parallel_size
     if size > 1:
         report.problem(
@@ -58,6 +57,7 @@ def validate_generation(config: GenerationConfig, report: Report) -> None:
 
 def check_generation(config: GenerationConfig, report: Report) -> None:
     """Report every path that does not exist here, and sequences that the model cannot read."""
+    check_engine("rollout", config.rollout, report)
     files.check_paths("data.path", config.data.path, report)
     if config.model.path:
         files.check_model("model.path", config.model.path, report)

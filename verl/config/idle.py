@@ -13,19 +13,15 @@ from verl.config import names
 from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, actor_is_reference, needs_reference
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
+from verl.config.rollout_rules import check_engine
 from verl.config.schema import Block, join, pick, walk
 
 # So many keys are named in one notice; scripts set whole blocks.
 _NAMED = 5
 NOT_BUILT = "is not built yet in this version"
 _ENGINES = {name: row for name, row in names.TRAINING_ENGINES.items() if not row.at}
-_ROLLOUTS = tuple(name for name in names.ROLLOUTS if name not in names.BUILT_ROLLOUTS)
 # Values that stand for something to come: key -> (values, what to set instead).
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    f"{ROLLOUT}.name": (
-        _ROLLOUTS,
-        f"Set {ROLLOUT}.name=native, which needs no install",
-    ),
     f"{ACTOR}.strategy": (tuple(_ENGINES), f"Set {ACTOR}.strategy=fsdp2"),
     "critic.strategy": (tuple(_ENGINES), "Set critic.strategy=fsdp2"),
     "actor_rollout_ref.ref.strategy": (tuple(_ENGINES), "Leave it out: it follows the actor's"),
@@ -34,6 +30,14 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 # Keys that only what is not built would read: pattern -> what that is. Away from its default such a key does nothing.
 NO_EFFECT: Mapping[str, str] = {
     **{f"*.{row.block}.*": f"the {name} engine is not built yet" for name, row in _ENGINES.items()},
+    f"{ROLLOUT}.prometheus.*": "no replica serves what it counts yet",
+    "*rollout.cudagraph_capture_sizes": "no engine takes it yet",
+    "*rollout.quantization": "no engine takes it yet",
+    "*rollout.server_urls": "no engine takes it yet",
+    "*rollout.in_process": "no engine takes it yet",
+    "*rollout.expert_parallel_size": "no engine takes it yet",
+    f"{ROLLOUT}.free_weights": "no engine takes it yet",
+    f"{ROLLOUT}.checkpoint_engine.*": "no engine takes it yet",
 }
 _LOAD_FORMATS = ("auto", "dummy")
 _REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"
@@ -68,6 +72,7 @@ def idle_keys(config: PPOConfig, report: Report) -> None:
 
 def check_built(config: PPOConfig, report: Report) -> None:
     """Report every key that asks for something that is not built, and name those that have no effect for now."""
+    check_engine(ROLLOUT, config.actor_rollout_ref.rollout, report)
     _refuse(config, report)
     _name_idle(config, lambda path: None if path in REFUSED else why_no_effect(path), report)
     _engine_keys(config, report)
@@ -95,12 +100,10 @@ def _refuse(config: PPOConfig, report: Report) -> None:
 def _engine_keys(config: PPOConfig, report: Report) -> None:
     """Arguments for other engines, and formats of theirs."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name not in names.BUILT_ROLLOUTS:
-        return
-    others = [name for name in rollout.engine_kwargs if name != "native" or rollout.name != "native"]
+    others = [name for name in rollout.engine_kwargs if name != rollout.name or name == "hf"]
     for name in others:
         report.notice(f"{ROLLOUT}.engine_kwargs.{name} has no effect with {ROLLOUT}.name = {rollout.name}.")
-    if rollout.load_format not in _LOAD_FORMATS:
+    if rollout.load_format not in _LOAD_FORMATS and not names.ROLLOUTS[rollout.name].foreign:
         report.notice(
             f"{ROLLOUT}.load_format = {rollout.load_format} is read as auto: {rollout.name} knows auto and dummy."
         )

@@ -166,16 +166,33 @@ STRATEGIES = tuple(TRAINING_ENGINES)
 class RolloutEngine:
     """A row of the table of rollout engines."""
 
-    at: str = ""
-    """Its `BaseRollout`, imported when it is chosen; "" while it is not built."""
+    at: str
+    """Its `BaseRollout`, imported when it is chosen."""
+    package: str = ""
+    """What must be installed for it; "" where nothing has to be."""
+    install: str = ""
+    """How."""
+
+    @property
+    def foreign(self) -> bool:
+        """Another project's engine: in a process of its own, with keys that are forwarded to it."""
+        return bool(self.package)
+
+
+def _foreign(name: str, rollout: str, package: str, install: str) -> RolloutEngine:
+    return RolloutEngine(f"verl.workers.rollout.{name}_rollout.{name}_rollout:{rollout}", package, install)
+
+
+def _extra(name: str) -> str:
+    return f"make setup-{name}, or pip install -e .[{name}]"
 
 
 ROLLOUTS = {
     "native": RolloutEngine("verl.workers.rollout.native_rollout:NativeRollout"),
     "hf": RolloutEngine("verl.workers.rollout.hf_rollout:HFRollout"),
-    "vllm": RolloutEngine(),
-    "sglang": RolloutEngine(),
-    "trtllm": RolloutEngine(),
+    "vllm": _foreign("vllm", "vLLMRollout", "vllm", _extra("vllm")),
+    "sglang": _foreign("sglang", "SGLangRollout", "sglang", _extra("sglang")),
+    "trtllm": _foreign("trtllm", "TRTLLMRollout", "tensorrt_llm", "pip install tensorrt-llm"),
 }
 
 
@@ -191,7 +208,6 @@ AGENT_LOOPS = {
     "tool_agent": AgentLoop("verl.agent.tool_loop:ToolAgentLoop"),
     "search_agent": AgentLoop("verl.agent.search_loop:SearchAgentLoop"),
 }
-BUILT_ROLLOUTS = {name: row for name, row in ROLLOUTS.items() if row.at}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,28 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
+
+class Fixed(NamedTuple):
+    """A key that scripts carry and of which only one value is right here."""
+
+    value: Any
+    why: str
+    """Why no other is."""
+    fix: str
+
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+# Accepted at that value, without a word.
+FIXED = {
+    f"{_ROLLOUT}.over_sample_rate": Fixed(
+        0, "to drop the answers that take longest favours short ones", "Leave it out"
+    ),
+    f"{_ROLLOUT}.pipeline_model_parallel_size": Fixed(
+        1, "a copy of an engine is cut by tensor_model_parallel_size only", f"Set {_ROLLOUT}.tensor_model_parallel_size"
+    ),
+}
 # Pattern of the full key -> why it is not needed. Keys that would change results are not here: they stay errors.
 OBSOLETE = {
     "actor_rollout_ref.hybrid_engine": "training and generation share devices unless role_mapping says otherwise",
@@ -46,7 +67,8 @@ OBSOLETE = {
     "actor_rollout_ref.rollout.multi_stage_wake_up": "weights and KV memory always wake separately",
     "actor_rollout_ref.rollout.swap_space": "preempted sequences are recomputed",
     "actor_rollout_ref.rollout.data_parallel_size": "replicas are devices / tensor_model_parallel_size",
-    "actor_rollout_ref.rollout.enable_sleep_mode": "free_cache_engine decides",
+    "actor_rollout_ref.rollout.enable_sleep_mode": "free_cache_engine and free_weights decide",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": "where the engine runs decides how weights reach it",
     "actor_rollout_ref.rollout.skip_tokenizer_init": "token ids go in and out",
     "data.return_raw_input_ids": "raw prompts are kept where a role needs them",
     "data.return_full_prompt": "raw prompts are kept where a role needs them",

@@ -197,6 +197,11 @@ def layout_of(config: PPOConfig, role: str) -> Layout:
     return Layout(pool, world_size, size, f"Ulysses {size}")
 
 
+def shares_devices(config: PPOConfig) -> bool:
+    """Whether answers are generated where the policy is trained, by turns."""
+    return config.role_mapping["actor"] == config.role_mapping["rollout"]
+
+
 def needs_reference(config: PPOConfig) -> bool:
     """Whether some KL compares the policy with its reference."""
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss

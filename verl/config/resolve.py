@@ -8,14 +8,14 @@ from typing import Any
 from verl.config import names
 from verl.config.actor import ActorConfig
 from verl.config.devices import visible_gpus
-from verl.config.plan import ACTOR, ROLLOUT, layout_of
+from verl.config.plan import ACTOR, ROLLOUT, layout_of, shares_devices
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.schema import Block, entries, join, pick, put, walk
 from verl.config.search_rules import resolve_search
 from verl.config.trainer import RunConfig
 
-GLOBAL_POOL, REWARD_POOL = "global_pool", "reward_pool"
+GLOBAL_POOL, REWARD_POOL, ROLLOUT_POOL = "global_pool", "reward_pool", "rollout_pool"
 DEFAULT_GROUP_SIZE = 4
 DEFAULT_MICRO_BATCH = 4
 # Validation answers to look at: a tracker has room for more than a console.
@@ -143,11 +143,13 @@ def empty_lists(config: Block) -> None:
 
 
 def _pools(config: PPOConfig, report: Report) -> None:
-    trainer, reward = config.trainer, config.reward_model
+    trainer, reward, rollout = config.trainer, config.reward_model, config.actor_rollout_ref.rollout
     if config.resource_pool_spec is None:
         config.resource_pool_spec = {GLOBAL_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
         if reward.enable and reward.enable_resource_pool:
             config.resource_pool_spec[REWARD_POOL] = [reward.n_gpus_per_node] * reward.nnodes
+        if rollout.nnodes:
+            config.resource_pool_spec[ROLLOUT_POOL] = [rollout.n_gpus_per_node] * rollout.nnodes
     pools = config.resource_pool_spec
     usual = GLOBAL_POOL if GLOBAL_POOL in pools or not pools else next(iter(pools))
     asked: dict[str, str] = {}
@@ -165,8 +167,12 @@ def _pools(config: PPOConfig, report: Report) -> None:
     asked |= {role: pool for role, pool in (config.role_mapping or {}).items() if role in asked and pool in pools}
     if reward.enable and REWARD_POOL in pools:
         asked.setdefault("reward_model", REWARD_POOL)
+    if rollout.nnodes and ROLLOUT_POOL in pools:
+        asked.setdefault("rollout", ROLLOUT_POOL)
     asked.setdefault("ref", asked.get("actor", usual))
     config.role_mapping = {role: asked.get(role, usual) for role in names.ROLES}
+    if rollout.free_weights is None:
+        rollout.free_weights = rollout.free_cache_engine and shares_devices(config)
 
 
 def _critic(config: PPOConfig) -> None:

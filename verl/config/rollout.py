@@ -67,6 +67,17 @@ class AgentConfig(Block):
 
 
 @dataclass(kw_only=True, slots=True)
+class CheckpointEngineConfig(Block):
+    update_weights_bucket_megabytes: int = key("Weights that travel to the engine at a time.", min=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class PrometheusConfig(Block):
+    enable: bool = key("Every replica serves /metrics.")
+    port: int = key("Port of the first replica; the next ones count up on each machine.", min=1, max=65535)
+
+
+@dataclass(kw_only=True, slots=True)
 class GeneratorConfig(Block):
     """How answers are generated, whether a training follows or not."""
 
@@ -94,6 +105,23 @@ class GeneratorConfig(Block):
     max_model_len: int = key("Longest sequence.", null="max_prompt_length + the longest answer", min=1)
     enable_chunked_prefill: bool = key("Mix pieces of long prompts with decoding.")
     enable_prefix_caching: bool = key("Reuse the KV of equal prefixes.")
+    expert_parallel_size: int = key(
+        "Ranks over which the experts of a mixture are spread: 1, or tensor_model_parallel_size; vllm and sglang.",
+        min=1,
+    )
+    quantization: str | None = key(
+        "Precision of the engine's weights as it computes with them; vllm and sglang.", null="dtype", choices=("fp8",)
+    )
+    cudagraph_capture_sizes: list[int] | None = key(
+        "Batch sizes whose steps are recorded as CUDA graphs; vllm, sglang and trtllm.", null="the engine's own", min=1
+    )
+    in_process: bool = key(
+        "vllm, sglang and trtllm run in the worker's process, at tensor_model_parallel_size 1; False: in one beside it."
+    )
+    server_urls: list[str] = key(
+        "Engines of that name that run already, by URL: http://host:8000; they are joined, and none is started.",
+        null="none",
+    )
     engine_kwargs: dict[str, Any] = key("Arguments for the engine itself, by engine name.")
 
 
@@ -110,6 +138,14 @@ class RolloutConfig(GeneratorConfig):
     )
     load_format: str = key("Where the engine's first weights come from (engine's own name; dummy: from the trainer).")
     free_cache_engine: bool = key("Release the KV memory while training.")
+    free_weights: bool = key(
+        "Let go of the engine's weights while training, without a copy; the next hand-over brings them.",
+        null="free_cache_engine where training and generation share devices, else False",
+    )
+    nnodes: int = key("Nodes of a pool of the engine's own; 0: it shares the trainer's devices.", min=0)
+    n_gpus_per_node: int = key("Devices of each of those.", null="", follows="trainer.n_gpus_per_node", min=1)
+    checkpoint_engine: CheckpointEngineConfig = key("The hand-over of weights.")
+    prometheus: PrometheusConfig = key("What the engine counts, for a Prometheus server.")
     log_prob_micro_batch_size_per_gpu: int = key(
         "Samples per rank and forward pass when old log-probs are computed.",
         null="",

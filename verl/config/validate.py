@@ -11,6 +11,7 @@ from verl.config.lora_rules import lora_rules
 from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, batch_plan
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
+from verl.config.rollout_rules import engine_rules
 from verl.config.schema import Block, entries, join, pick
 from verl.config.search_rules import search_rules
 from verl.config.trainer import RunConfig
@@ -31,6 +32,7 @@ def validate(config: PPOConfig, report: Report) -> None:
         search_rules,
         _optimizers,
         _engines,
+        lambda config, report: engine_rules(ROLLOUT, config.actor_rollout_ref.rollout, report),
         _sequence_parallel,
         _adapters,
         _rewards,

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from verl.config import PPOConfig, batch_plan, load_config
 from verl.config.load import Config
-from verl.config.plan import active_roles
+from verl.config.plan import active_roles, shares_devices
 from verl.trainer.common import preemption
 from verl.trainer.common.cluster import start_ray, wait_for_nodes
 from verl.trainer.common.code_check import check_code_runner
@@ -235,7 +235,7 @@ class TaskRunner:
         from verl.trainer.ppo.utils import Role
 
         workers = self._workers(config.actor_rollout_ref.actor.strategy)
-        if config.role_mapping["actor"] == config.role_mapping["rollout"]:
+        if shares_devices(config):
             self._add(config, Role.ActorRollout, workers.ActorRolloutRefWorker, "actor")
         else:
             self._add(config, Role.Actor, workers.ActorRolloutRefWorker, "actor")

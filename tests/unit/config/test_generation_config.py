@@ -51,7 +51,6 @@ def test_a_training_has_every_key_of_generation():
     ("override", "key"),
     [
         ("rollout.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size"),
-        ("rollout.name=vllm", "rollout.name"),
         ("rollout.max_model_len=1024", "rollout.max_model_len"),
         ("rollout.temperature=-1", "rollout.temperature"),
         ("data.output_path=out.json", "data.output_path"),

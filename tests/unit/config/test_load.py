@@ -113,7 +113,7 @@ def test_unknown_key_names_its_nearest_neighbour(typed, meant):
             "or reward_model.model.use_remove_padding",
         ),
         ("optim.lr", "actor_rollout_ref.actor.optim.lr or critic.optim.lr"),
-        ("n_gpus_per_node", "reward_model.n_gpus_per_node or trainer.n_gpus_per_node"),
+        ("nnodes", "actor_rollout_ref.rollout.nnodes, reward_model.nnodes or trainer.nnodes"),
         ("max_grad_norm", "actor_rollout_ref.actor.max_grad_norm or critic.max_grad_norm"),
         ("rollout.engine_kwargs.native.x", "actor_rollout_ref.rollout.engine_kwargs.native.x"),
     ],

@@ -174,12 +174,12 @@ def test_all_mistakes_of_the_command_are_told_at_once(monkeypatch, capsys, tmp_p
         "rollout.temperatur=1",
         "model.path=a/b",
     ]
-    monkeypatch.setattr(sys, "argv", ["main_generation", *given, "rollout.name=vllm"])
+    monkeypatch.setattr(sys, "argv", ["main_generation", *given, "rollout.name=trtllm"])
     with pytest.raises(SystemExit) as caught:
         main()
     told = capsys.readouterr().err
     assert caught.value.code == 2
-    for words in ("no such file", "End it in .parquet", "Did you mean rollout.temperature?", "not built yet"):
+    for words in ("no such file", "End it in .parquet", "Did you mean rollout.temperature?", "is not installed here"):
         assert words in told
 
 

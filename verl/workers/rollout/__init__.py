@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.config.names import BUILT_ROLLOUTS
+from verl.config import names
 from verl.utils.registry import Registry
 
 __all__ = ["ROLLOUTS", "get_rollout_class"]
 
 
-ROLLOUTS: Registry[type[Any]] = Registry("rollout.name", BUILT_ROLLOUTS)
+ROLLOUTS: Registry[type[Any]] = Registry("rollout.name", names.ROLLOUTS)
 get_rollout_class = ROLLOUTS.lookup
