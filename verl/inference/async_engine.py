@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from verl.inference.sequence import Sequence
 from verl.inference.stop_strings import StopStrings
 from verl.types.request import Output, Request
-from verl.utils.progress import pulse
 
 __all__ = ["AsyncEngine", "StepEngine"]
 
@@ -45,7 +44,7 @@ class StepEngine(Protocol):
         """Forget these."""
 
     def step(self) -> list[Sequence]:
-        """Go on by a step; returns who is finished."""
+        """Go on by a step; returns who is finished. One that moves something says `pulse()`."""
 
     @property
     def has_work(self) -> bool:
@@ -300,7 +299,6 @@ class AsyncEngine:
                     finished = self._engine.drain()
                 elif self._engine.has_work:
                     finished = self._engine.step()
-                    pulse()
             except Exception as error:  # noqa: BLE001 - every waiting caller gets it; the thread must outlive it
                 for sequence in self._forget_everyone():
                     _answer(sequence, error)
@@ -411,6 +409,7 @@ def _since(output: Output, position: int, finish_reason: str = "") -> Output:
 
 def _answer(sequence: Sequence, error: BaseException | None = None) -> None:
     """Answer, unless the caller has cancelled meanwhile."""
+    error = error or sequence.error
     with contextlib.suppress(InvalidStateError):
         if error is not None:
             sequence.future.set_exception(error)

@@ -10,6 +10,7 @@ from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
 from verl.inference.step_plan import StepDetails, StepPlan
 from verl.types.request import Request
+from verl.utils.progress import pulse
 
 __all__ = ["Engine", "Pending", "Runner"]
 
@@ -59,6 +60,7 @@ class Engine:
 
     def step(self) -> list[Sequence]:
         """One token for all that run, or fewer; returns who is finished."""
+        pulse()
         plan = self.scheduler.schedule()
         if plan is None:
             return self.drain()

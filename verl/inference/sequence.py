@@ -31,6 +31,7 @@ class Sequence:
         "computed",
         "done",
         "ends",
+        "error",
         "future",
         "in_flight",
         "look_at",
@@ -57,6 +58,8 @@ class Sequence:
         self.aborted = False
         self.done = False
         """Finished or removed: tokens that still arrive for it are ignored."""
+        self.error: Exception | None = None
+        """Why it ends without an answer; it alone."""
         self.prompt_ids = list(request.prompt_ids)
         self.output = Output(list(earlier.token_ids), list(earlier.log_probs), list(earlier.versions))
         self.output.raw_log_probs = _padded(earlier.raw_log_probs, count)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from verl.inference.sequence import Sequence, accept_tokens
 from verl.types.request import Request, check_request
+from verl.utils.progress import pulse
 from verl.workers.rollout.hf_runner import HFRunner
 
 __all__ = ["HFEngine"]
@@ -46,6 +47,7 @@ class HFEngine:
 
     def step(self) -> list[Sequence]:
         """One token for those that join, or else for all that run."""
+        pulse()
         free = self._max_sequences - len(self._running)
         joining = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         self._running += joining

@@ -1,0 +1,128 @@
+"""A token server in a thread of its own: it tells of several tokens at a time, and remembers KV.
+
+The next token follows from every token before it and from the weights that computed that token's KV: KV that was kept
+where it should have been computed again, or taken over from a stale prefix, shows in the answer.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterable
+
+from verl.inference.sequence import Sequence
+from verl.workers.rollout.served import Piece, Tell
+
+VOCAB = 50
+KV = list[tuple[int, int]]
+"""(token, weights that computed its KV), in order."""
+
+
+class ScriptedServer:
+    """`stride` tokens a piece and millisecond; `told` tokens in all, no more than `hold_at` for now."""
+
+    def __init__(self, tell: Tell, stride: int = 3) -> None:
+        self.weights = 0
+        self.told = 0
+        self.hold_at = math.inf
+        self.refuses = ""
+        self.script: list[Piece] = []
+        self._tell, self._stride = tell, stride
+        self._running: dict[str, tuple[KV, int]] = {}
+        self._prefixes: dict[tuple[int, ...], KV] = {}
+        self._paused = self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> set[str]:
+        return set(self._running)
+
+    def start(self, sequences: Iterable[Sequence]) -> None:
+        if self.refuses:
+            raise ConnectionError(self.refuses)
+        with self._changed:
+            for sequence in sequences:
+                assert sequence.request.id not in self._running
+                prompt = tuple(sequence.token_ids)
+                kv = self._prefixes.setdefault(prompt, [(token, self.weights) for token in prompt])
+                self._running[sequence.request.id] = (list(kv), sequence.max_length)
+            self._changed.notify()
+
+    def abort(self, ids: Iterable[str]) -> None:
+        with self._changed:
+            for name in ids:
+                self._running.pop(name, None)
+
+    def pause(self) -> None:
+        with self._changed:
+            self._paused = True
+
+    def resume(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify()
+
+    def forget_prefixes(self) -> None:
+        with self._changed:
+            assert self._paused or not self._running
+            self._prefixes.clear()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def say(self, *pieces: Piece) -> None:
+        """Have its thread tell of these."""
+        with self._changed:
+            self.script += pieces
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self.script or self._may_sample())
+                if self._closed:
+                    return
+                pieces, self.script = self.script, []
+                if self._may_sample():
+                    pieces += [self._sample(name) for name in list(self._running)]
+                self._tell(pieces)
+            time.sleep(0.001)
+
+    def _may_sample(self) -> bool:
+        return bool(self._running) and not self._paused and self.told < self.hold_at
+
+    def _sample(self, name: str) -> Piece:
+        kv, length = self._running[name]
+        tokens = []
+        for _ in range(min(self._stride, length - len(kv))):
+            tokens.append(next_token(kv))
+            kv.append((tokens[-1], self.weights))
+        self.told += len(tokens)
+        finished = len(kv) == length
+        if finished:
+            del self._running[name]
+        return Piece(name, tokens, [log_prob(token) for token in tokens], finished)
+
+
+def next_token(kv: KV) -> int:
+    return hash(tuple(kv)) % VOCAB
+
+
+def log_prob(token: int) -> float:
+    return -0.25 * (token + 1)
+
+
+def answer(prompt: list[int], versions: list[int], recomputed: bool = True) -> list[int]:
+    """The tokens of an answer whose weights were these; at a change of weights all KV was computed again, or kept."""
+    kv = [(token, versions[0]) for token in prompt]
+    for version in versions:
+        if recomputed:
+            kv = [(token, version) for token, _ in kv]
+        kv.append((next_token(kv), version))
+    return [token for token, _ in kv[len(prompt) :]]

@@ -1,0 +1,235 @@
+"""An asynchronous server as an engine of steps: pieces in flight at a pause, aborts, new weights, errors."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import replace
+
+import pytest
+
+from tests.support.scripted_server import ScriptedServer, answer, log_prob
+from tests.support.tiny import tiny_tokenizer
+from verl.inference.async_engine import AsyncEngine
+from verl.inference.sequence import Sequence
+from verl.types.request import Output, Request, SamplingParams
+from verl.utils.progress import pulses
+from verl.workers.rollout.reported_tokens import accept_reported
+from verl.workers.rollout.served import Piece, ServedStepEngine
+
+SHORT = SamplingParams(max_new_tokens=20)
+LONG = SamplingParams(max_new_tokens=300)
+PROMPT = [7, 8, 9]
+
+
+class Served:
+    def __init__(self) -> None:
+        self.steps = ServedStepEngine(self._connect, max_length=1000, after_truncation=False)
+        self.loop = AsyncEngine(self.steps, tiny_tokenizer)
+
+    def _connect(self, tell) -> ScriptedServer:
+        self.server = ScriptedServer(tell)
+        return self.server
+
+    def ask(self, name: str, params: SamplingParams = LONG, prompt: list[int] = PROMPT, **fields) -> Future[Output]:
+        return self.loop.submit([Request(name, prompt, params, **fields)])[0]
+
+    def set_weights(self, version: int, keep_kv: bool) -> None:
+        self.server.weights = version
+        self.loop.recompute(running=not keep_kv)
+        self.loop.version = version
+
+    def close(self) -> None:
+        self.loop.close()
+        self.steps.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    one = Served()
+    yield one
+    one.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def right(output: Output, prompt: list[int] = PROMPT, recomputed: bool = True) -> bool:
+    known = output.log_probs == output.sampled_log_probs == [log_prob(token) for token in output.token_ids]
+    return known and output.token_ids == answer(prompt, output.versions, recomputed)
+
+
+def test_many_threads_get_the_answers_of_the_server(served):
+    prompts = [[i, i + 1] for i in range(60)]
+    futures: dict[int, Future[Output]] = {}
+
+    def ask(first: int) -> None:
+        for i in range(first, 60, 6):
+            futures[i] = served.ask(f"r{i}", replace(SHORT, max_new_tokens=1 + i % 7), prompts[i])
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, future in futures.items():
+        output = future.result(timeout=30)
+        assert right(output, prompts[i])
+        assert (len(output.token_ids), output.finish_reason) == (1 + i % 7, "length")
+    assert not served.server.running
+
+
+def test_a_pause_takes_every_token_that_was_sampled_and_no_more_come(served):
+    futures = [served.ask(f"r{i}", prompt=[i]) for i in range(4)]
+    for _ in range(5):
+        wait_for(lambda before=served.server.told: served.server.told > before or all(f.done() for f in futures))
+        served.loop.pause("keep")
+        told = served.server.told
+        taken = sum(len(s.output.token_ids) for s in served.loop._everyone())
+        taken += sum(len(f.result().token_ids) for f in futures if f.done())
+        time.sleep(0.02)
+        assert taken == told == served.server.told
+        served.loop.unpause()
+    assert all(right(future.result(timeout=30), [i]) for i, future in enumerate(futures))
+
+
+@pytest.mark.parametrize("keep_kv", [False, True])
+def test_weights_change_under_requests_that_go_on(served, keep_kv):
+    served.server.hold_at = 30
+    futures = [served.ask(f"r{i}") for i in range(3)]
+    wait_for(lambda: served.server.told >= 30)
+    served.loop.pause("keep")
+    served.server.hold_at = math.inf
+    served.set_weights(1, keep_kv)
+    later = served.ask("later", SHORT)
+    served.loop.unpause()
+    for future in futures:
+        output = future.result(timeout=30)
+        assert set(output.versions) == {0, 1}
+        assert right(output, recomputed=not keep_kv)
+    # The prompt is the same, and its KV was not taken over from the old weights.
+    assert set(later.result(timeout=30).versions) == {1}
+    assert right(later.result())
+
+
+def test_an_aborted_id_is_used_again_while_pieces_of_it_are_told(served):
+    for attempt in range(40):
+        prompt = [attempt]
+        future = served.ask("same", prompt=prompt)
+        wait_for(lambda before=served.server.told: served.server.told > before)
+        served.loop.abort(["same"])
+        output = future.result(timeout=30)
+        assert (output.finish_reason, right(output, prompt)) == ("abort", True)
+    rest = served.ask("same", prompt=prompt, resume_from=output).result(timeout=30)
+    assert rest.token_ids[: len(output.token_ids)] == output.token_ids
+    assert (len(rest.token_ids), right(rest, prompt)) == (300, True)
+
+
+def test_an_end_within_a_piece_cuts_the_rest_and_frees_the_server(served):
+    tokens = answer(PROMPT, [0] * 20)
+    end = next(i for i in range(3, 20) if i % 3 == 0 and tokens[i] not in tokens[:i])
+    output = served.ask("r", replace(LONG, stop_token_ids=frozenset({tokens[end]}))).result(timeout=30)
+    assert (output.token_ids, output.finish_reason) == (tokens[: end + 1], "stop")
+    wait_for(lambda: not served.server.running)
+
+
+@pytest.mark.parametrize(
+    ("piece", "message"),
+    [
+        (Piece("bad", [], [], finished=True, error="out of memory"), "'bad': out of memory"),
+        (Piece("bad", [1], [-1.0], finished=True), "ended it after 4 tokens"),
+    ],
+)
+def test_a_request_that_fails_fails_alone_and_may_be_asked_again_at_once(served, piece, message):
+    served.server.hold_at = 0
+    bad, good = served.ask("bad"), served.ask("good", SHORT)
+    wait_for(lambda: served.server.running == {"bad", "good"})
+    served.server.abort(["bad"])
+    served.server.say(piece)
+    with pytest.raises(RuntimeError, match=message):
+        bad.result(timeout=30)
+    again = served.ask("bad", SHORT)
+    served.server.hold_at = math.inf
+    served.server.say()
+    assert right(again.result(timeout=30))
+    assert right(good.result(timeout=30))
+
+
+def test_a_server_that_cannot_be_reached_fails_everybody_and_the_next_start_is_a_new_chance(served):
+    running = served.ask("a")
+    wait_for(lambda: served.server.told > 0)
+    served.server.refuses = "connection refused"
+    with pytest.raises(ConnectionError, match="connection refused"):
+        served.ask("b").result(timeout=30)
+    with pytest.raises(ConnectionError, match="connection refused"):
+        running.result(timeout=30)
+    assert not served.server.running
+    served.server.refuses = ""
+    assert right(served.ask("a", SHORT).result(timeout=30))
+
+
+def test_a_log_prob_that_is_none_names_the_weights(served):
+    served.server.hold_at = 0
+    future = served.ask("r")
+    wait_for(lambda: served.server.running == {"r"})
+    served.server.say(Piece("r", [1], [math.nan], finished=False))
+    with pytest.raises(FloatingPointError, match="weights of version 0 give log-prob nan to token 1 of request 'r'"):
+        future.result(timeout=30)
+
+
+def test_a_server_that_hangs_does_not_look_alive(served):
+    served.ask("r", SHORT).result(timeout=30)
+    served.server.hold_at = 0
+    future = served.ask("hangs")
+    wait_for(lambda: "hangs" in served.server.running)
+    before = pulses()
+    time.sleep(0.05)
+    assert pulses() == before
+    future.cancel()
+    wait_for(lambda: not served.server.running)
+
+
+def test_closing_fails_who_is_unfinished():
+    served = Served()
+    futures = [served.ask(f"r{i}") for i in range(3)]
+    served.server.hold_at = 0
+    served.close()
+    wait(futures, timeout=30)
+    done = [f for f in futures if f.exception() is None]
+    assert all("closed before" in str(f.exception()) for f in futures if f not in done)
+
+
+@pytest.mark.parametrize(
+    ("changes", "after_truncation", "known"),
+    [
+        ({}, True, "policy raw drawn"),
+        ({"temperature": 0.5}, True, "policy drawn"),
+        ({"top_p": 0.9}, True, "drawn"),
+        ({"top_p": 0.9}, False, "policy raw"),
+        ({"top_k": 5, "temperature": 0.5}, False, "policy"),
+        ({"presence_penalty": 1.0}, True, "drawn"),
+        ({"logit_bias": ((3, 1.0),), "min_p": 0.1}, False, ""),
+        ({"min_new_tokens": 1}, True, "drawn"),
+    ],
+)
+def test_what_a_log_prob_stands_for(changes, after_truncation, known):
+    sequence = Sequence(Request("r", PROMPT, replace(SHORT, **changes)))
+    assert not accept_reported(sequence, [4], [-1.5], 0, after_truncation)
+    output = sequence.output
+    values = {"policy": output.log_probs, "raw": output.raw_log_probs, "drawn": output.sampled_log_probs}
+    assert " ".join(name for name, value in values.items() if value == [-1.5]) == known
+    assert all(math.isnan(value[0]) for name, value in values.items() if name not in known.split())
+
+
+def test_a_greedy_token_is_drawn_with_certainty():
+    sequence = Sequence(Request("r", PROMPT, replace(SHORT, temperature=0.0)))
+    accept_reported(sequence, [4], [-1.5], 0, after_truncation=True)
+    output = sequence.output
+    assert (output.log_probs, output.raw_log_probs, output.sampled_log_probs) == ([-1.5], [-1.5], [0.0])
