@@ -132,8 +132,13 @@ def close(trainer: Any) -> None:
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     """The actor's weights (in-process groups only)."""
-    host = getattr(trainer.actor_wg, "_host", None)
-    if host is None:
+    worker = policy_worker(trainer)
+    if worker is None:
         return {}
-    engine = host._workers[trainer.actor_wg.role].engine
-    return {name: tensor.clone() for bucket in engine.buckets(None, 1 << 30) for name, tensor in bucket.items()}
+    return {name: tensor.clone() for bucket in worker.engine.buckets(None, 1 << 30) for name, tensor in bucket.items()}
+
+
+def policy_worker(trainer: Any) -> Any:
+    """The worker that trains and generates (in-process groups only; else None)."""
+    host = getattr(trainer.actor_wg, "_host", None)
+    return None if host is None else host._workers[trainer.actor_wg.role]

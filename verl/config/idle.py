@@ -10,7 +10,15 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from verl.config import names
-from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, actor_is_reference, needs_reference
+from verl.config.plan import (
+    ACTOR,
+    BLOCK_OF_ROLE,
+    ROLLOUT,
+    active_roles,
+    actor_is_reference,
+    needs_reference,
+    shares_devices,
+)
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
 from verl.config.rollout_rules import check_engine
@@ -36,7 +44,6 @@ NO_EFFECT: Mapping[str, str] = {
     "*rollout.server_urls": "no engine takes it yet",
     "*rollout.in_process": "no engine takes it yet",
     "*rollout.expert_parallel_size": "no engine takes it yet",
-    f"{ROLLOUT}.free_weights": "no engine takes it yet",
     f"{ROLLOUT}.checkpoint_engine.*": "no engine takes it yet",
 }
 _LOAD_FORMATS = ("auto", "dummy")
@@ -284,6 +291,7 @@ RULES: tuple[Rule, ...] = (
         _is_set(f"{ROLLOUT}.val_kwargs.do_sample"),
         f"validation answers greedily; {ROLLOUT}.val_kwargs.do_sample=True (and a temperature) samples",
     ),
+    Rule(_below(ROLLOUT, "free_weights"), shares_devices, "the engine has devices of its own, where no training runs"),
     Rule(_below(ROLLOUT, "top_p", "top_k", "min_p"), _is_set(f"{ROLLOUT}.do_sample"), f"{ROLLOUT}.do_sample = False"),
     Rule(
         _below(ROLLOUT, "agent.*", "multi_turn.*"),

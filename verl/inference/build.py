@@ -129,7 +129,9 @@ def build_engine(
         runner=runner,
         parallel=parallel,
         model=model,
-        weights=EngineWeights(model.named_weights(), model.region, dtype, model.shards(), parallel),
+        weights=EngineWeights(
+            model.named_weights(), model.region, dtype, model.shards(), parallel, keep=not config.free_weights
+        ),
         kv=kv,
         device=device,
         dtype=dtype,

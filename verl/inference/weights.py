@@ -45,8 +45,10 @@ class EngineWeights:
         dtype: torch.dtype,
         shards: Mapping[str, Shard] | None = None,
         parallel: TensorParallel = SINGLE,
+        keep: bool = True,
     ) -> None:
-        self._tensors = dict(tensors)
+        """`keep`: while they are offloaded their values wait in host memory; else the next update brings them."""
+        self._tensors, self._keep = dict(tensors), keep
         self._region = region
         self._dtype = dtype
         self._shards = dict(shards or {})
@@ -119,18 +121,19 @@ class EngineWeights:
         return self._region.size if self._region.held else 0
 
     def offload(self) -> None:
-        """Keep the values in host memory and free the device's; tensors, views and ties stay what they are."""
+        """Free the device's memory; tensors, views and ties stay what they are."""
         if not self._region.held:
             return
-        if self._host_copy is None:
-            pinned = self._region.device.type == "cuda"
-            self._host_copy = torch.empty(self._region.size, dtype=torch.uint8, pin_memory=pinned)
-        self._host_copy.copy_(self._region.bytes)
-        self._offloaded = True
+        if self._keep:
+            if self._host_copy is None:
+                pinned = self._region.device.type == "cuda"
+                self._host_copy = torch.empty(self._region.size, dtype=torch.uint8, pin_memory=pinned)
+            self._host_copy.copy_(self._region.bytes)
+            self._offloaded = True
         self._region.release()
 
     def onload(self) -> None:
-        """Take the memory again, and the values."""
+        """Take the memory again, and the values that were kept."""
         self._region.restore()
         if self._offloaded and self._host_copy is not None:
             self._region.bytes.copy_(self._host_copy)

@@ -20,6 +20,7 @@ SAMPLED = f"{ROLLOUT}.val_kwargs.do_sample=True"
 # (what was set, what switches it off if the defaults do not, what switches it on)
 CASES: list[tuple[str, list[str], list[str]]] = [
     ("critic.optim.lr=2e-5", [GRPO], []),
+    (f"{ROLLOUT}.free_weights=True", [f"{ROLLOUT}.nnodes=1"], []),
     (f"{ROLLOUT}.agent.num_workers=8", [], [f"{ROLLOUT}.mode=async"]),
     ("max_turns=3", [], [f"{ROLLOUT}.mode=async"]),
     ("retriever.topk=5", [], [f"{ROLLOUT}.mode=async"]),

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.support.training_harness import make_task, overrides, run_training
+from tests.support.training_harness import make_task, overrides, policy_worker, run_training
 from verl.algos import get_kl_controller
 from verl.config import load_config
 from verl.single_controller.local import LocalWorkerGroup
@@ -76,6 +76,36 @@ def test_what_a_subclass_puts_in_place_of_a_part_is_what_is_saved(task, tmp_path
     run_training(overrides(task, tmp_path, *GRPO, "trainer.total_training_steps=1"), trainer_cls=Counting)
     state = load_plain(tmp_path / "checkpoints" / "global_step_1" / "trainer.pt")
     assert (state["kl_coef"], state["global_steps"], state["policy_version"]) == (0.25, 1, 1)
+
+
+class Weighing(RayPPOTrainer):
+    """Notes what the engine holds while something learns."""
+
+    def _update(self, method, batch, role):
+        self.held = policy_worker(self).rollout.held_bytes()["weights"]
+        return super()._update(method, batch, role)
+
+
+def test_engines_without_weights_while_training_change_no_bit(task, tmp_path):
+    """The critic's warm-up leaves the version as it is, and validations use the next one's weights ahead of a step."""
+    steps = (
+        "trainer.critic_warmup=1",
+        "trainer.test_freq=1",
+        "trainer.total_training_steps=2",
+        "data.val_max_samples=2",
+    )
+    freed, kept = (
+        run_training(
+            overrides(task, tmp_path / str(frees), *steps, f"actor_rollout_ref.rollout.free_weights={frees}"),
+            trainer_cls=Weighing,
+        )
+        for frees in (True, False)
+    )
+    assert (freed.held, kept.held > 0) == (0, True)
+    assert all(torch.equal(freed.final_weights[name], tensor) for name, tensor in kept.final_weights.items())
+    for mine, other in zip(freed.history, kept.history, strict=True):
+        same = [name for name in other if name.startswith(("actor/", "critic/", "val"))]
+        assert [mine[name] for name in same] == [other[name] for name in same]
 
 
 def test_the_parts_generate_score_and_learn_without_a_trainer(task, tmp_path):

@@ -90,6 +90,11 @@ class WorkerGroups:
         self.replicas.hear(Event.STARTED)
 
     @property
+    def frees_weights(self) -> bool:
+        """Whether the engines are without weights while training: those of the trainer's own processes may be."""
+        return self.rollout is self.actor and self._config.actor_rollout_ref.rollout.free_weights
+
+    @property
     def answering(self) -> tuple[Any, ...]:
         """The groups that work while answers are generated."""
         return (self.rollout,) if self.agents is None else (self.rollout, self.agents)

@@ -28,6 +28,11 @@ class WeightSync:
             for joining in [group.join_transfer(address, receivers) for group in (actor, rollout)]:
                 joining.get()
 
+    def let_go(self) -> None:
+        """The step's answers are there: engines that share the trainer's devices need no weights until `hand_over`."""
+        if self._groups.frees_weights:
+            self._groups.actor.free_rollout_weights()
+
     def hand_over(self, version: int) -> None:
         """Weights that the engines have already are not sent again."""
         if self._groups.rollout is self._groups.actor:

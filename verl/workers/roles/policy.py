@@ -216,6 +216,12 @@ class ActorRolloutRefWorker(SavingWorker):
         self._rollout_version = version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def free_rollout_weights(self) -> None:
+        """Training needs their room: until the next hand-over, of whichever version, the engine has none."""
+        self.rollout.release(["weights"])
+        self._rollout_version = -1
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def transfer_address(self) -> TransferAddress | None:
         """Where engines of other processes meet this group's rank 0 for weights."""
         if self.rank != 0:

@@ -176,7 +176,8 @@ class BaseRollout(ABC):
 
     @abstractmethod
     def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
-        """Give device memory back while training: `kv_cache`, `weights`."""
+        """Give device memory back while training: `kv_cache`, `weights`. With `rollout.free_weights` the weights are
+        gone, and a hand-over must come before the next request."""
 
     @abstractmethod
     def resume(self, tags: Sequence[str] = RELEASE_TAGS) -> None:

@@ -124,6 +124,10 @@ class EmbeddedRollout(BaseRollout):
     def _require_ready(self) -> None:
         if self._unfit:
             raise RuntimeError(f"rollout: the engine has no weights to generate with. {self._unfit}")
+        if "weights" in self._released and self.config.free_weights:
+            raise RuntimeError(
+                "rollout: the weights were let go (rollout.free_weights). Hand them over again before generating."
+            )
         if self._released:
             raise RuntimeError(f"rollout: {sorted(self._released)} are released. Call resume() before generating.")
 
@@ -132,7 +136,7 @@ class EmbeddedRollout(BaseRollout):
     def begin_update(self, version: int, manifest: Manifest | None) -> None:
         self._weights.check_manifest(manifest)
         self._loop.halt("update")
-        self.resume(["weights"])
+        self._take({"weights"})
         self._pending_version = version
         self._unfit = f"An update to version {version} was begun and has not been finished."
         self._weights.begin()
@@ -167,14 +171,18 @@ class EmbeddedRollout(BaseRollout):
     # ---------------------------------------------------------------- memory and life
 
     def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
-        """Give memory back; weights wait in host memory. What was under way goes on after `resume`."""
+        """Give memory back; weights wait in host memory, or are gone until the next update (`free_weights`).
+
+        What was under way goes on afterwards.
+        """
         new = _known(tags) - self._released
         self._loop.halt("release")
         if "kv_cache" in new:
             self._loop.recompute()
             if self._kv is not None:
                 self._kv.release()
-        if "weights" in new and self.device.type != "cpu":  # host memory is where a CPU's are already
+        # Host memory is where a CPU's weights are already.
+        if "weights" in new and (self.config.free_weights or self.device.type != "cpu"):
             self._weights.offload()
         self._released |= new
         if self.device.type == "cuda":
@@ -182,7 +190,11 @@ class EmbeddedRollout(BaseRollout):
         logger.debug("rollout: gave back %s; it holds %s", sorted(new), self.held_bytes())
 
     def resume(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
-        here = _known(tags) & self._released
+        """Take it again, but for weights that were let go: those come with an update."""
+        self._take(_known(tags) - ({"weights"} if self.config.free_weights else set()))
+
+    def _take(self, tags: set[str]) -> None:
+        here = tags & self._released
         if "weights" in here:
             self._weights.onload()
         if "kv_cache" in here and self._kv is not None:

@@ -43,7 +43,7 @@ class HFRollout(EmbeddedRollout):
             raise ValueError(f"name: hf cannot decode {type(self.model).__name__}, whose state is no KV cache.")
         region = pack_module(self.model, device, dtype)
         self.model.eval().requires_grad_(False)
-        weights = EngineWeights(self.model.state_dict(), region, dtype)
+        weights = EngineWeights(self.model.state_dict(), region, dtype, keep=not config.free_weights)
         self.weights = weights.tensors
         """What the engine computes with, by HF name; to be read."""
         runner = HFRunner(self.model, config.max_num_batched_tokens)

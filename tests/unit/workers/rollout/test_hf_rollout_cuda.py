@@ -58,7 +58,7 @@ def test_float32_samples_do_not_depend_on_the_batch(start_on_gpu, make_prompts):
 
 @pytest.mark.parametrize("tags", [["kv_cache"], ["weights", "kv_cache"]])
 def test_a_release_gives_memory_back_and_the_samples_come_again(start_on_gpu, make_prompts, tags):
-    engine = start_on_gpu()
+    engine = start_on_gpu(free_weights=False)
     assert engine.weight_dtype == torch.bfloat16
     before = engine.generate_sequences(make_prompts()).batch
     addresses = [tensor.data_ptr() for tensor in engine.weights.values()]

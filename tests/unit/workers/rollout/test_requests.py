@@ -208,7 +208,7 @@ def test_kept_kv_goes_on_under_new_weights_and_newcomers_take_none_of_it(start):
 
 
 def test_released_memory_must_be_resumed_before_new_requests_and_running_ones_survive(start):
-    engine = start()
+    engine = start(free_weights=False)
     whole = only(engine.submit([request()]))
     futures = engine.submit([request()])
     tokens_so_far(engine, 5)
@@ -221,6 +221,24 @@ def test_released_memory_must_be_resumed_before_new_requests_and_running_ones_su
     assert only(futures).token_ids == whole.token_ids
     with pytest.raises(ValueError, match="tags 'weights'; give a list"):
         engine.release("weights")
+
+
+def test_weights_that_were_let_go_come_with_an_update_and_running_requests_wait_for_it(start):
+    engine = start(free_weights=True)
+    weights = {name: tensor.clone() for name, tensor in engine.weights.items()}
+    whole = only(engine.submit([request()]))
+    futures = engine.submit([request()])
+    tokens_so_far(engine, 5)
+    engine.release()
+    assert engine.held_bytes()["weights"] == 0
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in engine.weights.values())
+    engine.resume()
+    with pytest.raises(RuntimeError, match=r"let go \(rollout.free_weights\). Hand them over"):
+        engine.submit([request("b")])
+    assert not wait(futures, timeout=0.1).done
+    engine.update_weights(weights.items())
+    assert only(futures).token_ids == whole.token_ids
+    assert only(engine.submit([request()])).token_ids == whole.token_ids
 
 
 @pytest.mark.parametrize(
