@@ -37,8 +37,8 @@ from verl.utils.field_errors import keys_under
 from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect, tick
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.placement import open_rollout
 from verl.workers.rollout.prompts import sampling_params
 
 __all__ = ["generate_answers"]
@@ -187,8 +187,7 @@ def _engine(config: GenerationConfig, model_path: str) -> BaseRollout:
     model = as_config(ModelConfig, config.model.to_dict(), at="actor_rollout_ref.model")
     # Training never samples at temperature 0; requests say it themselves.
     settings = {**config.rollout.to_dict(), "temperature": config.rollout.temperature or 1.0}
-    rollout = get_rollout_class(config.rollout.name)
-    return rollout(model_path, model, as_config(RolloutConfig, settings), config.trainer.device)
+    return open_rollout(model_path, model, as_config(RolloutConfig, settings), config.trainer.device)
 
 
 def _refuse_overlong(rows: Rows, prompts: PromptTokens, config: GenerationConfig) -> None:

@@ -26,7 +26,7 @@ def task(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def agent(monkeypatch) -> None:
-    monkeypatch.setattr(policy, "get_rollout_class", lambda name: AgentRollout)
+    monkeypatch.setattr(policy, "open_rollout", AgentRollout)
 
 
 class Kept(RayPPOTrainer):

@@ -25,7 +25,7 @@ from verl.workers.roles.policy_loss import ROW, PolicyLoss
 from verl.workers.roles.requests import Collected, OpenRequests
 from verl.workers.roles.saving import SavingWorker
 from verl.workers.roles.updates import mini_batches_of_prompts, rows_of_mini_batches, run_epochs
-from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.placement import open_rollout
 from verl.workers.sharding_manager import (
     BroadcastReceiver,
     BroadcastSender,
@@ -222,6 +222,12 @@ class ActorRolloutRefWorker(SavingWorker):
         self._rollout_version = -1
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def revive_engine(self) -> None:
+        """Where the engine's own process is gone, start it anew. The weights of all engines are handed over again."""
+        self._rollout_version = -1
+        self.rollout.revive()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def transfer_address(self) -> TransferAddress | None:
         """Where engines of other processes meet this group's rank 0 for weights."""
         if self.rank != 0:
@@ -288,8 +294,7 @@ class ActorRolloutRefWorker(SavingWorker):
 
     def _init_rollout(self) -> None:
         with keys_under("actor_rollout_ref.rollout", RolloutConfig):
-            rollout_class: Any = get_rollout_class(self.config.rollout.name)
-            self.rollout = rollout_class(self.model_path, self.config.model, self.config.rollout, self.device)
+            self.rollout = open_rollout(self.model_path, self.config.model, self.config.rollout, self.device)
         if "actor" in self.parts:
             self._transfer = InProcessTransfer(self.engine, self.rollout)
         # The ranks of a tensor-parallel engine get the same rows; the first of them answers.

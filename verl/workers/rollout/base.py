@@ -23,11 +23,15 @@ from verl.utils.weight_fingerprint import tensor_fingerprint
 from verl.workers.rollout.output import rows_from_trajectories
 from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
 
-__all__ = ["KV_MODES", "PAUSE_MODES", "RELEASE_TAGS", "BaseRollout"]
+__all__ = ["KV_MODES", "PAUSE_MODES", "RELEASE_TAGS", "BaseRollout", "EngineDiedError"]
 
 PAUSE_MODES = ("finish", "keep", "abort")
 KV_MODES = ("keep", "recompute")
 RELEASE_TAGS = ("weights", "kv_cache")
+
+
+class EngineDiedError(RuntimeError):
+    """The engine's own process, or server, is gone, and all that it had; `revive` starts it anew, without weights."""
 
 
 class BaseRollout(ABC):
@@ -182,6 +186,10 @@ class BaseRollout(ABC):
     @abstractmethod
     def resume(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
         """Take it again."""
+
+    def revive(self) -> bool:
+        """After an EngineDiedError: start the engine anew. False: it lives, as one in this process always does."""
+        return False
 
     @abstractmethod
     def close(self) -> None:

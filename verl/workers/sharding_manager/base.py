@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,7 @@ import torch.distributed as dist
 from verl.types.weights import Bucket, Manifest, TensorSlice, Wanted
 from verl.utils.weight_fingerprint import Place, fingerprints
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "SentWeights", "SyncStats", "WeightSource", "wanted_by_rank"]
-
-# Large enough that a bucket's fixed costs vanish, small enough beside a model shard.
-DEFAULT_BUCKET_BYTES = 512 * 1024**2
+__all__ = ["SentWeights", "SyncStats", "UntilError", "WeightSource", "all_rows", "wanted_by_rank"]
 
 
 class WeightSource(Protocol):
@@ -57,19 +54,38 @@ class SentWeights:
         self.bytes += sum(tensor.nbytes for tensor in bucket.values())
 
 
-def wanted_by_rank(mine: Wanted | None) -> list[Wanted] | None:
-    """What the engine beside each training rank takes; None where one takes only whole tensors. A collective."""
+class UntilError:
+    """Runs steps until one fails, then skips the rest: those of others go on, who would wait for this rank."""
+
+    error: Exception | None = None
+
+    def run(self, step: Callable[..., None], *args: Any) -> None:
+        if self.error is None:
+            try:
+                step(*args)
+            except Exception as error:  # noqa: BLE001 - raised when the transfer has been drained
+                self.error = error
+
+
+def wanted_by_rank(mine: Wanted | None, manifest: Callable[[], Manifest]) -> list[Wanted] | None:
+    """What the engine beside each training rank takes; None where all take everything. A collective."""
     everyone: list[Wanted | None] = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
+    if all(each is None for each in everyone):
+        return None
     # Equal ones as one object: trainers look at each kind once.
     kinds: list[Wanted] = []
     found: list[Wanted] = []
     for each in everyone:
-        if each is None:
-            return None
-        same = next((kind for kind in kinds if kind == each), None)
-        kinds += [each] if same is None else []
-        found.append(each if same is None else same)
+        rows = all_rows(manifest()) if each is None else each
+        same = next((kind for kind in kinds if kind == rows), None)
+        kinds += [rows] if same is None else []
+        found.append(rows if same is None else same)
     return found
+
+
+def all_rows(manifest: Manifest) -> Wanted:
+    """What an engine takes that takes everything."""
+    return {name: range(spec.shape[0] if spec.shape else 1) for name, spec in manifest.items()}

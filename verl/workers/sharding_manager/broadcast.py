@@ -9,7 +9,6 @@ TransferLostError: the trainer is as it was, and may send again over a new group
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +17,15 @@ import torch.distributed as dist
 from verl.types.weights import Bucket, Manifest, TensorSlice, TensorSpec, Wanted, WeightMismatchError
 from verl.utils.transfer_group import TransferGroup, TransferLostError
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.bucket_layout import BucketPiece, WholeTensors, bucket_layout, dtype_name, end_of
-from verl.workers.sharding_manager.base import DEFAULT_BUCKET_BYTES, SentWeights, SyncStats, WeightSource
+from verl.workers.rollout.bucket_layout import (
+    DEFAULT_BUCKET_BYTES,
+    BucketPiece,
+    WholeTensors,
+    bucket_layout,
+    dtype_name,
+    end_of,
+)
+from verl.workers.sharding_manager.base import SentWeights, SyncStats, UntilError, WeightSource, all_rows
 
 __all__ = ["BroadcastReceiver", "BroadcastSender"]
 
@@ -40,7 +46,7 @@ class BroadcastSender:
         manifest, sent = engine.manifest(), SentWeights(self.dtype)
         nothing: Wanted = {}
         wanted = [nothing] * (dist.get_world_size() if dist.is_initialized() else 1)
-        wanted[0] = {name: range(spec.shape[0] if spec.shape else 1) for name, spec in manifest.items()}
+        wanted[0] = all_rows(manifest)
         buckets = engine.buckets(self.dtype, self.bucket_bytes, wanted)
         if self.group is None:
             for _ in buckets:
@@ -87,7 +93,7 @@ class BroadcastReceiver:
     def receive(self, rollout: BaseRollout) -> SyncStats:
         """Take one version in. After an error of its own it keeps receiving: the others must not wait for it."""
         start = time.perf_counter()
-        steps, loader = _UntilError(), _Loader(rollout)
+        steps, loader = UntilError(), _Loader(rollout)
         try:
             tensors, size = self._receive(steps, loader)
         except TransferLostError as error:
@@ -98,7 +104,7 @@ class BroadcastReceiver:
             raise steps.error
         return SyncStats(tensors, size, time.perf_counter() - start)
 
-    def _receive(self, steps: _UntilError, loader: _Loader) -> tuple[int, int]:
+    def _receive(self, steps: UntilError, loader: _Loader) -> tuple[int, int]:
         """(tensors, bytes) of one version, each step of it by `steps`."""
         size = 0
         steps.run(loader.begin, self.group.broadcast_json())
@@ -110,19 +116,6 @@ class BroadcastReceiver:
         steps.run(loader.finish, header)
         self.group.failed_members(steps.error is not None)
         return len(header.get("fingerprint", ())), size
-
-
-class _UntilError:
-    """Runs steps until one fails, then skips the rest."""
-
-    error: Exception | None = None
-
-    def run(self, step: Callable[..., None], *args: Any) -> None:
-        if self.error is None:
-            try:
-                step(*args)
-            except Exception as error:  # noqa: BLE001 - raised when the transfer has been drained
-                self.error = error
 
 
 class _Loader:

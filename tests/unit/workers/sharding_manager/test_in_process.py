@@ -6,35 +6,13 @@ import pytest
 import torch
 
 from tests.support.tiny import save_tiny_model, tiny_model
+from tests.support.whole_model import WholeModel
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
 from verl.types.weights import WeightMismatchError
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 from verl.workers.sharding_manager import InProcessTransfer
-
-
-class WholeModel:
-    """A trainer that holds the model unsharded."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.weights = model.state_dict()
-        self.buckets_sent = 0
-
-    def manifest(self):
-        return self.weights
-
-    def buckets(self, dtype, max_bytes, wanted=None):
-        bucket, size = {}, 0
-        for name, tensor in self.weights.items():
-            tensor = tensor.to(dtype)
-            if bucket and size + tensor.nbytes > max_bytes:
-                self.buckets_sent += 1
-                yield bucket
-                bucket, size = {}, 0
-            bucket[name], size = tensor, size + tensor.nbytes
-        self.buckets_sent += 1
-        yield bucket
 
 
 @pytest.fixture(params=["hf", "native"])

@@ -1,0 +1,181 @@
+"""An engine in a process of its own answers as it does in this one, bit for bit, and its end is known at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiny import tiny_model
+from tests.support.whole_model import WholeModel
+from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.types.request import Output, Request, SamplingParams
+from verl.types.weights import WeightMismatchError
+from verl.utils.helper_processes import standing_helper
+from verl.utils.process_tree import children, standstill
+from verl.utils.progress import pulses
+from verl.workers.rollout.base import EngineDiedError
+from verl.workers.rollout.native_rollout import NativeRollout
+from verl.workers.sharding_manager import InProcessTransfer
+
+
+def requests(count: int, tokens: int = 24, **params: Any) -> list[Request]:
+    settings = {"temperature": 0.8, "max_new_tokens": tokens, "ignore_eos": True, **params}
+    return [Request(f"r{i}", [5 + i, 9, 17 + i % 3], SamplingParams(key=1000 + i, **settings)) for i in range(count)]
+
+
+def answers(rollout: Any, asked: list[Request]) -> list[Output]:
+    return [future.result(120) for future in rollout.submit(asked)]
+
+
+@pytest.fixture(scope="module")
+def inside(model_path):
+    model = as_config(ModelConfig, {"path": str(model_path)}, "actor_rollout_ref.model")
+    with NativeRollout(str(model_path), model, as_config(RolloutConfig, {"max_new_tokens": 24})) as rollout:
+        yield rollout
+
+
+def test_both_answer_the_same_before_and_after_a_weight_change(hosted, inside):
+    assert answers(hosted, requests(12)) == answers(inside, requests(12))
+    trainer, asked = WholeModel(tiny_model(seed=5)), requests(6, top_p=0.9, top_log_probs=2)
+    for rollout in (hosted, inside):
+        stats = InProcessTransfer(trainer, rollout, bucket_bytes=20_000).sync(version=7)
+        assert (stats.tensors, rollout.version) == (len(trainer.weights), 7)
+    changed = answers(hosted, asked)
+    assert changed == answers(inside, asked)
+    assert {version for output in changed for version in output.versions} == {7}
+
+
+def test_batches_and_streams_are_the_same(hosted, inside, make_prompts):
+    told: dict[int, list[int]] = {}
+    ours = hosted.generate_sequences(make_prompts(), lambda row, output: told.update({row: output.token_ids}))
+    theirs = inside.generate_sequences(make_prompts())
+    for name in theirs.batch.keys():
+        assert torch.equal(ours.batch[name], theirs.batch[name]), name
+    assert sorted(told) == list(range(8))
+    assert sorted(row for row, _ in hosted.stream(make_prompts())) == list(range(8))
+
+
+def test_what_was_paused_goes_on_with_the_new_weights(hosted, inside):
+    outputs = []
+    for rollout in (hosted, inside):
+        InProcessTransfer(WholeModel(tiny_model(seed=1)), rollout).sync(version=1)
+        futures = rollout.submit(requests(4, tokens=400))
+        while not rollout_has_tokens(rollout):
+            time.sleep(0.01)
+        rollout.pause_generation("keep")
+        InProcessTransfer(WholeModel(tiny_model(seed=2)), rollout).sync(version=2)
+        assert not any(future.done() for future in futures)
+        rollout.resume_generation()
+        outputs.append([future.result(120) for future in futures])
+    for output in outputs[0] + outputs[1]:
+        assert sorted(set(output.versions)) == [1, 2]
+        assert len(output.token_ids) == 400
+
+
+def rollout_has_tokens(rollout: Any) -> bool:
+    """Steps have been made: what is paused now is under way."""
+    before = pulses()
+    time.sleep(0.6)
+    return pulses() > before
+
+
+def test_errors_keep_their_type_and_the_engine_goes_on(hosted):
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        hosted.submit([Request("r", [], SamplingParams())])
+    with pytest.raises(ValueError, match="mode 'later' is unknown"):
+        hosted.pause_generation("later")
+    good, broken = WholeModel(tiny_model(seed=3)), WholeModel(tiny_model(seed=3))
+    broken.weights = {**broken.weights, "model.norm.weight": torch.ones(3)}
+    with pytest.raises(WeightMismatchError, match=r"'model\.norm\.weight' is"):
+        InProcessTransfer(broken, hosted).sync(version=3)
+    InProcessTransfer(good, hosted).sync(version=4)
+    assert len(answers(hosted, requests(1))[0].token_ids) == 24
+
+
+def test_cancelled_and_aborted_requests_end(hosted):
+    cancelled, aborted, kept = hosted.submit(requests(3, tokens=450))
+    cancelled.cancel()
+    hosted.abort(["r1"])
+    assert aborted.result(120).finish_reason == "abort"
+    assert kept.result(120).finish_reason == "length"
+    hosted.rest()
+    assert len(answers(hosted, requests(3))) == 3  # their names are free again
+
+
+def test_a_callback_may_ask_the_engine_again(hosted):
+    first, second = requests(2)
+    answered = threading.Event()
+    found: list[Output] = []
+
+    def ask_again(_: Any) -> None:
+        found.extend(answers(hosted, [second]))
+        answered.set()
+
+    # Nested: the thread that answers waits for an answer itself, which another one must receive.
+    hosted.submit([first])[0].add_done_callback(lambda done: threading.Thread(target=ask_again, args=[done]).start())
+    hosted.submit([Request("quick", [7], SamplingParams(max_new_tokens=1))])[0].add_done_callback(
+        lambda _: hosted.submit([Request("again", [8], SamplingParams(max_new_tokens=1))])
+    )
+    assert answered.wait(60)
+    assert len(found) == 1
+
+
+def test_one_bit_that_flips_on_the_way_is_refused(hosted, monkeypatch):
+    """In the shared memory itself, after the trainer has written it."""
+    from verl.workers.rollout.process.shared_buffer import SharedBuffer
+
+    put = SharedBuffer.put
+
+    def put_and_flip(self, bucket, start=0):
+        handle = put(self, bucket, start)
+        piece = next(piece for piece in handle.pieces if piece.name.endswith("down_proj.weight"))
+        self.flat[piece.start + piece.size // 2] ^= 1
+        return handle
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedBuffer, "put", put_and_flip)
+        with pytest.raises(WeightMismatchError, match=r"down_proj.weight' differs from the trainer's"):
+            InProcessTransfer(WholeModel(tiny_model(seed=6)), hosted).sync(version=9)
+    with pytest.raises(RuntimeError, match="has no weights to generate with"):
+        hosted.submit(requests(1))
+    InProcessTransfer(WholeModel(tiny_model(seed=6)), hosted).sync(version=9)
+    assert answers(hosted, requests(1))[0].versions[-1] == 9
+
+
+def test_a_process_that_is_stopped_or_killed_is_known_and_starts_anew(hosted, inside):
+    rollout = hosted
+    futures = rollout.submit(requests(2, tokens=450))
+    os.kill(rollout.pid, signal.SIGSTOP)
+    while standing_helper() is None:
+        time.sleep(0.01)
+    assert standing_helper() == (rollout.pid, "stopped")
+    os.kill(rollout.pid, signal.SIGKILL)
+    start, first = time.monotonic(), rollout.pid
+    for future in futures:
+        with pytest.raises(EngineDiedError, match=f"process {first} was killed by SIGKILL"):
+            future.result(10)
+    assert time.monotonic() - start < 5
+    with pytest.raises(EngineDiedError):
+        rollout.submit(requests(1))
+    assert rollout.revive()
+    assert rollout.pid != first
+    for each in (rollout, inside):
+        InProcessTransfer(WholeModel(tiny_model(seed=8)), each).sync(version=11)
+    assert answers(rollout, requests(2)) == answers(inside, requests(2))
+    last = rollout.pid
+    rollout.close()
+    assert standstill(last) == "gone"
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_be_made_says_why_and_leaves_no_process(start_hosted):
+    before = children(os.getpid())
+    with pytest.raises(ValueError, match="tensor_model_parallel_size: 2 ranks share an engine, and this one is alone"):
+        start_hosted(tensor_model_parallel_size=2)
+    assert children(os.getpid()) == before

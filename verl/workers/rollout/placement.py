@@ -1,0 +1,99 @@
+"""Where a rollout's engine runs: in this process, in one of its own beside it, or elsewhere already, by URL."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.config import ModelConfig, RolloutConfig
+from verl.config.names import ROLLOUTS
+from verl.single_controller.base.worker import RankInfo
+from verl.utils.device import resolve_dtype
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.following_rank import FollowingRank
+from verl.workers.rollout.process.messages import Recipe
+from verl.workers.rollout.process.process_rollout import ProcessRollout
+
+__all__ = ["open_rollout"]
+
+
+def open_rollout(
+    model_path: str, model_config: ModelConfig, config: RolloutConfig, device: torch.device | str
+) -> BaseRollout:
+    """The rollout of this rank. A collective of all ranks of the process group, where there is one.
+
+    Another project's engine has a process of its own, which the first rank of each tensor-parallel set starts on the
+    devices of the set.
+    """
+    device = torch.device(device)
+    row = ROLLOUTS.get(config.name)
+    if row is None or not row.foreign or config.in_process:
+        if row is not None and row.foreign and config.tensor_model_parallel_size > 1:
+            raise ValueError(
+                f"in_process: {config.name} runs in the worker's process at tensor_model_parallel_size 1 only, not at"
+                f" {config.tensor_model_parallel_size}. Set in_process=False."
+            )
+        make: Any = get_rollout_class(config.name)
+        return make(model_path, model_config, config, device)
+    devices = _devices_of_set(config.tensor_model_parallel_size, device)
+    if devices is None:
+        return FollowingRank(config, resolve_dtype(config.dtype, device))
+    recipe = Recipe(row.at, model_path, model_config, config, device.type, torch.get_num_threads())
+    return ProcessRollout(recipe, _environment(row.at, config, device, devices), device)
+
+
+def _devices_of_set(size: int, device: torch.device) -> list[str] | None:
+    """Names of the devices of this rank's set, its own first; None for ranks that are not the first of theirs."""
+    mine = (socket.gethostname(), _device_name(device))
+    everyone = [mine]
+    rank = 0
+    if dist.is_initialized():
+        rank, everyone = dist.get_rank(), [mine] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    elif device.type == "cuda":
+        everyone = [(mine[0], name) for name in _visible_devices()[device.index or 0 :]]
+    else:
+        everyone = [mine] * size
+    if rank % size:
+        return None
+    places = everyone[rank : rank + size]
+    hosts = dict.fromkeys(host for host, _ in places)
+    if len(places) < size or len(hosts) > 1:
+        where = f"{len(places)} device(s)" if len(places) < size else " and ".join(hosts)
+        raise ValueError(
+            f"tensor_model_parallel_size: an engine of {size} ranks runs on one machine; here its ranks have {where}."
+            " Lower it, or choose n_gpus_per_node as a multiple of it."
+        )
+    return [name for _, name in places]
+
+
+def _device_name(device: torch.device) -> str:
+    return _visible_devices()[device.index or 0] if device.type == "cuda" else ""
+
+
+def _visible_devices() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls the devices that this process sees."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _environment(at: str, config: RolloutConfig, device: torch.device, devices: list[str]) -> Mapping[str, str]:
+    """All of the engine's process: what the engine needs, unless the user has set it otherwise, and its devices."""
+    ranks = RankInfo(0, 1, 0, 1, "", 0).environment()  # of this process's group, which the engine is no member of
+    own = {name: value for name, value in os.environ.items() if name not in ranks}
+    package = at.partition(":")[0].rpartition(".")[0]
+    needed: Mapping[str, str] = {}
+    if find_spec(f"{package}.environment") is not None:
+        needed = import_module(f"{package}.environment").environment(config, device)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    found = {**needed, **own, "PYTHONPATH": paths}
+    return found | {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if device.type == "cuda" else found

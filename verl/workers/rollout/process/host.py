@@ -1,0 +1,161 @@
+"""The host of an engine: the program of an engine's process. Makes the engine, then answers its rollout's calls.
+
+`python -m verl.workers.rollout.process.host SOCKET PARENT`. It ends when the other end of the socket does.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+
+from verl.single_controller.base.errors import Failure
+from verl.types.request import Output, Request
+from verl.utils.logging_setup import setup_logging
+from verl.utils.process_tree import end_with_parent, kill_family
+from verl.utils.progress import pulses
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.process.channel import Channel
+from verl.workers.rollout.process.messages import Answers, Call, Facts, Moved, Recipe, Reply, raised_there
+from verl.workers.rollout.process.shared_buffer import BucketHandle, BufferReader
+
+__all__ = ["main"]
+
+_PULSE_S = 0.5
+# What the host does itself, or in other words; the rest are the engine's methods.
+_OWN = frozenset({"build", "submit", "cancel", "load_bucket", "fail_update"})
+# These never wait: they run where messages are received, so that nothing overtakes them.
+_AT_ONCE = frozenset({"submit", "cancel", "abort", "resume_generation"})
+# These may wait for requests to finish, while others are called.
+_BESIDE = frozenset({"pause_generation", "rest"})
+
+
+class Host:
+    """The engine is made, and its weights change, in the main thread: some engines want to live there."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._rollout: BaseRollout
+        self._device = torch.device("cpu")
+        self._reader = BufferReader()
+        self._futures: dict[int, Future[Output]] = {}
+        self._finished: queue.SimpleQueue[tuple[int, Future[Output]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        for run in (self._keep_receiving, self._keep_answering, self._keep_pulsing):
+            threading.Thread(target=run, name=run.__name__.strip("_"), daemon=True).start()
+
+    def run(self) -> None:
+        """Until `close` is called."""
+        while True:
+            call = self._calls.get()
+            self._carry_out(call)
+            if call.method == "close":
+                return
+
+    # ---------------------------------------------------------------- calls
+
+    def build(self, recipe: Recipe) -> Facts:
+        torch.set_num_threads(recipe.threads)
+        self._device = torch.device(recipe.device)
+        make: Callable[..., BaseRollout] = resolve_name(recipe.at)
+        self._rollout = rollout = make(recipe.model_path, recipe.model_config, recipe.config, self._device)
+        return Facts(
+            rollout.version, rollout.weight_dtype, rollout.eos_token_ids, rollout.pad_token_id, rollout.wanted()
+        )
+
+    def submit(self, numbers: list[int], requests: list[Request]) -> None:
+        for number, future in zip(numbers, self._rollout.submit(requests), strict=True):
+            self._futures[number] = future
+            future.add_done_callback(partial(self._done, number))
+
+    def cancel(self, number: int) -> None:
+        if (future := self._futures.get(number)) is not None:
+            future.cancel()
+
+    def load_bucket(self, handle: BucketHandle) -> None:
+        self._rollout.load_bucket(self._reader.bucket(handle))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # when this is replied to, the next bucket overwrites it
+
+    def fail_update(self, failure: Failure) -> None:
+        self._rollout.fail_update(raised_there(failure))
+
+    def _carry_out(self, call: Call) -> None:
+        try:
+            reply = Reply(call.number or 0, self._method(call.method)(*call.args))
+        except Exception as error:  # noqa: BLE001 - raised where the call was made
+            reply = Reply(call.number or 0, None, Failure.of(error))
+            if call.number is None:
+                traceback.print_exc()
+        if call.number is not None:
+            self._channel.send(reply)
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        return getattr(self if name in _OWN else self._rollout, name)
+
+    # ---------------------------------------------------------------- threads
+
+    def _keep_receiving(self) -> None:
+        try:
+            while True:
+                call: Call = self._channel.receive()
+                if call.method in _AT_ONCE:
+                    self._carry_out(call)
+                elif call.method in _BESIDE:
+                    threading.Thread(target=self._carry_out, args=[call], name=call.method, daemon=True).start()
+                else:
+                    self._calls.put(call)
+        except (EOFError, OSError):
+            kill_family(os.getpid())  # nobody is there any more; what the engine started ends with it
+
+    def _done(self, number: int, future: Future[Output]) -> None:
+        """In the engine's thread."""
+        self._futures.pop(number, None)
+        if not future.cancelled():
+            self._finished.put((number, future))
+
+    def _keep_answering(self) -> None:
+        """All that were finished while the last ones were sent go together."""
+        while True:
+            finished = [self._finished.get()]
+            while not self._finished.empty():
+                finished.append(self._finished.get())
+            self._channel.send(Answers([(number, _outcome(future)) for number, future in finished]))
+
+    def _keep_pulsing(self) -> None:
+        told = pulses()
+        while True:
+            threading.Event().wait(_PULSE_S)
+            if (now := pulses()) != told:
+                told = now
+                self._channel.send(Moved())
+
+
+def _outcome(future: Future[Output]) -> Output | Failure:
+    error = future.exception()
+    return future.result() if error is None else Failure.of(error)
+
+
+def main() -> None:
+    """Serve the process that started this one."""
+    end, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    end.set_inheritable(False)
+    end_with_parent()
+    if os.getppid() != parent:
+        return
+    setup_logging()
+    Host(Channel(end)).run()
+
+
+if __name__ == "__main__":
+    main()
