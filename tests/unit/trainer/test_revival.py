@@ -12,6 +12,7 @@ from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerD
 from verl.single_controller.ray import ResourceError
 from verl.trainer.ppo.revival import MOST_PER_STEP, Revival
 from verl.trainer.ppo.utils import Role
+from verl.workers.rollout.base import EngineDiedError
 from verl.workers.sharding_manager import TransferLostError
 
 POOLS = ({Role.Actor, Role.Critic}, {Role.Rollout, Role.RefPolicy}, {Role.RewardModel})
@@ -24,11 +25,17 @@ class Groups:
 
     def __init__(self) -> None:
         self.restarted: list[frozenset[Role]] = []
+        self.revived = 0
         self.failures: list[Exception] = []
 
     def restartable_with(self, role: str) -> frozenset[Role]:
         pool = next(pool for pool in POOLS if role in map(str, pool))
         return frozenset() if Role.Actor in pool else frozenset(pool)
+
+    def revive_engines(self) -> None:
+        self.revived += 1
+        if self.failures:
+            raise self.failures.pop(0)
 
     def restart(self, roles: frozenset[Role]) -> None:
         self.restarted.append(roles)
@@ -62,6 +69,11 @@ def lost_transfer() -> WorkerError:
     return WorkerCallError(Failure.of(TransferLostError("gone")), "actor", 0, "host", "send_weights")
 
 
+def lost_engine(role: str) -> WorkerError:
+    error = Failure.of(EngineDiedError("rollout: the engine's process 7 was killed by SIGKILL."))
+    return WorkerCallError(error, role, 0, "host", "generate_sequences")
+
+
 def fails(*errors: Exception) -> Any:
     left = list(errors)
 
@@ -79,6 +91,15 @@ def test_a_rollouts_pool_is_started_anew_with_weights_and_asked_again(made, erro
     assert made.groups.restarted == [{Role.Rollout, Role.RefPolicy}]
     assert made.weights.did == ["connect", 4]
     assert made.metrics() == {"training/generation_restarts": 1.0, "training/reference_restarts": 1.0}
+
+
+@pytest.mark.parametrize("role", ["actor_rollout", "rollout"])
+def test_an_engines_own_process_is_started_anew_beside_its_rank_wherever_that_is(made, role):
+    made.groups.failures = [lost_engine(role)]  # the next one dies as it starts
+    assert made.ask(fails(lost_engine(role))) == "answered"
+    assert (made.groups.revived, made.groups.restarted) == (2, [])
+    assert made.weights.did == [4]
+    assert made.metrics() == {"training/generation_restarts": 2.0}
 
 
 def test_a_reward_model_needs_no_weights(made):

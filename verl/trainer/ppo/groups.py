@@ -139,6 +139,13 @@ class WorkerGroups:
         if Role.Rollout in roles:
             self.replicas.hear(Event.STARTED)
 
+    def revive_engines(self) -> None:
+        """Start engines anew whose own processes are gone, beside ranks that are not. None has the weights then."""
+        self.rollout.cancel()  # of the others nobody waits for an answer any more
+        self.rollout.revive_engine()
+        for event in (Event.DIED, Event.RESTART, Event.STARTED):
+            self.replicas.hear(event)
+
     @property
     def devices(self) -> int:
         """Of all pools together."""

@@ -279,7 +279,7 @@ class RayPPOTrainer:
             batch = self.generator.fill(batch, metrics, self._roll_out, self.prompts, self.global_steps)
         else:
             batch = self._roll_out(batch, metrics)
-        self.weight_sync.let_go()
+        self._again(self.weight_sync.let_go)
         self._old_log_probs_follow = self._update_gives_old_log_probs(batch)
         if not self._old_log_probs_follow:
             with self.phases("old_log_prob", self.actor_wg):

@@ -1,5 +1,6 @@
-"""Revival: groups without training state (rollout, reference, reward model on pools of their own) that lose a process
-are started anew in their place, and asked again. The trainer's state stays where it is."""
+"""Revival: engines that lose a process of their own, and groups without training state (rollout, reference, reward
+model on pools of their own) that lose a rank, are started anew in their place, and asked again. The trainer's state
+stays where it is."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from verl.single_controller.ray import ResourceError
 from verl.trainer.common.hang_limits import RESTART
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.weight_sync import WeightSync, is_lost_transfer
+from verl.trainer.ppo.weight_sync import WeightSync, engine_died, is_lost_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -61,21 +62,30 @@ class Revival:
     def _revive(self, error: WorkerError) -> None:
         """Start the group anew that this error is of, and bring it to where the others are; or raise the error."""
         while True:
-            roles = self._lost_roles(error)
+            engine = engine_died(error)
+            roles = frozenset({Role.Rollout}) if engine else self._lost_roles(error)
             if not roles:
                 raise error
             self._count(error, roles)
             try:
                 with self._phase(f"{RESTART}{error.role}"):
-                    self._groups.restart(roles)
-                    if Role.Rollout in roles:
-                        self._weight_sync.connect()
-                        self._weight_sync.hand_over(self._groups.replicas.current)
+                    self._start_anew(engine, roles)
                 return
             except ResourceError as gone:
                 raise error from gone
             except WorkerError as again:
                 error = again
+
+    def _start_anew(self, engine: bool, roles: frozenset[Role]) -> None:
+        """The engines' own processes, or the processes of these roles."""
+        if engine:
+            self._groups.revive_engines()
+        else:
+            self._groups.restart(roles)
+        if Role.Rollout in roles:
+            if not engine:
+                self._weight_sync.connect()
+            self._weight_sync.hand_over(self._groups.replicas.current)
 
     def _lost_roles(self, error: WorkerError) -> frozenset[Role]:
         """Those whose processes are to be started anew; none where that would lose training state, or mend nothing."""
@@ -91,7 +101,8 @@ class Revival:
             raise error
         self._counts.update(_COUNTED_AS[role] for role in roles)
         logger.warning(
-            "step %d: %s rank %d on %s was lost in %s (%s). Its group is started anew and asked again; the trainer's"
+            "step %d: %s rank %d on %s was lost in %s (%s). Its %s is started anew and asked again; the trainer's"
             " state is kept (restart %d of at most %d in this step).",
-            *(step, error.role, error.rank, error.host, error.method, error.summary, self._in_step[1], MOST_PER_STEP),
+            *(step, error.role, error.rank, error.host, error.method, error.summary),
+            *("engine" if engine_died(error) else "group", self._in_step[1], MOST_PER_STEP),
         )

@@ -7,6 +7,7 @@ import threading
 from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.utils.exceptions import causes
+from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.replica_states import Event
 from verl.workers.sharding_manager import TransferLostError
 
@@ -35,11 +36,11 @@ class WeightSync:
 
     def hand_over(self, version: int) -> None:
         """Weights that the engines have already are not sent again."""
+        replicas = self._groups.replicas
+        replicas.advance(version)
         if self._groups.rollout is self._groups.actor:
             self._groups.actor.update_rollout_weights(version)  # whose workers know what they have
             return
-        replicas = self._groups.replicas
-        replicas.advance(version)
         if len(replicas.serving()) == len(replicas):
             return
         replicas.hear(Event.UPDATING)
@@ -67,13 +68,18 @@ class WeightSync:
         try:
             sending.get()
         except WorkerCallError as error:
-            if not is_lost_transfer(error):
-                raise
-            listening.join(_BLAME_S)
-            raise next((each for each in failed if isinstance(each, WorkerDiedError)), error) from error
+            listening.join(_BLAME_S)  # a receiver that says why tells more
+            raise next(
+                (each for each in failed if isinstance(each, WorkerDiedError) or engine_died(each)), error
+            ) from error
         listening.join()
         if failed:
             raise failed[0]
+
+
+def engine_died(error: BaseException) -> bool:
+    """Whether a worker lost its engine's own process."""
+    return any(isinstance(cause, EngineDiedError) for cause in causes(error))
 
 
 def is_lost_transfer(error: BaseException) -> bool:
