@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from verl.utils.helper_processes import Standing, standing_helper
 from verl.utils.progress import pulses
 from verl.utils.stacks import Stack, own_stacks, users_frame
 
@@ -34,6 +35,8 @@ class Beat:
     thread: int = 0
     stacks: tuple[Stack, ...] = ()
     """The compute thread's first, then, if asked for, those of threads in collectives or in users' code."""
+    helper: Standing | None = None
+    """A process that this one waits for (an engine's) and that cannot run."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class Heart:
             return Beat(done=pulses())
         method, start, thread, done = running
         stacks = own_stacks(None if every_thread else thread)
-        return Beat(method, time.monotonic() - start, done() + pulses(), thread, telling_stacks(stacks, thread))
+        told = telling_stacks(stacks, thread)
+        return Beat(method, time.monotonic() - start, done() + pulses(), thread, told, standing_helper())
 
 
 def telling_stacks(stacks: dict[int, Stack], thread: int) -> tuple[Stack, ...]:

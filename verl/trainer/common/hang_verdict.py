@@ -37,6 +37,9 @@ def judge(reports: Sequence[RankReport]) -> Verdict:
             return _blamed(state, found, reports, lambda report: _WHY[report.state])
     if found := [report for report in reports if report.state == "silent"]:
         return _blamed("silent", found, reports, _says_nothing)
+    for why in ("stopped", "traced"):
+        if found := [report for report in reports if report.beat.helper and report.beat.helper[1] == why]:
+            return _blamed(why, found, reports, _waits_for_helper)
     busy = [report for report in reports if report.beat.method is not None]
     if any(_debugged(stack) for report in busy for stack in report.beat.stacks):
         return Verdict("debugged", "a debugger is open")
@@ -160,6 +163,11 @@ def _says_nothing(report: RankReport) -> str:
     place = _users_place(report) or next((stack[0] for stack in report.beat.stacks if stack), None)
     at = f", in {place}" if place else ""
     return f"is there and does not answer (it holds the GIL, or its machine is overloaded){at}"
+
+
+def _waits_for_helper(report: RankReport) -> str:
+    pid, why = report.beat.helper or (0, "")
+    return f"waits for its engine's process (pid {pid}), which {_WHY[why]}"
 
 
 def _stands_at(report: RankReport) -> str:

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verl.single_controller.base.beat import RankReport
@@ -162,9 +163,10 @@ class HangWatch:
         sentence = f"{self._where(phase)} hangs for {seconds:.0f} s: {verdict.sentence}"
         groups = {(call.group.role, rank): call.group for call in calls for rank in range(call.group.world_size)}
         blamed = [(groups[report.role, report.rank], report.rank) for report in verdict.culprits]
-        if blamed and all(group.expendable for group, _ in blamed):
+        helpers = [report.beat.helper for report in verdict.culprits]
+        if blamed and all(helper or group.expendable for helper, (group, _) in zip(helpers, blamed, strict=True)):
             logger.warning("%s. It holds nothing that training needs: killed, to be started anew.", sentence)
-            self._kill(blamed)
+            self._kill(blamed, [helper[0] if helper else None for helper in helpers])
             self._started(time.monotonic())
             return False
         error = self._error(phase, sentence, verdict, calls, reports)
@@ -229,9 +231,11 @@ class HangWatch:
     def _own_stack(self) -> Any:
         return own_stacks(self._thread).get(self._thread, ())
 
-    def _kill(self, ranks: Sequence[tuple[Any, int]]) -> None:
-        for group, rank in ranks:
-            self._reports.kill(group.processes[rank])
+    def _kill(self, ranks: Sequence[tuple[Any, int]], helpers: Sequence[int | None] | None = None) -> None:
+        """These ranks, or in the place of one its helper."""
+        for (group, rank), helper in zip(ranks, helpers or [None] * len(ranks), strict=True):
+            process = group.processes[rank]
+            self._reports.kill(process if helper is None else replace(process, pid=helper))
 
     def _where(self, phase: Phase) -> str:
         if not self._status.total:

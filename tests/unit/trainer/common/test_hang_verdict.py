@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from verl.single_controller.base.beat import Beat, RankReport, collective_of
@@ -39,6 +41,13 @@ CASES = {
         "stopped",
         [1],
         "rank 1 of actor (host node-0, pid 4711) is stopped (SIGSTOP); rank 0 of actor waits for it in all_gather",
+    ),
+    "a rank whose engine's process stopped": (
+        [replace(rank(0, LOCK), beat=Beat("generate_sequences", 62, 3, 1, (LOCK,), (4799, "stopped"))), idle(1)],
+        "stopped",
+        [0],
+        "rank 0 of actor (host node-0, pid 4710) waits for its engine's process (pid 4799), which is stopped (SIGSTOP);"
+        " rank 1 of actor has finished",
     ),
     "one in a debugger": (
         [rank(0, GATHERS), rank(1, UPDATE, state="traced")],
