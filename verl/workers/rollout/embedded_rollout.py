@@ -139,7 +139,11 @@ class EmbeddedRollout(BaseRollout):
         self._take({"weights"})
         self._pending_version = version
         self._unfit = f"An update to version {version} was begun and has not been finished."
-        self._weights.begin()
+        try:
+            self._weights.begin()
+        except Exception as error:
+            self.fail_update(error)
+            raise
 
     def wanted(self) -> Wanted | None:
         return self._weights.wanted()

@@ -1,0 +1,179 @@
+"""A server with the endpoints of `vllm serve` that a rollout uses, over real HTTP: it can break, hang and come back.
+
+The next token follows from all before it, so that an answer shows whether any was lost or came twice on its way. What
+weights it is handed, it takes by the code that runs in vLLM's workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+from urllib.parse import parse_qs
+
+import torch
+import uvicorn
+
+from verl.workers.rollout.url_rollout.vllm_worker import SERVER_EXTENSION, WeightMember
+
+
+def next_token(tokens: list[int]) -> int:
+    """Never one that ends an answer."""
+    return 5 + (7 * tokens[-1] + 3 * len(tokens) + sum(tokens)) % 250
+
+
+def answer(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class Member(WeightMember):
+    """One worker, with no model behind it: what comes is kept."""
+
+    rank = 0
+    device = torch.device("cpu")
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config, self.loaded = config, {}
+
+    def verl_describe(self) -> dict[str, Any]:
+        return {"model": self.config, "device": "cpu"}
+
+    def verl_begin_update(self) -> None:
+        self.loaded = {}
+
+    def verl_load_weights(self, tensors: Any) -> None:
+        self.loaded |= {name: tensor.clone() for name, tensor in tensors}
+
+    def verl_finish_update(self) -> list[str]:
+        return []
+
+
+class URLServer:
+    """`stalls_at`: tokens of one answer after which its connection breaks, once each time that it is set."""
+
+    def __init__(self, config: dict[str, Any], **changes: Any) -> None:
+        self.info = {
+            "model_config": {
+                "dtype": "torch.float32",
+                "logprobs_mode": "processed_logprobs",
+                "enable_sleep_mode": False,
+                "quantization": None,
+            },
+            "device_config": {"device": "cpu"},
+            "scheduler_config": {"max_num_seqs": 4},
+            "parallel_config": {"worker_extension_cls": SERVER_EXTENSION},
+        }
+        self.length = 128
+        self.development = True
+        for name, value in changes.items():
+            setattr(self, name, value)
+        self.member = Member(config)
+        self.weights = "default"
+        self.paused = False
+        self.breaks_at: int | None = None
+        self.asked: list[list[int]] = []
+        self.running = 0
+        self.most_at_once = 0
+        self.prefixes_dropped = 0
+        self.port = 0
+
+    def start(self) -> URLServer:
+        self._uvicorn = uvicorn.Server(uvicorn.Config(self, "127.0.0.1", self.port, log_level="error"))
+        self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
+        self._thread.start()
+        while not self._uvicorn.started:
+            time.sleep(0.01)
+        self.port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
+        return self
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        self._uvicorn.should_exit = self._uvicorn.force_exit = True
+        self._thread.join()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        body = b""
+        while (message := await receive()).get("more_body", False):
+            body += message["body"]
+        body += message.get("body", b"")
+        path, query = scope["path"], parse_qs(scope["query_string"].decode())
+        if path == "/v1/completions":
+            await self._stream(json.loads(body), receive, send)
+            return
+        found = await asyncio.to_thread(self._reply, path, query, json.loads(body) if body else None)
+        await _begin(send, 404 if found is None else 200)
+        await send({"type": "http.response.body", "body": json.dumps(found).encode()})
+
+    def _reply(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
+        plain = {
+            "/version": {"version": "0.0"},
+            "/health": {},
+            "/v1/models": {"data": [{"id": "tiny", "max_model_len": self.length}]},
+            "/weight_info": {"weight_version": self.weights},
+            "/server_info": {"vllm_config": self.info} if self.development else None,
+        }
+        if path in plain:
+            return plain[path]
+        if path == "/pause":
+            assert query["mode"] == ["abort"]
+            self.paused = True
+        elif path == "/resume":
+            self.paused = False
+        elif path == "/reset_prefix_cache":
+            self.prefixes_dropped += 1
+            return {"success": True}
+        elif path == "/update_weight_version":
+            self.weights = body["new_version"]
+        elif path == "/collective_rpc":
+            return {"results": [getattr(self.member, body["method"])(*body["args"])]}
+        else:
+            return None
+        return {}
+
+    async def _stream(self, asked: dict[str, Any], receive: Any, send: Any) -> None:
+        self.asked.append(asked["prompt"])
+        tokens = list(asked["prompt"])
+        gone = asyncio.create_task(receive())
+        await _begin(send, 200)
+        while self.paused and not gone.done():
+            await asyncio.sleep(0.005)
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        try:
+            for number in range(asked["max_tokens"]):
+                if gone.done():
+                    return
+                tokens.append(next_token(tokens))
+                last = number + 1 == asked["max_tokens"]
+                reason = "abort" if self.paused else "length" if last else None
+                await _say(send, tokens[-1], reason)
+                if reason:
+                    break
+                if self.breaks_at == number:
+                    self.breaks_at = None
+                    raise ConnectionError  # without the end of the body: the connection breaks
+                await asyncio.sleep(0.003)
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        finally:
+            self.running -= 1
+            gone.cancel()
+
+
+async def _begin(send: Any, status: int) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
+
+
+async def _say(send: Any, token: int, reason: str | None) -> None:
+    choice = {"token_ids": [token], "logprobs": {"token_logprobs": [-token / 100]}, "finish_reason": reason}
+    event = f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+    await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -1,0 +1,169 @@
+"""Engines that run already, by URL: what is asked of them over HTTP, and what becomes of a run when they fail."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.tiny import tiny_config, tiny_model
+from tests.support.url_server import URLServer, answer
+from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.types.request import Request, SamplingParams
+from verl.types.weights import WeightMismatchError
+from verl.workers.rollout.url_rollout import URLRollout, streams
+from verl.workers.rollout.url_rollout.server import ServerError
+
+PROMPTS = [[10 + i, 20, 30 + i] for i in range(12)]
+
+
+@pytest.fixture
+def server() -> Iterator[URLServer]:
+    started = URLServer(tiny_config().to_dict()).start()
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def join(model_path: Path) -> Iterator[Callable[..., URLRollout]]:
+    joined: list[URLRollout] = []
+
+    def join_server(server: URLServer, **keys) -> URLRollout:
+        model = as_config(ModelConfig, {"path": str(model_path)}, "actor_rollout_ref.model")
+        config = {"name": "vllm", "max_model_len": 128, "dtype": "float32", "load_format": "auto", **keys}
+        joined.append(URLRollout(str(model_path), model, as_config(RolloutConfig, config), "cpu", server.url))
+        return joined[-1]
+
+    yield join_server
+    for rollout in joined:
+        rollout.close()
+
+
+def requests(count: int = 12, tokens: int = 40) -> list[Request]:
+    params = SamplingParams(max_new_tokens=tokens)
+    return [Request(f"r{number}", PROMPTS[number], params) for number in range(count)]
+
+
+def test_answers_are_the_servers_and_no_more_streams_are_open_than_it_runs_at_a_time(server, join):
+    outputs = [future.result(30) for future in join(server).submit(requests())]
+    assert [output.token_ids for output in outputs] == [answer(prompt, 40) for prompt in PROMPTS]
+    assert outputs[0].log_probs == [-token / 100 for token in outputs[0].token_ids]
+    assert server.most_at_once == 8  # twice its max_num_seqs
+
+
+def test_what_is_paused_goes_on_from_its_tokens_and_none_is_lost(server, join):
+    rollout = join(server)
+    futures = rollout.submit(requests())
+    time.sleep(0.05)
+    rollout.pause_generation("keep")
+    asked, running = len(server.asked), server.running
+    rollout.resume_generation()
+    assert [future.result(30).token_ids for future in futures] == [answer(prompt, 40) for prompt in PROMPTS]
+    assert (asked, running) == (8, 0)
+    continued = [prompt for prompt in server.asked[8:] if len(prompt) > 3]
+    assert continued
+    assert all(prompt == prompt[:3] + answer(prompt[:3], len(prompt) - 3) for prompt in continued)
+
+
+def test_what_is_aborted_ends_at_the_server_too(server, join):
+    rollout = join(server)
+    futures = rollout.submit(requests(4, tokens=100))
+    time.sleep(0.05)
+    rollout.abort()
+    assert all(0 < len(future.result(10).token_ids) < 100 for future in futures)
+    deadline = time.monotonic() + 10
+    while server.running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not server.running
+
+
+def test_a_connection_that_breaks_is_made_again_where_it_was(server, join):
+    rollout = join(server)
+    server.breaks_at = 7
+    assert rollout.submit(requests(1))[0].result(30).token_ids == answer(PROMPTS[0], 40)
+    assert server.asked == [PROMPTS[0], PROMPTS[0] + answer(PROMPTS[0], 8)]
+
+
+def test_a_server_that_was_started_anew_has_other_weights_and_answers_nobody(server, join):
+    rollout = join(server)
+    rollout.update_weights(tiny_model(seed=3).state_dict().items())
+    server.breaks_at, server.weights = 7, "default"
+    with pytest.raises(RuntimeError, match=f"{server.url} was started anew: its weights are 'default', not 'verl-"):
+        rollout.submit(requests(1))[0].result(30)
+
+
+def test_a_server_that_stays_away_fails_everybody_with_its_url(server, join, monkeypatch):
+    monkeypatch.setattr(streams, "_BACK_WITHIN_S", 0.2)
+    rollout = join(server)
+    futures = rollout.submit(requests(4, tokens=100))
+    time.sleep(0.05)
+    server.stop()
+    for future in futures:
+        with pytest.raises(RuntimeError, match=f"{server.url} has not answered"):
+            future.result(30)
+    with pytest.raises(RuntimeError, match=server.url):
+        rollout.update_weights(tiny_model().state_dict().items())
+
+
+def test_weights_arrive_bit_for_bit_and_old_prefixes_go(server, join):
+    rollout, model = join(server, load_format="dummy"), tiny_model(seed=3)
+    with pytest.raises(RuntimeError, match="no weights"):
+        rollout.submit(requests(1))
+    rollout.update_weights(model.state_dict().items())
+    assert server.member.loaded.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, server.member.loaded[name]) for name, tensor in model.state_dict().items())
+    assert server.prefixes_dropped == 1
+    assert rollout.submit(requests(1))[0].result(30).versions == [1] * 40
+
+
+def test_a_bit_that_flips_on_its_way_is_found(server, join, monkeypatch):
+    rollout, name = join(server), "model.layers.1.mlp.up_proj.weight"
+    load = server.member.verl_load_weights
+
+    def flip(tensors):
+        for found, tensor in tensors:
+            if found == name:
+                tensor.view(torch.int32)[3, 5] ^= 1
+        load(tensors)
+
+    monkeypatch.setattr(server.member, "verl_load_weights", flip)
+    with pytest.raises(WeightMismatchError, match=name):
+        rollout.update_weights(tiny_model(seed=3).state_dict().items())
+    with pytest.raises(RuntimeError, match="no weights"):
+        rollout.submit(requests(1))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "trouble", "remedy"),
+    [
+        ("development", False, "no development endpoints", "VLLM_SERVER_DEV_MODE=1 vllm serve"),
+        ("length", 64, "max_model_len is 64; 128 are needed", "--max-model-len 128"),
+        ("logprobs_mode", "raw_logprobs", "logprobs_mode is raw_logprobs", "--logprobs-mode processed_logprobs"),
+        ("dtype", "torch.bfloat16", "dtype is torch.bfloat16", "--dtype float32"),
+        ("worker_extension_cls", "", "worker_extension_cls is ''", "--worker-extension-cls verl.workers.rollout.url_"),
+        ("vocab_size", 300, "vocab_size 300, the trainer's has 264", "/model"),
+    ],
+)
+def test_a_server_that_cannot_serve_is_refused_with_the_command_that_starts_it_right(
+    setting, value, trouble, remedy, server, join, model_path
+):
+    for place in (server.info["model_config"], server.info["parallel_config"], server.member.config):
+        if setting in place:
+            place[setting] = value
+    if hasattr(server, setting):
+        setattr(server, setting, value)
+    with pytest.raises(ServerError) as refused:
+        join(server)
+    text = str(refused.value)
+    assert server.url in text
+    assert trouble in text
+    assert remedy.replace("/model", str(model_path)) in text
+
+
+def test_nobody_there_or_another_engine_is_said_at_start(server, join):
+    with pytest.raises(ServerError, match=r"runs vllm, and rollout\.name is sglang"):
+        join(server, name="sglang")
+    server.stop()
+    with pytest.raises(ServerError, match=f"{server.url} does not answer: .*refused"):
+        join(server)

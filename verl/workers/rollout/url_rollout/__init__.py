@@ -1,0 +1,5 @@
+"""Engines that run already, joined by URL: `vllm serve`, or SGLang's server."""
+
+from verl.workers.rollout.url_rollout.url_rollout import URLRollout
+
+__all__ = ["URLRollout"]

@@ -1,0 +1,60 @@
+"""URLRollout: a replica that runs already, joined by URL. Our thread answers requests, its server samples."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+
+from verl.config import ModelConfig, RolloutConfig
+from verl.inference.async_engine import AsyncEngine
+from verl.inference.models.loading import end_tokens, read_model_config
+from verl.models.loading import empty_model
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.rollout.embedded_rollout import EmbeddedRollout
+from verl.workers.rollout.served import ServedStepEngine
+from verl.workers.rollout.url_rollout.join import join
+from verl.workers.rollout.url_rollout.streams import StreamedServer
+from verl.workers.rollout.url_rollout.weights import ServerWeights
+
+__all__ = ["URLRollout"]
+
+logger = logging.getLogger(__name__)
+
+
+class URLRollout(EmbeddedRollout):
+    """One server is one replica, whatever it runs on; whose tokens it samples is this process's affair alone."""
+
+    def __init__(
+        self,
+        model_path: str,
+        model_config: ModelConfig,
+        config: RolloutConfig,
+        device: torch.device | str,
+        url: str,
+    ) -> None:
+        """`device` is the trainer's: where the weights come from."""
+        hf_config = read_model_config(model_path, model_config)
+        joined = join(url, model_path, config, hf_config, torch.empty(0, device=device).device)
+        logger.info("rollout: joined %s at %s, %s", joined.engine, url, joined.dtype)
+        self._steps = ServedStepEngine(
+            partial(StreamedServer, joined.dialect), config.max_model_len, joined.after_truncation
+        )
+        skeleton = empty_model(hf_config, "causal_lm", joined.dtype, model_config.trust_remote_code)
+        super().__init__(
+            config,
+            torch.device("cpu"),  # nothing of it is on a device here
+            joined.dtype,
+            loop=AsyncEngine(
+                self._steps, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
+            ),
+            weights=ServerWeights(joined.line, skeleton, joined.dtype),
+            kv=None,
+            eos_token_ids=end_tokens(model_path, hf_config, model_config).ids,
+            pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
+        )
+
+    def close(self) -> None:
+        super().close()
+        self._steps.close()

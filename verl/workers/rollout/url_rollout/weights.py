@@ -1,0 +1,74 @@
+"""The trainer's weights on their way to a server, by its own way of taking them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import torch
+from torch import nn
+
+from verl.types.weights import Bucket, Manifest, Wanted
+from verl.workers.rollout.checkpoint_names import checkpoint_tensors
+from verl.workers.rollout.received_weights import ReceivedWeights
+from verl.workers.rollout.url_rollout.server import Server, ServerLostError
+
+__all__ = ["ServerWeights", "WeightLine", "own_address"]
+
+
+class WeightLine(Protocol):
+    """How tensors get to one kind of server."""
+
+    def begin(self) -> None: ...
+
+    def send(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """These have arrived when it returns, or it raises."""
+
+    def finish(self) -> None:
+        """All came: the server computes with them."""
+
+
+class ServerWeights:
+    """A `WeightStore` at the end of a line. Where the server's memory goes is its own affair."""
+
+    held_bytes = 0
+
+    def __init__(self, line: WeightLine, skeleton: nn.Module, dtype: torch.dtype) -> None:
+        """`skeleton`: the model on the meta device."""
+        self._line, self._skeleton = line, skeleton
+        self._received = ReceivedWeights(skeleton, dtype)
+
+    def check_manifest(self, manifest: Manifest | None) -> None:
+        self._received.check_manifest(manifest)
+
+    def wanted(self) -> Wanted | None:
+        return None
+
+    def begin(self) -> None:
+        self._received.begin()
+        self._line.begin()
+
+    def load(self, tensors: Bucket) -> None:
+        self._received.add(tensors)
+        self._line.send(checkpoint_tensors(tensors, self._skeleton))
+
+    def verify(self, expected: Mapping[str, int]) -> None:
+        self._received.verify(expected)
+        self._line.finish()
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...
+
+
+def own_address(server: Server) -> str:
+    """This machine as the server sees it: of the way there, so that nobody else can come."""
+    where = urlsplit(server.url)
+    default = 443 if where.scheme == "https" else 80
+    try:
+        with socket.create_connection((where.hostname, where.port or default), timeout=30) as connection:
+            return connection.getsockname()[0]
+    except OSError as error:
+        raise ServerLostError(f"rollout.server_urls: {server.url} does not answer: {error}.") from error
