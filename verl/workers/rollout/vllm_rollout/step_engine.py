@@ -10,6 +10,7 @@ import torch
 
 from verl.inference.sequence import Sequence
 from verl.types.request import Request, TopLogProbs, check_request
+from verl.utils.progress import pulse
 from verl.workers.rollout.reported_tokens import accept_reported
 from verl.workers.rollout.vllm_rollout.sampling import sampling_arguments
 
@@ -73,6 +74,7 @@ class VllmStepEngine:
 
     def step(self) -> list[Sequence]:
         """Launch a step, and take the tokens of this one or of the one before."""
+        pulse()
         self._enter_thread()
         return self._accept(self._engine.step())
 

@@ -1,0 +1,89 @@
+"""SGLangRollout: SGLang as a rollout: its processes compute and sample, our thread answers requests."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+
+from verl.config import ModelConfig, RolloutConfig
+from verl.inference.async_engine import AsyncEngine
+from verl.inference.models.loading import end_tokens, read_model_config
+from verl.models.loading import empty_model
+from verl.types.request import Request
+from verl.utils.device import resolve_dtype
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.rollout.embedded_rollout import EmbeddedRollout
+from verl.workers.rollout.served import ServedStepEngine, Tell
+from verl.workers.rollout.sglang_rollout.engine_args import engine_arguments
+from verl.workers.rollout.sglang_rollout.engine_thread import EngineThread
+from verl.workers.rollout.sglang_rollout.environment import environment
+from verl.workers.rollout.sglang_rollout.server import SGLangServer
+from verl.workers.rollout.sglang_rollout.weights import SGLangKV, SGLangWeights
+
+__all__ = ["SGLangRollout"]
+
+
+class SGLangRollout(EmbeddedRollout):
+    """An engine in `dtype` on `device` and those after it; its ranks are processes that SGLang starts."""
+
+    def __init__(
+        self,
+        model_path: str,
+        model_config: ModelConfig,
+        config: RolloutConfig,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if find_spec("sglang") is None:
+            raise ImportError(
+                "SGLangRollout: sglang is not installed. Run make setup-sglang, or pip install -e .[sglang]."
+            )
+        device = torch.empty(0, device=device).device
+        dtype = resolve_dtype(config.dtype, device) if dtype is None else dtype
+        hf_config = read_model_config(model_path, model_config)
+        os.environ.update(environment(config, device))
+        thread = EngineThread(engine_arguments(model_path, model_config, config, device, dtype))
+        eos_token_ids = end_tokens(model_path, hf_config, model_config).ids
+        skeleton = empty_model(hf_config, "causal_lm", dtype, model_config.trust_remote_code)
+
+        def connect(tell: Tell) -> SGLangServer:
+            self.server = SGLangServer(thread, eos_token_ids, tell)
+            return self.server
+
+        # Its log-probs are at the temperature, before top-k, top-p and min-p cut off.
+        self.steps = _SGLangSteps(connect, config.max_model_len, after_truncation=False)
+        super().__init__(
+            config,
+            device,
+            dtype,
+            loop=AsyncEngine(
+                self.steps, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
+            ),
+            weights=SGLangWeights(thread, skeleton, dtype, config.tensor_model_parallel_size),
+            kv=SGLangKV(thread, self.server, device),
+            eos_token_ids=eos_token_ids,
+            pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
+        )
+
+    def close(self) -> None:
+        super().close()
+        self.steps.close()
+
+
+class _SGLangSteps(ServedStepEngine):
+    def check(self, request: Request) -> None:
+        super().check(request)
+        asked, earlier = request.params, request.resume_from
+        if asked.min_new_tokens:
+            raise ValueError(
+                f"request {request.id!r}: min_new_tokens={asked.min_new_tokens} needs a tokenizer in SGLang, which gets"
+                " tokens here. Leave it out, or use rollout.name=native."
+            )
+        if earlier and earlier.token_ids and (asked.presence_penalty or asked.frequency_penalty):
+            raise ValueError(
+                f"request {request.id!r}: SGLang counts what resume_from has generated as prompt, where"
+                " presence_penalty and frequency_penalty do not look. Leave them out, or use rollout.name=native."
+            )
