@@ -132,13 +132,13 @@ def close(trainer: Any) -> None:
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     """The actor's weights (in-process groups only)."""
-    worker = policy_worker(trainer)
+    worker = policy_worker(trainer.actor_wg)
     if worker is None:
         return {}
     return {name: tensor.clone() for bucket in worker.engine.buckets(None, 1 << 30) for name, tensor in bucket.items()}
 
 
-def policy_worker(trainer: Any) -> Any:
-    """The worker that trains and generates (in-process groups only; else None)."""
-    host = getattr(trainer.actor_wg, "_host", None)
-    return None if host is None else host._workers[trainer.actor_wg.role]
+def policy_worker(group: Any) -> Any:
+    """The worker of a policy's group (in-process groups only; else None)."""
+    host = getattr(group, "_host", None)
+    return None if host is None else host._workers[group.role]

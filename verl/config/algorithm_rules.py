@@ -107,6 +107,13 @@ def _sampling(config: PPOConfig, report: Report) -> None:
         "training is off-policy (rollout_corr/truncation_kl measures how far)."
     )
     users = ["bypass_mode"] if rule.bypass_mode else [name for name in ("rollout_is", "rollout_rs") if rule[name]]
+    engine = config.actor_rollout_ref.rollout.name
+    reports = names.ROLLOUTS[engine].reports
+    if users and rule.denominator not in reports:
+        why = f"{ROLLOUT}.name = {engine} reports log-probs under the {reports[0]} distribution only ({', '.join(cut)})"
+        fix = f"Set it to {reports[0]}, or leave out {_CORRECTION}.{' and '.join(users)}"
+        report.problem(f"{_CORRECTION}.denominator", rule.denominator, why, fix, (f"{ROLLOUT}.name",))
+        return
     if drawn and users:
         report.notice(f"{said} {_CORRECTION}.denominator = drawn corrects for it by {' and '.join(users)}.")
         return

@@ -172,6 +172,9 @@ class RolloutEngine:
     """What must be installed for it; "" where nothing has to be."""
     install: str = ""
     """How."""
+    reports: tuple[str, ...] = ("full", "drawn")
+    """Of tokens drawn from a part of the distribution (top_p, top_k, min_p): log-probs under the full one, or under
+    what they were drawn from; values of `rollout_correction.denominator`."""
 
     @property
     def foreign(self) -> bool:
@@ -179,8 +182,8 @@ class RolloutEngine:
         return bool(self.package)
 
 
-def _foreign(name: str, rollout: str, package: str, install: str) -> RolloutEngine:
-    return RolloutEngine(f"verl.workers.rollout.{name}_rollout.{name}_rollout:{rollout}", package, install)
+def _foreign(name: str, rollout: str, package: str, install: str, reports: str) -> RolloutEngine:
+    return RolloutEngine(f"verl.workers.rollout.{name}_rollout.{name}_rollout:{rollout}", package, install, (reports,))
 
 
 def _extra(name: str) -> str:
@@ -190,9 +193,9 @@ def _extra(name: str) -> str:
 ROLLOUTS = {
     "native": RolloutEngine("verl.workers.rollout.native_rollout:NativeRollout"),
     "hf": RolloutEngine("verl.workers.rollout.hf_rollout:HFRollout"),
-    "vllm": _foreign("vllm", "vLLMRollout", "vllm", _extra("vllm")),
-    "sglang": _foreign("sglang", "SGLangRollout", "sglang", _extra("sglang")),
-    "trtllm": _foreign("trtllm", "TRTLLMRollout", "tensorrt_llm", "pip install tensorrt-llm"),
+    "vllm": _foreign("vllm", "vLLMRollout", "vllm", _extra("vllm"), "drawn"),
+    "sglang": _foreign("sglang", "SGLangRollout", "sglang", _extra("sglang"), "full"),
+    "trtllm": _foreign("trtllm", "TRTLLMRollout", "tensorrt_llm", "pip install tensorrt-llm", "drawn"),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from verl.config import ConfigError, GenerationConfig, load_config, names
 
-ROLLOUT = "actor_rollout_ref.rollout"
+ROLLOUT, CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 RUN = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=org/model", "trainer.n_gpus_per_node=2"]
 FOREIGN = [name for name, row in names.ROLLOUTS.items() if row.foreign]
 
@@ -60,6 +60,22 @@ def test_what_an_engine_cannot_do_is_refused_with_its_key(asked, key):
     with pytest.raises(ConfigError) as caught:
         load(*(f"{ROLLOUT}.{each}" for each in asked))
     assert [problem.key for problem in caught.value.problems] == [f"{ROLLOUT}.{key}"]
+
+
+@pytest.mark.parametrize(
+    ("name", "denominator", "works"),
+    [("vllm", "full", False), ("vllm", "drawn", True), ("sglang", "full", True), ("sglang", "drawn", False)],
+)
+@pytest.mark.parametrize("user", ["bypass_mode=True", "rollout_is=token"])
+def test_log_probs_that_an_engine_does_not_report_cannot_correct_for_truncated_sampling(name, denominator, works, user):
+    chosen = [f"{ROLLOUT}.name={name}", f"{CORRECTION}.denominator={denominator}", f"{CORRECTION}.{user}"]
+    load(*chosen)
+    if works:
+        load(*chosen, f"{ROLLOUT}.top_p=0.9")
+        return
+    with pytest.raises(ConfigError, match="distribution only") as caught:
+        load(*chosen, f"{ROLLOUT}.top_p=0.9")
+    assert [problem.key for problem in caught.value.problems] == [f"{CORRECTION}.denominator"]
 
 
 def test_raw_log_probs_are_refused():

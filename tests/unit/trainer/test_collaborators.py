@@ -82,7 +82,7 @@ class Weighing(RayPPOTrainer):
     """Notes what the engine holds while something learns."""
 
     def _update(self, method, batch, role):
-        self.held = policy_worker(self).rollout.held_bytes()["weights"]
+        self.held = policy_worker(self.actor_wg).rollout.held_bytes()["weights"]
         return super()._update(method, batch, role)
 
 

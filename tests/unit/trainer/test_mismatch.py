@@ -181,3 +181,16 @@ def test_an_engine_that_does_not_know_what_it_drew_from_is_compared_by_its_whole
     given.batch["rollout_drawn_log_probs"] = torch.full((1, 2), math.nan)
     metrics = RolloutMismatch(as_config(RolloutCorrectionConfig, {"denominator": "drawn"})).correct(given, given)
     assert metrics["rollout_corr/log_prob_diff"] == pytest.approx(math.log(2) / 2)
+
+
+def test_an_engine_that_knows_only_what_it_drew_from_is_weighed_by_that_and_not_warned_of(caplog):
+    given = columns([2.0, 1.0])
+    given.batch["rollout_drawn_log_probs"] = given.batch["rollout_log_probs"].clone()
+    given.batch["rollout_log_probs"][:] = math.nan
+    config = as_config(RolloutCorrectionConfig, {"denominator": "drawn", "rollout_is": "token"})
+    metrics = RolloutMismatch(config).correct(given, given)
+    assert given.batch["rollout_is_weights"].tolist() == [[2.0, 1.0]]
+    assert metrics["rollout_corr/log_prob_diff"] == pytest.approx(math.log(2) / 2)
+    assert not caplog.records
+    with pytest.raises(ValueError, match="no token that the model sampled has a log-prob"):
+        RolloutMismatch(as_config(RolloutCorrectionConfig, {"rollout_is": "token"})).correct(given, given)

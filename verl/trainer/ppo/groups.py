@@ -58,6 +58,8 @@ class WorkerGroups:
     """Processes that run agents' loops, with `rollout.mode=async`."""
     replicas: Replicas
     """Of a rollout with processes of its own: which of them may get requests."""
+    engine_starts = 0
+    """How often rollout engines were started: another number than last time, and other engines answer."""
 
     def __init__(
         self, config: PPOConfig, workers: Mapping[Role, type], pools: ResourcePoolManager, cls: Any, device: str
@@ -88,6 +90,7 @@ class WorkerGroups:
         self._ranks_per_replica = self._config.actor_rollout_ref.rollout.tensor_model_parallel_size
         self.replicas = Replicas(max(1, self.rollout.world_size // self._ranks_per_replica))
         self.replicas.hear(Event.STARTED)
+        self.engine_starts += 1
 
     @property
     def frees_weights(self) -> bool:
@@ -138,6 +141,7 @@ class WorkerGroups:
         self._load(roles)
         if Role.Rollout in roles:
             self.replicas.hear(Event.STARTED)
+            self.engine_starts += 1
 
     def revive_engines(self) -> None:
         """Start engines anew whose own processes are gone, beside ranks that are not. None has the weights then."""
@@ -145,6 +149,7 @@ class WorkerGroups:
         self.rollout.revive_engine()
         for event in (Event.DIED, Event.RESTART, Event.STARTED):
             self.replicas.hear(event)
+        self.engine_starts += 1
 
     @property
     def devices(self) -> int:

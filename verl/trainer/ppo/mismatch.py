@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 # With bypass_mode the trainer's log-probs of one trajectory in so many are computed, to measure the mismatch.
 _ONE_IN = 16
+# Keys that need the rollout's log-probs.
+_USERS = ("rollout_is", "rollout_rs", "bypass_mode")
 # What the same numbers are called as well.
 _OLD_NAMES = {
     "rollout/log_prob_diff_mean": "rollout_corr/log_prob_diff",
@@ -38,12 +40,18 @@ class RolloutMismatch:
 
         A sequence is a whole trajectory. Nothing where the rollout gave no log-probs and none are needed.
         """
-        if not self._can_compare(columns):
-            return {}
         given, drawn, whole = columns.batch, _drawn(columns), Trajectories.of(columns)
+        full, users = _known(columns, "rollout_log_probs"), [name for name in _USERS if self._config[name]]
+        # Some engines do not know the rest of the distribution.
+        only_drawn = full is None and drawn is not None and (self._config.denominator == "drawn" or not users)
+        if only_drawn:
+            full, drawn = drawn, None
+        if full is None:
+            self._require_unused(users)
+            return {}
         correction = correct_rollout(
             whole.join(given["old_log_probs"]),
-            whole.join(given["rollout_log_probs"]),
+            whole.join(full),
             whole.mask,
             self._config,
             None if drawn is None else whole.join(drawn),
@@ -52,7 +60,8 @@ class RolloutMismatch:
             batch.batch["rollout_is_weights"] = whole.split(correction.weights)
         if self._config.rollout_rs is not None:
             batch.batch["response_mask"] = whole.split(correction.response_mask)
-        self._warn(correction.metrics)
+        if not only_drawn:  # else what sampling cut off is part of the difference
+            self._warn(correction.metrics)
         return correction.metrics | {old: correction.metrics[name] for old, name in _OLD_NAMES.items()}
 
     def old_log_probs(self, batch: DataProto, rows: np.ndarray, computed: torch.Tensor) -> torch.Tensor:
@@ -77,20 +86,16 @@ class RolloutMismatch:
         drawn = _drawn(batch) if self._config.denominator == "drawn" else None
         return batch.batch["rollout_log_probs"] if drawn is None else drawn
 
-    def _can_compare(self, columns: DataProto) -> bool:
-        if _known(columns, "rollout_log_probs") is not None:
-            return True
+    def _require_unused(self, users: Sequence[str]) -> None:
         missing = "no token that the model sampled has a log-prob of the rollout's"
-        for name in ("rollout_is", "rollout_rs", "bypass_mode"):
-            if self._config[name]:
-                raise ValueError(
-                    f"algorithm.rollout_correction.{name} = {self._config[name]}: {missing}. Let the rollout or agent"
-                    " pass on the engine's, or leave the key out."
-                )
+        for name in users:
+            raise ValueError(
+                f"algorithm.rollout_correction.{name} = {self._config[name]}: {missing}. Let the rollout or agent"
+                " pass on the engine's, or leave the key out."
+            )
         if "missing" not in self._said:
             self._said.add("missing")
             logger.warning("rollout and training are not compared: %s. Said once.", missing)
-        return False
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
         # What sampling cuts off was said at start, and is no fault of the engines.

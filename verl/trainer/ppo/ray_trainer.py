@@ -31,6 +31,7 @@ from verl.trainer.ppo.advantage import (
     reward_column,
 )
 from verl.trainer.ppo.agent_metrics import TOOL_SHARE
+from verl.trainer.ppo.engine_probe import EngineProbe
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.groups import WorkerGroups, local_columns
 from verl.trainer.ppo.metric_utils import compute_data_metrics, phase_metrics, reference_metrics, without_nan
@@ -150,7 +151,7 @@ class RayPPOTrainer:
         self.groups = groups = WorkerGroups(
             config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
         )
-        self.weight_sync = WeightSync(groups)
+        self.weight_sync = WeightSync(groups, EngineProbe(config, tokenizer, groups))
         self._again = Revival(
             groups, self.weight_sync, step=lambda: self.global_steps, phase=lambda name: self.status.phase(name)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.trainer.ppo.groups import WorkerGroups
@@ -18,8 +19,9 @@ _BLAME_S = 10.0
 class WeightSync:
     """From the actor's group to the rollout's: inside the processes that they share, else from group to group."""
 
-    def __init__(self, groups: WorkerGroups) -> None:
-        self._groups = groups
+    def __init__(self, groups: WorkerGroups, probe: Callable[[], None] = lambda: None) -> None:
+        """`probe()` is called after every hand-over, and may ask the engines; what it raises is the hand-over's."""
+        self._groups, self._probe = groups, probe
 
     def connect(self) -> None:
         """Let trainers and engines of different processes join one group for weights: both are called at once."""
@@ -36,11 +38,15 @@ class WeightSync:
 
     def hand_over(self, version: int) -> None:
         """Weights that the engines have already are not sent again."""
-        replicas = self._groups.replicas
-        replicas.advance(version)
+        self._groups.replicas.advance(version)
         if self._groups.rollout is self._groups.actor:
             self._groups.actor.update_rollout_weights(version)  # whose workers know what they have
-            return
+        else:
+            self._hand_over_between_groups(version)
+        self._probe()
+
+    def _hand_over_between_groups(self, version: int) -> None:
+        replicas = self._groups.replicas
         if len(replicas.serving()) == len(replicas):
             return
         replicas.hear(Event.UPDATING)

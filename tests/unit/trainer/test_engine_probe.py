@@ -1,0 +1,93 @@
+"""The probe of an engine of other make, with ours in its place: right, and wrong in ways that no fingerprint sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.support.training_harness import make_task, overrides, policy_worker
+from verl.config import load_config
+from verl.single_controller.local import LocalWorkerGroup
+from verl.trainer.main_ppo import TaskRunner
+from verl.trainer.ppo.engine_probe import EngineMismatchError, EngineProbe
+from verl.trainer.ppo.groups import WorkerGroups
+from verl.trainer.ppo.weight_sync import WeightSync
+from verl.utils import hf_tokenizer
+
+ROLLOUT = "actor_rollout_ref.rollout"
+# Training samples from a part of the distribution: the probe must not.
+SAMPLING = (f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.top_p=0.5", f"{ROLLOUT}.n=2", "algorithm=grpo")
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory) -> Iterator[tuple[WorkerGroups, EngineProbe]]:
+    folder = tmp_path_factory.mktemp("probe")
+    config, runner = load_config(None, overrides(make_task(folder), folder, *SAMPLING)), TaskRunner()
+    runner.add_actor_rollout_worker(config)
+    pools = runner.init_resource_pool_mgr(config)
+    groups = WorkerGroups(config, runner.role_worker_mapping, pools, LocalWorkerGroup, "cpu")
+    groups.start()
+    yield groups, EngineProbe(config, hf_tokenizer(config.actor_rollout_ref.model.path), groups, wanted=True)
+    pools.release()
+
+
+def test_an_engine_is_proved_once_and_again_when_it_was_started_anew(groups, monkeypatch):
+    groups, probe = groups
+    asked = []
+    measure = probe.measure
+    monkeypatch.setattr(probe, "measure", lambda: asked.append(measure()) or asked[-1])
+    sync = WeightSync(groups, probe)
+    for version in (0, 1):
+        sync.hand_over(version)
+    assert len(asked) == 1
+    assert 0 < asked[0] < 1e-5, "two ways to compute the same log-probs, to rounding"
+    groups.engine_starts += 1
+    sync.hand_over(2)
+    assert len(asked) == 2
+
+
+def at_another_temperature(rollout, monkeypatch) -> None:
+    submit = rollout.submit
+
+    def wrongly(requests):
+        return submit([replace(each, params=replace(each.params, temperature=1.0)) for each in requests])
+
+    monkeypatch.setattr(rollout, "submit", wrongly)
+
+
+def with_a_weight_that_the_hand_over_missed(rollout, monkeypatch) -> None:
+    finish = rollout.finish_update
+
+    def forgetting(fingerprint):
+        finish(fingerprint)
+        rollout.weights["model.layers.1.mlp.down_proj.weight"].mul_(1.5)
+
+    monkeypatch.setattr(rollout, "finish_update", forgetting)
+
+
+@pytest.mark.parametrize("wrong", [at_another_temperature, with_a_weight_that_the_hand_over_missed])
+def test_an_engine_that_is_not_the_policy_ends_the_run(groups, monkeypatch, wrong):
+    groups, probe = groups
+    groups.engine_starts += 1
+    wrong(policy_worker(groups.actor).rollout, monkeypatch)
+    with pytest.raises(
+        EngineMismatchError, match=r"name = native: .* differ .* by 0\.\d+ .* rounding explains 0.00143"
+    ):
+        WeightSync(groups, probe).hand_over(groups.engine_starts + 10)
+
+
+@pytest.mark.parametrize(
+    ("more", "limit"),
+    [
+        ((), 1e-3 / 0.7),
+        ((f"{ROLLOUT}.dtype=bfloat16",), 0.1 / 0.7),
+        (("actor_rollout_ref.actor.fsdp_config.mixed_precision=bf16", f"{ROLLOUT}.temperature=1"), 0.1),
+        ((f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.temperature=2"), 0.3),
+    ],
+)
+def test_the_coarser_precision_says_what_rounding_explains(tmp_path, more, limit):
+    task = {"train": "a/b", "val": "a/b", "model": "a/b", "reward": "a.py"}
+    config = load_config(None, overrides(task, tmp_path, *SAMPLING, *more), check_files=False)
+    assert EngineProbe(config, None, None).limit == pytest.approx(limit)
