@@ -39,8 +39,8 @@ class Case:
         return self.prompt + sum(length * length for length in self.lengths) / (2 * self.tokens)
 
     def prompts(self, vocab: int, seed: int) -> list[list[int]]:
-        """One for each `n` requests; another seed, others."""
-        draw = random.Random(seed)
+        """One for each `n` requests; other cases and seeds have others, so that no cache knows them."""
+        draw = random.Random(f"{self.what}, {self.tokens} tokens, {seed}")
         return [[draw.randrange(vocab) for _ in range(self.prompt)] for _ in range(len(self.lengths) // self.n)]
 
     def prefill_only(self) -> Case:
@@ -48,7 +48,7 @@ class Case:
 
     def warm_up(self) -> Case:
         """What compiles all kernels and records all graphs that it needs: of ragged lengths those of every size."""
-        return replace(self, lengths=(8,) * len(self.lengths)) if self.is_even else self
+        return replace(self, lengths=(min(40, self.lengths[0]),) * len(self.lengths)) if self.is_even else self
 
 
 def cases_for(device: str, quick: bool) -> list[Case]:

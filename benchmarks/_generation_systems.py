@@ -41,7 +41,7 @@ class Native:
             "max_num_seqs": slots,
             "max_model_len": max_len,
             "max_num_batched_tokens": 8192 if device == "cuda" else 1024,
-            "gpu_memory_utilization": 0.85,
+            "gpu_memory_utilization": 0.7,
             "load_format": "dummy",
             "engine_kwargs": {"native": {"model": self.kind}},
         }

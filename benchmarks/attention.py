@@ -1,4 +1,4 @@
-"""Decode attention over the paged cache, with each way of launching it, beside reading the keys and values once.
+"""Decode attention (rotation and new keys included), each way of launching it, beside reading the KV once.
 
     python benchmarks/attention.py --shape 7b --cases 256x256 512x256 32x2048
 
@@ -31,16 +31,20 @@ def rows_of(shape: str, sequences: int, context: int, bandwidth: float) -> list[
     cache = [torch.randn(2, blocks, _BLOCK, kv, dim, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     tables = torch.randperm(blocks, device="cuda").int().view(sequences, -1)
     lengths = torch.full((sequences,), context, dtype=torch.int32, device="cuda")
-    query = torch.randn(sequences, heads, dim, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(sequences, heads + 2 * kv, dim, device="cuda", dtype=torch.float32)
+    slots = tables[:, -1].long() * _BLOCK + (context - 1) % _BLOCK
+    bias = torch.randn((heads + 2 * kv) * dim, device="cuda", dtype=torch.bfloat16)
+    rotation = paged_attention.Rotation(torch.randn(context, dim, device="cuda"), slots, bias, None)
 
     def run(index: int) -> torch.Tensor:
-        return paged_attention.decode_attention(query, *cache[index], tables, lengths, dim**-0.5)
+        return paged_attention.decode_attention(query, *cache[index], tables, lengths, dim**-0.5, rotation=rotation)
 
-    usual = paged_attention.decode_launch(dim)
+    launch_of, usual = paged_attention.decode_launch, {}
+    paged_attention.decode_launch = lambda *sizes: usual.update(launch_of(*sizes)) or usual
     found, reference = [], run(0)
     for tile, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4)):
         launch = {"TILE": tile, "num_warps": warps, "num_stages": stages}
-        paged_attention.decode_launch = lambda _, launch=launch: launch  # type: ignore[assignment]
+        paged_attention.decode_launch = lambda *_, launch=launch: launch  # type: ignore[assignment]
         row: dict[str, Any] = {"sequences": sequences, "context": context, **launch, "usual": launch == usual}
         try:
             row["us"] = us = seconds_each(run, copies) * 1e6
@@ -49,7 +53,7 @@ def rows_of(shape: str, sequences: int, context: int, bandwidth: float) -> list[
         except Exception as error:  # noqa: BLE001 - what does not fit is a row that says so
             row["why not"] = f"{type(error).__name__}: {str(error)[:60]}"
         found.append(row)
-    paged_attention.decode_launch = lambda _: usual  # type: ignore[assignment]
+    paged_attention.decode_launch = launch_of
     found.sort(key=lambda row: row.get("us", 1e9))
     return [row for number, row in enumerate(found) if number < 6 or row["usual"]]
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch.nn.functional import linear
 
+from verl.inference.kernels import launch
+
 __all__ = ["add_rms_norm", "gated_silu", "linear", "rms_norm", "rotate_and_cache", "write_cache"]
 
 
@@ -15,8 +17,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     size = x.shape[1]
     _add_rms_norm[(x.shape[0],)](
-        x, x, weight, out, size, eps, HAS_RESIDUAL=False, BLOCK=triton.next_power_of_2(size), num_warps=4
-    )
+        x, x, weight, out, size, eps, HAS_RESIDUAL=False, BLOCK=triton.next_power_of_2(size), num_warps=4,
+        **launch.early(x.device),
+    )  # fmt: skip
     return out
 
 
@@ -25,8 +28,9 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     out = torch.empty_like(x)
     size = x.shape[1]
     _add_rms_norm[(x.shape[0],)](
-        x, residual, weight, out, size, eps, HAS_RESIDUAL=True, BLOCK=triton.next_power_of_2(size), num_warps=4
-    )
+        x, residual, weight, out, size, eps, HAS_RESIDUAL=True, BLOCK=triton.next_power_of_2(size), num_warps=4,
+        **launch.early(x.device),
+    )  # fmt: skip
     return out
 
 
@@ -36,7 +40,9 @@ def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
     size = width // 2
     out = gate_up.new_empty(tokens, size)
     block = 1024
-    _gated_silu[(tokens, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, num_warps=4)
+    _gated_silu[(tokens, triton.cdiv(size, block))](
+        gate_up, out, size, BLOCK=block, num_warps=4, **launch.early(out.device)
+    )
     return out
 
 
@@ -61,6 +67,7 @@ def rotate_and_cache(
         qkv, positions, rotary, slots, keys, values, query_norm, key_norm, eps,
         HEADS=heads, KV=kv_heads, DIM=dim, HAS_NORM=norms is not None,
         HEADS_BLOCK=triton.next_power_of_2(heads), KV_BLOCK=triton.next_power_of_2(kv_heads), num_warps=4,
+        **launch.early(qkv.device),
     )  # fmt: skip
 
 
@@ -76,7 +83,11 @@ def write_cache(
 
 
 @triton.jit
-def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    launch.begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -93,7 +104,8 @@ def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESID
 
 
 @triton.jit
-def _gated_silu(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _gated_silu(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    launch.begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -123,8 +135,9 @@ def _rotate(base, head, inside, cos, sin, norm_ptr, eps, HAS_NORM: tl.constexpr,
 def _rotate_and_cache(
     qkv_ptr, positions_ptr, rotary_ptr, slots_ptr, keys_ptr, values_ptr, query_norm_ptr, key_norm_ptr, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, HAS_NORM: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    launch.begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     query = qkv_ptr + token * (HEADS + 2 * KV) * DIM
     position = tl.load(positions_ptr + token)
