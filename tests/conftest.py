@@ -44,6 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "distributed" in item.path.parts or "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.processes)
+        if "engines" in item.path.parts:
+            item.add_marker(pytest.mark.engines)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -62,6 +62,8 @@ class BlockManager:
                 del self._reusable[block]
             references[block] += 1
         sequence.computed = len(table) * self.block_size
+        if not sequence.output.token_ids:
+            sequence.output.cached_tokens = sequence.computed
         sequence.cached_blocks = len(table)
         sequence.cached_content = self._content_of[table[-1]] if table else self._root
         sequence.cached_epoch = self._epoch

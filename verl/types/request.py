@@ -124,6 +124,8 @@ class Output:
     prompt_log_probs: list[float] = field(default_factory=list)
     """Where asked for: of the prompt's tokens from the second on, at temperature 1; likewise the likeliest ones."""
     prompt_top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    cached_tokens: int = 0
+    """Of the prompt, those whose KV was there already."""
 
 
 def check_request(request: Request, max_model_len: int) -> None:

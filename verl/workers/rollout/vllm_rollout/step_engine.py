@@ -11,6 +11,7 @@ import torch
 from verl.inference.sequence import Sequence
 from verl.types.request import Request, TopLogProbs, check_request
 from verl.utils.progress import pulse
+from verl.workers.rollout.log_prob_probe import PROBE_PROMPT, PROBED_TOKENS, require_log_probs_as_drawn
 from verl.workers.rollout.reported_tokens import accept_reported
 from verl.workers.rollout.vllm_rollout.sampling import sampling_arguments
 
@@ -20,21 +21,24 @@ __all__ = ["VllmStepEngine"]
 class VllmStepEngine:
     """vLLM schedules, computes and samples; what a token ends, and which version it is of, is decided here."""
 
-    def __init__(self, engine: Any, device: torch.device, max_length: int, max_top: int) -> None:
+    def __init__(self, engine: Any, device: torch.device) -> None:
         """`engine` is an `LLMEngine` whose core runs in this process."""
-        from vllm import SamplingParams
+        from vllm import SamplingParams, __version__
         from vllm.sampling_params import RequestOutputKind
 
         self.version = 0
-        self.cached_tokens = 0
-        """Tokens of prompts whose KV was found in the prefix cache."""
         self._engine = engine
         self._core = engine.engine_core.engine_core
         self._device = device
-        self._max_length = max_length
-        self._max_top = max_top
+        model_config = engine.vllm_config.model_config
+        self._max_length = model_config.max_model_len
+        self._max_top = model_config.max_logprobs
+        self._vocab = model_config.get_vocab_size()
+        self._vllm_version = __version__
+        self._probed = False
         self._sampling_params = SamplingParams
         self._always = {"output_kind": RequestOutputKind.DELTA, "detokenize": False, "flat_logprobs": True}
+        self._joining: list[Sequence] = []
         self._running: dict[str, Sequence] = {}
         self._epoch = 0
         self._thread: int | None = None
@@ -61,26 +65,62 @@ class VllmStepEngine:
     def add(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             sequence.max_length = min(sequence.max_length, self._max_length)
-            params = self._sampling_params(**sampling_arguments(sequence), **self._always)
-            prompt = {"prompt_token_ids": list(sequence.token_ids), "cache_salt": str(self._epoch)}
-            self._running[sequence.request.id] = sequence
-            self._engine.add_request(sequence.request.id, prompt, params)
+            self._joining.append(sequence)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
-        gone = [sequence.request.id for sequence in sequences if self._running.get(sequence.request.id) is sequence]
-        for name in gone:
-            self._running.pop(name).done = True
-        self._engine.abort_request(gone)
+        gone = set(sequences)
+        for sequence in gone:
+            sequence.done = True
+        self._joining = [sequence for sequence in self._joining if sequence not in gone]
+        names = [name for name, sequence in self._running.items() if sequence in gone]
+        for name in names:
+            del self._running[name]
+        self._engine.abort_request(names)
 
     def step(self) -> list[Sequence]:
         """Launch a step, and take the tokens of this one or of the one before."""
         pulse()
         self._enter_thread()
-        return self._accept(self._engine.step())
+        if not self._probed:
+            self._probed = self._probe()
+        refused = self._join() if self._joining else []
+        return refused + self._accept(self._engine.step())
+
+    def _join(self) -> list[Sequence]:
+        """vLLM gets who has come; returns whom it refuses."""
+        joining, self._joining, refused = self._joining, [], []
+        for sequence in joining:
+            params = self._sampling_params(**sampling_arguments(sequence), **self._always)
+            prompt = {"prompt_token_ids": list(sequence.token_ids), "cache_salt": str(self._epoch)}
+            try:
+                self._engine.add_request(sequence.request.id, prompt, params)
+            except ValueError as error:
+                sequence.done, sequence.error = True, error
+                refused.append(sequence)
+            else:
+                self._running[sequence.request.id] = sequence
+        return refused
+
+    def _probe(self) -> bool:
+        """Raise if vLLM's log-probs are not what is trained with; False if this model's weights cannot tell."""
+
+        def top(temperature: float, top_k: int) -> dict[int, float]:
+            params = self._sampling_params(
+                temperature=temperature, top_k=max(0, top_k), logprobs=PROBED_TOKENS, max_tokens=1, detokenize=False
+            )
+            prompt = {"prompt_token_ids": list(PROBE_PROMPT), "cache_salt": str(self._epoch)}
+            self._engine.add_request("verl-probe", prompt, params)
+            outputs: list[Any] = []
+            while not outputs or self.in_flight:
+                outputs += self._engine.step()
+            (found,) = outputs[0].outputs[0].logprobs
+            return {token: told.logprob for token, told in found.items()}
+
+        return require_log_probs_as_drawn(f"vLLM {self._vllm_version}", top, self._vocab, after_truncation=True)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running) or self.in_flight
+        return bool(self._running or self._joining) or self.in_flight
 
     @property
     def in_flight(self) -> bool:
@@ -107,7 +147,7 @@ class VllmStepEngine:
         self._epoch += 1
 
     def clear(self) -> None:
-        self.remove(list(self._running.values()))
+        self.remove([*self._running.values(), *self._joining])
 
     def _accept(self, outputs: list[Any]) -> list[Sequence]:
         finished, ended_here = [], []
@@ -120,17 +160,19 @@ class VllmStepEngine:
             sampled = [found.logprobs[start] for start in found.start_indices]
             if sequence.params.top_log_probs or sequence.params.prompt_log_probs:
                 self._accept_details(sequence, found, output.prompt_logprobs)
-            if not sequence.output.versions:
-                self.cached_tokens += output.num_cached_tokens or 0
+            if not sequence.output.token_ids:
+                sequence.output.cached_tokens = output.num_cached_tokens or 0
             if accept_reported(sequence, answer.token_ids, sampled, self.version, after_truncation=True):
                 finished.append(sequence)
                 if not output.finished:
                     ended_here.append(output.request_id)
             elif output.finished:
-                raise RuntimeError(
+                sequence.done = True
+                sequence.error = RuntimeError(
                     f"rollout: vLLM ended request {output.request_id!r} ({answer.finish_reason}) after"
                     f" {len(sequence.output.token_ids)} tokens; none of them ends an answer."
                 )
+                finished.append(sequence)
         self._engine.abort_request(ended_here)
         for sequence in finished:
             del self._running[sequence.request.id]

@@ -54,18 +54,15 @@ class vLLMRollout(EmbeddedRollout):
         arguments = engine_arguments(model_path, model_config, config, device, dtype)
         with _random_numbers_undisturbed():
             self._engine = _start(arguments)
-        self._memory = SleepMode(self._engine, arguments["enable_sleep_mode"], discard_weights=False)
+        self._memory = SleepMode(self._engine, arguments["enable_sleep_mode"], config.free_weights)
         skeleton = empty_model(hf_config, "causal_lm", dtype, model_config.trust_remote_code)
-        vllm_config = self._engine.vllm_config
-        self.steps = VllmStepEngine(
-            self._engine, device, vllm_config.model_config.max_model_len, vllm_config.model_config.max_logprobs
-        )
         super().__init__(
             config,
             device,
             dtype,
             loop=AsyncEngine(
-                self.steps, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
+                VllmStepEngine(self._engine, device),
+                partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code),
             ),
             weights=VllmWeights(self._engine, skeleton, dtype, self._memory),
             kv=VllmKV(self._engine, self._memory),

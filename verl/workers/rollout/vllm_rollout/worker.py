@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["WORKER_EXTENSION", "WeightReceiver"]
@@ -34,9 +35,11 @@ class WeightReceiver:
             self.verl_finish_update()
         self._verl_updating = True
         model = self.model_runner.get_model()
+        self._verl_missing = {name for name, _ in model.named_parameters()}
+        if self.device.type == "cpu":
+            _experts_are_packed_again(model)
         with self._verl_loading():
             initialize_layerwise_reload(model)
-        self._verl_missing = {name for name, _ in model.named_parameters()}
 
     def verl_load_weights(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Tensors of any device; they are only read during the call."""
@@ -50,8 +53,11 @@ class WeightReceiver:
         """The names of vLLM's weights that got no value."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        model = self.model_runner.get_model()
         with self._verl_loading():
-            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            if self.device.type == "cpu":
+                _pack_tied_layers(model)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         self._verl_updating = False
@@ -71,3 +77,25 @@ class WeightReceiver:
 
         with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
             yield
+
+
+# On a CPU vLLM computes with packed copies of weights. Two of them its reload leaves as they were (seen in 0.32).
+
+
+def _experts_are_packed_again(model: nn.Module) -> None:
+    """Experts are packed where their kernel is made: without one, the reload makes it again."""
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
+
+
+def _pack_tied_layers(model: nn.Module) -> None:
+    """A layer that has its weight from another one is given nothing, and packs nothing."""
+    owners: dict[int, list[Any]] = {}
+    for layer in model.modules():
+        if isinstance(getattr(layer, "weight", None), nn.Parameter):
+            owners.setdefault(id(layer.weight), []).append(layer)
+    for layers in owners.values():
+        for layer in layers[1:]:
+            layer.quant_method.process_weights_after_loading(layer)

@@ -1,0 +1,134 @@
+"""One suite for every rollout engine that is installed; prints which test passed on which."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.engines import ENGINES, MODELS, EngineRow, installed
+from tests.engines.table import table
+from tests.support.tiny import save_tiny_model
+
+_RESULTS: dict[tuple[str, str], str] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--engine", action="append", help="Only this one of the engines; may be given again.")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "engine_name" in metafunc.fixturenames:
+        names = metafunc.config.getoption("--engine") or installed()
+        metafunc.parametrize("engine_name", names, scope="session")
+
+
+@pytest.fixture(scope="session")
+def row(engine_name: str) -> EngineRow:
+    os.environ.update(ENGINES[engine_name].environment)
+    return ENGINES[engine_name]
+
+
+@pytest.fixture(autouse=True)
+def _what_it_cannot(request: pytest.FixtureRequest) -> None:
+    """`@pytest.mark.needs("…")`: skip on engines that do not do it."""
+    marker = request.node.get_closest_marker("needs")
+    if marker is not None:
+        why = request.getfixturevalue("row").cannot.get(marker.args[0])
+        if why is not None:
+            pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Tiny models on disk, by kind."""
+    folders: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in folders:
+            folders[kind] = save_tiny_model(tmp_path_factory.mktemp(kind), **MODELS[kind])
+        return folders[kind]
+
+    return folder
+
+
+class Started:
+    """The engine that runs now. Another one ends it: some cannot be two in one process."""
+
+    def __init__(self) -> None:
+        self.of: Any = None
+        self.engine: Any = None
+
+    def get(self, of: Any, start: Callable[[], Any]) -> Any:
+        if self.of != of:
+            self.close()
+            self.engine, self.of = start(), of
+        return self.engine
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = self.of = None
+
+
+@pytest.fixture(scope="session")
+def started() -> Iterator[Started]:
+    here = Started()
+    yield here
+    here.close()
+
+
+@pytest.fixture
+def start(
+    engine_name: str, row: EngineRow, model_folder: Callable[[str], Path], started: Started
+) -> Callable[..., Any]:
+    """The engine in this process over a kind of model, with its folder's weights; keywords are configuration keys."""
+    from tests.support.tiny import tiny_model
+    from verl.config import ModelConfig, RolloutConfig, as_config
+    from verl.workers.rollout import get_rollout_class
+
+    def start_engine(kind: str = "plain", **keys: Any) -> Any:
+        path = str(model_folder(kind))
+        usual = {"name": engine_name, "max_new_tokens": 24, "max_model_len": 512, "free_weights": False}
+        asked = {**usual, **row.keys, **keys}
+
+        def build() -> Any:
+            model = as_config(ModelConfig, {"path": path}, "actor_rollout_ref.model")
+            return get_rollout_class(engine_name)(path, model, as_config(RolloutConfig, asked))
+
+        engine = started.get((engine_name, kind, repr(keys)), build)
+        engine.resume()
+        engine.resume_generation()
+        if engine.version:
+            engine.update_weights(tiny_model(**MODELS[kind]).state_dict().items(), version=0)
+        return engine
+
+    return start_engine
+
+
+# ---------------------------------------------------------------- the table
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    if "engine_name" in parameters and (report.when == "call" or report.outcome != "passed"):
+        name = item.nodeid.split("::")[-1].partition("[")[0]
+        key = f"{item.path.stem.removeprefix('test_')}: {name.removeprefix('test_')}", parameters["engine_name"]
+        worse = ["passed", "skipped", "failed"]
+        _RESULTS[key] = max(_RESULTS.get(key, "passed"), report.outcome, key=worse.index)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if _RESULTS:
+        terminalreporter.write_line("")
+        terminalreporter.write_line(table(_RESULTS))
+    if "ENGINE_RESULTS" in os.environ:
+        found = [[*key, outcome] for key, outcome in _RESULTS.items()]
+        Path(os.environ["ENGINE_RESULTS"], f"{os.getpid()}.json").write_text(json.dumps(found))

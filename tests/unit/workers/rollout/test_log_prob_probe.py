@@ -1,0 +1,59 @@
+"""An engine that reports other log-probs than those of what it draws from is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from verl.workers.rollout.log_prob_probe import PROBED_TOKENS, require_log_probs_as_drawn
+
+VOCAB = 300
+LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
+
+
+def reporting(distribution: Callable[[float, int], torch.Tensor]) -> Callable[[float, int], dict[int, float]]:
+    """An engine that tells log-softmax of these."""
+
+    def top(temperature: float, top_k: int) -> dict[int, float]:
+        told = distribution(temperature, top_k).log_softmax(-1)
+        values, tokens = told.topk(PROBED_TOKENS)
+        drawn = int(told.argmin())
+        return {**dict(zip(tokens.tolist(), values.tolist(), strict=True)), drawn: float(told[drawn])}
+
+    return top
+
+
+def cut(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    return logits if top_k < 0 else logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+
+
+processed = reporting(lambda temperature, top_k: cut(LOGITS / temperature, top_k))
+untruncated = reporting(lambda temperature, top_k: LOGITS / temperature)
+raw = reporting(lambda temperature, top_k: LOGITS)
+
+
+def test_what_is_drawn_from_passes_before_and_after_truncation() -> None:
+    assert require_log_probs_as_drawn("e 1", processed, VOCAB, after_truncation=True)
+    assert require_log_probs_as_drawn("e 1", untruncated, VOCAB, after_truncation=False)
+
+
+@pytest.mark.parametrize(
+    ("top", "after_truncation", "cause"),
+    [
+        (raw, True, "apart at temperature 0.5 are reported"),
+        (untruncated, True, r"at top_k 5 the probabilities of the 20 .* add up to 0\.\d+"),
+        (processed, False, "top_k 5 changes them"),
+        (lambda t, k: {token: lp - 1 for token, lp in processed(t, k).items()}, True, "likeliest tokens add up to"),
+    ],
+    ids=["raw", "before truncation", "after truncation", "not normalised"],
+)
+def test_what_is_not_is_refused_by_name(top: Callable, after_truncation: bool, cause: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"^rollout: e 1 does not report .*{cause}"):
+        require_log_probs_as_drawn("e 1", top, VOCAB, after_truncation)
+
+
+@pytest.mark.parametrize("logits", [torch.zeros(VOCAB), torch.full((VOCAB,), torch.nan)], ids=["alike", "broken"])
+def test_weights_that_cannot_tell_are_asked_again_later(logits: torch.Tensor) -> None:
+    assert not require_log_probs_as_drawn("e 1", reporting(lambda temperature, top_k: logits), VOCAB, True)
