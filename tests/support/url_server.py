@@ -54,9 +54,9 @@ class Member(WeightMember):
 
 
 class URLServer:
-    """`stalls_at`: tokens of one answer after which its connection breaks, once each time that it is set."""
+    """`breaks_at`: tokens of an answer after which its connection breaks, once each time that it is set."""
 
-    def __init__(self, config: dict[str, Any], **changes: Any) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         self.info = {
             "model_config": {
                 "dtype": "torch.float32",
@@ -70,8 +70,6 @@ class URLServer:
         }
         self.length = 128
         self.development = True
-        for name, value in changes.items():
-            setattr(self, name, value)
         self.member = Member(config)
         self.weights = "default"
         self.paused = False
@@ -80,6 +78,7 @@ class URLServer:
         self.running = 0
         self.most_at_once = 0
         self.prefixes_dropped = 0
+        self.forgets_temperature = False
         self.port = 0
 
     def start(self) -> URLServer:
@@ -107,7 +106,7 @@ class URLServer:
             body += message["body"]
         body += message.get("body", b"")
         path, query = scope["path"], parse_qs(scope["query_string"].decode())
-        if path == "/v1/completions":
+        if path == "/v1/completions" and json.loads(body).get("stream"):
             await self._stream(json.loads(body), receive, send)
             return
         found = await asyncio.to_thread(self._reply, path, query, json.loads(body) if body else None)
@@ -134,6 +133,9 @@ class URLServer:
             return {"success": True}
         elif path == "/update_weight_version":
             self.weights = body["new_version"]
+        elif path == "/v1/completions":
+            temperature = 1.0 if self.forgets_temperature else body["temperature"]
+            return {"choices": [{"logprobs": {"top_logprobs": [_likeliest(temperature, body["top_k"])]}}]}
         elif path == "/collective_rpc":
             return {"results": [getattr(self.member, body["method"])(*body["args"])]}
         else:
@@ -167,6 +169,12 @@ class URLServer:
         finally:
             self.running -= 1
             gone.cancel()
+
+
+def _likeliest(temperature: float, top_k: int) -> dict[str, float]:
+    """As drawn: of 264 tokens, each less likely than the one before, or of the first `top_k`."""
+    logits = -0.1 * torch.arange(top_k or 264, dtype=torch.float64) / temperature
+    return {f"token_id:{token}": value for token, value in enumerate(logits.log_softmax(0)[:20].tolist())}
 
 
 async def _begin(send: Any, status: int) -> None:

@@ -65,8 +65,12 @@ class TransferGroup:
         backend: str = "gloo",
         device: torch.device | str = "cpu",
         timeout_s: float = _BROADCAST_S,
+        prefix: str | None = None,
     ) -> None:
-        """Each broadcast may take `timeout_s`; a member that dies in one ends it with a TransferLostError."""
+        """Each broadcast may take `timeout_s`; a member that dies in one ends it with a TransferLostError.
+
+        `prefix`: of the keys by which members find each other, where others than ours are among them.
+        """
         joining = timedelta(seconds=_JOIN_S)
         self.rank, self.size = rank, size
         self.device = torch.device("cpu") if backend == "gloo" else torch.device(device)
@@ -76,7 +80,7 @@ class TransferGroup:
             else:
                 store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=joining)
             # The store lives as long as the group.
-            self._store = dist.PrefixStore(f"weights/{backend}", store)
+            self._store = dist.PrefixStore(prefix or f"weights/{backend}", store)
             self._group = _make_group(backend, self._store, rank, size, joining, timedelta(seconds=timeout_s))
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:

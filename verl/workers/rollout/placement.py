@@ -35,6 +35,8 @@ def open_rollout(
     devices of the set.
     """
     device = torch.device(device)
+    if config.server_urls:
+        return _joined(model_path, model_config, config, device)
     row = ROLLOUTS.get(config.name)
     if row is None or not row.foreign or config.in_process:
         if row is not None and row.foreign and config.tensor_model_parallel_size > 1:
@@ -49,6 +51,22 @@ def open_rollout(
         return FollowingRank(config, resolve_dtype(config.dtype, device))
     recipe = Recipe(row.at, model_path, model_config, config, device.type, torch.get_num_threads())
     return ProcessRollout(recipe, _environment(row.at, config, device, devices), device)
+
+
+def _joined(model_path: str, model_config: ModelConfig, config: RolloutConfig, device: torch.device) -> BaseRollout:
+    """The server of this rank's replica, by URL; the first of the ranks that share it speaks to it."""
+    from verl.workers.rollout.url_rollout import URLRollout
+
+    size, urls = config.tensor_model_parallel_size, config.server_urls
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, size)
+    if len(urls) * size != ranks:
+        raise ValueError(
+            f"server_urls: {len(urls)} servers for {ranks} ranks, of which tensor_model_parallel_size={size} share one."
+            f" Name {ranks // size}, or let {ranks // len(urls)} ranks share each."
+        )
+    if rank % size:
+        return FollowingRank(config, resolve_dtype(config.dtype, device))
+    return URLRollout(model_path, model_config, config, device, urls[rank // size])
 
 
 def _devices_of_set(size: int, device: torch.device) -> list[str] | None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from tests.support.url_server import URLServer, answer
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
 from verl.types.weights import WeightMismatchError
+from verl.workers.rollout.placement import open_rollout
 from verl.workers.rollout.url_rollout import URLRollout, streams
 from verl.workers.rollout.url_rollout.server import ServerError
+from verl.workers.rollout.url_rollout.sglang_dialect import SGLangDialect
 
 PROMPTS = [[10 + i, 20, 30 + i] for i in range(12)]
 
@@ -159,6 +162,39 @@ def test_a_server_that_cannot_serve_is_refused_with_the_command_that_starts_it_r
     assert server.url in text
     assert trouble in text
     assert remedy.replace("/model", str(model_path)) in text
+
+
+def test_log_probs_that_are_not_of_what_is_drawn_are_found_at_the_first_request(server, join):
+    rollout = join(server)
+    server.forgets_temperature = True
+    with pytest.raises(RuntimeError, match=f"vLLM 0.0 at {server.url} does not report the log-probs of what it draws"):
+        rollout.submit(requests(1))
+    server.forgets_temperature = False
+    assert rollout.submit(requests(1))[0].result(30).token_ids == answer(PROMPTS[0], 40)
+
+
+def test_every_replica_has_a_server_of_its_own(server, model_path):
+    model = as_config(ModelConfig, {"path": str(model_path)}, "actor_rollout_ref.model")
+    urls = {"name": "vllm", "max_model_len": 128, "dtype": "float32", "server_urls": [server.url]}
+    with open_rollout(str(model_path), model, as_config(RolloutConfig, urls), "cpu") as rollout:
+        rollout.update_weights(tiny_model().state_dict().items())
+        assert rollout.submit(requests(1))[0].result(30).token_ids == answer(PROMPTS[0], 40)
+    two = as_config(RolloutConfig, urls | {"server_urls": [server.url] * 2})
+    with pytest.raises(ValueError, match="2 servers for 1 ranks"):
+        open_rollout(str(model_path), model, two, "cpu")
+
+
+def test_what_sglang_streams_is_read_whether_it_repeats_itself_or_not():
+    def event(tokens: list[int], count: int, ended: dict[str, str] | None = None) -> dict[str, Any]:
+        log_probs = [[-token / 100, token, None] for token in tokens]
+        said = {"completion_tokens": count, "output_token_logprobs": log_probs, "finish_reason": ended}
+        return {"output_ids": tokens, "meta_info": said}
+
+    sglang = SGLangDialect.__new__(SGLangDialect)
+    for second in ([7, 8, 9], [8, 9]):
+        assert sglang.event(event([7], 1), 0) == ([7], [-0.07], None)
+        assert sglang.event(event(second, 3, {"type": "length"}), 1) == ([8, 9], [-0.08, -0.09], "length")
+    assert sglang.event(event([], 3, {"type": "abort"}), 3) == ([], [], "abort")
 
 
 def test_nobody_there_or_another_engine_is_said_at_start(server, join):

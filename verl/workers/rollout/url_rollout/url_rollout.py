@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -11,8 +13,10 @@ from verl.config import ModelConfig, RolloutConfig
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.models.loading import end_tokens, read_model_config
 from verl.models.loading import empty_model
+from verl.types.request import Output, Request
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
+from verl.workers.rollout.log_prob_probe import require_log_probs_as_drawn
 from verl.workers.rollout.served import ServedStepEngine
 from verl.workers.rollout.url_rollout.join import join
 from verl.workers.rollout.url_rollout.streams import StreamedServer
@@ -36,24 +40,37 @@ class URLRollout(EmbeddedRollout):
     ) -> None:
         """`device` is the trainer's: where the weights come from."""
         hf_config = read_model_config(model_path, model_config)
-        joined = join(url, model_path, config, hf_config, torch.empty(0, device=device).device)
-        logger.info("rollout: joined %s at %s, %s", joined.engine, url, joined.dtype)
-        self._steps = ServedStepEngine(
-            partial(StreamedServer, joined.dialect), config.max_model_len, joined.after_truncation
-        )
-        skeleton = empty_model(hf_config, "causal_lm", joined.dtype, model_config.trust_remote_code)
+        ends = end_tokens(model_path, hf_config, model_config).ids
+        joined = join(url, model_path, config, hf_config, ends, torch.empty(0, device=device).device)
+        server = self._server = joined.dialect
+        logger.info("rollout: joined %s at %s, %s", server.engine, url, server.dtype)
+        self._steps = ServedStepEngine(partial(StreamedServer, server), config.max_model_len, server.after_truncation)
+        skeleton = empty_model(hf_config, "causal_lm", server.dtype, model_config.trust_remote_code)
+        text = hf_config.get_text_config(decoder=True)
+        self._vocab, self._proven = int(text.vocab_size), False
         super().__init__(
             config,
             torch.device("cpu"),  # nothing of it is on a device here
-            joined.dtype,
+            server.dtype,
             loop=AsyncEngine(
                 self._steps, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
             ),
-            weights=ServerWeights(joined.line, skeleton, joined.dtype),
+            weights=ServerWeights(joined.line, skeleton, server.dtype),
             kv=None,
-            eos_token_ids=end_tokens(model_path, hf_config, model_config).ids,
-            pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
+            eos_token_ids=ends,
+            pad_token_id=text.pad_token_id,
         )
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
+        self._require_ready()
+        if not self._proven:
+            self._proven = require_log_probs_as_drawn(
+                f"{self._server.engine} at {self._server.server.url}",
+                self._server.top,
+                self._vocab,
+                self._server.after_truncation,
+            )
+        return super().submit(requests)
 
     def close(self) -> None:
         super().close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,6 +12,7 @@ import torch
 from verl.config import RolloutConfig
 from verl.inference.sequence import Sequence
 from verl.utils.device import resolve_dtype
+from verl.workers.rollout.log_prob_probe import PROBE_PROMPT, PROBED_TOKENS
 from verl.workers.rollout.url_rollout.server import Server, ServerError
 from verl.workers.rollout.url_rollout.streams import Event
 from verl.workers.rollout.url_rollout.vllm_worker import SERVER_EXTENSION
@@ -27,17 +29,18 @@ class VllmDialect:
     """Token ids in and out by the completions API; the rest by the development endpoints."""
 
     path = "/v1/completions"
+    after_truncation = True
 
     def __init__(self, server: Server, model_path: str, config: RolloutConfig, hf_config: Any) -> None:
         """Raises ServerError, with the command line that starts it right, where it cannot serve a training."""
         self.server = server
         self._command = _command(server, model_path, config)
+        self.engine = f"vLLM {server.get('/version')['version']}"
         self._name, length = self._model()
         found = self._configuration()
         self.model = found["model_config"]
         self.dtype: torch.dtype = getattr(torch, self.model["dtype"].removeprefix("torch."))
         self.device = torch.device(found["device_config"]["device"])
-        self.sleeps = bool(self.model["enable_sleep_mode"])
         self.open_at_once = 2 * int(found["scheduler_config"]["max_num_seqs"])
         self._require(
             self.model["logprobs_mode"] == _LOG_PROBS,
@@ -99,7 +102,21 @@ class VllmDialect:
         if not self.server.post("/reset_prefix_cache")["success"]:
             raise ServerError(f"{self.server.url} does not drop its prefix cache: somebody else's requests run there.")
 
-    # ---------------------------------------------------------------- weights and memory
+    def top(self, temperature: float, top_k: int) -> Mapping[int, float]:
+        """Log-probs of the likeliest tokens after `PROBE_PROMPT`."""
+        body = {
+            "model": self._name,
+            "prompt": list(PROBE_PROMPT),
+            "max_tokens": 1,
+            "temperature": temperature,
+            "top_k": max(0, top_k),
+            "logprobs": PROBED_TOKENS,
+            "return_tokens_as_token_ids": True,
+        }
+        (found,) = self.server.post(self.path, body)["choices"][0]["logprobs"]["top_logprobs"]
+        return {int(token.removeprefix("token_id:")): log_prob for token, log_prob in found.items()}
+
+    # ---------------------------------------------------------------- weights
 
     def weights_name(self) -> str | None:
         return str(self.server.get("/weight_info")["weight_version"])
@@ -112,12 +129,6 @@ class VllmDialect:
         """What each worker of the server answers."""
         body = {"method": method, "args": list(args), "timeout": timeout_s}
         return self.server.post("/collective_rpc", body, timeout_s=timeout_s)["results"]
-
-    def sleep(self, level: int, mode: str) -> None:
-        self.server.post("/sleep", level=level, mode=mode)
-
-    def wake_up(self, tags: list[str]) -> None:
-        self.server.post("/wake_up", tags=tags)
 
     # ---------------------------------------------------------------- what it must be
 
