@@ -1,6 +1,6 @@
-"""Decode attention (rotation and new keys included), each way of launching it, beside reading the KV once.
+"""Decode attention over the paged cache, with each way of launching it, beside reading the keys and values once.
 
-    python benchmarks/attention.py --shape 7b --cases 256x256 512x256 32x2048
+    python benchmarks/attention.py --shape 7b --cases 256x272 512x272 32x2048
 
 A case is sequences x context. GPU only.
 """
@@ -31,13 +31,10 @@ def rows_of(shape: str, sequences: int, context: int, bandwidth: float) -> list[
     cache = [torch.randn(2, blocks, _BLOCK, kv, dim, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     tables = torch.randperm(blocks, device="cuda").int().view(sequences, -1)
     lengths = torch.full((sequences,), context, dtype=torch.int32, device="cuda")
-    query = torch.randn(sequences, heads + 2 * kv, dim, device="cuda", dtype=torch.float32)
-    slots = tables[:, -1].long() * _BLOCK + (context - 1) % _BLOCK
-    bias = torch.randn((heads + 2 * kv) * dim, device="cuda", dtype=torch.bfloat16)
-    rotation = paged_attention.Rotation(torch.randn(context, dim, device="cuda"), slots, bias, None)
+    query = torch.randn(sequences, heads, dim, device="cuda", dtype=torch.bfloat16)
 
     def run(index: int) -> torch.Tensor:
-        return paged_attention.decode_attention(query, *cache[index], tables, lengths, dim**-0.5, rotation=rotation)
+        return paged_attention.decode_attention(query, *cache[index], tables, lengths, dim**-0.5)
 
     launch_of, usual = paged_attention.decode_launch, {}
     paged_attention.decode_launch = lambda *sizes: usual.update(launch_of(*sizes)) or usual
@@ -61,7 +58,7 @@ def rows_of(shape: str, sequences: int, context: int, bandwidth: float) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-7b")
-    parser.add_argument("--cases", nargs="+", default=["256x256", "512x256", "256x2048", "32x2048", "8x4096"])
+    parser.add_argument("--cases", nargs="+", default=["256x272", "512x272", "256x2048", "32x2048", "8x4096"])
     parser.add_argument("--json", help="append the result to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -83,45 +83,6 @@ def test_decode_attention_is_attention(heads, kv, dim, window, softcap, dtype, p
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("biased", "normed"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize(("heads", "kv", "dim"), HEADS[:3])
-@pytest.mark.parametrize("programs", [1, 512])
-def test_decode_from_the_product_is_bias_norm_rotation_cache_and_attention(
-    heads, kv, dim, biased, normed, dtype, programs, monkeypatch
-):
-    """What `rotate_and_cache` and attention over the filled cache give; of a biased product in float32."""
-    from verl.inference.kernels import paged_attention
-    from verl.inference.kernels.pointwise import rotate_and_cache
-
-    monkeypatch.setattr(paged_attention, "_WANTED_PROGRAMS", programs)
-    torch.manual_seed(0)
-    cache, other = Cache(kv, dim, dtype), Cache(kv, dim, dtype)
-    other.keys.copy_(cache.keys)
-    other.values.copy_(cache.values)
-    qkv = torch.randn(len(LENGTHS), (heads + 2 * kv) * dim, device=CUDA)
-    bias = torch.randn((heads + 2 * kv) * dim, device=CUDA).to(dtype) if biased else None
-    weights = torch.rand(2, dim, device=CUDA).to(dtype) + 0.5
-    norms = (weights[0], weights[1], 1e-6) if normed else None
-    positions = cache.lengths.long() - 1
-    angles = torch.arange(256, device=CUDA).unsqueeze(1) / 10000 ** (torch.arange(0, dim, 2, device=CUDA) / dim)
-    table = torch.cat([angles.cos(), angles.sin()], dim=-1)
-    slots = cache.tables.gather(1, (positions // PAGE).unsqueeze(1)).squeeze(1).long() * PAGE + positions % PAGE
-    whole = (qkv.clone() if bias is None else qkv + bias).to(dtype)
-    rotate_and_cache(whole, positions, table, slots, other.keys, other.values, norms)
-    expected = paged_attention.decode_attention(
-        whole.view(len(LENGTHS), -1, dim)[:, :heads], other.keys, other.values, cache.tables, cache.lengths, dim**-0.5
-    )
-    found = paged_attention.decode_attention(
-        (qkv if biased else qkv.to(dtype)).view(len(LENGTHS), -1, dim),
-        cache.keys, cache.values, cache.tables, cache.lengths, dim**-0.5,
-        rotation=paged_attention.Rotation(table, slots, bias, norms),
-    )  # fmt: skip
-    assert_near(found, expected.float())
-    assert_near(cache.keys, other.keys.float())
-    assert torch.equal(cache.values, other.values)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("window", "softcap"), KINDS)
 @pytest.mark.parametrize(("heads", "kv", "dim"), HEADS)
 def test_varlen_attention_is_attention_for_any_mix_of_pieces(heads, kv, dim, window, softcap, dtype):

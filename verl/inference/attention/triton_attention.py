@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 
 from verl.inference.attention.base import AttentionStep
-from verl.inference.kernels.paged_attention import Rotation, decode_attention, varlen_attention
+from verl.inference.kernels.paged_attention import decode_attention, varlen_attention
 from verl.inference.kernels.pointwise import write_cache
 
 __all__ = ["TritonAttention"]
 
 
 class TritonAttention:
-    """An AttentionBackend. `attend` alone serves models that have written the cache themselves, and `decode` those that
-    leave the rotation to it as well."""
+    """An AttentionBackend; `attend` alone serves models that have written the cache themselves."""
 
     def __call__(
         self,
@@ -56,11 +55,3 @@ class TritonAttention:
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def decode(
-        self, layer: int, qkv: torch.Tensor, step: AttentionStep, scale: float, rotation: Rotation
-    ) -> torch.Tensor:
-        """A step without prefills: `qkv` [T, heads + 2 kv, head_dim] before its rotation → [T, heads, head_dim]."""
-        return decode_attention(
-            qkv, *step.kv_cache[layer], step.decode_tables, step.decode_lengths, scale, rotation=rotation
-        )

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from verl.inference.kernels import launch
-
-__all__ = ["Rotation", "decode_attention", "varlen_attention"]
+__all__ = ["decode_attention", "varlen_attention"]
 
 _LOG2_E = 1.4426950408889634
 # Programs that fill a large GPU a few times over; fewer sequences are split along their keys to reach it.
@@ -18,19 +14,6 @@ _WANTED_PROGRAMS = 512
 _MAX_SPLITS = 16
 # Rows of one varlen tile: a few query tokens times the heads that share their keys.
 _TILE_ROWS = 64
-
-
-class Rotation(NamedTuple):
-    """What is done to a product with the weights of query, key and value before attention."""
-
-    table: torch.Tensor
-    """[length, dim] float32: cos (first half of a row) and sin of each position."""
-    slots: torch.Tensor
-    """[rows] int64: where in the cache each row's key and value go."""
-    bias: torch.Tensor | None
-    """[(heads + 2 kv) * dim]: added first."""
-    norms: tuple[torch.Tensor, torch.Tensor, float] | None
-    """Weights [dim] of queries' and keys' norms, and eps (Qwen3)."""
 
 
 def decode_attention(
@@ -42,49 +25,38 @@ def decode_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    rotation: Rotation | None = None,
 ) -> torch.Tensor:
     """`query` [rows, heads, dim] against `keys`, `values` [blocks, block, kv, dim] → [rows, heads, dim].
 
     Rows of `query` may lie at any stride. `tables` [rows, columns] int32 lists each row's blocks, `lengths` [rows]
     int32 its tokens in the cache. How many programs share a row depends on shapes alone: a CUDA graph may hold this.
-
-    With a `rotation`, `query` is [rows, heads + 2 kv, dim], queries, key and value of the last token as they come from
-    the product, float32 or the cache's dtype; the key and the value are in the cache after it, not before.
     """
     rows, heads, dim = query.shape
     kv_heads = keys.shape[2]
-    heads -= 2 * kv_heads if rotation else 0
     group = heads // kv_heads
-    table, slots, bias, norms = rotation or Rotation(query, query, None, None)
-    query_norm, key_norm, eps = norms or (query, query, 0.0)
     longest = tables.shape[1] * keys.shape[1]
     splits = max(1, min(_MAX_SPLITS, _WANTED_PROGRAMS // (rows * kv_heads), triton.cdiv(longest, 128)))
     # A power of two: every number is a kernel of its own, compiled in the middle of a run.
     splits = 1 << (splits.bit_length() - 1)
-    out = keys.new_empty(rows, heads, dim)
+    out = query.new_empty(rows, heads, dim)
     partial = query.new_empty((rows, heads, splits, dim) if splits > 1 else (1,), dtype=torch.float32)
     weights = query.new_empty((rows, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32)
     _decode[(rows, kv_heads, splits)](
         query, keys, values, tables, lengths, out, partial, weights,
-        table, slots, query if bias is None else bias, query_norm, key_norm, eps,
         scale * _LOG2_E, query.stride(0), tables.stride(0), window or 0, softcap or 0.0,
         HEADS=heads, KV=kv_heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), DIM=dim,
         DIM_BLOCK=triton.next_power_of_2(dim), PAGE=keys.shape[1], SPLITS=splits,
-        HAS_WINDOW=window is not None, HAS_CAP=softcap is not None, ROTATED=rotation is not None,
-        HAS_BIAS=bias is not None, HAS_NORM=norms is not None, **decode_launch(dim, splits),
-        **launch.early(query.device),
+        HAS_WINDOW=window is not None, HAS_CAP=softcap is not None, **decode_launch(dim, splits),
     )  # fmt: skip
     if splits > 1:
         _join_splits[(rows * heads,)](
-            partial, weights, out, SPLITS=splits, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), num_warps=2,
-            **launch.early(query.device),
-        )  # fmt: skip
+            partial, weights, out, SPLITS=splits, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), num_warps=2
+        )
     return out
 
 
 def decode_launch(dim: int, splits: int) -> dict[str, int]:
-    """Keys of a tile, warps of a program, and tiles that are loaded ahead: the fastest on an H200."""
+    """Keys of a tile, warps of a program, and tiles that are held: the fastest on an H200 (benchmarks/attention.py)."""
     if dim > 64 and splits == 1:
         return {"TILE": 32, "num_warps": 2, "num_stages": 2}
     return {"TILE": 64, "num_warps": 2, "num_stages": 3}
@@ -118,15 +90,15 @@ def varlen_attention(
         scale * _LOG2_E, query.stride(0), tables.stride(0), window or 0, softcap or 0.0, sequences,
         HEADS=heads, KV=kv_heads, GROUP=group, GROUP_BLOCK=group_block, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim),
         PAGE=keys.shape[1], ROWS=rows, TILE=64, HAS_WINDOW=window is not None, HAS_CAP=softcap is not None,
-        num_warps=4, num_stages=2, **launch.early(query.device),
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _scores(products, scale, softcap, HAS_CAP: tl.constexpr):
-    """Products of queries and keys, scaled, in units of log2."""
-    scores = products * scale
+def _scores(query, key, scale, softcap, HAS_CAP: tl.constexpr):
+    """Scaled products in units of log2."""
+    scores = tl.dot(query, key, input_precision="ieee") * scale
     if HAS_CAP:
         capped = softcap * 1.4426950408889634
         # tanh by exponentials: exact enough and free of a library call.
@@ -135,74 +107,31 @@ def _scores(products, scale, softcap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def _turned(
-    base, bias_ptr, norm_ptr, eps, at, inside, column, table, kind: tl.constexpr,
-    DIM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
-):  # fmt: skip
-    """Heads that begin at `at` [n], with bias, normalised and rotated by the angles at `table`; rounded to `kind`."""
-    half: tl.constexpr = DIM // 2
-    first = column < half
-    partner = tl.where(first, column + half, column - half)
-    here, there = at[:, None] + column[None, :], at[:, None] + partner[None, :]
-    x = tl.load(base + here, inside, 0.0).to(tl.float32)
-    other = tl.load(base + there, inside, 0.0).to(tl.float32)
-    if HAS_BIAS:
-        x += tl.load(bias_ptr + here, inside, 0.0).to(tl.float32)
-        other += tl.load(bias_ptr + there, inside, 0.0).to(tl.float32)
-    x, other = x.to(kind).to(tl.float32), other.to(kind).to(tl.float32)
-    in_head = column < DIM
-    if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        x = (x * scale).to(kind).to(tl.float32) * tl.load(norm_ptr + column, in_head, 0.0).to(tl.float32)[None, :]
-        other = (other * scale).to(kind).to(tl.float32)
-        other *= tl.load(norm_ptr + partner, in_head, 0.0).to(tl.float32)[None, :]
-    angle = tl.where(first, column, partner)
-    cos = tl.load(table + angle, in_head, 0.0)
-    sin = tl.load(table + half + angle, in_head, 0.0)
-    return (x * cos[None, :] + other * tl.where(first, -sin, sin)[None, :]).to(kind)
-
-
-@triton.jit
 def _decode(
     query_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, out_ptr, partial_ptr, weights_ptr,
-    rotary_ptr, slots_ptr, bias_ptr, query_norm_ptr, key_norm_ptr, eps,
     scale, query_stride, table_stride, window, softcap,
     HEADS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
-    ROTATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    launch.begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(lengths_ptr + row)
-    # What is read from the cache; the token of a rotated row is not there yet.
-    cached = length - 1 if ROTATED else length
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(0, length - window) // TILE
-    tiles = tl.cdiv(cached, TILE) - first
+    tiles = tl.cdiv(length, TILE) - first
     per_split = tl.cdiv(tiles, SPLITS)
     begin = (first + split * per_split) * TILE
-    end = tl.minimum(cached, begin + per_split * TILE)
+    end = tl.minimum(length, begin + per_split * TILE)
 
     member = tl.arange(0, GROUP_BLOCK)
     column = tl.arange(0, DIM_BLOCK)
     in_head = column < DIM
-    head_at = (kv * GROUP + member) * DIM
-    here = head_at[:, None] + column[None, :]
+    here = (kv * GROUP + member)[:, None] * DIM + column[None, :]
     member_inside = (member < GROUP)[:, None] & in_head[None, :]
-    kind: tl.constexpr = keys_ptr.dtype.element_ty
-    query_ptr += row * query_stride
-    rotary_ptr += (length - 1) * DIM
-    if ROTATED:
-        query = _turned(
-            query_ptr, bias_ptr, query_norm_ptr, eps, head_at, member_inside, column, rotary_ptr, kind,
-            DIM, HAS_BIAS, HAS_NORM,
-        )  # fmt: skip
-    else:
-        query = tl.load(query_ptr + here, member_inside, 0.0)
+    query = tl.load(query_ptr + row * query_stride + here, member_inside, 0.0)
     best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     gathered = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
@@ -215,7 +144,7 @@ def _decode(
         entry = (block * PAGE + position % PAGE) * KV * DIM + kv * DIM
         key = tl.load(keys_ptr + entry[None, :] + column[:, None], inside[None, :] & in_head[:, None], 0.0)
         value = tl.load(values_ptr + entry[:, None] + column[None, :], inside[:, None] & in_head[None, :], 0.0)
-        scores = _scores(tl.dot(query, key, input_precision="ieee"), scale, softcap, HAS_CAP)
+        scores = _scores(query, key, scale, softcap, HAS_CAP)
         scores = tl.where(inside[None, :], scores, float("-inf"))
         highest = tl.maximum(best, tl.max(scores, 1))
         # While no key has been visible the reference is 0, and everything stays 0.
@@ -224,29 +153,6 @@ def _decode(
         shrink = tl.exp2(best - reference)
         total = total * shrink + tl.sum(weight, 1)
         gathered = gathered * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-        best = highest
-    # The last of a row's programs has the new token, which every query sees.
-    if ROTATED and split == SPLITS - 1:
-        key_at = (HEADS + kv + tl.zeros([1], tl.int32)) * DIM
-        new_key = _turned(
-            query_ptr, bias_ptr, key_norm_ptr, eps, key_at, in_head[None, :], column, rotary_ptr, kind,
-            DIM, HAS_BIAS, HAS_NORM,
-        )  # fmt: skip
-        value_at = (HEADS + KV + kv) * DIM + column[None, :]
-        new_value = tl.load(query_ptr + value_at, in_head[None, :], 0.0).to(tl.float32)
-        if HAS_BIAS:
-            new_value += tl.load(bias_ptr + value_at, in_head[None, :], 0.0).to(tl.float32)
-        new_value = new_value.to(kind)
-        slot = tl.load(slots_ptr + row) * KV * DIM + kv * DIM + column[None, :]
-        tl.store(keys_ptr + slot, new_key, in_head[None, :])
-        tl.store(values_ptr + slot, new_value, in_head[None, :])
-        product = tl.sum(query.to(tl.float32) * new_key.to(tl.float32), 1)
-        score = _scores(product, scale, softcap, HAS_CAP)
-        highest = tl.maximum(best, score)
-        weight = tl.exp2(score - highest)
-        shrink = tl.exp2(best - highest)
-        total = total * shrink + weight
-        gathered = gathered * shrink[:, None] + weight[:, None] * new_value.to(tl.float32)
         best = highest
     if SPLITS == 1:
         out = gathered / total[:, None]
@@ -260,11 +166,7 @@ def _decode(
 
 
 @triton.jit
-def _join_splits(
-    partial_ptr, weights_ptr, out_ptr,
-    SPLITS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    launch.begin(EARLY)
+def _join_splits(partial_ptr, weights_ptr, out_ptr, SPLITS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, DIM_BLOCK)
     in_head = column < DIM
@@ -305,9 +207,8 @@ def _varlen(
     scale, query_stride, table_stride, window, softcap, sequences,
     HEADS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, EARLY: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    launch.begin(EARLY)
     # The last tiles have the most keys to look at (those of decoded sequences, ends of prompts): they begin first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv = tl.program_id(1)
@@ -348,7 +249,7 @@ def _varlen(
         entry = (block * PAGE + position % PAGE) * KV * DIM + kv * DIM
         key = tl.load(keys_ptr + entry[None, :] + column[:, None], inside[None, :] & in_head[:, None], 0.0)
         value = tl.load(values_ptr + entry[:, None] + column[None, :], inside[:, None] & in_head[None, :], 0.0)
-        scores = _scores(tl.dot(query, key, input_precision="ieee"), scale, softcap, HAS_CAP)
+        scores = _scores(query, key, scale, softcap, HAS_CAP)
         visible = inside[None, :] & (position[None, :] <= query_position[:, None])
         if HAS_WINDOW:
             visible &= position[None, :] > query_position[:, None] - window

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch.nn.functional import linear
 
-from verl.inference.kernels import launch
-
 __all__ = ["add_rms_norm", "gated_silu", "linear", "rms_norm", "rotate_and_cache", "write_cache"]
 
 
@@ -17,9 +15,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     size = x.shape[1]
     _add_rms_norm[(x.shape[0],)](
-        x, x, weight, out, size, eps, HAS_RESIDUAL=False, BLOCK=triton.next_power_of_2(size), num_warps=4,
-        **launch.early(x.device),
-    )  # fmt: skip
+        x, x, weight, out, size, eps, HAS_RESIDUAL=False, BLOCK=triton.next_power_of_2(size), num_warps=4
+    )
     return out
 
 
@@ -28,9 +25,8 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     out = torch.empty_like(x)
     size = x.shape[1]
     _add_rms_norm[(x.shape[0],)](
-        x, residual, weight, out, size, eps, HAS_RESIDUAL=True, BLOCK=triton.next_power_of_2(size), num_warps=4,
-        **launch.early(x.device),
-    )  # fmt: skip
+        x, residual, weight, out, size, eps, HAS_RESIDUAL=True, BLOCK=triton.next_power_of_2(size), num_warps=4
+    )
     return out
 
 
@@ -40,9 +36,7 @@ def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
     size = width // 2
     out = gate_up.new_empty(tokens, size)
     block = 1024
-    _gated_silu[(tokens, triton.cdiv(size, block))](
-        gate_up, out, size, BLOCK=block, num_warps=4, **launch.early(out.device)
-    )
+    _gated_silu[(tokens, triton.cdiv(size, block))](gate_up, out, size, BLOCK=block, num_warps=4)
     return out
 
 
@@ -67,7 +61,6 @@ def rotate_and_cache(
         qkv, positions, rotary, slots, keys, values, query_norm, key_norm, eps,
         HEADS=heads, KV=kv_heads, DIM=dim, HAS_NORM=norms is not None,
         HEADS_BLOCK=triton.next_power_of_2(heads), KV_BLOCK=triton.next_power_of_2(kv_heads), num_warps=4,
-        **launch.early(qkv.device),
     )  # fmt: skip
 
 
@@ -83,11 +76,7 @@ def write_cache(
 
 
 @triton.jit
-def _add_rms_norm(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    launch.begin(EARLY)
+def _add_rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -104,8 +93,7 @@ def _add_rms_norm(
 
 
 @triton.jit
-def _gated_silu(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    launch.begin(EARLY)
+def _gated_silu(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -135,9 +123,8 @@ def _rotate(base, head, inside, cos, sin, norm_ptr, eps, HAS_NORM: tl.constexpr,
 def _rotate_and_cache(
     qkv_ptr, positions_ptr, rotary_ptr, slots_ptr, keys_ptr, values_ptr, query_norm_ptr, key_norm_ptr, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, HAS_NORM: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    launch.begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     query = qkv_ptr + token * (HEADS + 2 * KV) * DIM
     position = tl.load(positions_ptr + token)

@@ -105,7 +105,7 @@ class FusedModel:
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         following = [layer.input_norm for layer in self._layers[1:]] + [self._norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
-            attended = self._attend(index, x, positions, step)
+            attended = self._attend(index, linear(x, layer.qkv, layer.qkv_bias), positions, step)
             x = self._parallel.sum_(linear(attended, layer.out, layer.out_bias))
             x = ops.add_rms_norm(x, residual, layer.post_norm, eps)
             x = self._parallel.sum_(linear(ops.gated_silu(linear(x, layer.gate_up)), layer.down))
@@ -127,13 +127,10 @@ class FusedModel:
         found = embedding(local.masked_fill(absent, 0), self._embedding)
         return self._parallel.sum_(found.masked_fill_(absent.unsqueeze(1), 0.0))
 
-    def _attend(self, index: int, x: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """`x` [T, hidden], normed → [T, heads * dim]; the new keys and values are in the cache after it."""
-        scale, layer = self.head_dim**-0.5, self._layers[index]
-        if self._ops is not torch_ops and not step.num_prefill_tokens:
-            return self._decode(layer, x, index, step, scale).flatten(1)
-        norms = layer.head_norms
-        qkv = self._ops.linear(x, layer.qkv, layer.qkv_bias)
+    def _attend(self, index: int, qkv: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        """`qkv` [T, (heads + 2 kv) * dim] → [T, heads * dim]; the new keys and values are in the cache after it."""
+        scale = self.head_dim**-0.5
+        norms = self._layers[index].head_norms
         heads = qkv.view(len(qkv), -1, self.head_dim)
         if self._ops is not torch_ops:
             self._ops.rotate_and_cache(qkv, positions, self._rotary, step.slots, *step.kv_cache[index], norms)
@@ -148,17 +145,6 @@ class FusedModel:
         turned = torch_ops.rotated(turned, *self._angles(positions, step))
         query, key = turned.split([self.num_heads, self.num_kv_heads], dim=1)
         return step.backend(index, query, key, value, step, scale).flatten(1)
-
-    def _decode(self, layer: _Layer, x: torch.Tensor, index: int, step: AttentionStep, scale: float) -> torch.Tensor:
-        """`_attend` of a step without prefills on CUDA: attention itself adds biases, rotates and fills the cache."""
-        from verl.inference.kernels.paged_attention import Rotation
-
-        # With a bias to add, cuBLAS takes slower kernels. float32 is what the bias would have been added to.
-        biased = layer.qkv_bias is not None
-        qkv = wide_product(x, layer.qkv.t()) if biased else self._ops.linear(x, layer.qkv)
-        decode: Any = step.backend
-        rotation = Rotation(self._rotary, step.slots, layer.qkv_bias, layer.head_norms)
-        return decode.decode(index, qkv.view(len(qkv), -1, self.head_dim), step, scale, rotation)
 
     def _angles(self, positions: torch.Tensor, step: AttentionStep) -> tuple[torch.Tensor, torch.Tensor]:
         if "angles" not in step.scratch:
