@@ -96,6 +96,11 @@ class Floors:
         """Weights and KV read once."""
         return (self.weight_bytes + sequences * context * self.kv_bytes) / self.bandwidth * 1e3
 
+    def least_ms(self, sequences: int, context: float) -> float:
+        """Weights read or multiplied, whichever takes longer, and the KV read."""
+        weights = self.read_ms(sequences, 0)
+        return max(weights, self.multiply_ms(sequences)) + self.read_ms(sequences, context) - weights
+
     def multiply_ms(self, sequences: int) -> float:
         """The products with the weights at the rate of a large one."""
         return 2 * self.multiplied * sequences / self.rate * 1e3

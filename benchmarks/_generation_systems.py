@@ -92,8 +92,10 @@ class Generic(Native):
 class Vllm:
     """vLLM in this process: no detokenising, prefix cache on, graphs whole for decoding and piecewise for the rest."""
 
+    in_process = True
+
     def __init__(self, folder: str, config: Any, device: str, slots: int, max_len: int) -> None:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self.in_process else "1"
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if device == "cpu":
@@ -132,6 +134,12 @@ class Vllm:
 
     def close(self) -> None:
         del self._llm
+
+
+class VllmProcess(Vllm):
+    """The same, with its engine in a process of its own."""
+
+    in_process = False
 
 
 class Sglang:
@@ -210,6 +218,7 @@ SYSTEMS: dict[str, type[System]] = {
     "native": Native,
     "generic": Generic,
     "vllm": Vllm,
+    "vllm-process": VllmProcess,
     "sglang": Sglang,
     "hf": HuggingFace,
 }

@@ -4,8 +4,9 @@
 
 tokens/s = generated tokens / (first submit → last finish), prefill included. Weights are random (throughput does not
 need trained ones) and lengths are forced. Each engine runs in a process of its own, so that its memory is given back,
-and takes all workloads with one set of settings. "read" is the floor of a decode step: weights and KV read once at the
-bandwidth measured here by a large copy; "multiply" what its products take at the rate of a large one.
+and takes all workloads with one set of settings. "read" is the bandwidth floor of a decode step: weights and KV read
+once at the speed of a large copy, measured here. "least" also knows that weights are multiplied, at best at the rate of
+a large product: the longer of reading and multiplying them, and reading the KV.
 
 Without arguments: on a GPU Qwen2.5-0.5B's shape in bf16, on a CPU SmolLM2-135M's in fp32.
 """
@@ -27,6 +28,7 @@ from _report import report
 from _shapes import SHAPES, shape_config, synchronise
 
 Row = dict[str, Any]
+_OF_A_STEP = ("ms/step", "read ms", "x read", "least ms", "x least")
 
 
 def measure(system: str, shape: str, device: str, quick: bool, repeats: int) -> Iterator[Row]:
@@ -65,9 +67,9 @@ def _row(engine: Any, system: str, case: Case, floors: Floors, slots: int, repea
             "prefill s": prefill,
             "ms/step": (seconds - prefill) / (case.lengths[0] - 1) * 1e3,
             "read ms": floors.read_ms(count, case.mean_context),
-            "multiply ms": floors.multiply_ms(count),
+            "least ms": floors.least_ms(count, case.mean_context),
         }
-        row["x floor"] = row["ms/step"] / row["read ms"]
+        row |= {"x read": row["ms/step"] / row["read ms"], "x least": row["ms/step"] / row["least ms"]}
     return row
 
 
@@ -99,15 +101,22 @@ def _hand_over(engine: Any, floors: Floors, device: str) -> Row:
     }  # fmt: skip
 
 
-def compared(rows: list[Row]) -> list[Row]:
-    """Beside each row of another system, how many times its tokens per second native makes of the same."""
-    ours = {row["case"]: row["tokens/s"] for row in rows if row["system"] == "native" and "tokens/s" in row}
-    return [
-        row | {"native / it": ours[row["case"]] / row["tokens/s"]}
-        if row["system"] != "native" and row["case"] in ours and "tokens/s" in row
-        else row
-        for row in rows
-    ]
+def side_by_side(rows: list[Row]) -> list[Row]:
+    """One row per workload: everybody's tokens per second, how many times each other's native makes, native's step."""
+    by_case: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if "tokens/s" in row:
+            by_case.setdefault(row["case"], {})[row["system"]] = row
+    table = []
+    for case, found in by_case.items():
+        line: Row = {"case": case} | {f"{system} tokens/s": row["tokens/s"] for system, row in found.items()}
+        ours = found.get("native")
+        if ours is not None:
+            others = {system: row for system, row in found.items() if system != "native"}
+            line |= {f"native / {system}": ours["tokens/s"] / row["tokens/s"] for system, row in others.items()}
+            line |= {f"native {key}": ours[key] for key in _OF_A_STEP if key in ours}
+        table.append(line)
+    return table
 
 
 def in_a_process(system: str, shape: str, args: argparse.Namespace) -> list[Row]:
@@ -143,7 +152,8 @@ def main() -> None:
         return
     for shape in shapes:
         rows = [row for system in args.systems for row in in_a_process(system, shape, args)]
-        report(f"generation, {shape} shape", compared(rows), args.json)
+        report(f"generation, {shape} shape", rows, args.json)
+        report(f"generation, {shape} shape, side by side", side_by_side(rows), args.json)
 
 
 if __name__ == "__main__":
