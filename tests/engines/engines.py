@@ -44,13 +44,16 @@ TINY = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "plain": TINY,
     "tied": {**TINY, "tie_word_embeddings": True},
+    "wide": {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128},
     "experts": {
-        **TINY,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
         "family": "qwen3_moe",
         "head_dim": 32,
         "num_experts": 4,
         "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
+        "moe_intermediate_size": 64,
         "decoder_sparse_step": 1,
     },
 }

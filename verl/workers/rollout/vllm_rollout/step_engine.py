@@ -190,10 +190,14 @@ class VllmStepEngine:
                 output.prompt_top_log_probs.append(_likeliest(prompt, position, count))
 
     def _enter_thread(self) -> None:
-        """A thread that launches kernels has to name its device."""
-        if self._device.type == "cuda" and self._thread != threading.get_ident():
+        """What a thread has for itself: the device that it launches on, or how many threads help it."""
+        if self._thread == threading.get_ident():
+            return
+        self._thread = threading.get_ident()
+        if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            self._thread = threading.get_ident()
+        else:  # vLLM plans with torch's number and computes with the thread's own: they have to be the same
+            torch.set_num_threads(torch.get_num_threads())
 
 
 def _likeliest(found: Any, position: int, count: int) -> TopLogProbs:

@@ -64,7 +64,7 @@ class vLLMRollout(EmbeddedRollout):
                 VllmStepEngine(self._engine, device),
                 partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code),
             ),
-            weights=VllmWeights(self._engine, skeleton, dtype, self._memory),
+            weights=VllmWeights(self._engine, skeleton, dtype, device, self._memory),
             kv=VllmKV(self._engine, self._memory),
             eos_token_ids=end_tokens(model_path, hf_config, model_config).ids,
             pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,

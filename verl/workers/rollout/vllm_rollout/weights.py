@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl.types.weights import Bucket, Manifest, Wanted, WeightMismatchError
+from verl.types.weights import Bucket, Manifest, TensorSlice, Wanted, WeightMismatchError
+from verl.workers.rollout.bucket_layout import bucket_layout, end_of
 from verl.workers.rollout.checkpoint_names import checkpoint_tensors
+from verl.workers.rollout.process.shared_buffer import SharedBuffer
 from verl.workers.rollout.received_weights import ReceivedWeights
 
 __all__ = ["SleepMode", "VllmKV", "VllmWeights"]
@@ -18,8 +20,11 @@ __all__ = ["SleepMode", "VllmKV", "VllmWeights"]
 class VllmWeights:
     """Hands buckets to vLLM's workers under the names of a checkpoint, after their fingerprints were taken."""
 
-    def __init__(self, engine: Any, skeleton: nn.Module, dtype: torch.dtype, memory: SleepMode) -> None:
-        self._engine, self._skeleton, self._memory = engine, skeleton, memory
+    def __init__(
+        self, engine: Any, skeleton: nn.Module, dtype: torch.dtype, device: torch.device, memory: SleepMode
+    ) -> None:
+        self._engine, self._skeleton, self._device, self._memory = engine, skeleton, device, memory
+        self._one_process = engine.vllm_config.parallel_config.world_size == 1
         self._received = ReceivedWeights(skeleton, dtype)
         self._bytes = sum(engine.collective_rpc("verl_weight_bytes"))
         self._quantized = engine.vllm_config.model_config.quantization is not None
@@ -38,7 +43,16 @@ class VllmWeights:
     def load(self, tensors: Bucket) -> None:
         self._received.add(tensors)
         named = checkpoint_tensors(tensors, self._skeleton)
-        self._engine.collective_rpc("verl_load_weights", args=(named,))
+        if self._one_process:
+            self._engine.collective_rpc("verl_load_weights", args=(named,))
+            return
+        # vLLM's ranks are processes of their own: they read the bytes where these lie.
+        bucket: dict[str | TensorSlice, torch.Tensor] = {name: tensor.contiguous() for name, tensor in named}
+        shared = SharedBuffer(end_of(bucket_layout(bucket)), self._device)
+        try:
+            self._engine.collective_rpc("verl_load_shared", args=(shared.put(bucket),))
+        finally:
+            shared.close()
 
     def verify(self, expected: Mapping[str, int]) -> None:
         self._received.verify(expected)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from verl.workers.rollout.process.shared_buffer import BucketHandle, BufferReader
+
 __all__ = ["WORKER_EXTENSION", "WeightReceiver"]
 
 WORKER_EXTENSION = f"{__name__}.WeightReceiver"
@@ -48,6 +50,14 @@ class WeightReceiver:
         with self._verl_loading():
             loaded = self.model_runner.get_model().load_weights(own)
         self._verl_missing -= set(loaded or ())
+
+    def verl_load_shared(self, bucket: BucketHandle) -> None:
+        """The same of a bucket in memory that the engine's processes share."""
+        reader = BufferReader()
+        self.verl_load_weights([(str(name), tensor) for name, tensor in reader.bucket(bucket).items()])
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # the next bucket overwrites it
+        reader.close()
 
     def verl_finish_update(self) -> list[str]:
         """The names of vLLM's weights that got no value."""
