@@ -53,3 +53,18 @@ def test_a_tensor_parallel_engine_takes_only_its_part_and_it_is_exact(found):
         assert seen["bytes"] < 0.75 * whole
     # What every rank has a copy of is checked on every rank.
     assert ["'model.norm.weight' differs" in rank["tensor parallel"]["changed"] for rank in ranks] == [False, True]
+
+
+@pytest.mark.parametrize("found", ["plain"], indirect=True)
+def test_a_sets_engine_gets_all_from_the_first_rank_and_the_others_want_nothing(found):
+    kind, ranks = found
+    first, second = (rank["hosted"] for rank in ranks)
+    weights = tiny_model(**SIZES[kind])
+    assert (first["kind"], second["kind"]) == ("ProcessRollout", "FollowingRank")
+    assert (first["version"], second["bytes"]) == (2, 0)
+    assert first["bytes"] == sum(tensor.nbytes for tensor in weights.state_dict().values())
+    # The rank whose engine had died says so; the other one's part of the hand-over ended, too.
+    assert ["was killed by SIGKILL" in error for error in first["errors"]] == [True]
+    assert second["errors"] == []
+    greedy = weights.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)
+    assert first["answer"] == greedy[0, 3:].tolist()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.fragile_ranks import FragileWorker, arm
+from tests.support.fragile_ranks import FragileWorker, HostedWorker, arm
 from tests.support.training_harness import make_task, overrides, run_training
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -33,8 +33,10 @@ class Fragile(RayPPOTrainer):
 
     deaths: ClassVar[dict[int, tuple[str, ...]]] = {}
 
+    worker: ClassVar[type] = FragileWorker
+
     def __init__(self, config: Any, tokenizer: Any, workers: dict[Role, type], *args: Any, **kwargs: Any) -> None:
-        workers = {role: cls if role is Role.Actor else FragileWorker for role, cls in workers.items()}
+        workers = {role: cls if role is Role.Actor else self.worker for role, cls in workers.items()}
         super().__init__(config, tokenizer, workers, *args, **kwargs)
 
     def _train_step(self, batch: Any) -> dict[str, float]:
@@ -58,6 +60,10 @@ class Fragile(RayPPOTrainer):
 
 class Disturbed(Fragile):
     deaths: ClassVar = {1: ("generate",), 2: ("receive", "idle")}
+
+
+class DisturbedEngines(Disturbed):
+    worker: ClassVar = HostedWorker
 
 
 class DisturbedMore(Fragile):
@@ -93,6 +99,17 @@ def test_a_rollout_rank_killed_in_generation_hand_over_and_idle_changes_no_bit(t
     assert "step 1: rollout rank" in said[0]
     assert "was lost in generate_sequences" in said[0]
     assert "was lost in receive_weights" in said[1]
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_beside_its_rank_changes_no_bit(task, tmp_path, ray_cluster, caplog):
+    _, expected = run(task, tmp_path / "undisturbed", Fragile)
+    disturbed, found = run(task, tmp_path / "disturbed", DisturbedEngines)
+    assert_same(found, expected)
+    assert [row["training/generation_restarts"] for row in disturbed] == [1, 3]
+    said = [record.message for record in caplog.records if "Its engine is started anew" in record.message]
+    assert "step 1: rollout rank" in said[0]
+    assert len(said) == 3
 
 
 @pytest.mark.slow

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verl.config.names import ROLLOUTS
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
@@ -55,8 +57,21 @@ class FragileWorker(ActorRolloutRefWorker):
             _file(self.config.model.path, where).unlink()
         except FileNotFoundError:
             return
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(self.pid(), signal.SIGKILL)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def pid(self) -> int:
         return os.getpid()
+
+
+class HostedWorker(FragileWorker):
+    """Its engine is native in a process of its own, which dies in the rank's place."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        ROLLOUTS["native"] = replace(ROLLOUTS["native"], package="torch")
+        super().init_model()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def pid(self) -> int:
+        return self.rollout.pid

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,14 @@ import torch
 from tests.support.engine_cases import make_engine, whole_weights
 from tests.support.tensor_parallel_ranks import make_rollout
 from tests.support.tiny import tiny_model
+from verl.config import ModelConfig, RolloutConfig, as_config
+from verl.config.names import ROLLOUTS
+from verl.types.request import Request, SamplingParams
 from verl.types.weights import TensorSlice, WeightMismatchError
 from verl.utils.weight_fingerprint import fingerprints
+from verl.workers.rollout.base import EngineDiedError
+from verl.workers.rollout.native_rollout import NativeRollout
+from verl.workers.rollout.placement import open_rollout
 from verl.workers.sharding_manager import InProcessTransfer
 
 # Rows that divide over a tensor-parallel engine's ranks, and rows that do not.
@@ -49,6 +58,7 @@ def run_rank(rank: int, ranks: int, folder: str, kind: str) -> None:
     }
     if kind == "plain":
         found["tensor parallel"] = handed_over(engine, whole, f"{folder}/model", rank, ranks)
+        found["hosted"] = handed_to_a_process(engine, f"{folder}/model", rank, ranks)
     torch.save(found, Path(folder) / f"handover-{rank}.pt")
 
 
@@ -94,5 +104,37 @@ def handed_over(engine: Any, whole: dict[str, torch.Tensor], path: str, rank: in
     ]
     found = {"version": rollout.version, "same": all(same), "compared": len(same), "bytes": stats.bytes}
     found["changed"] = refused_change(rollout, whole, "model.norm.weight", rank)
+    rollout.close()
+    return found
+
+
+class WholeEngine(NativeRollout):
+    """In a process of its own it stands for an engine of several ranks, which takes whole tensors only."""
+
+    def __init__(self, model_path: str, model_config: ModelConfig, config: RolloutConfig, device: Any) -> None:
+        super().__init__(model_path, model_config, replace(config, tensor_model_parallel_size=1), device)
+
+    def wanted(self) -> None:
+        return None
+
+
+def handed_to_a_process(engine: Any, path: str, rank: int, ranks: int) -> dict[str, Any]:
+    """To an engine that the first rank has started for all of them; the second time that one has died."""
+    ROLLOUTS["native"] = replace(ROLLOUTS["native"], at=f"{__name__}:WholeEngine", package="torch")
+    config = as_config(RolloutConfig, {"load_format": "dummy", "tensor_model_parallel_size": ranks})
+    rollout = open_rollout(path, as_config(ModelConfig, {"path": path}), config, "cpu")
+    transfer, errors = InProcessTransfer(engine, rollout, bucket_bytes=LIMIT), []
+    if rank == 0:
+        os.kill(rollout.pid, signal.SIGKILL)
+    for version in (1, 2):
+        try:
+            stats = transfer.sync(version)
+        except EngineDiedError as error:
+            errors.append(str(error))
+        rollout.revive()
+    found = {"kind": type(rollout).__name__, "errors": errors, "bytes": stats.bytes, "version": rollout.version}
+    if rank == 0:
+        asked = [Request("a", [5, 6, 7], SamplingParams(max_new_tokens=8, temperature=0))]
+        found["answer"] = rollout.submit(asked)[0].result(60).token_ids
     rollout.close()
     return found

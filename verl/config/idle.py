@@ -41,10 +41,7 @@ NO_EFFECT: Mapping[str, str] = {
     f"{ROLLOUT}.prometheus.*": "no replica serves what it counts yet",
     "*rollout.cudagraph_capture_sizes": "no engine takes it yet",
     "*rollout.quantization": "no engine takes it yet",
-    "*rollout.server_urls": "no engine takes it yet",
-    "*rollout.in_process": "no engine takes it yet",
     "*rollout.expert_parallel_size": "no engine takes it yet",
-    f"{ROLLOUT}.checkpoint_engine.*": "no engine takes it yet",
 }
 _LOAD_FORMATS = ("auto", "dummy")
 _REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"

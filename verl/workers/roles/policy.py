@@ -245,7 +245,7 @@ class ActorRolloutRefWorker(SavingWorker):
             if self.rank == 0:
                 group = TransferGroup(self._transfer_host, 0, 1 + receivers, backend, self.device)
             dtype = resolve_dtype(self.config.rollout.dtype, self.device)
-            self._sender = BroadcastSender(group, dtype)
+            self._sender = BroadcastSender(group, dtype, self._bucket_bytes)
         else:
             group = TransferGroup(address, 1 + self.rank, 1 + receivers, backend, self.device)
             self._receiver = BroadcastReceiver(group)
@@ -296,10 +296,14 @@ class ActorRolloutRefWorker(SavingWorker):
         with keys_under("actor_rollout_ref.rollout", RolloutConfig):
             self.rollout = open_rollout(self.model_path, self.config.model, self.config.rollout, self.device)
         if "actor" in self.parts:
-            self._transfer = InProcessTransfer(self.engine, self.rollout)
+            self._transfer = InProcessTransfer(self.engine, self.rollout, self._bucket_bytes)
         # The ranks of a tensor-parallel engine get the same rows; the first of them answers.
         ranks = self.config.rollout.tensor_model_parallel_size
         self.register_mesh_place("rollout", self.rank // ranks, collect=self.rank % ranks == 0)
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return self.config.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
 
     @property
     def _actor_is_reference(self) -> bool:

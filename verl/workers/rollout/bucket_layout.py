@@ -10,10 +10,8 @@ import torch
 
 from verl.types.weights import Bucket, Manifest, TensorSlice
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "BucketPiece", "WholeTensors", "bucket_layout", "dtype_name", "end_of"]
+__all__ = ["BucketPiece", "WholeTensors", "bucket_layout", "dtype_name", "end_of"]
 
-# Large enough that a bucket's fixed costs vanish, small enough beside a model shard.
-DEFAULT_BUCKET_BYTES = 512 * 1024**2
 # Tensors of any dtype may start at multiples of this many bytes.
 _ALIGNMENT = 16
 

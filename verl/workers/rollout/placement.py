@@ -46,9 +46,10 @@ def open_rollout(
             )
         make: Any = get_rollout_class(config.name)
         return make(model_path, model_config, config, device)
-    devices = _devices_of_set(config.tensor_model_parallel_size, device)
-    if devices is None:
+    size, rank, places = config.tensor_model_parallel_size, *_places(device, config.tensor_model_parallel_size)
+    if rank % size:
         return FollowingRank(config, resolve_dtype(config.dtype, device))
+    devices = _devices_of_set(places[rank : rank + size], size)
     recipe = Recipe(row.at, model_path, model_config, config, device.type, torch.get_num_threads())
     return ProcessRollout(recipe, _environment(row.at, config, device, devices), device)
 
@@ -69,33 +70,30 @@ def _joined(model_path: str, model_config: ModelConfig, config: RolloutConfig, d
     return URLRollout(model_path, model_config, config, device, urls[rank // size])
 
 
-def _devices_of_set(size: int, device: torch.device) -> list[str] | None:
-    """Names of the devices of this rank's set, its own first; None for ranks that are not the first of theirs."""
-    mine = (socket.gethostname(), _device_name(device))
-    everyone = [mine]
-    rank = 0
-    if dist.is_initialized():
-        rank, everyone = dist.get_rank(), [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    elif device.type == "cuda":
-        everyone = [(mine[0], name) for name in _visible_devices()[device.index or 0 :]]
-    else:
-        everyone = [mine] * size
-    if rank % size:
-        return None
-    places = everyone[rank : rank + size]
+_Place = tuple[str, str]
+"""(host, what it calls the device)."""
+
+
+def _places(device: torch.device, size: int) -> tuple[int, list[_Place]]:
+    """This rank, and where each of all is. A process that is alone has the devices from its own on. A collective."""
+    host = socket.gethostname()
+    devices = _visible_devices()[device.index or 0 :] if device.type == "cuda" else [""] * size
+    if not dist.is_initialized():
+        return 0, [(host, name) for name in devices]
+    places = [(host, devices[0])] * dist.get_world_size()
+    dist.all_gather_object(places, (host, devices[0]))
+    return dist.get_rank(), places
+
+
+def _devices_of_set(places: list[_Place], size: int) -> list[str]:
     hosts = dict.fromkeys(host for host, _ in places)
     if len(places) < size or len(hosts) > 1:
-        where = f"{len(places)} device(s)" if len(places) < size else " and ".join(hosts)
+        where = f"there are {len(places)}" if len(places) < size else f"they are on {' and '.join(hosts)}"
         raise ValueError(
-            f"tensor_model_parallel_size: an engine of {size} ranks runs on one machine; here its ranks have {where}."
+            f"tensor_model_parallel_size: an engine of {size} ranks runs on one machine, and here {where}."
             " Lower it, or choose n_gpus_per_node as a multiple of it."
         )
     return [name for _, name in places]
-
-
-def _device_name(device: torch.device) -> str:
-    return _visible_devices()[device.index or 0] if device.type == "cuda" else ""
 
 
 def _visible_devices() -> list[str]:

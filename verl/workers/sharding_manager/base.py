@@ -12,7 +12,19 @@ import torch.distributed as dist
 from verl.types.weights import Bucket, Manifest, TensorSlice, Wanted
 from verl.utils.weight_fingerprint import Place, fingerprints
 
-__all__ = ["SentWeights", "SyncStats", "UntilError", "WeightSource", "all_rows", "wanted_by_rank"]
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "SentWeights",
+    "SyncStats",
+    "UntilError",
+    "WeightSource",
+    "all_rows",
+    "wanted_by_rank",
+]
+
+
+# Large enough that a bucket's fixed costs vanish, small enough beside a model shard.
+DEFAULT_BUCKET_BYTES = 512 * 1024**2
 
 
 class WeightSource(Protocol):

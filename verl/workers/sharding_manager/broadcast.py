@@ -17,15 +17,15 @@ import torch.distributed as dist
 from verl.types.weights import Bucket, Manifest, TensorSlice, TensorSpec, Wanted, WeightMismatchError
 from verl.utils.transfer_group import TransferGroup, TransferLostError
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.bucket_layout import (
+from verl.workers.rollout.bucket_layout import BucketPiece, WholeTensors, bucket_layout, dtype_name, end_of
+from verl.workers.sharding_manager.base import (
     DEFAULT_BUCKET_BYTES,
-    BucketPiece,
-    WholeTensors,
-    bucket_layout,
-    dtype_name,
-    end_of,
+    SentWeights,
+    SyncStats,
+    UntilError,
+    WeightSource,
+    all_rows,
 )
-from verl.workers.sharding_manager.base import SentWeights, SyncStats, UntilError, WeightSource, all_rows
 
 __all__ = ["BroadcastReceiver", "BroadcastSender"]
 

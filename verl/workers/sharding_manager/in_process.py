@@ -7,8 +7,15 @@ import time
 import torch.distributed as dist
 
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.bucket_layout import DEFAULT_BUCKET_BYTES, WholeTensors
-from verl.workers.sharding_manager.base import SentWeights, SyncStats, UntilError, WeightSource, wanted_by_rank
+from verl.workers.rollout.bucket_layout import WholeTensors
+from verl.workers.sharding_manager.base import (
+    DEFAULT_BUCKET_BYTES,
+    SentWeights,
+    SyncStats,
+    UntilError,
+    WeightSource,
+    wanted_by_rank,
+)
 
 __all__ = ["InProcessTransfer"]
 

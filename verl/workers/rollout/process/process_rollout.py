@@ -14,7 +14,7 @@ from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, TensorSpec, Wanted
 from verl.workers.rollout.base import RELEASE_TAGS, BaseRollout
-from verl.workers.rollout.bucket_layout import DEFAULT_BUCKET_BYTES, bucket_layout, end_of
+from verl.workers.rollout.bucket_layout import bucket_layout, end_of
 from verl.workers.rollout.process.engine_process import EngineProcess
 from verl.workers.rollout.process.messages import Recipe
 from verl.workers.rollout.process.shared_buffer import SharedBuffer
@@ -75,13 +75,16 @@ class ProcessRollout(BaseRollout):
         self._loading = None
         specs = {name: TensorSpec(tuple(spec.shape), spec.dtype) for name, spec in (manifest or {}).items()}
         self._engine.ask("begin_update", version, None if manifest is None else specs)
-        self._pending_version, self._expected = version, _bucket_size(specs, self.weight_dtype)
+        limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
+        self._pending_version, self._expected = version, _bucket_size(specs, self.weight_dtype, limit)
 
     def wanted(self) -> Wanted | None:
         return self._wanted
 
     def load_bucket(self, tensors: Bucket) -> None:
         """Returns when they are in the shared memory; the engine takes them while the next ones are made."""
+        if not tensors:
+            return
         self._wait_for_loading()
         size, room = end_of(bucket_layout(tensors)), self._buffers[-1].handle.size if self._buffers else 0
         if size > room:
@@ -133,7 +136,7 @@ class ProcessRollout(BaseRollout):
             self._buffers.pop().close()
 
 
-def _bucket_size(manifest: Manifest, dtype: torch.dtype) -> int:
-    """What the largest bucket of these weights takes: one tensor, or as many as are sent together."""
+def _bucket_size(manifest: Manifest, dtype: torch.dtype, limit: int) -> int:
+    """What the largest bucket of these weights takes: one tensor, or as many as fit into `limit`."""
     sizes = [math.prod(spec.shape) * max(dtype.itemsize, spec.dtype.itemsize) for spec in manifest.values()]
-    return max([min(sum(sizes), DEFAULT_BUCKET_BYTES), *sizes]) + 16 * len(sizes)
+    return max([min(sum(sizes), limit), *sizes]) + 16 * len(sizes)
