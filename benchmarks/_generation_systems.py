@@ -5,6 +5,7 @@ Each is set as its documentation recommends for throughput. Weights are random: 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from typing import Any, Protocol
@@ -150,6 +151,8 @@ class Sglang:
 
         self._vocab = config.vocab_size
         keys: dict[str, Any] = {"cuda_graph_max_bs": min(slots, 1024), "mem_fraction_static": 0.8}
+        if importlib.util.find_spec("sgl_kernel.flash_ops") is None:  # what its own choice stands on
+            keys["attention_backend"] = "triton"
         if device == "cpu":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
             keys = {
