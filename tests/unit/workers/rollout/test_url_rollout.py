@@ -14,7 +14,7 @@ from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
 from verl.types.weights import WeightMismatchError
 from verl.workers.rollout.placement import open_rollout
-from verl.workers.rollout.url_rollout import URLRollout, streams
+from verl.workers.rollout.url_rollout import URLRollout, http_source
 from verl.workers.rollout.url_rollout.server import ServerError
 from verl.workers.rollout.url_rollout.sglang_dialect import SGLangDialect
 
@@ -97,7 +97,7 @@ def test_a_server_that_was_started_anew_has_other_weights_and_answers_nobody(ser
 
 
 def test_a_server_that_stays_away_fails_everybody_with_its_url(server, join, monkeypatch):
-    monkeypatch.setattr(streams, "_BACK_WITHIN_S", 0.2)
+    monkeypatch.setattr(http_source, "_BACK_WITHIN_S", 0.2)
     rollout = join(server)
     futures = rollout.submit(requests(4, tokens=100))
     time.sleep(0.05)

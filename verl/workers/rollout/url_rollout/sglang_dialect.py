@@ -14,8 +14,8 @@ from verl.inference.sequence import Sequence
 from verl.utils.device import resolve_dtype
 from verl.workers.rollout.log_prob_probe import PROBE_PROMPT, PROBED_TOKENS
 from verl.workers.rollout.sglang_rollout.sampling import sampling_arguments
+from verl.workers.rollout.streamed_server import Event
 from verl.workers.rollout.url_rollout.server import Server, ServerError
-from verl.workers.rollout.url_rollout.streams import Event
 
 __all__ = ["SGLangDialect"]
 

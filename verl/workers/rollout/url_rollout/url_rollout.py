@@ -17,9 +17,9 @@ from verl.types.request import Output, Request
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 from verl.workers.rollout.log_prob_probe import require_log_probs_as_drawn
-from verl.workers.rollout.served import ServedStepEngine
+from verl.workers.rollout.streamed_server import RestartingSteps, StreamedServer
+from verl.workers.rollout.url_rollout.http_source import HTTPSource
 from verl.workers.rollout.url_rollout.join import join
-from verl.workers.rollout.url_rollout.streams import StreamedServer
 from verl.workers.rollout.url_rollout.weights import ServerWeights
 
 __all__ = ["URLRollout"]
@@ -44,7 +44,9 @@ class URLRollout(EmbeddedRollout):
         joined = join(url, model_path, config, hf_config, ends, torch.empty(0, device=device).device)
         server = self._server = joined.dialect
         logger.info("rollout: joined %s at %s, %s", server.engine, url, server.dtype)
-        self._steps = ServedStepEngine(partial(StreamedServer, server), config.max_model_len, server.after_truncation)
+        self._steps = RestartingSteps(
+            partial(StreamedServer, HTTPSource(server)), config.max_model_len, server.after_truncation
+        )
         skeleton = empty_model(hf_config, "causal_lm", server.dtype, model_config.trust_remote_code)
         text = hf_config.get_text_config(decoder=True)
         self._vocab, self._proven = int(text.vocab_size), False
