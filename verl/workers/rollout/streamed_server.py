@@ -12,7 +12,7 @@ from verl.inference.sequence import Sequence
 from verl.types.request import Request
 from verl.workers.rollout.served import Piece, ServedStepEngine, Tell
 
-__all__ = ["Event", "RestartingSteps", "StreamedServer", "TokenSource"]
+__all__ = ["Event", "RestartingSteps", "StreamedServer", "TokenSource", "after_tokens"]
 
 T = TypeVar("T")
 
@@ -191,6 +191,15 @@ class RestartingSteps(ServedStepEngine):
                 f"request {request.id!r}: this engine counts what was generated before a pause as prompt, where"
                 " presence_penalty and frequency_penalty do not look. Leave them out, or use rollout.name=native."
             )
+
+
+def after_tokens(asked: dict[str, Any], count: int) -> dict[str, Any]:
+    """Sampling parameters (as vLLM and TensorRT-LLM name them) for what is left after `count` tokens of the answer."""
+    left = asked | {"max_tokens": asked["max_tokens"] - count, "min_tokens": max(0, asked["min_tokens"] - count)}
+    if "seed" in asked:
+        # Noise is drawn from the first token of a request on: what goes on gets noise of its own.
+        left["seed"] = (asked["seed"] + count * 0x9E3779B97F4A7C15) % (2**63 - 1)
+    return left
 
 
 def _cancel(streams: list[_Stream]) -> None:

@@ -13,7 +13,7 @@ from verl.config import RolloutConfig
 from verl.inference.sequence import Sequence
 from verl.utils.device import resolve_dtype
 from verl.workers.rollout.log_prob_probe import PROBE_PROMPT, PROBED_TOKENS
-from verl.workers.rollout.streamed_server import Event
+from verl.workers.rollout.streamed_server import Event, after_tokens
 from verl.workers.rollout.url_rollout.server import Server, ServerError
 from verl.workers.rollout.url_rollout.vllm_worker import SERVER_EXTENSION
 from verl.workers.rollout.vllm_rollout.sampling import sampling_arguments
@@ -75,15 +75,7 @@ class VllmDialect:
         }
 
     def continued(self, question: dict[str, Any], told: list[int]) -> dict[str, Any]:
-        count = len(told)
-        changed = {
-            "prompt": question["prompt"] + told,
-            "max_tokens": question["max_tokens"] - count,
-            "min_tokens": max(0, question["min_tokens"] - count),
-        }
-        if "seed" in question:
-            changed["seed"] = (question["seed"] + count * 0x9E3779B97F4A7C15) % (2**63 - 1)
-        return question | changed
+        return after_tokens(question, len(told)) | {"prompt": question["prompt"] + told}
 
     def event(self, data: dict[str, Any], seen: int) -> Event:
         if "error" in data:
