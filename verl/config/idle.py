@@ -38,11 +38,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 # Keys that only what is not built would read: pattern -> what that is. Away from its default such a key does nothing.
 NO_EFFECT: Mapping[str, str] = {
     **{f"*.{row.block}.*": f"the {name} engine is not built yet" for name, row in _ENGINES.items()},
-    f"{ROLLOUT}.prometheus.*": "no replica serves what it counts yet",
-    "*rollout.cudagraph_capture_sizes": "no engine takes it yet",
-    "*rollout.quantization": "no engine takes it yet",
-    "*rollout.expert_parallel_size": "no engine takes it yet",
 }
+_FOREIGN = [name for name, row in names.ROLLOUTS.items() if row.foreign]
 _LOAD_FORMATS = ("auto", "dummy")
 _REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"
 _SEARCH_LENGTHS = ("data.max_start_length", "data.max_turn_length", "data.max_obs_length")
@@ -287,6 +284,16 @@ RULES: tuple[Rule, ...] = (
         _below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k"),
         _is_set(f"{ROLLOUT}.val_kwargs.do_sample"),
         f"validation answers greedily; {ROLLOUT}.val_kwargs.do_sample=True (and a temperature) samples",
+    ),
+    Rule(
+        _below(ROLLOUT, "in_process", "cudagraph_capture_sizes"),
+        lambda config: names.ROLLOUTS[config.actor_rollout_ref.rollout.name].foreign,
+        f"only {ROLLOUT}.name={', '.join(_FOREIGN)} read it",
+    ),
+    Rule(
+        _below(ROLLOUT, "prometheus.port"),
+        _is_set(f"{ROLLOUT}.prometheus.enable"),
+        f"{ROLLOUT}.prometheus.enable = False",
     ),
     Rule(_below(ROLLOUT, "free_weights"), shares_devices, "the engine has devices of its own, where no training runs"),
     Rule(_below(ROLLOUT, "top_p", "top_k", "min_p"), _is_set(f"{ROLLOUT}.do_sample"), f"{ROLLOUT}.do_sample = False"),

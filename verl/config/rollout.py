@@ -74,7 +74,7 @@ class CheckpointEngineConfig(Block):
 @dataclass(kw_only=True, slots=True)
 class PrometheusConfig(Block):
     enable: bool = key("Every replica serves /metrics.")
-    port: int = key("Port of the first replica; the next ones count up on each machine.", min=1, max=65535)
+    port: int = key("Port of the first replica; that of each further one is one higher.", min=1, max=65535)
 
 
 @dataclass(kw_only=True, slots=True)

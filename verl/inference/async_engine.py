@@ -89,6 +89,8 @@ class AsyncEngine:
         # While a pause lets earlier requests finish: the last serial that may still be worked on.
         self._last_admitted: float = math.inf
         self._serial = 0
+        self._told_tokens = 0
+        """Of requests that have ended."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -104,6 +106,13 @@ class AsyncEngine:
     def unfinished(self) -> int:
         """How many requests wait or are worked on."""
         return len(self._unfinished)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Requests that have a token, those that have none yet, and the tokens of all that there were."""
+        with self._changed:
+            lengths = [len(sequence.output.token_ids) for sequence in self._unfinished.values()]
+            running = sum(length > 0 for length in lengths)
+            return running, len(lengths) - running, self._told_tokens + sum(lengths)
 
     # ---------------------------------------------------------------- requests
 
@@ -305,7 +314,7 @@ class AsyncEngine:
             with self._changed:
                 self._stepping = False
                 for sequence in finished:
-                    del self._unfinished[sequence.request.id]
+                    self._end(sequence)
                 streams = list(self._streams)
                 self._changed.notify_all()
             for sequence in left + finished:
@@ -322,8 +331,12 @@ class AsyncEngine:
         self._engine.remove([s for s in leaving if s.serial < not_known_yet])
         for sequence in leaving:
             sequence.done = True
-            del self._unfinished[sequence.request.id]
+            self._end(sequence)
         return leaving
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._unfinished[sequence.request.id]
+        self._told_tokens += len(sequence.output.token_ids)
 
     def _admit_arriving(self) -> None:
         """Hand to the engine who has come, as far as a pause allows."""
@@ -352,7 +365,8 @@ class AsyncEngine:
         """Who they were; the engine is left empty."""
         with self._changed:
             everyone = self._everyone()
-            self._unfinished.clear()
+            for sequence in everyone:
+                self._end(sequence)
             self._arriving.clear()
             self._leaving.clear()
             self._engine.clear()

@@ -20,6 +20,9 @@ SAMPLED = f"{ROLLOUT}.val_kwargs.do_sample=True"
 # (what was set, what switches it off if the defaults do not, what switches it on)
 CASES: list[tuple[str, list[str], list[str]]] = [
     ("critic.optim.lr=2e-5", [GRPO], []),
+    (f"{ROLLOUT}.in_process=True", [], [f"{ROLLOUT}.name=vllm"]),
+    (f"{ROLLOUT}.cudagraph_capture_sizes=[1,8]", [], [f"{ROLLOUT}.name=vllm"]),
+    (f"{ROLLOUT}.prometheus.port=9500", [], [f"{ROLLOUT}.prometheus.enable=True"]),
     (f"{ROLLOUT}.free_weights=True", [f"{ROLLOUT}.nnodes=1"], []),
     (f"{ROLLOUT}.agent.num_workers=8", [], [f"{ROLLOUT}.mode=async"]),
     ("max_turns=3", [], [f"{ROLLOUT}.mode=async"]),

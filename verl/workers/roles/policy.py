@@ -300,6 +300,11 @@ class ActorRolloutRefWorker(SavingWorker):
         # The ranks of a tensor-parallel engine get the same rows; the first of them answers.
         ranks = self.config.rollout.tensor_model_parallel_size
         self.register_mesh_place("rollout", self.rank // ranks, collect=self.rank % ranks == 0)
+        metrics = self.config.rollout.prometheus
+        if metrics.enable and self.rank % ranks == 0:
+            from verl.workers.rollout.prometheus import serve_metrics  # a web server, which few want
+
+            serve_metrics(self.rollout, self.rank // ranks, metrics.port + self.rank // ranks)
 
     @property
     def _bucket_bytes(self) -> int:

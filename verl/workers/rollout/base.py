@@ -7,7 +7,7 @@ import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from verl.utils.weight_fingerprint import tensor_fingerprint
 from verl.workers.rollout.output import rows_from_trajectories
 from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
 
-__all__ = ["KV_MODES", "PAUSE_MODES", "RELEASE_TAGS", "BaseRollout", "EngineDiedError"]
+__all__ = ["KV_MODES", "PAUSE_MODES", "RELEASE_TAGS", "BaseRollout", "EngineDiedError", "Load"]
 
 PAUSE_MODES = ("finish", "keep", "abort")
 KV_MODES = ("keep", "recompute")
@@ -32,6 +32,23 @@ RELEASE_TAGS = ("weights", "kv_cache")
 
 class EngineDiedError(RuntimeError):
     """The engine's own process, or server, is gone, and all that it had; `revive` starts it anew, without weights."""
+
+
+def _counted(meaning: str) -> Any:
+    return field(default=None, metadata={"meaning": meaning})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What an engine does now and has done so far; None where it does not say."""
+
+    requests_running: int | None = _counted("Requests that have their first token and are not finished.")
+    requests_waiting: int | None = _counted("Requests without a token yet.")
+    generated_tokens_total: int | None = _counted("Tokens sampled since the engine was started.")
+    kv_cache_bytes: int | None = _counted("Device memory of the KV cache now; 0 while it is given back.")
+    kv_cache_used: float | None = _counted("Share of the KV cache that holds tokens of requests under way.")
+    weight_bytes: int | None = _counted("Device memory of the weights now; 0 while they are given back.")
+    weight_version: int | None = _counted("Version of the weights that generate.")
 
 
 class BaseRollout(ABC):
@@ -177,6 +194,10 @@ class BaseRollout(ABC):
         self.finish_update({name: int(total) for name, total in sums.items()})
 
     # ---------------------------------------------------------------- memory and life
+
+    def load(self) -> Load:
+        """What there is to do, for whoever watches."""
+        return Load(weight_version=self.version)
 
     @abstractmethod
     def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:

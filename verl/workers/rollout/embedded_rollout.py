@@ -14,7 +14,7 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.tensor_parallel import FollowingEngine
 from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, Wanted
-from verl.workers.rollout.base import KV_MODES, PAUSE_MODES, RELEASE_TAGS, BaseRollout
+from verl.workers.rollout.base import KV_MODES, PAUSE_MODES, RELEASE_TAGS, BaseRollout, Load
 
 __all__ = ["EmbeddedRollout", "KVStore", "WeightStore"]
 
@@ -210,6 +210,24 @@ class EmbeddedRollout(BaseRollout):
     def held_bytes(self) -> dict[str, int]:
         """Device memory of the engine by what it is for. Tables and captured graphs come on top, and stay for life."""
         return {"weights": self._weights.held_bytes, "kv_cache": 0 if self._kv is None else self._kv.held_bytes}
+
+    def load(self) -> Load:
+        held = self.held_bytes()
+        memory = {"kv_cache_bytes": held["kv_cache"], "weight_bytes": held["weights"], "weight_version": self.version}
+        if isinstance(self._loop, FollowingEngine):
+            return Load(**memory)
+        running, waiting, tokens = self._loop.counts()
+        return Load(
+            requests_running=running,
+            requests_waiting=waiting,
+            generated_tokens_total=tokens,
+            kv_cache_used=self._kv_used(),
+            **memory,
+        )
+
+    def _kv_used(self) -> float | None:
+        """The share that requests under way hold, where the engine says it."""
+        return None
 
     def close(self) -> None:
         self._loop.close()

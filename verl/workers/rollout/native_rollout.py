@@ -33,6 +33,7 @@ class NativeRollout(EmbeddedRollout):
         self.weights = built.weights.tensors
         """What the engine computes with, by HF name; to be read."""
         self._regions = (built.kv.region, built.model.region)
+        self._blocks = built.engine.scheduler.blocks
         super().__init__(
             config,
             built.device,
@@ -56,6 +57,9 @@ class NativeRollout(EmbeddedRollout):
         finally:
             if isinstance(self._loop, LeadingEngine):
                 self._loop.say_at_rest()
+
+    def _kv_used(self) -> float:
+        return 1 - self._blocks.free_blocks / self._blocks.num_blocks
 
     def close(self) -> None:
         super().close()

@@ -13,7 +13,7 @@ import torch
 from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, TensorSpec, Wanted
-from verl.workers.rollout.base import RELEASE_TAGS, BaseRollout
+from verl.workers.rollout.base import RELEASE_TAGS, BaseRollout, Load
 from verl.workers.rollout.bucket_layout import bucket_layout, end_of
 from verl.workers.rollout.process.engine_process import EngineProcess
 from verl.workers.rollout.process.messages import Recipe
@@ -117,6 +117,9 @@ class ProcessRollout(BaseRollout):
     def held_bytes(self) -> dict[str, int]:
         """Device memory of the engine by what it is for."""
         return self._engine.ask("held_bytes")
+
+    def load(self) -> Load:
+        return self._engine.ask("load")
 
     def revive(self) -> bool:
         if self._engine.death is None:
