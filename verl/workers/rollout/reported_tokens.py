@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from verl.inference.sequence import Sequence
 from verl.types.request import Request, SamplingParams, check_request
 
-__all__ = ["accept_reported", "check_reported"]
+__all__ = ["Factors", "accept_reported", "accept_scaled", "check_reported", "column_factors"]
 
 
 def check_reported(request: Request, max_length: int) -> None:
@@ -29,37 +29,41 @@ def accept_reported(
     `log_probs` are at the request's temperature (greedy: at 1), penalties, biases and bans included; top-k, top-p and
     min-p too where the engine reports `after_truncation`.
     """
-    output = sequence.output
+    return accept_scaled(sequence, tokens, log_probs, version, column_factors(sequence.params, after_truncation))
+
+
+Factors = tuple[float, float, float]
+"""What a reported log-prob is multiplied by to give a column: 1 where it is that, 0 for what was certain, NaN."""
+
+
+def column_factors(params: SamplingParams, after_truncation: bool) -> Factors:
+    """Of the policy's log-prob at the temperature, that at temperature 1, and that of the distribution drawn from."""
+    truncates = params.truncated and after_truncation
+    policy = math.nan if params.penalised or params.logit_bias or truncates else 1.0
+    raw = policy if params.greedy or params.temperature == 1 else math.nan
+    drawn = 1.0 if truncates or not params.truncated else math.nan
+    return policy, raw, 0.0 if params.greedy else drawn
+
+
+def accept_scaled(
+    sequence: Sequence, tokens: Iterable[int], log_probs: Iterable[float], version: int, factors: Factors
+) -> bool:
+    """The same for an engine that asks once per request for its `column_factors`."""
+    output, (policy, raw, drawn) = sequence.output, factors
     for token, reported in zip(tokens, log_probs, strict=True):
-        _require_finite(sequence, token, reported, version)
-        policy, raw, drawn = _columns(sequence.params, len(output.token_ids), reported, after_truncation)
+        if not math.isfinite(reported):
+            raise FloatingPointError(
+                f"rollout: weights of version {version} give log-prob {reported} to token {token} of request"
+                f" {sequence.request.id!r}. The weights hold NaN or inf, or overflow in rollout.dtype."
+            )
+        banned = len(output.token_ids) < sequence.params.min_new_tokens  # tokens that end an answer
         sequence.token_ids.append(token)
         output.token_ids.append(token)
-        output.log_probs.append(policy)
-        output.raw_log_probs.append(raw)
-        output.sampled_log_probs.append(drawn)
+        output.log_probs.append(math.nan if banned else reported * policy)
+        output.raw_log_probs.append(math.nan if banned else reported * raw)
+        output.sampled_log_probs.append(reported * drawn)
         output.versions.append(version)
         if sequence.is_finished():
             sequence.done = True
             return True
     return False
-
-
-def _columns(
-    params: SamplingParams, position: int, reported: float, after_truncation: bool
-) -> tuple[float, float, float]:
-    """The log-prob of the policy at the temperature, at temperature 1, and of the distribution drawn from."""
-    altered = params.penalised or bool(params.logit_bias) or position < params.min_new_tokens
-    truncates = params.truncated and after_truncation
-    policy = math.nan if altered or truncates else reported
-    raw = policy if params.greedy or params.temperature == 1 else math.nan
-    drawn = reported if truncates or not params.truncated else math.nan
-    return policy, raw, 0.0 if params.greedy else drawn
-
-
-def _require_finite(sequence: Sequence, token: int, reported: float, version: int) -> None:
-    if not math.isfinite(reported):
-        raise FloatingPointError(
-            f"rollout: weights of version {version} give log-prob {reported} to token {token} of request"
-            f" {sequence.request.id!r}. The weights hold NaN or inf, or overflow in rollout.dtype."
-        )

@@ -12,7 +12,7 @@ from verl.inference.sequence import Sequence
 from verl.types.request import Request, TopLogProbs, check_request
 from verl.utils.progress import pulse
 from verl.workers.rollout.log_prob_probe import PROBE_PROMPT, PROBED_TOKENS, require_log_probs_as_drawn
-from verl.workers.rollout.reported_tokens import accept_reported
+from verl.workers.rollout.reported_tokens import Factors, accept_scaled, column_factors
 from verl.workers.rollout.vllm_rollout.sampling import sampling_arguments
 
 __all__ = ["VllmStepEngine"]
@@ -24,7 +24,6 @@ class VllmStepEngine:
     def __init__(self, engine: Any, device: torch.device) -> None:
         """`engine` is an `LLMEngine` whose core runs in this process."""
         from vllm import SamplingParams, __version__
-        from vllm.sampling_params import RequestOutputKind
 
         self.version = 0
         self._engine = engine
@@ -37,9 +36,8 @@ class VllmStepEngine:
         self._vllm_version = __version__
         self._probed = False
         self._sampling_params = SamplingParams
-        self._always = {"output_kind": RequestOutputKind.DELTA, "detokenize": False, "flat_logprobs": True}
         self._joining: list[Sequence] = []
-        self._running: dict[str, Sequence] = {}
+        self._running: dict[str, tuple[Sequence, Factors]] = {}  # by vLLM's id
         self._epoch = 0
         self._thread: int | None = None
 
@@ -72,10 +70,7 @@ class VllmStepEngine:
         for sequence in gone:
             sequence.done = True
         self._joining = [sequence for sequence in self._joining if sequence not in gone]
-        names = [name for name, sequence in self._running.items() if sequence in gone]
-        for name in names:
-            del self._running[name]
-        self._engine.abort_request(names)
+        self._forget([name for name, (sequence, _) in self._running.items() if sequence in gone])
 
     def step(self) -> list[Sequence]:
         """Launch a step, and take the tokens of this one or of the one before."""
@@ -84,21 +79,21 @@ class VllmStepEngine:
         if not self._probed:
             self._probed = self._probe()
         refused = self._join() if self._joining else []
-        return refused + self._accept(self._engine.step())
+        return refused + self._take()
 
     def _join(self) -> list[Sequence]:
         """vLLM gets who has come; returns whom it refuses."""
         joining, self._joining, refused = self._joining, [], []
         for sequence in joining:
-            params = self._sampling_params(**sampling_arguments(sequence), **self._always)
+            params = self._sampling_params(**sampling_arguments(sequence), detokenize=False)
             prompt = {"prompt_token_ids": list(sequence.token_ids), "cache_salt": str(self._epoch)}
             try:
-                self._engine.add_request(sequence.request.id, prompt, params)
+                name = self._engine.add_request(sequence.request.id, prompt, params)
             except ValueError as error:
                 sequence.done, sequence.error = True, error
                 refused.append(sequence)
             else:
-                self._running[sequence.request.id] = sequence
+                self._running[name] = sequence, column_factors(sequence.params, after_truncation=True)
         return refused
 
     def _probe(self) -> bool:
@@ -134,7 +129,7 @@ class VllmStepEngine:
         if self.in_flight:
             self._engine.sleep(level=0, mode="keep")
             while self.in_flight:
-                finished += self._accept(self._engine.step())
+                finished += self._take()
             self._engine.wake_up(tags=["scheduling"])
         return finished
 
@@ -147,47 +142,42 @@ class VllmStepEngine:
         self._epoch += 1
 
     def clear(self) -> None:
-        self.remove([*self._running.values(), *self._joining])
+        self.remove([*(sequence for sequence, _ in self._running.values()), *self._joining])
 
-    def _accept(self, outputs: list[Any]) -> list[Sequence]:
-        finished, ended_here = [], []
-        for output in outputs:
-            sequence = self._running.get(output.request_id)
-            if sequence is None:
+    def _take(self) -> list[Sequence]:
+        """Make a step and accept what comes of it.
+
+        Straight from the engine's core: what vLLM's engine makes of it for its own callers is a sixth of the time.
+        """
+        finished, ended = [], []
+        for output in self._engine.engine_core.get_output().outputs:
+            name = output.request_id
+            if name not in self._running:
                 continue
-            answer = output.outputs[0]
-            found = answer.logprobs
-            sampled = [found.logprobs[start] for start in found.start_indices]
+            (sequence, factors), told = self._running[name], output.new_logprobs
+            if not sequence.output.token_ids and output.prefill_stats is not None:
+                sequence.output.cached_tokens = output.prefill_stats.num_cached_tokens
             if sequence.params.top_log_probs or sequence.params.prompt_log_probs:
-                self._accept_details(sequence, found, output.prompt_logprobs)
-            if not sequence.output.token_ids:
-                sequence.output.cached_tokens = output.num_cached_tokens or 0
-            if accept_reported(sequence, answer.token_ids, sampled, self.version, after_truncation=True):
-                finished.append(sequence)
-                if not output.finished:
-                    ended_here.append(output.request_id)
-            elif output.finished:
-                sequence.done = True
+                _accept_details(sequence, told, output.new_prompt_logprobs_tensors)
+            sampled = [] if told is None else told.logprobs[:, 0].tolist()
+            over = accept_scaled(sequence, output.new_token_ids, sampled, self.version, factors)
+            if output.finished and not over:
+                sequence.done = over = True
                 sequence.error = RuntimeError(
-                    f"rollout: vLLM ended request {output.request_id!r} ({answer.finish_reason}) after"
+                    f"rollout: vLLM ended request {sequence.request.id!r} ({output.finish_reason}) after"
                     f" {len(sequence.output.token_ids)} tokens; none of them ends an answer."
                 )
+            if over:
                 finished.append(sequence)
-        self._engine.abort_request(ended_here)
-        for sequence in finished:
-            del self._running[sequence.request.id]
+                ended.append(name)
+        self._forget(ended)
         return finished
 
-    def _accept_details(self, sequence: Sequence, sampled: Any, prompt: Any) -> None:
-        """The likeliest tokens, and the log-probs of the prompt, which vLLM tells with its first token."""
-        count, output = sequence.params.top_log_probs, sequence.output
-        if count:
-            output.top_log_probs += [_likeliest(sampled, position, count) for position in range(len(sampled))]
-        if sequence.params.prompt_log_probs and prompt:
-            known = 1 + len(output.prompt_log_probs)
-            for position in range(known, len(sequence.prompt_ids)):
-                output.prompt_log_probs.append(prompt.logprobs[prompt.start_indices[position]])
-                output.prompt_top_log_probs.append(_likeliest(prompt, position, count))
+    def _forget(self, names: list[str]) -> None:
+        """Those that have ended, or are to end now."""
+        for name in names:
+            del self._running[name]
+        self._engine.abort_request(names, internal=True)
 
     def _enter_thread(self) -> None:
         """What a thread has for itself: the device that it launches on, or how many threads help it."""
@@ -200,7 +190,18 @@ class VllmStepEngine:
             torch.set_num_threads(torch.get_num_threads())
 
 
-def _likeliest(found: Any, position: int, count: int) -> TopLogProbs:
-    """(token, log-prob) of one position, behind the token that stands there."""
-    start = found.start_indices[position] + 1
-    return list(zip(found.token_ids[start : start + count], found.logprobs[start : start + count], strict=True))
+def _accept_details(sequence: Sequence, sampled: Any, prompt: Any) -> None:
+    """The likeliest tokens, and the log-probs of the prompt, which vLLM tells when it has computed it."""
+    count, output = sequence.params.top_log_probs, sequence.output
+    if count and sampled is not None:
+        output.top_log_probs += _likeliest(sampled, count)
+    if prompt is not None and not output.prompt_log_probs:
+        last = len(sequence.prompt_ids) - 1  # what was resumed from is part of vLLM's prompt
+        output.prompt_log_probs = prompt.logprobs[:last, 0].tolist()
+        output.prompt_top_log_probs = _likeliest(prompt, count)[:last]
+
+
+def _likeliest(told: Any, count: int) -> list[TopLogProbs]:
+    """(token, log-prob) of each position, behind the token that stands there."""
+    tokens, values = (each[:, 1 : 1 + count].tolist() for each in (told.logprob_token_ids, told.logprobs))
+    return [list(zip(*pair, strict=True)) for pair in zip(tokens, values, strict=True)]
