@@ -108,10 +108,14 @@ class SleepMode:
             return
         if self.asleep:
             self._engine.wake_up(sorted(self.asleep))
-        self._engine.sleep(self._level if "weights" in self.wanted else 1, mode="keep")
-        stays = {"weights", "kv_cache"} - self.wanted
-        if stays:
-            self._engine.wake_up(sorted(stays))
+        if self.wanted == {"kv_cache"} and hasattr(self._engine, "release_kv_cache_memory"):  # newer than 0.24
+            self._engine.sleep(level=0, mode="keep")
+            self._engine.release_kv_cache_memory()
+        else:
+            self._engine.sleep(self._level if "weights" in self.wanted else 1, mode="keep")
+            stays = {"weights", "kv_cache"} - self.wanted
+            if stays:
+                self._engine.wake_up(sorted(stays))
         self.asleep = set(self.wanted)
 
     def wake(self, tag: str) -> None:
