@@ -15,10 +15,8 @@ from verl.config.plan import BLOCK_OF_ROLE, active_roles, actor_is_reference, la
 from verl.config.ppo import PPOConfig
 from verl.config.schema import pick
 from verl.config.sft import SFTConfig
-from verl.inference.build import NativeOptions
-from verl.inference.graphs import pool_bytes
-from verl.inference.kv_memory import bytes_per_token, device_room, host_room, logit_bytes, step_bytes
 from verl.planning.costs import TrainedModel
+from verl.planning.engines import BYTES, beside, engine_bytes, samples
 from verl.planning.host import Held, HostMemory, HostPhases, host_phases, with_snapshots
 from verl.planning.phases import DEVICE_PARTS, GB, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.planning.shapes import ModelShape
@@ -34,7 +32,6 @@ ROLE_OF_PHASE = {
     "update_actor": "actor",
 }
 _KINDS = {"critic": "value", "reward_model": "sequence_classification"}
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
 # Measured: a process on a GPU (driver context, library workspaces), and buffers of nccl where ranks work together.
 _CONTEXT, _COLLECTIVES = int(0.6 * GB), int(0.4 * GB)
 
@@ -126,13 +123,13 @@ def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, k
     return TrainedModel(
         shape=shape,
         kind=kind,
-        compute_bytes=_BYTES[fsdp.mixed_precision],
+        compute_bytes=BYTES[fsdp.mixed_precision],
         shards=world if fsdp.fsdp_size in (-1, 0, None) else min(fsdp.fsdp_size, world),
         frozen=not learns,
         checkpointing=learns and model["enable_gradient_checkpointing"],
         compiled=learns and block["use_torch_compile"] and device == "cuda",
         reshard=fsdp.reshard_after_forward,
-        state_bytes=_BYTES[block["optim"].state_dtype] if learns else 4,
+        state_bytes=BYTES[block["optim"].state_dtype] if learns else 4,
         grad_offload=learns and bool(fsdp.grad_offload),
         device=device,
     )
@@ -150,8 +147,8 @@ def _phase(
         if layout_of(config, other).pool == layout.pool:
             _add(parts, _at_rest(config, other, model, phase, working=other == role))
     if layout_of(config, "rollout").pool == layout.pool and "actor" in models:
-        beside = sum(model.weights() for role, model in models.items() if _rests_here(config, role, layout.pool))
-        parts["rollout"] += _rollout(config, models["actor"].shape, phase, device, beside)
+        resting = sum(model.weights() for role, model in models.items() if _rests_here(config, role, layout.pool))
+        parts["rollout"] += engine_bytes(config, models["actor"].shape, phase, device, resting)
     if role in models:
         tokens, answers, several = micro_batch_tokens(config, phase)
         model = models[role]
@@ -187,7 +184,9 @@ def _host(
         moments_away = fsdp.optimizer_offload and not model.frozen
         held[BLOCK_OF_ROLE[role]] = Held(model, ranks[role], fsdp.param_offload, moments_away, saved, copied)
     processes = sum({layout_of(config, role).pool: count for role, count in ranks.items()}.values())
-    batch = _samples(config) * (config.data.max_prompt_length + config.data.max_response_length)
+    if beside(config.actor_rollout_ref.rollout):
+        processes += ranks["rollout"]
+    batch = samples(config) * (config.data.max_prompt_length + config.data.max_response_length)
     kept = _kept_steps(trainer.save_freq, trainer.max_actor_ckpt_to_keep)
     return held, partial(host_phases, processes, batch, kept, host, "")
 
@@ -212,39 +211,6 @@ def _at_rest(config: PPOConfig, role: str, model: TrainedModel, phase: str, work
         "weights": model.weights() if weights_here else 0.0,
         "optimizer": model.moments() if moments_here else 0.0,
     }
-
-
-def _rollout(config: PPOConfig, shape: ModelShape, phase: str, device: DeviceMemory | None, beside: float) -> float:
-    """The engine's weights and graphs, always; KV, logits and a step while generating (KV also if it is not freed).
-
-    `beside`: what was on the device when the engine chose its KV.
-    """
-    rollout, on_gpu = config.actor_rollout_ref.rollout, config.trainer.device == "cuda"
-    c, ranks = _BYTES[rollout.dtype], rollout.tensor_model_parallel_size
-    weights = c * shape.parameters / ranks
-    wide = shape.intermediate // ranks
-    graphs = 0
-    if on_gpu and not rollout.enforce_eager:
-        graphs = pool_bytes(c * shape.hidden, step_bytes(1, shape.hidden, wide, c), rollout.max_num_seqs)
-    block = NativeOptions.of(rollout).block_size
-    per_token = bytes_per_token(shape.layers, max(1, shape.kv_heads // ranks), shape.head_dim, c)
-    kv = float(rollout.max_num_seqs * math.ceil(rollout.max_model_len / block) * block * per_token)
-    if device is not None and on_gpu:
-        logits = logit_bytes(rollout.max_num_seqs, shape.vocab)
-        free = device.total - int(weights + beside)
-        kv = min(kv, device_room(device.total, free, rollout.gpu_memory_utilization, int(weights), logits))
-    elif device is not None:
-        kv = min(kv, host_room(device.total))
-    if phase != "gen":
-        return weights + graphs + (0.0 if rollout.free_cache_engine and rollout.name == "native" else kv)
-    running = min(rollout.max_num_seqs, math.ceil(_samples(config) / layout_of(config, "rollout").dp_size))
-    truncated = not on_gpu or rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
-    step = step_bytes(rollout.max_num_batched_tokens, shape.hidden, wide, c)
-    return weights + graphs + kv + logit_bytes(running, shape.vocab, truncated) + step
-
-
-def _samples(config: PPOConfig) -> int:
-    return config.data.gen_batch_size * config.actor_rollout_ref.rollout.n
 
 
 def _context(device: str, ranks: int) -> float:

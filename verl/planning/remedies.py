@@ -122,6 +122,7 @@ def _others_rest(own: str, updating: bool = False) -> list[Remedy]:
 _UPDATE = ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
 _LOG_PROB = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz")
 _KV_STAYS = [Remedy(f"{_ROLLOUT}.free_cache_engine", "on")]
+_ENGINE_STAYS = [*_KV_STAYS, Remedy(f"{_ROLLOUT}.free_weights", "on")]
 _BACK = [
     Remedy(f"{block}.fsdp_config.{part}_offload", "off")
     for part in ("param", "grad", "optimizer")
@@ -136,14 +137,15 @@ _LENGTHS = [Remedy("data.max_response_length", "halve"), Remedy("data.max_prompt
 def _reading(role: str, cut: list[Remedy]) -> tuple[Remedy, ...]:
     """A pass without gradient."""
     sharing = Remedy(f"{role}.ulysses_sequence_parallel_size", "double")
-    return (*cut, *_KV_STAYS, sharing, *_others_rest(role), *_LENGTHS)
+    stays = _KV_STAYS if role == _REWARD else _ENGINE_STAYS  # answers are scored while more may be wanted
+    return (*cut, *stays, sharing, *_others_rest(role), *_LENGTHS)
 
 
 def _update(block: str, model: str) -> tuple[Remedy, ...]:
     return (
         *_cut(block, *_UPDATE),
         Remedy(f"{model}.enable_gradient_checkpointing", "on"),
-        *_KV_STAYS,
+        *_ENGINE_STAYS,
         Remedy(f"{block}.fsdp_config.reshard_after_forward", "on"),
         Remedy(f"{block}.ulysses_sequence_parallel_size", "double"),
         *_others_rest(block, updating=True),

@@ -155,6 +155,29 @@ def test_kv_follows_the_share_of_the_device_and_leaves_with_training():
     assert phase(kept, "update_actor").parts["rollout"] > 5 * GB
 
 
+def test_weights_that_are_let_go_leave_with_training_and_not_with_scoring():
+    judged = ("reward_model.enable=True", "reward_model.path=z")
+    freed, kept = (plan_of(load(*judged, f"{ROLLOUT}.free_weights={free}"), 24) for free in (True, False))
+    gaps = {each.phase: kept.phase(each.phase).parts["rollout"] - each.parts["rollout"] for each in freed.phases[:-2]}
+    assert {phase: gap for phase, gap in gaps.items() if phase in ("gen", "reward")} == {"gen": 0, "reward": 0}
+    assert all(gap == 2 * SHAPE.parameters for phase, gap in gaps.items() if phase not in ("gen", "reward"))
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_another_projects_engine_takes_the_share_it_is_given_and_keeps_its_process(name):
+    engine = (f"{ROLLOUT}.name={name}", f"{ROLLOUT}.gpu_memory_utilization=0.5")
+    plan = plan_of(load(*engine), 24)
+    more = phase(plan, "gen").parts["rollout"] - 0.5 * 24 * GB
+    assert more == pytest.approx(1.5 * GB) if name == "vllm" else 1.5 * GB < more < 8 * GB
+    assert phase(plan, "update_actor").parts["rollout"] == pytest.approx(1.5 * GB), "its process, a bucket's buffer"
+    kept = plan_of(load(*engine, f"{ROLLOUT}.free_weights=False"), 24)
+    assert phase(kept, "update_actor").parts["rollout"] == pytest.approx(1.5 * GB + 2 * SHAPE.parameters)
+    inside = plan_of(load(*engine, f"{ROLLOUT}.in_process=True"), 24)
+    assert phase(inside, "update_actor").parts["rollout"] == 0
+    served = plan_of(load(*engine, f"{ROLLOUT}.server_urls=[http://host:1]"), 24)
+    assert phase(served, "gen").parts["rollout"] == 0
+
+
 def test_a_pass_has_at_most_the_tokens_of_its_budget_or_of_its_batch():
     fixed = load(
         "data.max_prompt_length=100", "data.max_response_length=300", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"

@@ -1,0 +1,80 @@
+"""What a rollout engine takes of a device, by phase: ours by its parts, another project's by the share it is given."""
+
+from __future__ import annotations
+
+import math
+
+from verl.config import names
+from verl.config.plan import layout_of
+from verl.config.ppo import PPOConfig
+from verl.config.rollout import RolloutConfig
+from verl.inference.build import NativeOptions
+from verl.inference.graphs import pool_bytes
+from verl.inference.kv_memory import bytes_per_token, device_room, host_room, logit_bytes, step_bytes
+from verl.planning.phases import GB, DeviceMemory
+from verl.planning.shapes import ModelShape
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
+# A second process on a GPU: driver context, workspaces of libraries, what torch keeps for later.
+_PROCESS = int(1.0 * GB)
+# Answers are scored before the step's last generation is known to be the last.
+_WITH_WEIGHTS = ("gen", "reward")
+
+
+def samples(config: PPOConfig) -> int:
+    """Answers of one generation batch."""
+    return config.data.gen_batch_size * config.actor_rollout_ref.rollout.n
+
+
+def beside(rollout: RolloutConfig) -> bool:
+    """Whether the engine has processes of its own on the worker's devices."""
+    return names.ROLLOUTS[rollout.name].foreign and not rollout.in_process and not rollout.server_urls
+
+
+def engine_bytes(
+    config: PPOConfig, shape: ModelShape, phase: str, device: DeviceMemory | None, resting: float
+) -> float:
+    """On one device while `phase` runs. `resting`: what was there when the engine chose its KV."""
+    rollout, on_gpu = config.actor_rollout_ref.rollout, config.trainer.device == "cuda"
+    if rollout.server_urls:
+        return 0.0
+    c, ranks = BYTES[rollout.dtype], rollout.tensor_model_parallel_size
+    weights = (1 if rollout.quantization else c) * shape.parameters / ranks
+    held = weights if phase in _WITH_WEIGHTS or not rollout.free_weights else 0.0
+    running = min(rollout.max_num_seqs, math.ceil(samples(config) / layout_of(config, "rollout").dp_size))
+    truncated = not on_gpu or rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+    wide = shape.intermediate // ranks
+    step = step_bytes(rollout.max_num_batched_tokens, shape.hidden, wide, c)
+    step += logit_bytes(running, shape.vocab, truncated)
+    if names.ROLLOUTS[rollout.name].foreign and on_gpu and device is not None:
+        return _share(rollout, phase, device, weights, held, step)
+    graphs = 0
+    if on_gpu and not rollout.enforce_eager:
+        graphs = pool_bytes(c * shape.hidden, step_bytes(1, shape.hidden, wide, c), rollout.max_num_seqs)
+    block = NativeOptions.of(rollout).block_size
+    per_token = bytes_per_token(shape.layers, max(1, shape.kv_heads // ranks), shape.head_dim, c)
+    kv = float(rollout.max_num_seqs * math.ceil(rollout.max_model_len / block) * block * per_token)
+    if device is not None and on_gpu:
+        logits = logit_bytes(rollout.max_num_seqs, shape.vocab)
+        free = device.total - int(weights + resting)
+        kv = min(kv, device_room(device.total, free, rollout.gpu_memory_utilization, int(weights), logits))
+    elif device is not None:
+        kv = min(kv, host_room(device.total))
+    if phase != "gen":
+        return held + graphs + (0.0 if rollout.free_cache_engine and rollout.name == "native" else kv)
+    return held + graphs + kv + step
+
+
+def _share(rollout: RolloutConfig, phase: str, device: DeviceMemory, weights: float, held: float, step: float) -> float:
+    """Of another project's engine: it takes the share that it is given, whatever the model needs of it.
+
+    vLLM counts weights, activations and graphs into `gpu_memory_utilization`; SGLang and TensorRT-LLM what stays, and
+    a step comes on top. Asleep it keeps its process, and weights that are not let go; a bucket's buffer stays for life.
+    """
+    share = max(rollout.gpu_memory_utilization * device.total, weights)
+    process, buffer = 0.0, 0.0
+    if beside(rollout):
+        process, buffer = _PROCESS, min(weights, rollout.checkpoint_engine.update_weights_bucket_megabytes * 2.0**20)
+    if phase == "gen":
+        return share + (0.0 if rollout.name == "vllm" else step) + process + buffer
+    return held + (0.0 if rollout.free_cache_engine else share - weights) + process + buffer
