@@ -27,12 +27,18 @@ class EngineRow:
 
 
 ENGINES = {
-    "native": EngineRow(cannot={"tensor parallel": "its ranks are the workers': tests/distributed"}),
+    "native": EngineRow(
+        cannot={
+            "tensor parallel": "its ranks are the workers': tests/distributed",
+            "server": "is joined by no run",
+        }
+    ),
     "hf": EngineRow(
         cannot={
             "tensor parallel": "runs on one device",
             "details": "no penalties, biases and log-probs of other tokens",
             "prefix cache": "has none",
+            "server": "has none",
         }
     ),
     "vllm": EngineRow(package="vllm", keys={"engine_kwargs": {"vllm": {"num_gpu_blocks_override": 256}}}),

@@ -29,7 +29,7 @@ class Piece:
     """As the engine reports them: at the temperature, as drawn."""
     finished: bool
     """The server will say no more of it."""
-    error: str | None = None
+    error: str | Exception | None = None
     """Why it got no further; it alone fails."""
 
 
@@ -181,7 +181,8 @@ class ServedStepEngine:
         if error is None:
             return False
         sequence.done = True
-        sequence.error = RuntimeError(f"rollout: request {piece.id!r}: {error}")
+        told = f"rollout: request {piece.id!r}: {error}"
+        sequence.error = error if isinstance(error, Exception) else RuntimeError(told)
         return True
 
     def _stop(self, ids: list[str]) -> None:

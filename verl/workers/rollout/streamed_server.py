@@ -149,14 +149,19 @@ class StreamedServer:
                         return
             raise RuntimeError("the engine's answer ended in the middle.")
         except Exception as error:  # noqa: BLE001 - the request fails with it; nobody else waits for this task
-            self._tell(stream, [], [], "error", str(error) or type(error).__name__)
+            self._tell(stream, [], [], "error", error)
         finally:
             with self._lock:
                 self._open.discard(stream)
                 self._changed.notify_all()
 
     def _tell(
-        self, stream: _Stream, tokens: list[int], log_probs: list[float], ended: str | None, error: str | None = None
+        self,
+        stream: _Stream,
+        tokens: list[int],
+        log_probs: list[float],
+        ended: str | None,
+        error: Exception | None = None,
     ) -> None:
         with self._lock:
             if self._streams.get(stream.name) is not stream:

@@ -13,8 +13,10 @@ from tests.support.url_server import URLServer, answer
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
 from verl.types.weights import WeightMismatchError
+from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.placement import open_rollout
-from verl.workers.rollout.url_rollout import URLRollout, http_source
+from verl.workers.rollout.url_rollout import URLRollout
+from verl.workers.rollout.url_rollout import server as server_module
 from verl.workers.rollout.url_rollout.server import ServerError
 from verl.workers.rollout.url_rollout.sglang_dialect import SGLangDialect
 
@@ -92,18 +94,24 @@ def test_a_server_that_was_started_anew_has_other_weights_and_answers_nobody(ser
     rollout = join(server)
     rollout.update_weights(tiny_model(seed=3).state_dict().items())
     server.breaks_at, server.weights = 7, "default"
-    with pytest.raises(RuntimeError, match=f"{server.url} was started anew: its weights are 'default', not 'verl-"):
+    with pytest.raises(EngineDiedError, match=f"{server.url} was started anew: its weights are 'default', not 'verl-"):
         rollout.submit(requests(1))[0].result(30)
+    assert rollout.revive()
+    with pytest.raises(RuntimeError, match="no weights"):
+        rollout.submit(requests(1))
+    rollout.update_weights(tiny_model(seed=3).state_dict().items())
+    assert rollout.submit(requests(1))[0].result(30).token_ids == answer(PROMPTS[0], 40)
+    assert not rollout.revive()
 
 
 def test_a_server_that_stays_away_fails_everybody_with_its_url(server, join, monkeypatch):
-    monkeypatch.setattr(http_source, "_BACK_WITHIN_S", 0.2)
+    monkeypatch.setattr(server_module, "BACK_WITHIN_S", 0.2)
     rollout = join(server)
     futures = rollout.submit(requests(4, tokens=100))
     time.sleep(0.05)
     server.stop()
     for future in futures:
-        with pytest.raises(RuntimeError, match=f"{server.url} has not answered"):
+        with pytest.raises(EngineDiedError, match=f"{server.url} has not answered"):
             future.result(30)
     with pytest.raises(RuntimeError, match=server.url):
         rollout.update_weights(tiny_model().state_dict().items())

@@ -12,14 +12,13 @@ import httpx
 
 from verl.inference.sequence import Sequence
 from verl.workers.rollout.streamed_server import Event
+from verl.workers.rollout.url_rollout import server
 from verl.workers.rollout.url_rollout.server import LOST, Server, ServerError, ServerLostError
 
 __all__ = ["Dialect", "HTTPSource"]
 
 logger = logging.getLogger(__name__)
 
-# A server that is restarted, or a network that hangs, gets so long.
-_BACK_WITHIN_S = 120.0
 _CONNECT_WITHIN_S = 30.0
 
 
@@ -48,6 +47,9 @@ class Dialect(Protocol):
     def resume(self) -> None: ...
 
     def forget_prefixes(self) -> None: ...
+
+    def join(self) -> None:
+        """Look what it is, as at the start; ServerError if it cannot serve the run."""
 
     def weights_name(self) -> str | None:
         """What the server calls its weights now. None: it does not say."""
@@ -104,17 +106,16 @@ class HTTPSource:
                 "rollout: the connection to %s broke (%s). Waiting up to %.0f s for it.",
                 self._dialect.server.url,
                 str(error) or type(error).__name__,
-                _BACK_WITHIN_S,
+                server.BACK_WITHIN_S,
             )
             self._rejoining = asyncio.create_task(asyncio.to_thread(self._wait_for_the_same_weights))
         await asyncio.shield(self._rejoining)
 
     def _wait_for_the_same_weights(self) -> None:
-        server = self._dialect.server
-        server.wait_until_back(_BACK_WITHIN_S)
+        self._dialect.server.wait_until_back()
         found, known = self._dialect.weights_name(), self._dialect.known_weights
         if found is None or found != known:
             raise ServerLostError(
-                f"rollout.server_urls: {server.url} was started anew: its weights are {found!r}, not {known!r}. They"
-                " have to be handed over again."
+                f"rollout.server_urls: {self._dialect.server.url} was started anew: its weights are {found!r}, not"
+                f" {known!r}. They have to be handed over again."
             )

@@ -7,10 +7,15 @@ from typing import Any
 
 import httpx
 
+from verl.workers.rollout.base import EngineDiedError
+
 __all__ = ["LOST", "Server", "ServerError", "ServerLostError"]
 
 # What an interrupted connection raises; a request that was refused raises none of these.
 LOST = (httpx.NetworkError, httpx.ProtocolError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+# A server that is restarted, or a network that hangs, gets so long.
+BACK_WITHIN_S = 120.0
 
 _ANSWER_S = 60.0
 _LOOK_EVERY_S = 1.0
@@ -20,8 +25,8 @@ class ServerError(RuntimeError):
     """A server answers, but not what was asked for."""
 
 
-class ServerLostError(ServerError):
-    """A server does not answer, or is not the one that was joined."""
+class ServerLostError(ServerError, EngineDiedError):
+    """A server does not answer, or was started anew."""
 
 
 class Server:
@@ -46,9 +51,9 @@ class Server:
         except httpx.HTTPError as error:
             raise ServerLostError(f"rollout.server_urls: {self.url} does not answer: {_said(error)}.") from error
 
-    def wait_until_back(self, limit_s: float) -> None:
-        """Return when it answers again; ServerLostError when it does not for so long."""
-        deadline = time.monotonic() + limit_s
+    def wait_until_back(self) -> None:
+        """Return when it answers again; ServerLostError when it does not for two minutes."""
+        deadline = time.monotonic() + BACK_WITHIN_S
         while True:
             try:
                 if self.knows("/health"):
@@ -58,8 +63,8 @@ class Server:
                 trouble = _said(error.__cause__ or error)
             if time.monotonic() > deadline:
                 raise ServerLostError(
-                    f"rollout.server_urls: {self.url} has not answered for {limit_s:.0f} s: {trouble}. Look into its"
-                    " log."
+                    f"rollout.server_urls: {self.url} has not answered for {BACK_WITHIN_S:.0f} s: {trouble}. Look into"
+                    " its log."
                 )
             time.sleep(_LOOK_EVERY_S)
 

@@ -36,8 +36,13 @@ class SGLangDialect:
         self.server = server
         self._ends = ends
         self._command = _command(server, model_path, config)
+        self._config, self._hf_config = config, hf_config
         self._epoch = 0
-        found = server.get("/server_info")
+        self.join()
+
+    def join(self) -> None:
+        config, hf_config = self._config, self._hf_config
+        found = self.server.get("/server_info")
         self.engine = f"SGLang {found['version']}"
         self.device = torch.device(found["device"])
         self.ranks = int(found["tp_size"])
@@ -52,9 +57,10 @@ class SGLangDialect:
         self._require(
             length >= config.max_model_len, f"its context_length is {length}; {config.max_model_len} are needed"
         )
-        theirs, ours = server.get("/model_info")["architectures"], list(hf_config.architectures or ())
+        theirs, ours = self.server.get("/model_info")["architectures"], list(hf_config.architectures or ())
         self._require(not theirs or not ours or theirs == ours, f"its model is a {theirs}, the trainer's a {ours}")
         self.known_weights = self.weights_name()
+        self.resume()  # a run that ended in the middle may have left it paused
 
     # ---------------------------------------------------------------- requests
 

@@ -39,6 +39,10 @@ class SGLangLine:
         self._large: set[str] = set()
         self._comparable = True
 
+    def leave(self) -> None:
+        """Forget the group: its other members are gone."""
+        self._group = None
+
     def begin(self) -> None:
         if self._group is None:
             self._join()

@@ -43,6 +43,7 @@ class URLRollout(EmbeddedRollout):
         ends = end_tokens(model_path, hf_config, model_config).ids
         joined = join(url, model_path, config, hf_config, ends, torch.empty(0, device=device).device)
         server = self._server = joined.dialect
+        self._line = joined.line
         logger.info("rollout: joined %s at %s, %s", server.engine, url, server.dtype)
         self._steps = RestartingSteps(
             partial(StreamedServer, HTTPSource(server)), config.max_model_len, server.after_truncation
@@ -73,6 +74,17 @@ class URLRollout(EmbeddedRollout):
                 self._server.after_truncation,
             )
         return super().submit(requests)
+
+    def revive(self) -> bool:
+        """Join a server again that was started anew."""
+        self._server.server.wait_until_back()
+        self._line.leave()
+        if self._server.weights_name() == self._server.known_weights:
+            return False
+        self._server.join()
+        self._unfit = "Its server was started anew: the trainer's weights come by an update."
+        self._proven = False
+        return True
 
     def close(self) -> None:
         super().close()

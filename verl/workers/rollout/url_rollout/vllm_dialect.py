@@ -35,7 +35,12 @@ class VllmDialect:
         """Raises ServerError, with the command line that starts it right, where it cannot serve a training."""
         self.server = server
         self._command = _command(server, model_path, config)
-        self.engine = f"vLLM {server.get('/version')['version']}"
+        self._config, self._hf_config = config, hf_config
+        self.join()
+
+    def join(self) -> None:
+        config = self._config
+        self.engine = f"vLLM {self.server.get('/version')['version']}"
         self._name, length = self._model()
         found = self._configuration()
         self.model = found["model_config"]
@@ -59,8 +64,9 @@ class VllmDialect:
             f"its worker_extension_cls is {extension!r}; weights are handed over by {SERVER_EXTENSION}",
         )
         self.workers = self.rpc("verl_describe")
-        self._require_same_model(hf_config)
+        self._require_same_model(self._hf_config)
         self.known_weights = self.weights_name()
+        self.resume()  # a run that ended in the middle may have left it paused
 
     # ---------------------------------------------------------------- requests
 

@@ -30,6 +30,10 @@ class VllmLine:
         self._updates = 0
         self._calls = ThreadPoolExecutor(1, "rollout-weights")
 
+    def leave(self) -> None:
+        """Forget the group: its other members are gone."""
+        self._group = None
+
     def begin(self) -> None:
         if self._group is None:
             self._join()

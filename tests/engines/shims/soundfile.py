@@ -1,0 +1,1 @@
+"""SGLang's HTTP server imports it for speech, which no test asks for."""
