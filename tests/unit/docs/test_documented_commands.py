@@ -53,6 +53,8 @@ KNOWN = {
     "wandb login": "asks for a key",
     "python my_data.py": "a file of the reader's; test_agents_page.py runs it",
     "tensorboard": "opens a server",
+    "vllm": "its server, which tests/engines/test_servers.py starts",
+    "sglang.launch_server": "likewise",
 }
 SPOKEN = ("python", "python3", "make", "bash", "pip", *{name.split()[0] for name in KNOWN} - {"tensorboard"})
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -141,6 +143,8 @@ def script_problem(words: list[str], tmp_path: Path) -> str | None:
 
 
 def module_problem(module: str, arguments: list[str], whole: bool) -> str | None:
+    if module in KNOWN:
+        return None
     if importlib.util.find_spec(module) is None:
         return f"there is no module {module}"
     if module in WITHOUT_OPTIONS:
