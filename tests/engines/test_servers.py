@@ -78,7 +78,7 @@ def url(engine_name: str, task: dict[str, str], tmp_path_factory: pytest.TempPat
         )
     found = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 400
+        deadline = time.monotonic() + 280
         while not answers(found):
             assert server.poll() is None, (folder / "log").read_text()[-4000:]
             assert time.monotonic() < deadline, (folder / "log").read_text()[-4000:]
@@ -151,11 +151,12 @@ def test_what_is_paused_goes_on_under_new_weights(rollout: URLRollout) -> None:
 
 def test_answers_end_at_stop_tokens_and_when_they_are_aborted(rollout: URLRollout) -> None:
     rollout.update_weights(tiny_model(seed=5, **MODELS["wide"]).state_dict().items())
-    first = ask(rollout, do_sample=False)[0].result(120).token_ids
+    outputs = [future.result(120) for future in ask(rollout, do_sample=False)]
+    first = outputs[0].token_ids
     stop = next(token for token in first[3:] if token not in first[:3])
-    output = ask(rollout, do_sample=False, stop_token_ids=frozenset([stop]))[0].result(120)
-    assert output.token_ids == first[: first.index(stop) + 1]
-    assert output.finish_reason == "stop"
+    outputs = [future.result(120) for future in ask(rollout, do_sample=False, stop_token_ids=frozenset([stop]))]
+    assert outputs[0].token_ids == first[: first.index(stop) + 1]
+    assert outputs[0].finish_reason == "stop"
     futures = ask(rollout, max_new_tokens=100, ignore_eos=True)
     time.sleep(0.3)
     rollout.abort()
