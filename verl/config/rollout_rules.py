@@ -14,6 +14,8 @@ _OF_SOME = {
     "expert_parallel_size": (1, ("vllm", "sglang"), "Leave it out: experts are cut as other layers are"),
     "quantization": (None, ("vllm", "sglang"), "Leave it out, or set {path}.name=vllm"),
 }
+# Engines that never share a worker's process, and why.
+_ALONE = {"sglang": "SGLang ends every process that the one it runs in has started"}
 
 
 def engine_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
@@ -30,8 +32,9 @@ def engine_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
         report.problem(f"{path}.expert_parallel_size", rollout.expert_parallel_size, why, f"Set it to 1 or {size}")
     if rollout.server_urls:
         _server_rules(path, rollout, report)
-    if foreign and rollout.in_process and size > 1:
+    if foreign and rollout.in_process and (size > 1 or name in _ALONE):
         why = f"one process has one device, and {path}.tensor_model_parallel_size = {size}"
+        why = _ALONE.get(name, why)
         report.problem(f"{path}.in_process", True, why, "Leave it out: the engine then has processes of its own")
 
 

@@ -6,19 +6,9 @@ import math
 from collections.abc import Iterable
 
 from verl.inference.sequence import Sequence
-from verl.types.request import Request, SamplingParams, check_request
+from verl.types.request import SamplingParams
 
-__all__ = ["Factors", "accept_reported", "accept_scaled", "check_reported", "column_factors"]
-
-
-def check_reported(request: Request, max_length: int) -> None:
-    """Raise ValueError for a request that can never be answered, or asks for what such an engine does not report."""
-    check_request(request, max_length)
-    if request.params.top_log_probs or request.params.prompt_log_probs:
-        raise ValueError(
-            f"request {request.id!r}: top_log_probs and prompt_log_probs are at temperature 1, which this engine does"
-            " not report. Leave them out, or use rollout.name=native."
-        )
+__all__ = ["Factors", "accept_reported", "accept_scaled", "column_factors"]
 
 
 def accept_reported(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from verl.inference.sequence import Sequence
-from verl.types.request import Request
+from verl.types.request import Request, TopLogProbs, check_request
 from verl.utils.progress import pulse
-from verl.workers.rollout.reported_tokens import accept_reported, check_reported
+from verl.workers.rollout.reported_tokens import accept_reported
 
 __all__ = ["Piece", "ServedStepEngine", "Tell", "TokenServer"]
 
@@ -31,6 +31,19 @@ class Piece:
     """The server will say no more of it."""
     error: str | Exception | None = None
     """Why it got no further; it alone fails."""
+    details: Details | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What else came for a request."""
+
+    cached_tokens: int = 0
+    """With the first piece: tokens of the prompt whose KV was there already."""
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    """As in `Output`, where asked for: one for each token of the piece; with the first piece, those of the prompt."""
+    prompt_log_probs: list[float] = field(default_factory=list)
+    prompt_top_log_probs: list[TopLogProbs] = field(default_factory=list)
 
 
 Tell = Callable[[SequenceOf[Piece]], None]
@@ -61,11 +74,21 @@ class TokenServer(Protocol):
 class ServedStepEngine:
     """A `StepEngine` whose steps take what a server has told since the last one."""
 
-    def __init__(self, connect: Callable[[Tell], TokenServer], max_length: int, after_truncation: bool) -> None:
-        """`connect` gives the server, which tells through its argument; `after_truncation` as in `accept_reported`."""
+    def __init__(
+        self,
+        connect: Callable[[Tell], TokenServer],
+        max_length: int,
+        after_truncation: bool,
+        tells_details: bool = False,
+    ) -> None:
+        """`connect` gives the server, which tells through its argument; `after_truncation` as in `accept_reported`.
+
+        `tells_details`: it tells of other tokens, and of the prompt's, as it draws: at the request's temperature.
+        """
         self.version = 0
         self._max_length = max_length
         self._after_truncation = after_truncation
+        self._tells_details = tells_details
         self._told: list[Piece] = []
         self._came = threading.Condition()
         self._waiting: list[Sequence] = []
@@ -76,7 +99,18 @@ class ServedStepEngine:
     # ---------------------------------------------------------------- requests
 
     def check(self, request: Request) -> None:
-        check_reported(request, self._max_length)
+        check_request(request, self._max_length)
+        asked = request.params
+        if (asked.top_log_probs or asked.prompt_log_probs) and not self._tells_details:
+            raise ValueError(
+                f"request {request.id!r}: top_log_probs and prompt_log_probs are not for this engine. Leave them out,"
+                " or use rollout.name=native."
+            )
+        if asked.top_log_probs and asked.temperature not in (0, 1):
+            raise ValueError(
+                f"request {request.id!r}: top_log_probs are at temperature 1, and this engine tells them as it samples."
+                " Set temperature to 0 or 1, or use rollout.name=native."
+            )
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -170,7 +204,11 @@ class ServedStepEngine:
         """Whether it ends here, well or not."""
         if sequence.done:
             return False
-        if accept_reported(sequence, piece.token_ids, piece.log_probs, self.version, self._after_truncation):
+        known = len(sequence.output.token_ids)
+        ends = accept_reported(sequence, piece.token_ids, piece.log_probs, self.version, self._after_truncation)
+        if piece.details is not None:
+            _accept_details(sequence, piece.details, known)
+        if ends:
             return True
         error = piece.error
         if piece.finished and error is None:
@@ -194,3 +232,15 @@ class ServedStepEngine:
             del self._running[name]
         with self._came:
             self._told = [piece for piece in self._told if piece.id in self._running]
+
+
+def _accept_details(sequence: Sequence, details: Details, known: int) -> None:
+    """`known`: generated tokens before the piece; after those that count, there are none."""
+    output = sequence.output
+    output.top_log_probs += details.top_log_probs[: len(output.token_ids) - known]
+    if known == 0:
+        output.cached_tokens = details.cached_tokens
+    if not output.prompt_log_probs:
+        last = len(sequence.prompt_ids) - 1
+        output.prompt_log_probs = details.prompt_log_probs[:last]
+        output.prompt_top_log_probs = details.prompt_top_log_probs[:last]

@@ -18,7 +18,7 @@ from verl.inference.sequence import Sequence
 from verl.types.request import Output, Request, SamplingParams
 from verl.utils.progress import pulses
 from verl.workers.rollout.reported_tokens import accept_reported
-from verl.workers.rollout.served import Piece, ServedStepEngine
+from verl.workers.rollout.served import Details, Piece, ServedStepEngine
 
 SHORT = SamplingParams(max_new_tokens=20)
 LONG = SamplingParams(max_new_tokens=300)
@@ -27,7 +27,7 @@ PROMPT = [7, 8, 9]
 
 class Served:
     def __init__(self) -> None:
-        self.steps = ServedStepEngine(self._connect, max_length=1000, after_truncation=False)
+        self.steps = ServedStepEngine(self._connect, max_length=1000, after_truncation=False, tells_details=True)
         self.loop = AsyncEngine(self.steps, tiny_tokenizer)
 
     def _connect(self, tell) -> ScriptedServer:
@@ -182,6 +182,21 @@ def test_a_log_prob_that_is_none_names_the_weights(served):
     served.server.say(Piece("r", [1], [math.nan], finished=False))
     with pytest.raises(FloatingPointError, match="weights of version 0 give log-prob nan to token 1 of request 'r'"):
         future.result(timeout=30)
+
+
+def test_details_are_told_of_the_tokens_that_count_and_of_the_prompt_once(served):
+    served.server.hold_at = 0
+    future = served.ask("r", replace(LONG, stop_token_ids=frozenset({5}), top_log_probs=1, prompt_log_probs=True))
+    wait_for(lambda: served.server.running == {"r"})
+    top = [[(token, -1.0)] for token in (4, 5, 6)]
+    first = Details(2, top[:1], [-3.0, -4.0], [[(8, -3.0)], [(9, -4.0)]])
+    served.server.say(Piece("r", [4], [-1.0], finished=False, details=first))
+    served.server.say(Piece("r", [5, 6], [-1.0, -1.0], finished=False, details=Details(7, top[1:], [-9.0])))
+    output = future.result(timeout=30)
+    assert (output.token_ids, output.top_log_probs, output.cached_tokens) == ([4, 5], top[:2], 2)
+    assert (output.prompt_log_probs, output.prompt_top_log_probs) == ([-3.0, -4.0], [[(8, -3.0)], [(9, -4.0)]])
+    with pytest.raises(ValueError, match="top_log_probs are at temperature 1"):
+        served.ask("r", replace(LONG, top_log_probs=1, temperature=0.5))
 
 
 def test_a_server_that_hangs_does_not_look_alive(served):

@@ -71,5 +71,5 @@ def _on_cuda(config: RolloutConfig, device: torch.device) -> dict[str, Any]:
         "enable_weights_cpu_backup": not config.free_weights,
     }
     if config.cudagraph_capture_sizes is not None:
-        chosen["cuda_graph_bs"] = config.cudagraph_capture_sizes
+        chosen["cuda_graph_bs_decode"] = config.cudagraph_capture_sizes
     return chosen

@@ -7,7 +7,10 @@ import logging
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from importlib import import_module
 from typing import Any, TypeVar
+
+from verl.workers.rollout.sglang_rollout.children import run_detokenizer, run_scheduler
 
 __all__ = ["TESTED", "EngineThread"]
 
@@ -32,6 +35,7 @@ class EngineThread:
         self.engine = made.result()
         self.manager = self.engine.tokenizer_manager
         """What SGLang's HTTP server calls, too; it has what the engine has in coroutines, and more."""
+        self.version: str = import_module("sglang").__version__
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Its result, computed in the thread."""
@@ -67,4 +71,9 @@ def _make(arguments: dict[str, Any]) -> Any:
         ServerArgs(**arguments)
     except TypeError as error:
         raise ValueError(f"engine_kwargs.sglang: {error}") from error
-    return Engine(**arguments)
+
+    class OwnedEngine(Engine):
+        run_scheduler_process_func = staticmethod(run_scheduler)
+        run_detokenizer_process_func = staticmethod(run_detokenizer)
+
+    return OwnedEngine(**arguments)

@@ -12,16 +12,14 @@ from verl.config import ModelConfig, RolloutConfig
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.models.loading import end_tokens, read_model_config
 from verl.models.loading import empty_model
-from verl.types.request import Request
 from verl.utils.device import resolve_dtype
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
-from verl.workers.rollout.served import ServedStepEngine, Tell
 from verl.workers.rollout.sglang_rollout.engine_args import engine_arguments
 from verl.workers.rollout.sglang_rollout.engine_thread import EngineThread
 from verl.workers.rollout.sglang_rollout.environment import environment
-from verl.workers.rollout.sglang_rollout.server import SGLangServer
-from verl.workers.rollout.sglang_rollout.weights import SGLangKV, SGLangWeights
+from verl.workers.rollout.sglang_rollout.step_engine import SGLangSteps
+from verl.workers.rollout.sglang_rollout.weights import Occupation, SGLangKV, SGLangWeights
 
 __all__ = ["SGLangRollout"]
 
@@ -49,12 +47,9 @@ class SGLangRollout(EmbeddedRollout):
         eos_token_ids = end_tokens(model_path, hf_config, model_config).ids
         skeleton = empty_model(hf_config, "causal_lm", dtype, model_config.trust_remote_code)
 
-        def connect(tell: Tell) -> SGLangServer:
-            self.server = SGLangServer(thread, eos_token_ids, tell)
-            return self.server
-
-        # Its log-probs are at the temperature, before top-k, top-p and min-p cut off.
-        self.steps = _SGLangSteps(connect, config.max_model_len, after_truncation=False)
+        self.steps = SGLangSteps(
+            thread, eos_token_ids, config.max_model_len, hf_config.get_text_config(decoder=True).vocab_size
+        )
         super().__init__(
             config,
             device,
@@ -62,8 +57,10 @@ class SGLangRollout(EmbeddedRollout):
             loop=AsyncEngine(
                 self.steps, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
             ),
-            weights=SGLangWeights(thread, skeleton, dtype, config.tensor_model_parallel_size),
-            kv=SGLangKV(thread, self.server, device),
+            weights=SGLangWeights(
+                thread, skeleton, dtype, config.tensor_model_parallel_size, Occupation(thread, "weights", device)
+            ),
+            kv=SGLangKV(self.steps.server, Occupation(thread, "kv_cache", device), 0),
             eos_token_ids=eos_token_ids,
             pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
         )
@@ -71,19 +68,3 @@ class SGLangRollout(EmbeddedRollout):
     def close(self) -> None:
         super().close()
         self.steps.close()
-
-
-class _SGLangSteps(ServedStepEngine):
-    def check(self, request: Request) -> None:
-        super().check(request)
-        asked, earlier = request.params, request.resume_from
-        if asked.min_new_tokens:
-            raise ValueError(
-                f"request {request.id!r}: min_new_tokens={asked.min_new_tokens} needs a tokenizer in SGLang, which gets"
-                " tokens here. Leave it out, or use rollout.name=native."
-            )
-        if earlier and earlier.token_ids and (asked.presence_penalty or asked.frequency_penalty):
-            raise ValueError(
-                f"request {request.id!r}: SGLang counts what resume_from has generated as prompt, where"
-                " presence_penalty and frequency_penalty do not look. Leave them out, or use rollout.name=native."
-            )

@@ -14,7 +14,7 @@ from verl.workers.rollout.received_weights import ReceivedWeights
 from verl.workers.rollout.sglang_rollout.engine_thread import EngineThread
 from verl.workers.rollout.sglang_rollout.server import SGLangServer
 
-__all__ = ["SGLangKV", "SGLangWeights"]
+__all__ = ["Occupation", "SGLangKV", "SGLangWeights"]
 
 
 class SGLangWeights:
@@ -25,11 +25,15 @@ class SGLangWeights:
     `update_weights_from_distributed` every rank would receive the whole model.
     """
 
-    def __init__(self, thread: EngineThread, skeleton: nn.Module, dtype: torch.dtype, ranks: int) -> None:
-        self._thread, self._skeleton, self._ranks = thread, skeleton, ranks
+    def __init__(
+        self, thread: EngineThread, skeleton: nn.Module, dtype: torch.dtype, ranks: int, memory: Occupation
+    ) -> None:
+        self._thread, self._skeleton, self._ranks, self._memory = thread, skeleton, ranks, memory
         self._received = ReceivedWeights(skeleton, dtype)
+        # In older versions every bucket is an update of its own.
+        self._brackets = hasattr(thread.manager, "begin_weight_update")
+        self._begun = False
         self._bytes = sum(tensor.numel() for tensor in skeleton.parameters()) * dtype.itemsize
-        self._held = True
 
     def check_manifest(self, manifest: Manifest | None) -> None:
         self._received.check_manifest(manifest)
@@ -39,10 +43,13 @@ class SGLangWeights:
         return None
 
     def begin(self) -> None:
-        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
-
         self._received.begin()
-        self._call("begin_weight_update", BeginWeightUpdateReqInput())
+        self._end()  # an update that failed half-way
+        if self._brackets:
+            from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+            self._call("begin_weight_update", BeginWeightUpdateReqInput())
+            self._begun = True
 
     def load(self, tensors: Bucket) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -62,23 +69,25 @@ class SGLangWeights:
         )
 
     def verify(self, expected: Mapping[str, int]) -> None:
-        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
-
         self._received.verify(expected)
-        self._call("end_weight_update", EndWeightUpdateReqInput())
+        self._end()
+
+    def _end(self) -> None:
+        if self._begun:
+            from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+            self._call("end_weight_update", EndWeightUpdateReqInput())
+            self._begun = False
 
     @property
     def held_bytes(self) -> int:
-        return self._bytes if self._held else 0
+        return self._bytes if self._memory.held else 0
 
     def offload(self) -> None:
-        _occupy(self._thread, "release", "weights")
-        self._held = False
+        self._memory.release()
 
     def onload(self) -> None:
-        if not self._held:
-            _occupy(self._thread, "resume", "weights")
-            self._held = True
+        self._memory.resume()
 
     def _call(self, method: str, request: Any) -> None:
         done, message = self._thread.call(getattr(self._thread.manager, method)(request))[:2]
@@ -89,29 +98,41 @@ class SGLangWeights:
 class SGLangKV:
     """SGLang's KV cache."""
 
-    def __init__(self, thread: EngineThread, server: SGLangServer, device: torch.device) -> None:
-        self._thread, self._server = thread, server
-        self._gives_back = device.type == "cuda"
-        self._held = True
+    def __init__(self, server: SGLangServer, memory: Occupation, size: int) -> None:
+        self._server, self._memory, self._bytes = server, memory, size
 
     @property
     def held_bytes(self) -> int:
-        return 0
+        return self._bytes if self._memory.held else 0
 
     def release(self) -> None:
         self._server.drop_kv()
-        if self._gives_back:
-            _occupy(self._thread, "release", "kv_cache")
-            self._held = False
+        self._memory.release()
 
     def restore(self) -> None:
-        if not self._held:
-            _occupy(self._thread, "resume", "kv_cache")
-            self._held = True
+        self._memory.resume()
 
 
-def _occupy(thread: EngineThread, what: str, tag: str) -> None:
-    from sglang.srt.managers import io_struct
+class Occupation:
+    """Device memory of one kind, which SGLang gives back and takes again; on a CPU it keeps it."""
 
-    request = getattr(io_struct, f"{what.capitalize()}MemoryOccupationReqInput")(tags=[tag])
-    thread.call(getattr(thread.manager, f"{what}_memory_occupation")(request))
+    def __init__(self, thread: EngineThread, tag: str, device: torch.device) -> None:
+        self.held = True
+        self._thread, self._tag = thread, tag
+        self._gives_back = device.type == "cuda"
+
+    def release(self) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        if self._gives_back and self.held:
+            asked = ReleaseMemoryOccupationReqInput(tags=[self._tag])
+            self._thread.call(self._thread.manager.release_memory_occupation(asked))
+            self.held = False
+
+    def resume(self) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        if not self.held:
+            asked = ResumeMemoryOccupationReqInput(tags=[self._tag])
+            self._thread.call(self._thread.manager.resume_memory_occupation(asked))
+            self.held = True
