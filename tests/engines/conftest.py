@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def row(engine_name: str) -> EngineRow:
-    os.environ.update(ENGINES[engine_name].environment)
-    return ENGINES[engine_name]
+    row = ENGINES[engine_name]
+    os.environ.update(row.environment)
+    if row.shims_for and find_spec(row.shims_for) is None:
+        shims = str(Path(__file__).parent / "shims")
+        sys.path.insert(0, shims)  # and for the processes that it starts
+        os.environ["PYTHONPATH"] = os.pathsep.join([shims, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return row
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,8 @@ class EngineRow:
     """Of the process, before the engine is imported."""
     cannot: Mapping[str, str] = field(default_factory=dict)
     """What it does not do, by the name that a test asks for, and why."""
-    reproducible: bool = True
-    """The same seeds give the same tokens whatever else runs."""
+    shims_for: str = ""
+    """A package without which it runs here with what is in tests/engines/shims."""
 
 
 ENGINES = {
@@ -42,6 +42,12 @@ ENGINES = {
         }
     ),
     "vllm": EngineRow(package="vllm", keys={"engine_kwargs": {"vllm": {"num_gpu_blocks_override": 256}}}),
+    "sglang": EngineRow(
+        package="sglang",
+        keys={"engine_kwargs": {"sglang": {"max_total_tokens": 8192}}},
+        shims_for="sgl_kernel",
+        cannot={"seeds": "seeds a request only with enable_deterministic_inference, which has no CPU kernels"},
+    ),
 }
 
 
