@@ -44,6 +44,7 @@ class SGLangRollout(EmbeddedRollout):
         hf_config = read_model_config(model_path, model_config)
         os.environ.update(environment(config, device))
         thread = EngineThread(engine_arguments(model_path, model_config, config, device, dtype))
+        ranks = config.tensor_model_parallel_size
         eos_token_ids = end_tokens(model_path, hf_config, model_config).ids
         skeleton = empty_model(hf_config, "causal_lm", dtype, model_config.trust_remote_code)
 
@@ -57,10 +58,8 @@ class SGLangRollout(EmbeddedRollout):
             loop=AsyncEngine(
                 self.steps, partial(hf_tokenizer, model_path, trust_remote_code=model_config.trust_remote_code)
             ),
-            weights=SGLangWeights(
-                thread, skeleton, dtype, config.tensor_model_parallel_size, Occupation(thread, "weights", device)
-            ),
-            kv=SGLangKV(self.steps.server, Occupation(thread, "kv_cache", device), 0),
+            weights=SGLangWeights(thread, skeleton, dtype, ranks, Occupation(thread, "weights", device)),
+            kv=SGLangKV(thread, self.steps.server, Occupation(thread, "kv_cache", device), ranks),
             eos_token_ids=eos_token_ids,
             pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
         )

@@ -98,8 +98,10 @@ class SGLangWeights:
 class SGLangKV:
     """SGLang's KV cache."""
 
-    def __init__(self, server: SGLangServer, memory: Occupation, size: int) -> None:
-        self._server, self._memory, self._bytes = server, memory, size
+    def __init__(self, thread: EngineThread, server: SGLangServer, memory: Occupation, ranks: int) -> None:
+        self._server, self._memory = server, memory
+        said = thread.call(thread.manager.get_internal_state())[0]["memory_usage"]
+        self._bytes = int(float(said["kvcache"]) * 2**30) * ranks
 
     @property
     def held_bytes(self) -> int:
