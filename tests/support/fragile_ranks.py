@@ -72,6 +72,11 @@ class HostedWorker(FragileWorker):
         ROLLOUTS["native"] = replace(ROLLOUTS["native"], package="torch")
         super().init_model()
 
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
+    def generate_sequences(self, prompts: DataProto, **sampling: Any) -> DataProto:
+        self._die_if_armed("generate")  # later, all answers may be there already
+        return super().generate_sequences(prompts, **sampling)
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def pid(self) -> int:
         return self.rollout.pid

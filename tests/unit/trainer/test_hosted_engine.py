@@ -37,11 +37,13 @@ class Disturbed(RayPPOTrainer):
         return super()._compute_reward(batch, metrics)
 
 
-def test_killed_or_not_training_is_what_it_is_with_the_engine_inside(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+def test_killed_or_not_training_is_what_it_is_with_the_engine_inside(mode, tmp_path, monkeypatch, caplog):
     task = make_task(tmp_path)
     inside = run_training(overrides(task, tmp_path / "inside", *GRPO))
     monkeypatch.setitem(ROLLOUTS, "native", replace(ROLLOUTS["native"], package="torch"))
-    hosted = run_training(overrides(task, tmp_path / "hosted", *GRPO), trainer_cls=Disturbed)
+    more = (*GRPO, f"actor_rollout_ref.rollout.mode={mode}")
+    hosted = run_training(overrides(task, tmp_path / "hosted", *more), trainer_cls=Disturbed)
     assert hosted.history[-1]["training/generation_restarts"] == 2.0
     assert "was killed by SIGKILL" in caplog.text
     for name, value in inside.final_weights.items():

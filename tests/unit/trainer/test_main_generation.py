@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +15,7 @@ import pytest
 
 from tests.support.tiny import save_tiny_model
 from verl.config import ConfigError
+from verl.config.names import ROLLOUTS
 from verl.trainer.answer_store import AnswerStore
 from verl.trainer.main_generation import main, run_generation
 from verl.utils.dataset.problems import DataError
@@ -71,6 +73,13 @@ def test_every_row_gets_n_answers_and_keeps_its_columns(generate, tmp_path):
     # Also those to a prompt that comes twice: every answer has noise of its own.
     assert len(set(answers)) == 16
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.parquet", "prompts.parquet"]
+
+
+@pytest.mark.slow
+def test_an_engine_in_a_process_of_its_own_gives_the_same_answers(generate, monkeypatch):
+    expected = generate()
+    monkeypatch.setitem(ROLLOUTS, "native", replace(ROLLOUTS["native"], package="torch"))
+    assert generate("hosted.parquet") == expected
 
 
 def test_both_engines_batches_of_any_size_and_either_file_format_give_the_same_answers(generate, prompts, tmp_path):

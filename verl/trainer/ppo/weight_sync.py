@@ -71,16 +71,16 @@ class WeightSync:
 
         listening = threading.Thread(target=listen, name="weights-received", daemon=True)
         listening.start()
+        refused: list[Exception] = []
         try:
             sending.get()
         except WorkerCallError as error:
-            listening.join(_BLAME_S)  # a receiver that says why tells more
-            raise next(
-                (each for each in failed if isinstance(each, WorkerDiedError) or engine_died(each)), error
-            ) from error
-        listening.join()
-        if failed:
-            raise failed[0]
+            refused.append(error)
+        listening.join(_BLAME_S if refused else None)
+        # A receiver that died tells more than the sender, who has only lost it.
+        deaths = [each for each in failed if isinstance(each, WorkerDiedError) or engine_died(each)]
+        if told := [*deaths, *refused, *failed]:
+            raise told[0]
 
 
 def engine_died(error: BaseException) -> bool:

@@ -27,17 +27,17 @@ from verl.utils.progress import pulses
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.process.channel import Channel
 from verl.workers.rollout.process.messages import Answers, Call, Facts, Moved, Recipe, Reply, raised_there
-from verl.workers.rollout.process.shared_buffer import BucketHandle, BufferReader
+from verl.workers.rollout.process.shared_buffer import BucketHandle, BufferHandle, BufferReader
 
 __all__ = ["main"]
 
 _PULSE_S = 0.5
 # What the host does itself, or in other words; the rest are the engine's methods.
-_OWN = frozenset({"build", "submit", "cancel", "load_bucket", "fail_update"})
+_OWN = frozenset({"build", "submit", "cancel", "open_buffer", "load_bucket", "fail_update"})
 # These never wait: they run where messages are received, so that nothing overtakes them.
 _AT_ONCE = frozenset({"submit", "cancel", "abort", "resume_generation"})
-# These may wait for requests to finish, while others are called.
-_BESIDE = frozenset({"pause_generation", "rest"})
+# These may wait, while others are called.
+_BESIDE = frozenset({"pause_generation", "rest", "load"})
 
 
 class Host:
@@ -81,6 +81,9 @@ class Host:
     def cancel(self, number: int) -> None:
         if (future := self._futures.get(number)) is not None:
             future.cancel()
+
+    def open_buffer(self, handle: BufferHandle) -> None:
+        self._reader.open(handle)
 
     def load_bucket(self, handle: BucketHandle) -> None:
         self._rollout.load_bucket(self._reader.bucket(handle))

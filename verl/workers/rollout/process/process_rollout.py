@@ -3,6 +3,7 @@ memory that both processes have."""
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,13 +14,15 @@ import torch
 from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, TensorSpec, Wanted
-from verl.workers.rollout.base import RELEASE_TAGS, BaseRollout, Load
+from verl.workers.rollout.base import RELEASE_TAGS, BaseRollout, EngineDiedError, Load
 from verl.workers.rollout.bucket_layout import bucket_layout, end_of
 from verl.workers.rollout.process.engine_process import EngineProcess
 from verl.workers.rollout.process.messages import Recipe
 from verl.workers.rollout.process.shared_buffer import SharedBuffer
 
 __all__ = ["ProcessRollout"]
+
+logger = logging.getLogger(__name__)
 
 
 class ProcessRollout(BaseRollout):
@@ -88,8 +91,25 @@ class ProcessRollout(BaseRollout):
         self._wait_for_loading()
         size, room = end_of(bucket_layout(tensors)), self._buffers[-1].handle.size if self._buffers else 0
         if size > room:
-            self._buffers.append(SharedBuffer(max(size, self._expected, 2 * room), self._device))
+            self._buffers.append(self._new_buffer(max(size, self._expected, 2 * room)))
         self._loading = self._engine.begin("load_bucket", self._buffers[-1].put(tensors))
+
+    def _new_buffer(self, size: int) -> SharedBuffer:
+        """On the device if both processes can have memory of it, else on the host."""
+        if self._device.type == "cuda":
+            buffer: SharedBuffer | None = None
+            try:
+                buffer = SharedBuffer(size, self._device)
+                self._engine.ask("open_buffer", buffer.handle)
+                return buffer
+            except RuntimeError as error:
+                if buffer is not None:
+                    buffer.close()
+                if isinstance(error, EngineDiedError):
+                    raise
+                logger.warning("rollout: no CUDA IPC (%s): weights reach the engine through host memory.", error)
+                self._device = torch.device("cpu")
+        return SharedBuffer(size, self._device)
 
     def finish_update(self, fingerprint: Mapping[str, int]) -> None:
         self._wait_for_loading()

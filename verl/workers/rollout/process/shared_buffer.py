@@ -114,10 +114,14 @@ class BufferReader:
 
     def bucket(self, handle: BucketHandle) -> SharedBucket:
         """Views of what lies in the buffer now."""
-        if self._buffer is None or self._buffer.handle != handle.buffer:
+        return self.open(handle.buffer).bucket(handle)
+
+    def open(self, handle: BufferHandle) -> SharedBuffer:
+        """The buffer, in the place of the one before."""
+        if self._buffer is None or self._buffer.handle != handle:
             self.close()
-            self._buffer = SharedBuffer.attach(handle.buffer)
-        return self._buffer.bucket(handle)
+            self._buffer = SharedBuffer.attach(handle)
+        return self._buffer
 
     def close(self) -> None:
         if self._buffer is not None:
