@@ -295,7 +295,11 @@ RULES: tuple[Rule, ...] = (
         _is_set(f"{ROLLOUT}.prometheus.enable"),
         f"{ROLLOUT}.prometheus.enable = False",
     ),
-    Rule(_below(ROLLOUT, "free_weights"), shares_devices, "the engine has devices of its own, where no training runs"),
+    Rule(
+        _below(ROLLOUT, "free_weights"),
+        lambda config: shares_devices(config) and not config.actor_rollout_ref.rollout.server_urls,
+        "the engine has devices of its own, where no training runs",
+    ),
     Rule(_below(ROLLOUT, "top_p", "top_k", "min_p"), _is_set(f"{ROLLOUT}.do_sample"), f"{ROLLOUT}.do_sample = False"),
     Rule(
         _below(ROLLOUT, "agent.*", "multi_turn.*"),

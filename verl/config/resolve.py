@@ -172,7 +172,7 @@ def _pools(config: PPOConfig, report: Report) -> None:
     asked.setdefault("ref", asked.get("actor", usual))
     config.role_mapping = {role: asked.get(role, usual) for role in names.ROLES}
     if rollout.free_weights is None:
-        rollout.free_weights = rollout.free_cache_engine and shares_devices(config)
+        rollout.free_weights = rollout.free_cache_engine and shares_devices(config) and not rollout.server_urls
 
 
 def _critic(config: PPOConfig) -> None:

@@ -139,6 +139,7 @@ def test_devices_of_its_own_are_a_pool():
         ([], True),
         ([f"{ROLLOUT}.free_cache_engine=False"], False),
         ([f"{ROLLOUT}.nnodes=1"], False),
+        ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=[http://host:1]"], False),
         ([f"{ROLLOUT}.free_weights=False"], False),
     ],
 )

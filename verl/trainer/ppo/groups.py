@@ -95,7 +95,8 @@ class WorkerGroups:
     @property
     def frees_weights(self) -> bool:
         """Whether the engines are without weights while training: those of the trainer's own processes may be."""
-        return self.rollout is self.actor and self._config.actor_rollout_ref.rollout.free_weights
+        rollout = self._config.actor_rollout_ref.rollout
+        return self.rollout is self.actor and rollout.free_weights and not rollout.server_urls
 
     @property
     def answering(self) -> tuple[Any, ...]:
