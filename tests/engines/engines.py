@@ -37,6 +37,7 @@ ENGINES = {
         cannot={
             "tensor parallel": "runs on one device",
             "details": "no penalties, biases and log-probs of other tokens",
+            "arguments": "takes none",
             "prefix cache": "has none",
             "server": "has none",
         }

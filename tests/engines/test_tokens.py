@@ -176,3 +176,9 @@ def test_likelier_tokens_and_the_prompts_log_probs_are_told(start: Callable[...,
 def test_an_impossible_request_is_refused_by_name(start: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"request 'r0': .*max_model_len"):
         ask(start(), GREEDY, [[5] * 2000])
+
+
+@pytest.mark.needs("arguments")
+def test_an_argument_that_the_engine_does_not_know_is_refused(start: Callable[..., Any], engine_name: str) -> None:
+    with pytest.raises(ValueError, match=rf"engine_kwargs\.{engine_name}.*no_such_argument"):
+        start(engine_kwargs={engine_name: {"no_such_argument": 1}})
