@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -74,7 +75,11 @@ def url(engine_name: str, task: dict[str, str], tmp_path_factory: pytest.TempPat
     folder, port = tmp_path_factory.mktemp("server"), free_port()
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(
-            command(engine_name, task["model"], port), env=environment(engine_name, folder), stdout=log, stderr=log
+            command(engine_name, task["model"], port),
+            env=environment(engine_name, folder),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     found = f"http://127.0.0.1:{port}"
     try:
@@ -85,8 +90,8 @@ def url(engine_name: str, task: dict[str, str], tmp_path_factory: pytest.TempPat
             time.sleep(1)
         yield found
     finally:
-        server.terminate()
-        server.wait(60)
+        os.killpg(server.pid, signal.SIGKILL)  # its workers too
+        server.wait()
 
 
 def answers(url: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import uuid
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,7 +38,8 @@ class SGLangDialect:
         self._ends = ends
         self._command = _command(server, model_path, config)
         self._config, self._hf_config = config, hf_config
-        self._epoch = 0
+        # Of the KV that requests may share: another one when weights change, and none that a run before had.
+        self._epoch = uuid.uuid4().hex
         self.join()
 
     def join(self) -> None:
@@ -69,7 +71,7 @@ class SGLangDialect:
         return {
             "input_ids": list(sequence.token_ids),
             "sampling_params": {name: value for name, value in asked.items() if value is not None},
-            "extra_key": str(self._epoch),
+            "extra_key": self._epoch,
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": True,
@@ -77,11 +79,9 @@ class SGLangDialect:
 
     def continued(self, question: dict[str, Any], told: list[int]) -> dict[str, Any]:
         params = question["sampling_params"]
-        params = params | {
-            "max_new_tokens": params["max_new_tokens"] - len(told),
-            "min_new_tokens": max(0, params["min_new_tokens"] - len(told)),
-        }
-        now = {"input_ids": question["input_ids"] + told, "sampling_params": params, "extra_key": str(self._epoch)}
+        lengths = [name for name in ("max_new_tokens", "min_new_tokens") if name in params]
+        params = params | {name: max(0, params[name] - len(told)) for name in lengths}
+        now = {"input_ids": question["input_ids"] + told, "sampling_params": params, "extra_key": self._epoch}
         return question | now
 
     def event(self, data: dict[str, Any], seen: int) -> Event:
@@ -103,7 +103,7 @@ class SGLangDialect:
 
     def forget_prefixes(self) -> None:
         """It drops no KV while somebody runs: newcomers look for theirs under another name."""
-        self._epoch += 1
+        self._epoch = uuid.uuid4().hex
 
     def top(self, temperature: float, top_k: int) -> Mapping[int, float]:
         """Log-probs of the likeliest tokens after `PROBE_PROMPT`."""
