@@ -17,6 +17,14 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cores_of_ranks(ranks: int) -> str:
+    """Those processors shared out, as engines of other make spell it: "0,1|2,3"."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // ranks)
+    parts = [cores[rank * share % len(cores) :][:share] for rank in range(ranks)]
+    return "|".join(",".join(map(str, part)) for part in parts)
+
+
 def children(pid: int) -> list[int]:
     """The processes that `pid` started or adopted; empty where the system does not say."""
     found: list[int] = []

@@ -85,7 +85,8 @@ class SGLangServer:
     def drop_kv(self) -> None:
         """When it returns nobody runs in SGLang, and nothing is cached. Only after all were aborted."""
         self.resume()
-        self._thread.call(self._thread.manager.flush_cache(timeout_s=_FLUSH_S))
+        if not self._thread.call(self._thread.manager.flush_cache(timeout_s=_FLUSH_S)).success:
+            raise RuntimeError(f"rollout: {_FLUSH_S:.0f} s after all requests were aborted, SGLang still runs some.")
 
     def likeliest(self, prompt: Iterable[int], temperature: float, top_k: int, count: int) -> dict[int, float]:
         """Log-probs of the likeliest next tokens, as SGLang reports them."""

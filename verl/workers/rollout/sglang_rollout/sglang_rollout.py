@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 
@@ -14,6 +15,7 @@ from verl.inference.models.loading import end_tokens, read_model_config
 from verl.models.loading import empty_model
 from verl.utils.device import resolve_dtype
 from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.rollout.base import RELEASE_TAGS
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 from verl.workers.rollout.sglang_rollout.engine_args import engine_arguments
 from verl.workers.rollout.sglang_rollout.engine_thread import EngineThread
@@ -63,6 +65,14 @@ class SGLangRollout(EmbeddedRollout):
             eos_token_ids=eos_token_ids,
             pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
         )
+
+    def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
+        """SGLang gives nothing back while somebody runs: what is under way begins again from its tokens."""
+        if "kv_cache" not in tags:
+            self._loop.halt("release")
+            self._loop.recompute()
+            self.steps.server.drop_kv()
+        super().release(tags)
 
     def close(self) -> None:
         super().close()

@@ -7,6 +7,7 @@ import os
 import torch
 
 from verl.config import RolloutConfig
+from verl.utils.process_tree import cores_of_ranks
 
 __all__ = ["environment"]
 
@@ -24,16 +25,8 @@ def environment(config: RolloutConfig, device: torch.device | str) -> dict[str, 
         ranks = config.tensor_model_parallel_size
         wanted["VLLM_CPU_KVCACHE_SPACE"] = "1"
         # Alone in its process or beside a trainer it shares the cores with others; ranks of one engine divide them.
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if ranks == 1 else _cores(ranks)
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if ranks == 1 else cores_of_ranks(ranks)
     else:
         # It samples with generators of its own; requests here have seeds.
         wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-def _cores(ranks: int) -> str:
-    """vLLM's spelling of the cores of each rank: "0-3|4-7"."""
-    cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // ranks)
-    parts = [cores[rank * share % len(cores) :][:share] for rank in range(ranks)]
-    return "|".join(",".join(map(str, part)) for part in parts)
