@@ -78,6 +78,9 @@ def _hand_over(engine: Any, floors: Floors, device: str) -> Row:
     from verl.utils.weight_fingerprint import fingerprints
 
     rollout, times = engine.rollout, []
+    begun = time.perf_counter()
+    rollout.release(["kv_cache"])  # as while training: a second copy of a large model has no other place
+    asleep = time.perf_counter() - begun
     source = {name: tensor.to(torch.float32, copy=True) for name, tensor in rollout.weights.items()}
     expected = fingerprints(source, rollout.weight_dtype)
     for version in range(2, 6):
@@ -88,12 +91,13 @@ def _hand_over(engine: Any, floors: Floors, device: str) -> Row:
         rollout.finish_update(expected)
         synchronise(device)
         times.append(time.perf_counter() - start)
-    start = time.perf_counter()
-    rollout.release(["kv_cache"])
+    numbers = sum(t.numel() for t in source.values())
+    del source
+    begun = time.perf_counter()
     rollout.resume()
     synchronise(device)
-    asleep = time.perf_counter() - start
-    size = sum(t.numel() for t in source.values()) * (4 + rollout.weight_dtype.itemsize)
+    asleep += time.perf_counter() - begun
+    size = numbers * (4 + rollout.weight_dtype.itemsize)
     what = "hand-over (fp32 in this process)"
     return {
         "case": what, "system": "native", "seconds": min(times), "sleep + wake s": asleep,
@@ -153,7 +157,8 @@ def main() -> None:
     for shape in shapes:
         rows = [row for system in args.systems for row in in_a_process(system, shape, args)]
         report(f"generation, {shape} shape", rows, args.json)
-        report(f"generation, {shape} shape, side by side", side_by_side(rows), args.json)
+        if compared := side_by_side(rows):
+            report(f"generation, {shape} shape, side by side", compared, args.json)
 
 
 if __name__ == "__main__":
