@@ -172,6 +172,8 @@ def walk(config: PPOConfig, case: Case, folder: Path, measure: Measure) -> None:
                 group.update_rollout_weights(step)
             with measure("gen"):
                 group.generate_sequences(prompts, max_new_tokens=case.answers)
+            if policy.rollout.free_weights:
+                group.free_rollout_weights()
             with measure("old_log_prob"):
                 group.compute_log_prob(update)
             with measure("update_actor"):

@@ -74,6 +74,18 @@ def test_a_release_gives_memory_back_and_the_samples_come_again(start_on_gpu, ma
     assert torch.equal(after["responses"], before["responses"])
 
 
+def test_weights_that_are_let_go_take_no_memory_and_come_back_to_their_addresses(start_on_gpu, make_prompts):
+    engine = start_on_gpu(free_weights=True)
+    before = engine.generate_sequences(make_prompts()).batch["responses"]
+    weights = {name: tensor.clone() for name, tensor in engine.weights.items()}
+    addresses, held = [tensor.data_ptr() for tensor in engine.weights.values()], torch.cuda.mem_get_info()[0]
+    engine.release(["weights"])
+    assert torch.cuda.mem_get_info()[0] - held >= sum(tensor.nbytes for tensor in weights.values())
+    engine.update_weights(weights.items())
+    assert [tensor.data_ptr() for tensor in engine.weights.values()] == addresses
+    assert torch.equal(engine.generate_sequences(make_prompts()).batch["responses"], before)
+
+
 def test_an_update_in_the_middle_of_a_generation_is_stamped_at_the_right_token(start_on_gpu, make_prompts):
     engine = start_on_gpu(torch.float32, ignore_eos=True, max_new_tokens=200, max_model_len=256)
     stream = engine.stream(make_prompts(rows=2))
