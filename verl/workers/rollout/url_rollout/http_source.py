@@ -90,6 +90,7 @@ class HTTPSource:
                 await self._rejoin(error)
 
     async def close(self) -> None:
+        self._dialect.server.close()
         if self._rejoining is not None:
             await asyncio.wait([self._rejoining])
         await self._http.aclose()

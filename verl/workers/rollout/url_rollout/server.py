@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -34,6 +35,7 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        self._closed = threading.Event()
         self._http = httpx.Client(timeout=_ANSWER_S, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
 
     def get(self, path: str, **params: Any) -> Any:
@@ -61,12 +63,16 @@ class Server:
                 trouble = "it says that it is not well"
             except ServerLostError as error:
                 trouble = _said(error.__cause__ or error)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._closed.wait(_LOOK_EVERY_S):
                 raise ServerLostError(
                     f"rollout.server_urls: {self.url} has not answered for {BACK_WITHIN_S:.0f} s: {trouble}. Look into"
                     " its log."
                 )
-            time.sleep(_LOOK_EVERY_S)
+
+    def close(self) -> None:
+        """Nobody waits for it any more."""
+        self._closed.set()
+        self._http.close()
 
     def _ask(self, method: str, path: str, **how: Any) -> Any:
         try:

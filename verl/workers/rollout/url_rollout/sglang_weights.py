@@ -6,15 +6,14 @@ import hashlib
 import logging
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from verl.types.weights import WeightMismatchError
-from verl.utils.transfer_group import TransferGroup, TransferHost, TransferLostError
+from verl.utils.transfer_group import TransferGroup, TransferHost
 from verl.workers.rollout.bucket_layout import dtype_name
 from verl.workers.rollout.url_rollout.sglang_dialect import SGLangDialect
-from verl.workers.rollout.url_rollout.weights import own_address
+from verl.workers.rollout.url_rollout.weights import OtherHalf, own_address
 
 __all__ = ["SGLangLine"]
 
@@ -32,9 +31,9 @@ class SGLangLine:
     def __init__(self, dialect: SGLangDialect, device: torch.device) -> None:
         self._dialect, self._device = dialect, device
         self._group: TransferGroup | None = None
-        self._run = uuid.uuid4().hex[:8]
+        self._run = ""
         self._updates = 0
-        self._calls = ThreadPoolExecutor(1, "rollout-weights")
+        self._both = OtherHalf(dialect.server)
         self._sums: dict[str, str] = {}
         self._large: set[str] = set()
         self._comparable = True
@@ -52,7 +51,15 @@ class SGLangLine:
     def send(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         group = self._group
         assert group is not None
-        theirs = self._calls.submit(
+
+        def broadcast() -> None:
+            for name, tensor in tensors:
+                here = group.broadcast(tensor.detach().to(group.device).contiguous())
+                if self._updates == 0 or name not in self._large:
+                    self._note(name, here)
+
+        self._both.during(
+            broadcast,
             self._dialect.command,
             "/update_weights_from_distributed",
             names=[name for name, _ in tensors],
@@ -61,17 +68,6 @@ class SGLangLine:
             group_name=self._run,
             flush_cache=False,
         )
-        try:
-            for name, tensor in tensors:
-                here = group.broadcast(tensor.detach().to(group.device).contiguous())
-                if self._updates == 0 or name not in self._large:
-                    self._note(name, here)
-        except TransferLostError:
-            self._group = None
-            if theirs.done():
-                theirs.result()  # says more
-            raise
-        theirs.result()
 
     def finish(self) -> None:
         self._dialect.command("/end_weight_update")
@@ -81,11 +77,19 @@ class SGLangLine:
         self._dialect.name_weights(f"verl-{self._run}-{self._updates}")
 
     def _join(self) -> None:
+        self._run, self._updates = uuid.uuid4().hex[:8], 0
         host = TransferHost(own_address(self._dialect.server))
         size = 1 + self._dialect.ranks
         both_cuda = self._device.type == self._dialect.device.type == "cuda"
         backend, device = ("nccl", "cuda") if both_cuda else ("gloo", "cpu")
-        theirs = self._calls.submit(
+        # Where torch puts the keys of a group of this name, for its members on this kind of device.
+        prefix = f"{self._run}/{self._run}//{device}/"
+
+        def meet() -> None:
+            self._group = TransferGroup(host, 0, size, backend, self._device, prefix=prefix)
+
+        self._both.during(
+            meet,
             self._dialect.command,
             "/init_weights_update_group",
             master_address=host.address.host,
@@ -95,15 +99,6 @@ class SGLangLine:
             group_name=self._run,
             backend=backend,
         )
-        # Where torch puts the keys of a group of this name, for its members on this kind of device.
-        prefix = f"{self._run}/{self._run}//{device}/"
-        try:
-            self._group = TransferGroup(host, 0, size, backend, self._device, prefix=prefix)
-        except TransferLostError:
-            if theirs.done():
-                theirs.result()
-            raise
-        theirs.result()
 
     # ---------------------------------------------------------------- checksums
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
 
 from verl.types.weights import Bucket, WeightMismatchError
-from verl.utils.transfer_group import TransferGroup, TransferHost, TransferLostError
+from verl.utils.transfer_group import TransferGroup, TransferHost
 from verl.utils.weight_fingerprint import fingerprints
 from verl.workers.rollout.bucket_layout import bucket_layout, end_of
 from verl.workers.rollout.url_rollout.vllm_dialect import VllmDialect
 from verl.workers.rollout.url_rollout.vllm_worker import device_name
-from verl.workers.rollout.url_rollout.weights import own_address
+from verl.workers.rollout.url_rollout.weights import OtherHalf, own_address
 
 __all__ = ["VllmLine"]
 
@@ -26,9 +25,9 @@ class VllmLine:
     def __init__(self, dialect: VllmDialect, device: torch.device) -> None:
         self._dialect, self._device = dialect, device
         self._group: TransferGroup | None = None
-        self._run = uuid.uuid4().hex[:8]
+        self._run = ""
         self._updates = 0
-        self._calls = ThreadPoolExecutor(1, "rollout-weights")
+        self._both = OtherHalf(dialect.server)
 
     def leave(self) -> None:
         """Forget the group: its other members are gone."""
@@ -49,7 +48,8 @@ class VllmLine:
         sent = fingerprints({piece.name: piece.view(flat) for piece in layout})
         pieces = [asdict(piece) for piece in layout]
         group = self._group
-        for rank, found in enumerate(self._both(lambda: group.broadcast(flat), "verl_receive", pieces)):
+        received = self._both.during(lambda: group.broadcast(flat), self._dialect.rpc, "verl_receive", pieces)
+        for rank, found in enumerate(received):
             for name, total in sent.items():
                 if found.get(name) != total:
                     raise WeightMismatchError(
@@ -68,6 +68,7 @@ class VllmLine:
         self._dialect.name_weights(f"verl-{self._run}-{self._updates}")
 
     def _join(self) -> None:
+        self._run, self._updates = uuid.uuid4().hex[:8], 0
         host = TransferHost(own_address(self._dialect.server))
         size = 1 + len(self._dialect.workers)
         ours = device_name(self._device)
@@ -78,16 +79,5 @@ class VllmLine:
         def meet() -> None:
             self._group = TransferGroup(host, 0, size, backend, self._device)
 
-        self._both(meet, "verl_join", host.address.host, host.address.port, size, backend)
-
-    def _both(self, ours: Callable[[], object], method: str, *args: object) -> list[dict[str, int]]:
-        """Do our part while the workers do theirs; what they answer."""
-        theirs = self._calls.submit(self._dialect.rpc, method, *args)
-        try:
-            ours()
-        except TransferLostError:
-            self._group = None
-            if theirs.done():
-                theirs.result()  # says more
-            raise
-        return theirs.result()
+        address = host.address
+        self._both.during(meet, self._dialect.rpc, "verl_join", address.host, address.port, size, backend)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import torch
 from torch import nn
 
 from verl.types.weights import Bucket, Manifest, Wanted
+from verl.utils.transfer_group import TransferLostError
 from verl.workers.rollout.checkpoint_names import checkpoint_tensors
 from verl.workers.rollout.received_weights import ReceivedWeights
 from verl.workers.rollout.url_rollout.server import Server, ServerLostError
 
-__all__ = ["ServerWeights", "WeightLine", "own_address"]
+__all__ = ["OtherHalf", "ServerWeights", "WeightLine", "own_address"]
+
+T = TypeVar("T")
 
 
 class WeightLine(Protocol):
@@ -61,6 +65,25 @@ class ServerWeights:
     def offload(self) -> None: ...
 
     def onload(self) -> None: ...
+
+
+class OtherHalf:
+    """The server's half of what both do at once: a call that answers when ours is done, too."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._calls = ThreadPoolExecutor(1, "rollout-weights")
+
+    def during(self, ours: Callable[[], object], theirs: Callable[..., T], *args: Any, **keys: Any) -> T:
+        """What `theirs` answers. Where we lose each other, what it says tells more."""
+        called = self._calls.submit(theirs, *args, **keys)
+        try:
+            ours()
+        except TransferLostError as error:
+            if called.done():
+                called.result()
+            raise ServerLostError(f"rollout.server_urls: {self._server.url} left a hand-over: {error}") from error
+        return called.result()
 
 
 def own_address(server: Server) -> str:
