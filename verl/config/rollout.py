@@ -116,7 +116,7 @@ class GeneratorConfig(Block):
         "Batch sizes whose steps are recorded as CUDA graphs; vllm, sglang and trtllm.", null="the engine's own", min=1
     )
     in_process: bool = key(
-        "vllm, sglang and trtllm run in the worker's process, at tensor_model_parallel_size 1; False: in one beside it."
+        "vllm and trtllm run in the worker's process, at tensor_model_parallel_size 1; False: in one beside it."
     )
     server_urls: list[str] = key(
         "Engines of that name that run already, by URL: http://host:8000; they are joined, and none is started.",

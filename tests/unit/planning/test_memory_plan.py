@@ -172,8 +172,9 @@ def test_another_projects_engine_takes_the_share_it_is_given_and_keeps_its_proce
     assert phase(plan, "update_actor").parts["rollout"] == pytest.approx(1.5 * GB), "its process, a bucket's buffer"
     kept = plan_of(load(*engine, f"{ROLLOUT}.free_weights=False"), 24)
     assert phase(kept, "update_actor").parts["rollout"] == pytest.approx(1.5 * GB + 2 * SHAPE.parameters)
-    inside = plan_of(load(*engine, f"{ROLLOUT}.in_process=True"), 24)
-    assert phase(inside, "update_actor").parts["rollout"] == 0
+    if name == "vllm":
+        inside = plan_of(load(*engine, f"{ROLLOUT}.in_process=True"), 24)
+        assert phase(inside, "update_actor").parts["rollout"] == 0
     served = plan_of(load(*engine, f"{ROLLOUT}.server_urls=[http://host:1]"), 24)
     assert phase(served, "gen").parts["rollout"] == 0
 
