@@ -56,6 +56,10 @@ class EngineThread:
             return
         made.set_result(engine)
         self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         engine.shutdown()
 
 
