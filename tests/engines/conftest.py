@@ -23,6 +23,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--engine", action="append", help="Only this one of the engines; may be given again.")
 
 
+def pytest_configure() -> None:
+    """Stand-ins come before anything is imported that looks for the real ones, in processes that are started, too."""
+    lacking = [ENGINES[name].shims_for for name in installed() if ENGINES[name].shims_for]
+    if any(find_spec(package) is None for package in lacking):
+        shims = str(Path(__file__).parent / "shims")
+        sys.path.insert(0, shims)
+        os.environ["PYTHONPATH"] = os.pathsep.join([shims, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "engine_name" in metafunc.fixturenames:
         names = metafunc.config.getoption("--engine") or installed()
@@ -31,13 +40,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def row(engine_name: str) -> EngineRow:
-    row = ENGINES[engine_name]
-    os.environ.update(row.environment)
-    if row.shims_for and find_spec(row.shims_for) is None:
-        shims = str(Path(__file__).parent / "shims")
-        sys.path.insert(0, shims)  # and for the processes that it starts
-        os.environ["PYTHONPATH"] = os.pathsep.join([shims, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return row
+    os.environ.update(ENGINES[engine_name].environment)
+    return ENGINES[engine_name]
 
 
 @pytest.fixture(autouse=True)
