@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("kind", choices=sorted(ENVIRONMENTS))
     parser.add_argument("--folder", type=Path, help="default: runs/multi_turn/<kind>")
     parser.add_argument("overrides", nargs="*", help="keys of your own, such as trainer.total_training_steps=60")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     kind, begin = options.kind, time.monotonic()
     os.environ |= {"PYTHON": sys.executable, "MULTI_TURN": str(HERE)}  # for mcp_servers.json
     folder = (options.folder or Path("runs/multi_turn") / kind).resolve()
