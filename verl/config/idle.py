@@ -51,6 +51,14 @@ _OF_A_REWARD_MODEL = (
 )
 
 
+# What an engine is told when it starts.
+_OF_ITS_START = (
+    *("gpu_memory_utilization", "quantization", "enforce_eager", "cudagraph_capture_sizes", "load_format"),
+    *("expert_parallel_size", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"),
+    *("engine_kwargs.*", "in_process"),
+)
+
+
 class Rule(NamedTuple):
     """Keys (patterns), when something reads them, and what is told where nothing does. Of several the first holds."""
 
@@ -284,6 +292,11 @@ RULES: tuple[Rule, ...] = (
         _below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k"),
         _is_set(f"{ROLLOUT}.val_kwargs.do_sample"),
         f"validation answers greedily; {ROLLOUT}.val_kwargs.do_sample=True (and a temperature) samples",
+    ),
+    Rule(
+        _below(ROLLOUT, *_OF_ITS_START),
+        lambda config: not config.actor_rollout_ref.rollout.server_urls,
+        f"the engines at {ROLLOUT}.server_urls run already, as they were started",
     ),
     Rule(
         _below(ROLLOUT, "in_process", "cudagraph_capture_sizes"),

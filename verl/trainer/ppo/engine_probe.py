@@ -73,8 +73,13 @@ class EngineProbe:
     @property
     def limit(self) -> float:
         """Of that mean, what rounding explains: of the coarser side, stretched by a temperature below 1."""
-        rounding = _QUANTIZED if self._rollout.quantization else max(_ROUNDING[kind] for kind in self._kinds)
+        rounding = _QUANTIZED if self._quantization else max(_ROUNDING[kind] for kind in self._kinds)
         return rounding * max(1.0, 1.0 / self._rollout.temperature)
+
+    @property
+    def _quantization(self) -> str | None:
+        """As this run has asked for it: servers that run already are as they are, and are held to their dtype."""
+        return None if self._rollout.server_urls else self._rollout.quantization
 
     @property
     def _kinds(self) -> tuple[str, str]:
@@ -83,7 +88,7 @@ class EngineProbe:
     @property
     def _precisions(self) -> str:
         engine, trainer = self._kinds
-        return f"engine {self._rollout.quantization or engine}, training {trainer}"
+        return f"engine {self._quantization or engine}, training {trainer}"
 
     def _prompts(self) -> DataProto:
         """The same few for every replica. Nothing is cut off: then every engine knows what training computes."""

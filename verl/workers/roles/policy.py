@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from verl.config import ActorRolloutRefConfig, RefConfig, RolloutConfig, as_config
 from verl.config.engine import CheckpointConfig
+from verl.planning.engines import beside
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.types.request import Request
@@ -135,6 +137,7 @@ class ActorRolloutRefWorker(SavingWorker):
 
         With `tell_finished` in meta_info, `finished_samples` says which are there already.
         """
+        self._make_room()
         self.rollout.resume()
         telling: dict[str, Any] = {}
         if prompts.meta_info.get("tell_finished"):
@@ -156,6 +159,7 @@ class ActorRolloutRefWorker(SavingWorker):
     @phase_memory("gen", at="actor_rollout_ref")
     def begin_generation(self) -> None:
         """From here to `end_generation` the engine answers requests of other processes (agents)."""
+        self._make_room()
         self.rollout.resume()
         self._requests = OpenRequests(self.rollout)
 
@@ -211,6 +215,7 @@ class ActorRolloutRefWorker(SavingWorker):
         """Hand the trainer's weights to the engine of the same process, unless it has this version already."""
         if version == self._rollout_version:
             return
+        self._make_room()
         with self.engine.awake(optimizer=False):
             self._transfer.sync(version)
         self._rollout_version = version
@@ -225,6 +230,7 @@ class ActorRolloutRefWorker(SavingWorker):
     def revive_engine(self) -> None:
         """Where the engine's own process is gone, start it anew. The weights of all engines are handed over again."""
         self._rollout_version = -1
+        self._make_room()
         self.rollout.revive()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -292,7 +298,15 @@ class ActorRolloutRefWorker(SavingWorker):
         self.ref_engine = start_engine(self, "ref", self.model_path, "causal_lm", config.model, config.ref)
         self.ref_engine.park()
 
+    def _make_room(self) -> None:
+        """An engine's process takes memory of these devices: what torch keeps for later is not free to it."""
+        if self.device.type == "cuda" and "actor" in self.parts and beside(self.config.rollout):
+            torch.cuda.empty_cache()
+            if self.config.rollout.tensor_model_parallel_size > 1:
+                dist.barrier()  # it takes memory of all devices of its set
+
     def _init_rollout(self) -> None:
+        self._make_room()
         with keys_under("actor_rollout_ref.rollout", RolloutConfig):
             self.rollout = open_rollout(self.model_path, self.config.model, self.config.rollout, self.device)
         if "actor" in self.parts:

@@ -111,5 +111,5 @@ def _environment(at: str, config: RolloutConfig, device: torch.device, devices: 
     if find_spec(f"{package}.environment") is not None:
         needed = import_module(f"{package}.environment").environment(config, device)
     paths = os.pathsep.join(path for path in sys.path if path)
-    found = {**needed, **own, "PYTHONPATH": paths}
+    found = {**own, **needed, "PYTHONPATH": paths}
     return found | {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if device.type == "cuda" else found

@@ -150,8 +150,8 @@ class ServedStepEngine:
     def drain(self) -> list[Sequence]:
         """Sampling stops until the next step."""
         if self.in_flight:
+            self._paused = True  # the next step resumes it, also where this fails half-way
             self._server.pause()
-            self._paused = True
         return self._take()
 
     def requeue_all(self) -> None:

@@ -108,6 +108,10 @@ class EngineProcess:
         with contextlib.suppress(EngineDiedError, TimeoutError):
             self.begin("close").result(_ENDING_S)
             self._ended.wait(_ENDING_S)
+        self.discard()
+
+    def discard(self) -> None:
+        """End it unasked. Its log tells nothing that anybody waits for."""
         self.kill()
         with contextlib.suppress(OSError):
             os.unlink(self.log)

@@ -44,7 +44,7 @@ class ProcessRollout(BaseRollout):
         self._version = self._pending_version = facts.version
         self._loading: Future[None] | None = None
         # A rollout that nobody holds any more leaves no process behind.
-        self._end = weakref.finalize(self, self._engine.kill)
+        self._end = weakref.finalize(self, self._engine.discard)
 
     @property
     def version(self) -> int:
@@ -161,5 +161,6 @@ class ProcessRollout(BaseRollout):
 
 def _bucket_size(manifest: Manifest, dtype: torch.dtype, limit: int) -> int:
     """What the largest bucket of these weights takes: one tensor, or as many as fit into `limit`."""
-    sizes = [math.prod(spec.shape) * max(dtype.itemsize, spec.dtype.itemsize) for spec in manifest.values()]
+    kinds = [dtype if spec.dtype.is_floating_point else spec.dtype for spec in manifest.values()]
+    sizes = [math.prod(spec.shape) * kind.itemsize for spec, kind in zip(manifest.values(), kinds, strict=True)]
     return max([min(sum(sizes), limit), *sizes]) + 16 * len(sizes)

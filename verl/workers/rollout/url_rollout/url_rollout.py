@@ -80,6 +80,7 @@ class URLRollout(EmbeddedRollout):
         self._server.server.wait_until_back()
         self._line.leave()
         if self._server.weights_name() == self._server.known_weights:
+            self._server.resume()  # it may have been paused when it was lost
             return False
         self._server.join()
         self._unfit = "Its server was started anew: the trainer's weights come by an update."

@@ -13,10 +13,8 @@ __all__ = ["environment"]
 
 
 def environment(config: RolloutConfig, device: torch.device | str) -> dict[str, str]:
-    """Those that are not set already: what a user has set stays."""
+    """What a user has set stays, but for what nothing works without."""
     wanted = {
-        # Steps are made by our thread, which the engine's core must share a process with.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -29,4 +27,6 @@ def environment(config: RolloutConfig, device: torch.device | str) -> dict[str, 
     else:
         # It samples with generators of its own; requests here have seeds.
         wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    found = {name: value for name, value in wanted.items() if name not in os.environ}
+    # Steps are made by our thread, which the engine's core must share a process with.
+    return found | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

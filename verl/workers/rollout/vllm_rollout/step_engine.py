@@ -74,9 +74,8 @@ class VllmStepEngine:
 
     def step(self) -> list[Sequence]:
         """Launch a step, and take the tokens of this one or of the one before."""
-        pulse()
         self._enter_thread()
-        if not self._probed:
+        if not self._probed and not self._running:  # what the probe takes must be nobody's
             self._probed = self._probe()
         refused = self._join() if self._joining else []
         return refused + self._take()
@@ -128,9 +127,11 @@ class VllmStepEngine:
         finished: list[Sequence] = []
         if self.in_flight:
             self._engine.sleep(level=0, mode="keep")
-            while self.in_flight:
-                finished += self._take()
-            self._engine.wake_up(tags=["scheduling"])
+            try:
+                while self.in_flight:
+                    finished += self._take()
+            finally:
+                self._engine.wake_up(tags=["scheduling"])
         return finished
 
     def requeue_all(self) -> None:
@@ -150,7 +151,10 @@ class VllmStepEngine:
         Straight from the engine's core: what vLLM's engine makes of it for its own callers is a sixth of the time.
         """
         finished, ended = [], []
-        for output in self._engine.engine_core.get_output().outputs:
+        outputs = self._engine.engine_core.get_output().outputs
+        if outputs:
+            pulse()
+        for output in outputs:
             name = output.request_id
             if name not in self._running:
                 continue
