@@ -23,7 +23,8 @@ from quickstart.run import ACCURACY, heading, train, warm_start_overrides
 from stories import LARGEST, make_task
 
 HERE = Path(__file__).parent.resolve()
-STEPS = 30
+# What a user says is a weaker teacher than a tool that answers.
+STEPS = {"calculator": 30, "mcp": 30, "user": 60}
 ROLLOUT = "actor_rollout_ref.rollout"
 PROJECT = "multi_turn"
 # Where the environment of each comes from.
@@ -60,7 +61,7 @@ def training_overrides(kind: str, files: dict[str, Path], start: Path, folder: P
         *ENVIRONMENTS[kind],
         "trainer.n_gpus_per_node=1",
         "trainer.device=cpu",
-        f"trainer.total_training_steps={STEPS}",
+        f"trainer.total_training_steps={STEPS[kind]}",
         "trainer.test_freq=10",
         "trainer.save_freq=-1",
         f"trainer.default_local_dir={folder / kind}",
@@ -95,7 +96,7 @@ def main() -> None:
     print(f"made here, nothing downloaded: {folder / 'task'}")
     heading("2. Warm start: 300 supervised steps on a teacher's conversations")
     start = warm_start(files, folder)
-    heading(f"3. GRPO: {STEPS} steps with the {kind}")
+    heading(f"3. GRPO: {STEPS[kind]} steps with the {kind}")
     overrides = [*training_overrides(kind, files, start, folder), *options.overrides]
     metrics = train("verl.trainer.main_ppo", overrides, folder, kind, PROJECT)
     heading("4. What changed")
