@@ -124,7 +124,7 @@ class Output:
     prompt_log_probs: list[float] = field(default_factory=list)
     """Where asked for: of the prompt's tokens from the second on, at temperature 1; likewise the likeliest ones."""
     prompt_top_log_probs: list[TopLogProbs] = field(default_factory=list)
-    cached_tokens: int = 0
+    cached_tokens: int = field(default=0, compare=False)
     """Of the prompt, those whose KV was there already."""
 
 

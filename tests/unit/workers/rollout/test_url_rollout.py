@@ -62,11 +62,11 @@ def test_what_is_paused_goes_on_from_its_tokens_and_none_is_lost(server, join):
     futures = rollout.submit(requests())
     time.sleep(0.05)
     rollout.pause_generation("keep")
-    asked, running = len(server.asked), server.running
+    running = server.running
     rollout.resume_generation()
     assert [future.result(30).token_ids for future in futures] == [answer(prompt, 40) for prompt in PROMPTS]
-    assert (asked, running) == (8, 0)
-    continued = [prompt for prompt in server.asked[8:] if len(prompt) > 3]
+    assert running == 0
+    continued = [prompt for prompt in server.asked if len(prompt) > 3]
     assert continued
     assert all(prompt == prompt[:3] + answer(prompt[:3], len(prompt) - 3) for prompt in continued)
 
