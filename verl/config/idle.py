@@ -55,7 +55,7 @@ _OF_A_REWARD_MODEL = (
 _OF_ITS_START = (
     *("gpu_memory_utilization", "quantization", "enforce_eager", "cudagraph_capture_sizes", "load_format"),
     *("expert_parallel_size", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"),
-    *("engine_kwargs.*", "in_process"),
+    *("engine_kwargs", "in_process"),
 )
 
 

@@ -22,6 +22,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     ("critic.optim.lr=2e-5", [GRPO], []),
     (f"{ROLLOUT}.in_process=True", [], [f"{ROLLOUT}.name=vllm"]),
     (f"{ROLLOUT}.cudagraph_capture_sizes=[1,8]", [], [f"{ROLLOUT}.name=vllm"]),
+    (f"{ROLLOUT}.gpu_memory_utilization=0.5", [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=[http://one:8000]"], []),
     (f"{ROLLOUT}.prometheus.port=9500", [], [f"{ROLLOUT}.prometheus.enable=True"]),
     (f"{ROLLOUT}.free_weights=True", [f"{ROLLOUT}.nnodes=1"], []),
     (f"{ROLLOUT}.agent.num_workers=8", [], [f"{ROLLOUT}.mode=async"]),
