@@ -152,6 +152,7 @@ def wait_for_first_step(folder: Path, process: subprocess.Popen) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_whole_process_group_finishes_the_step_saves_and_exits_0(task, tmp_path):
     """As `timeout` and schedulers send it: to Ray's processes too, were they of the group."""
     process = start(
