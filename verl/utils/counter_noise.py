@@ -10,7 +10,7 @@ import hashlib
 
 import torch
 
-__all__ = ["GOLDEN_64", "gumbel_noise", "mix_64", "sample_keys"]
+__all__ = ["GOLDEN_64", "engine_seed", "gumbel_noise", "mix_64", "sample_keys"]
 
 # 2^64 / golden ratio: neighbouring positions land far apart before they are mixed.
 GOLDEN_64 = 0x9E3779B97F4A7C15 - 2**64
@@ -21,6 +21,11 @@ def sample_keys(seed: int, step: int, uid: str, sample_index: int) -> int:
     """The 64-bit (signed) key of one sample: run seed, training step, prompt, and which of its n answers."""
     identity = f"{int(seed)}/{int(step)}/{int(sample_index)}/{uid}".encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little", signed=True)
+
+
+def engine_seed(key: int, generated: int) -> int:
+    """Of another project's engine, whose noise begins with the call: what goes on after so many tokens gets its own."""
+    return (key + generated * 0x9E3779B97F4A7C15) % (2**63 - 1)
 
 
 def gumbel_noise(keys: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from verl.inference.sequence import Sequence
 from verl.types.request import Request
+from verl.utils.counter_noise import engine_seed
 from verl.workers.rollout.served import Piece, ServedStepEngine, Tell
 
 __all__ = ["Event", "RestartingSteps", "StreamedServer", "TokenSource", "after_tokens"]
@@ -203,7 +204,7 @@ def after_tokens(asked: dict[str, Any], count: int) -> dict[str, Any]:
     left = asked | {"max_tokens": asked["max_tokens"] - count, "min_tokens": max(0, asked["min_tokens"] - count)}
     if "seed" in asked:
         # Noise is drawn from the first token of a request on: what goes on gets noise of its own.
-        left["seed"] = (asked["seed"] + count * 0x9E3779B97F4A7C15) % (2**63 - 1)
+        left["seed"] = engine_seed(asked["seed"], count)
     return left
 
 

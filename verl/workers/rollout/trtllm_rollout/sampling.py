@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from verl.inference.sequence import Sequence
+from verl.utils.counter_noise import engine_seed
 
 __all__ = ["sampling_arguments"]
 
-_SEEDS = 2**63 - 1
 # Its own end token: none, for those of the request are stop tokens, and are told.
 _NEVER = -1
 
@@ -26,7 +26,7 @@ def sampling_arguments(sequence: Sequence, vocab: int) -> dict[str, Any]:
             "top_k": max(0, params.top_k),
             "top_p": params.top_p,
             "min_p": params.min_p,
-            "seed": (params.key + generated * 0x9E3779B97F4A7C15) % _SEEDS,
+            "seed": engine_seed(params.key, generated),
         }
     return drawn | {
         "end_id": _NEVER,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from verl.inference.sequence import Sequence
+from verl.utils.counter_noise import engine_seed
 
 __all__ = ["sampling_arguments"]
-
-_SEEDS = 2**63 - 1
 
 
 def sampling_arguments(sequence: Sequence) -> dict[str, Any]:
@@ -23,7 +22,7 @@ def sampling_arguments(sequence: Sequence) -> dict[str, Any]:
             "top_p": params.top_p,
             "min_p": params.min_p,
             # Noise is drawn from the first token of this call on: what is resumed gets noise of its own.
-            "seed": (params.key + generated * 0x9E3779B97F4A7C15) % _SEEDS,
+            "seed": engine_seed(params.key, generated),
         }
     return drawn | {
         "max_tokens": sequence.max_length - len(sequence.token_ids),
