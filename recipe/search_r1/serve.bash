@@ -3,6 +3,7 @@
 start_retriever() { # corpus port log [flags of verl.search.server …]
     local corpus=$1 port=$2 log=$3
     shift 3
+    : >"$log" # whoever looks first finds a file: the line below opens it in a process of its own, at any later moment
     python3 -m verl.search.server --corpus_path "$corpus" --port "$port" "$@" >"$log" 2>&1 &
     RETRIEVER=$!
     trap 'kill "$RETRIEVER" 2>/dev/null || true; wait "$RETRIEVER" 2>/dev/null || true' EXIT
