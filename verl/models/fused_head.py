@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from verl.models.heads import LogitAdjustment, wide_product
@@ -51,15 +52,14 @@ class RowStatistics(NamedTuple):
     def entropy(self) -> torch.Tensor:
         return self.total.log() - self.weighted / self.total
 
-    def merged(self, other: RowStatistics) -> RowStatistics:
-        """The statistics of both parts of the vocabulary together."""
-        highest = torch.maximum(self.highest, other.highest)
-        total, weighted = torch.zeros_like(self.total), torch.zeros_like(self.weighted)
-        for part in (self, other):
-            lower = part.highest - highest
-            total = total + lower.exp() * part.total
-            weighted = weighted + lower.exp() * (part.weighted + lower * part.total)
-        return RowStatistics(highest, total, weighted, torch.maximum(self.label, other.label))
+    def across(self, group: dist.ProcessGroup) -> RowStatistics:
+        """The statistics of the whole vocabulary, of which each rank of `group` has a part; the same on every rank."""
+        tops = torch.stack([self.highest, self.label])
+        dist.all_reduce(tops, dist.ReduceOp.MAX, group)
+        lower = self.highest - tops[0]
+        sums = torch.stack([self.total, self.weighted + lower * self.total]) * lower.exp()
+        dist.all_reduce(sums, group=group)
+        return RowStatistics(tops[0], sums[0], sums[1], tops[1])
 
 
 def label_statistics(
@@ -72,21 +72,24 @@ def label_statistics(
     bias: torch.Tensor | None = None,
     adjust: LogitAdjustment | None = None,
     chunk_rows: int | None = None,
+    shared_by: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of `labels` [N] at `hidden` [N, H] under the head `weight` [vocab, H], and the entropy: [N] each.
 
     The inputs are multiplied in their dtype; logits and all that follows are float32 (float64 for such inputs).
     `adjust` comes before `temperature`. Gradients reach `hidden`, `weight` and `bias`; there are no second derivatives.
+    Where the vocabulary is shared by the ranks of a group, `weight` and `bias` are this rank's part (maybe none of it),
+    labels count from its beginning, and hidden states are the same on every rank, as are their gradients.
     """
     rows = chunk_rows or rows_per_chunk(len(hidden), len(weight), _wide(hidden.dtype).itemsize, hidden.device.type)
     return _LabelStatistics.apply(
-        hidden, weight, bias, labels, temperature, adjust or LogitAdjustment(), with_entropy, rows
+        hidden, weight, bias, labels, temperature, adjust or LogitAdjustment(), with_entropy, rows, shared_by
     )
 
 
 def rows_per_chunk(rows: int, vocab: int, element_size: int, device_type: str) -> int:
     """How many of `rows` rows of logits to hold at once: chunks of one size, within the budget, whole tiles."""
-    most = max(1, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // (vocab * element_size))
+    most = max(1, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // max(1, vocab * element_size))
     tile = _TILE_ROWS if most >= _TILE_ROWS else 1
     most -= most % tile
     chunks = max(1, -(-rows // most))
@@ -163,9 +166,12 @@ class _LabelStatistics(torch.autograd.Function):
         adjust: LogitAdjustment,
         with_entropy: bool,
         chunk_rows: int,
+        shared_by: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden, labels = hidden.contiguous(), labels.contiguous()
         planes = torch.empty(len(RowStatistics._fields), len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
+        if not len(weight):  # padding of the vocabulary, all of it
+            planes.copy_(planes.new_tensor([torch.finfo(planes.dtype).min, 0.0, 0.0, -torch.inf])[:, None])
         for rows, logits in _logit_chunks(hidden, weight, bias, chunk_rows):
             if _has_kernels(logits):
                 from verl.models.kernels.label_statistics import row_statistics
@@ -177,10 +183,12 @@ class _LabelStatistics(torch.autograd.Function):
                 found = chunk_statistics(logits, labels[rows], temperature, adjust, with_entropy)
                 torch.stack(found, out=planes[:, rows])
         statistics = RowStatistics(*planes)
+        if shared_by is not None:
+            statistics = statistics.across(shared_by)
         entropy = statistics.entropy() if with_entropy else None
         ctx.save_for_backward(hidden, weight, bias, labels, statistics.log_total(), entropy)
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.adjust, ctx.chunk_rows = temperature, adjust, chunk_rows
+        ctx.temperature, ctx.adjust, ctx.chunk_rows, ctx.shared_by = temperature, adjust, chunk_rows, shared_by
         return statistics.log_probs(), entropy
 
     @staticmethod
@@ -208,7 +216,10 @@ class _LabelStatistics(torch.autograd.Function):
             else:
                 d_logits = chunk_gradients_(logits, *statistics, ctx.adjust).to(hidden.dtype)
             totals.add(rows, d_logits)
-        return (*totals.gradients(), None, None, None, None, None)
+        d_hidden, d_weight, d_bias = totals.gradients()
+        if ctx.shared_by is not None and d_hidden is not None:
+            dist.all_reduce(d_hidden, group=ctx.shared_by)
+        return (d_hidden, d_weight, d_bias, None, None, None, None, None, None)
 
 
 class _Totals:
@@ -249,8 +260,9 @@ class _Totals:
         self._begun = True
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        if self._d_weight is not None and not self._begun:
-            self._d_weight.zero_()
+        for total in (self._d_hidden, self._d_weight):
+            if total is not None and not self._begun:
+                total.zero_()
         dtype = self._weight.dtype
         sums = (None if total is None else total.to(dtype) for total in (self._d_weight, self._d_bias))
         return (self._d_hidden, *sums)
@@ -261,6 +273,8 @@ def _logit_chunks(
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Rows and their logits, at least float32; each chunk is written over the one before."""
     vocab = len(weight)
+    if not vocab:
+        return
     width = -(-vocab // _ROW_MULTIPLE) * _ROW_MULTIPLE
     place = hidden.new_empty(min(chunk_rows, len(hidden)), width, dtype=_wide(hidden.dtype))[:, :vocab]
     for begin in range(0, len(hidden), chunk_rows):

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl.models.fused_head import CHUNK_BYTES, RowStatistics, chunk_statistics, label_statistics, rows_per_chunk
+from verl.models.fused_head import CHUNK_BYTES, label_statistics, rows_per_chunk
 from verl.models.heads import LogitAdjustment
 
-PLAIN = LogitAdjustment()
 ADJUSTMENTS = [None, LogitAdjustment(scale=0.25), LogitAdjustment(scale=2.0, softcap=3.0)]
 
 
@@ -243,18 +242,6 @@ def test_without_gradient_nothing_is_kept():
         log_probs, entropy = Case().ours()
     assert log_probs.grad_fn is None
     assert entropy.grad_fn is None
-
-
-@given(vocab=st.integers(2, 30), cut=st.integers(1, 29), adjust=st.sampled_from(ADJUSTMENTS))
-@settings(max_examples=20, deadline=None)
-def test_statistics_of_two_parts_of_the_vocabulary_merge_into_those_of_the_whole(vocab, cut, adjust):
-    cut = min(cut, vocab - 1)
-    case = Case(vocab=vocab)
-    logits = torch.nn.functional.linear(*case.inputs).detach()
-    run = lambda part, first: chunk_statistics(part.clone(), case.labels - first, 0.7, adjust or PLAIN, True)  # noqa: E731
-    whole = run(logits[:, :cut], 0).merged(run(logits[:, cut:], cut))
-    assert isinstance(whole, RowStatistics)
-    torch.testing.assert_close((whole.log_probs(), whole.entropy()), case.plain(0.7, adjust))
 
 
 def test_chunks_have_one_size_within_the_budget_and_hold_at_least_a_row():

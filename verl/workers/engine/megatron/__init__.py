@@ -1,0 +1,1 @@
+"""The engine on Megatron-Core; only modules of this package import it."""
