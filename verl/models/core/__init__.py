@@ -1,0 +1,1 @@
+"""What Megatron-Core would make of a Hugging Face model, as tables: shapes, names and slices. Imports no Megatron."""
