@@ -57,15 +57,30 @@ def packed_attention(
             "Leave it at 0, or set model.use_remove_padding=False."
         )
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(query, key, value, packing, scale, sliding_window, softcap)[None], None
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention within each sequence of `packing`, by the fastest way that takes these tensors.
+
+    query [T, heads, dim], key, value [T, kv heads, dim] -> [T, heads, dim]. T are all tokens; where ranks share them,
+    this rank's.
+    """
     parallel = packing.sequence_parallel
     if parallel is not None:
         query, key, value = parallel.exchange(query, key, value)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attend = _kernel_attention if _has_kernel(query, value, softcap) else grouped_attention
-    out = attend(query, key, value, packing, scale, sliding_window, softcap)
-    if parallel is not None:
-        out = parallel.restore(out)
-    return out[None], None
+    way = _kernel_attention if _has_kernel(query, value, softcap) else grouped_attention
+    out = way(query, key, value, packing, scale, window, softcap)
+    return out if parallel is None else parallel.restore(out)
 
 
 def layers_objection(hf: Any, config: Any) -> str | None:
