@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +17,9 @@ from tests.support.tiny import tiny_model
 from tests.support.whole_model import WholeModel
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
+from verl.utils.process_tree import children
 from verl.utils.transfer_group import TransferGroup, TransferHost
+from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.sharding_manager import BroadcastReceiver, BroadcastSender, InProcessTransfer
 
@@ -86,3 +90,23 @@ def test_every_placement_takes_weights_before_and_in_the_middle(
         of = torch.tensor(output.versions) == version
         torch.testing.assert_close(torch.tensor(output.log_probs)[of], expected[of], atol=1e-4, rtol=0)
     assert output.versions[-1] == 2
+
+
+@pytest.mark.needs("tensor parallel")
+def test_a_rank_of_the_engine_that_is_killed_ends_it_and_another_one_takes_its_place(place: Callable[..., Any]) -> None:
+    segments = set(os.listdir("/dev/shm"))
+    engine, trainer = place("wide", tensor_model_parallel_size=2), WholeModel(tiny_model(seed=1, **MODELS["wide"]))
+    in_one_go(trainer, engine, 1)
+    (future,) = engine.submit([Request("a", PROMPT, LONG)])
+    workers = [
+        pid for pid in children(engine.pid) if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(workers[-1], signal.SIGKILL)
+    with pytest.raises(EngineDiedError, match=rf"process {workers[-1]} \(.*\) was killed by SIGKILL"):
+        future.result(timeout=60)
+    assert engine.revive()
+    in_one_go(trainer, engine, 1)
+    (future,) = engine.submit([Request("a", PROMPT, LONG)])
+    assert len(future.result(timeout=120).token_ids) == 400
+    engine.close()
+    assert set(os.listdir("/dev/shm")) <= segments

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl
@@ -89,6 +94,32 @@ def kill_family(pid: int) -> None:
     for member in members:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(member, signal.SIGKILL)
+
+
+def ended_how(code: int | None) -> str:
+    """What an exit code says, as a sentence goes on after the process's name."""
+    if code is None or code >= 0:
+        return "has ended" if code is None else f"ended with exit code {code}"
+    hint = " (the machine ran out of memory?)" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"
+
+
+def watch_workers(on_end: Callable[[str], None]) -> None:
+    """Of the processes that this one has started by `multiprocessing` so far, `on_end` is told of the first that ends,
+    and how, in a thread of its own. Whoever has started them waits for them as before."""
+    workers = multiprocessing.active_children()
+
+    def run() -> None:
+        ended = connection.wait([worker.sentinel for worker in workers])
+        worker = next(worker for worker in workers if worker.sentinel in ended)
+        for _ in range(20):
+            if worker.exitcode is not None:
+                break
+            time.sleep(0.05)  # whoever else waits for it was first, and is about to write it down
+        on_end(f"process {worker.pid} ({worker.name}) {ended_how(worker.exitcode)}")
+
+    if workers:
+        threading.Thread(target=run, name="watch-workers", daemon=True).start()
 
 
 def adopt_orphans() -> None:

@@ -23,7 +23,7 @@ from verl.utils.weight_fingerprint import tensor_fingerprint
 from verl.workers.rollout.output import rows_from_trajectories
 from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
 
-__all__ = ["KV_MODES", "PAUSE_MODES", "RELEASE_TAGS", "BaseRollout", "EngineDiedError", "Load"]
+__all__ = ["KV_MODES", "PAUSE_MODES", "RELEASE_TAGS", "BaseRollout", "EngineBrokenError", "EngineDiedError", "Load"]
 
 PAUSE_MODES = ("finish", "keep", "abort")
 KV_MODES = ("keep", "recompute")
@@ -32,6 +32,10 @@ RELEASE_TAGS = ("weights", "kv_cache")
 
 class EngineDiedError(RuntimeError):
     """The engine's own process, or server, is gone, and all that it had; `revive` starts it anew, without weights."""
+
+
+class EngineBrokenError(RuntimeError):
+    """The engine has failed in the middle of its own work, and is of no use any more: a process of its own ends."""
 
 
 def _counted(meaning: str) -> Any:

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
 from verl.utils.helper_processes import add_helper, remove_helper
-from verl.utils.process_tree import kill_family
+from verl.utils.process_tree import ended_how, kill_family
 from verl.utils.progress import pulse
 from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.process.channel import Channel
@@ -218,11 +217,7 @@ def _settle(future: Future[Output], outcome: Output | Exception) -> None:
 
 
 def _told(pid: int, code: int, log: Path) -> str:
-    how = f"ended with exit code {code}"
-    if code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
-        how += " (the machine ran out of memory?)" if code == -signal.SIGKILL else ""
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = list(filter(str.strip, text.splitlines()))[-_LAST_LINES:]
     said = "\n".join(["Its last lines:", *(f"  {line}" for line in lines)]) if lines else "It said nothing."
-    return f"rollout: the engine's process {pid} {how}. Its log is {log}. {said}"
+    return f"rollout: the engine's process {pid} {ended_how(code)}. Its log is {log}. {said}"

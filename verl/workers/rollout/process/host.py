@@ -1,6 +1,7 @@
 """The host of an engine: the program of an engine's process. Makes the engine, then answers its rollout's calls.
 
-`python -m verl.workers.rollout.process.host SOCKET PARENT`. It ends when the other end of the socket does.
+`python -m verl.workers.rollout.process.host SOCKET PARENT`. It ends when the other end of the socket does, and when its
+engine cannot go on: one of the engine's own processes has ended, or the engine, or its device, has failed for good.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import torch
 
 from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
+from verl.utils.exceptions import causes
 from verl.utils.logging_setup import setup_logging
-from verl.utils.process_tree import end_with_parent, kill_family
+from verl.utils.process_tree import end_with_parent, kill_family, watch_workers
 from verl.utils.progress import pulses
-from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.base import BaseRollout, EngineBrokenError
 from verl.workers.rollout.process.channel import Channel
 from verl.workers.rollout.process.messages import Answers, Call, Facts, Moved, Recipe, Reply, raised_there
 from verl.workers.rollout.process.shared_buffer import BucketHandle, BufferHandle, BufferReader
@@ -32,8 +34,10 @@ from verl.workers.rollout.process.shared_buffer import BucketHandle, BufferHandl
 __all__ = ["main"]
 
 _PULSE_S = 0.5
+# After these nothing can be computed any more; memory that ran out is none of them.
+_FATAL = (EngineBrokenError, torch.AcceleratorError)
 # What the host does itself, or in other words; the rest are the engine's methods.
-_OWN = frozenset({"build", "submit", "cancel", "open_buffer", "load_bucket", "fail_update"})
+_OWN = frozenset({"build", "submit", "cancel", "open_buffer", "load_bucket", "fail_update", "close"})
 # These never wait: they run where messages are received, so that nothing overtakes them.
 _AT_ONCE = frozenset({"submit", "cancel", "abort", "resume_generation"})
 # These may wait, while others are called.
@@ -51,6 +55,7 @@ class Host:
         self._futures: dict[int, Future[Output]] = {}
         self._finished: queue.SimpleQueue[tuple[int, Future[Output]]] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._closing = False
         for run in (self._keep_receiving, self._keep_answering, self._keep_pulsing):
             threading.Thread(target=run, name=run.__name__.strip("_"), daemon=True).start()
 
@@ -69,6 +74,7 @@ class Host:
         self._device = torch.device(recipe.device)
         make: Callable[..., BaseRollout] = resolve_name(recipe.at)
         self._rollout = rollout = make(recipe.model_path, recipe.model_config, recipe.config, self._device)
+        watch_workers(self._worker_ended)
         return Facts(
             rollout.version, rollout.weight_dtype, rollout.eos_token_ids, rollout.pad_token_id, rollout.wanted()
         )
@@ -93,10 +99,15 @@ class Host:
     def fail_update(self, failure: Failure) -> None:
         self._rollout.fail_update(raised_there(failure))
 
+    def close(self) -> None:
+        self._closing = True
+        self._rollout.close()
+
     def _carry_out(self, call: Call) -> None:
         try:
             reply = Reply(call.number or 0, self._method(call.method)(*call.args))
         except Exception as error:  # noqa: BLE001 - raised where the call was made
+            _end_if_fatal(error)
             reply = Reply(call.number or 0, None, Failure.of(error))
             if call.number is None:
                 traceback.print_exc()
@@ -105,6 +116,10 @@ class Host:
 
     def _method(self, name: str) -> Callable[..., Any]:
         return getattr(self if name in _OWN else self._rollout, name)
+
+    def _worker_ended(self, told: str) -> None:
+        if not self._closing:
+            _end(f"The engine's {told}: it cannot go on.")
 
     # ---------------------------------------------------------------- threads
 
@@ -146,7 +161,29 @@ class Host:
 
 def _outcome(future: Future[Output]) -> Output | Failure:
     error = future.exception()
-    return future.result() if error is None else Failure.of(error)
+    if error is None:
+        return future.result()
+    _end_if_fatal(error)
+    return Failure.of(error)
+
+
+def _end_if_fatal(error: BaseException) -> None:
+    """Who waits for an answer then hears of the end, for which an engine is started anew, with its last lines."""
+    if any(isinstance(cause, _FATAL) for cause in causes(error)):
+        _end("".join(traceback.format_exception(error)))
+
+
+def _end(why: str) -> None:
+    """At once: what else the engine has started ends with it."""
+    sys.stderr.write(f"{why}\n")
+    _exit(1)
+
+
+def _exit(code: int) -> None:
+    """Without what an interpreter does at its end: that takes seconds, and an engine's close has ended all there is."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main() -> None:
@@ -158,6 +195,7 @@ def main() -> None:
         return
     setup_logging()
     Host(Channel(end)).run()
+    _exit(0)
 
 
 if __name__ == "__main__":

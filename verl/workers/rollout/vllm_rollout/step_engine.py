@@ -11,6 +11,7 @@ import torch
 from verl.inference.sequence import Sequence
 from verl.types.request import Request, TopLogProbs, check_request
 from verl.utils.progress import pulse
+from verl.workers.rollout.base import EngineBrokenError
 from verl.workers.rollout.log_prob_probe import PROBE_PROMPT, PROBED_TOKENS, require_log_probs_as_drawn
 from verl.workers.rollout.reported_tokens import Factors, accept_scaled, column_factors
 from verl.workers.rollout.vllm_rollout.sampling import sampling_arguments
@@ -151,7 +152,10 @@ class VllmStepEngine:
         Straight from the engine's core: what vLLM's engine makes of it for its own callers is a sixth of the time.
         """
         finished, ended = [], []
-        outputs = self._engine.engine_core.get_output().outputs
+        try:
+            outputs = self._engine.engine_core.get_output().outputs
+        except Exception as error:  # whatever it is: of what vLLM had scheduled nothing will ever come
+            raise EngineBrokenError(f"rollout: vLLM failed in a step: {type(error).__name__}: {error}") from error
         if outputs:
             pulse()
         for output in outputs:

@@ -13,12 +13,14 @@ from verl.config.names import ROLLOUTS
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.rollout.process.process_rollout import ProcessRollout
 
+AT = "tests.support.breaking_engine:BreakingRollout"
+
 
 @pytest.fixture(scope="module")
 def host_native() -> Iterator[None]:
     """For as long as the file's tests run, the native engine is treated as another project's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ROLLOUTS, "native", replace(ROLLOUTS["native"], package="torch"))
+        patch.setitem(ROLLOUTS, "native", replace(ROLLOUTS["native"], package="torch", at=AT))
         yield
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.breaking_engine import BREAKS
 from tests.support.tiny import tiny_model
 from tests.support.whole_model import WholeModel
 from verl.config import ModelConfig, RolloutConfig, as_config
@@ -148,29 +149,39 @@ def test_one_bit_that_flips_on_the_way_is_refused(hosted, monkeypatch):
     assert answers(hosted, requests(1))[0].versions[-1] == 9
 
 
-def test_a_process_that_is_stopped_or_killed_is_known_and_starts_anew(hosted, inside):
-    rollout = hosted
-    futures = rollout.submit(requests(2, tokens=450))
-    os.kill(rollout.pid, signal.SIGSTOP)
+def fail_with(cause: str, futures: list[Any]) -> None:
+    for future in futures:
+        with pytest.raises(EngineDiedError, match=f"(?s){cause}"):
+            future.result(10)
+
+
+def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_starts_anew(hosted, inside):
+    futures = hosted.submit(requests(2, tokens=450))
+    os.kill(hosted.pid, signal.SIGSTOP)
     while standing_helper() is None:
         time.sleep(0.01)
-    assert standing_helper() == (rollout.pid, "stopped")
-    os.kill(rollout.pid, signal.SIGKILL)
-    start, first = time.monotonic(), rollout.pid
-    for future in futures:
-        with pytest.raises(EngineDiedError, match=f"process {first} was killed by SIGKILL"):
-            future.result(10)
+    assert standing_helper() == (hosted.pid, "stopped")
+    os.kill(hosted.pid, signal.SIGCONT)
+    (worker,), first = children(hosted.pid), hosted.pid
+    os.kill(worker, signal.SIGKILL)
+    start = time.monotonic()
+    fail_with(rf"process {first} ended with .*process {worker} \(Worker_TP1\) was killed by SIGKILL", futures)
     assert time.monotonic() - start < 5
     with pytest.raises(EngineDiedError):
-        rollout.submit(requests(1))
-    assert rollout.revive()
-    assert rollout.pid != first
-    for each in (rollout, inside):
+        hosted.submit(requests(1))
+    assert hosted.revive()
+    assert hosted.pid != first
+    for each in (hosted, inside):
         InProcessTransfer(WholeModel(tiny_model(seed=8)), each).sync(version=11)
-    assert answers(rollout, requests(2)) == answers(inside, requests(2))
-    last = rollout.pid
-    rollout.close()
-    assert standstill(last) == "gone"
+    assert answers(hosted, requests(2)) == answers(inside, requests(2))
+    futures = hosted.submit(requests(1, tokens=450))
+    futures += hosted.submit([Request(BREAKS, [5], SamplingParams())])
+    fail_with("AcceleratorError: CUDA error: an illegal memory access", futures)
+    assert hosted.revive()
+    members, start = [hosted.pid, *children(hosted.pid)], time.monotonic()
+    hosted.close()
+    assert time.monotonic() - start < 3
+    assert [standstill(pid) for pid in members] == ["gone", "gone"]
 
 
 @pytest.mark.slow

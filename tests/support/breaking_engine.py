@@ -1,0 +1,34 @@
+"""The native engine with a process of its own, as others have, and a device that fails when it is asked to."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from verl.types.request import Output, Request
+from verl.workers.rollout.native_rollout import NativeRollout
+
+BREAKS = "breaks the device"
+
+
+class BreakingRollout(NativeRollout):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=[1000], name="Worker_TP1")
+        self._worker.start()
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
+        futures = super().submit(requests)
+        if any(request.id == BREAKS for request in requests):
+            self._loop.fail(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+        return futures
+
+    def close(self) -> None:
+        super().close()
+        self._worker.kill()
+        self._worker.join()
