@@ -194,7 +194,7 @@ def test_a_process_that_ends_while_something_is_written_ends_in_order():
     """A thread in the middle of torch's code would abort it: "terminate called without an active exception"."""
     code = """
 import time, torch
-from verl.workers.engine.common.background import in_background
+from verl.utils.background import in_background
 
 def work():
     end = time.monotonic() + 1

@@ -1,5 +1,6 @@
 """Engines that run already, by URL: what is asked of them over HTTP, and what becomes of a run when they fail."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,6 +127,36 @@ def test_weights_arrive_bit_for_bit_and_old_prefixes_go(server, join):
     assert all(torch.equal(tensor, server.member.loaded[name]) for name, tensor in model.state_dict().items())
     assert server.prefixes_dropped == 1
     assert rollout.submit(requests(1))[0].result(30).versions == [1] * 40
+
+
+def test_what_a_server_says_against_a_hand_over_is_heard_at_once_and_the_next_one_goes_well(server, join, monkeypatch):
+    rollout, weights = join(server), tiny_model(seed=3).state_dict()
+    with monkeypatch.context() as patch:
+        patch.setattr(server.member, "verl_receive", lambda pieces: 1 / 0)
+        start = time.monotonic()
+        with pytest.raises(ServerError, match=r"/collective_rpc answered 500"):
+            rollout.update_weights(weights.items())
+        assert time.monotonic() - start < 20  # a broadcast that nobody takes part in waits for minutes
+    rollout.update_weights(weights.items())
+    assert all(torch.equal(tensor, server.member.loaded[name]) for name, tensor in weights.items())
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="Linux says which timers a connection has")
+def test_a_server_that_is_silent_is_asked_whether_it_is_there(server, join):
+    """Its machine may have lost power, and then nobody says so."""
+    rollout = join(server)
+    server.paused = True
+    (future,) = rollout.submit(requests(1))
+
+    def timers() -> list[str]:
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+        return [line[5] for line in lines if line[2].endswith(f":{server.port:04X}") and line[3] == "01"]
+
+    deadline = time.monotonic() + 10
+    while not timers() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [timer[:2] for timer in timers()] == ["02"]  # of keep-alive
+    future.cancel()
 
 
 def test_a_bit_that_flips_on_its_way_is_found(server, join, monkeypatch):

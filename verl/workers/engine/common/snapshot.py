@@ -19,7 +19,7 @@ from itertools import chain, pairwise
 import numpy as np
 import torch
 
-from verl.workers.engine.common.background import in_background
+from verl.utils.background import in_background
 
 # Where a tensor begins in a snapshot: on a cache line.
 _ALIGNMENT = 64

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from verl.utils.background import OneAfterTheOther
 from verl.workers.engine.common import groups
-from verl.workers.engine.common.background import OneAfterTheOther
 from verl.workers.engine.common.offload import EngineMemory, local_shard, sharded_like
 from verl.workers.engine.common.snapshot import HostSnapshot
 from verl.workers.engine.fsdp.export import HFExport

@@ -13,7 +13,7 @@ import httpx
 from verl.inference.sequence import Sequence
 from verl.workers.rollout.streamed_server import Event
 from verl.workers.rollout.url_rollout import server
-from verl.workers.rollout.url_rollout.server import LOST, Server, ServerError, ServerLostError
+from verl.workers.rollout.url_rollout.server import ALIVE, LOST, Server, ServerError, ServerLostError
 
 __all__ = ["Dialect", "HTTPSource"]
 
@@ -67,7 +67,9 @@ class HTTPSource:
         self._http = httpx.AsyncClient(
             base_url=dialect.server.url,
             timeout=httpx.Timeout(None, connect=_CONNECT_WITHIN_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            transport=httpx.AsyncHTTPTransport(
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), socket_options=ALIVE
+            ),
             trust_env=False,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from typing import Any
@@ -10,7 +11,7 @@ import httpx
 
 from verl.workers.rollout.base import EngineDiedError
 
-__all__ = ["LOST", "Server", "ServerError", "ServerLostError"]
+__all__ = ["ALIVE", "LOST", "Server", "ServerError", "ServerLostError"]
 
 # What an interrupted connection raises; a request that was refused raises none of these.
 LOST = (httpx.NetworkError, httpx.ProtocolError, httpx.ConnectTimeout, httpx.PoolTimeout)
@@ -20,6 +21,15 @@ BACK_WITHIN_S = 120.0
 
 _ANSWER_S = 60.0
 _LOOK_EVERY_S = 1.0
+
+
+# Options of a connection's socket. A machine that loses power says nothing: after 20 s of silence it is asked, every
+# 5 s, whether it is there, and after 6 times without an answer the connection is lost.
+_ASKING = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 50_000}
+ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *((socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in _ASKING.items() if hasattr(socket, name)),
+]
 
 
 class ServerError(RuntimeError):
@@ -36,7 +46,8 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._closed = threading.Event()
-        self._http = httpx.Client(timeout=_ANSWER_S, limits=httpx.Limits(max_keepalive_connections=0), trust_env=False)
+        transport = httpx.HTTPTransport(limits=httpx.Limits(max_keepalive_connections=0), socket_options=ALIVE)
+        self._http = httpx.Client(timeout=_ANSWER_S, transport=transport, trust_env=False)
 
     def get(self, path: str, **params: Any) -> Any:
         """The JSON that it answers."""

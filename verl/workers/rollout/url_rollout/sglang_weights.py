@@ -13,7 +13,7 @@ from verl.types.weights import WeightMismatchError
 from verl.utils.transfer_group import TransferGroup, TransferHost
 from verl.workers.rollout.bucket_layout import dtype_name
 from verl.workers.rollout.url_rollout.sglang_dialect import SGLangDialect
-from verl.workers.rollout.url_rollout.weights import OtherHalf, own_address
+from verl.workers.rollout.url_rollout.weights import during, own_address
 
 __all__ = ["SGLangLine"]
 
@@ -33,13 +33,11 @@ class SGLangLine:
         self._group: TransferGroup | None = None
         self._run = ""
         self._updates = 0
-        self._both = OtherHalf(dialect.server)
         self._sums: dict[str, str] = {}
         self._large: set[str] = set()
         self._comparable = True
 
     def leave(self) -> None:
-        """Forget the group: its other members are gone."""
         self._group = None
 
     def begin(self) -> None:
@@ -58,7 +56,8 @@ class SGLangLine:
                 if self._updates == 0 or name not in self._large:
                     self._note(name, here)
 
-        self._both.during(
+        during(
+            self._dialect.server,
             broadcast,
             self._dialect.command,
             "/update_weights_from_distributed",
@@ -88,7 +87,8 @@ class SGLangLine:
         def meet() -> None:
             self._group = TransferGroup(host, 0, size, backend, self._device, prefix=prefix)
 
-        self._both.during(
+        during(
+            self._dialect.server,
             meet,
             self._dialect.command,
             "/init_weights_update_group",

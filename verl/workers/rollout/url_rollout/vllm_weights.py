@@ -14,7 +14,7 @@ from verl.utils.weight_fingerprint import fingerprints
 from verl.workers.rollout.bucket_layout import bucket_layout, end_of
 from verl.workers.rollout.url_rollout.vllm_dialect import VllmDialect
 from verl.workers.rollout.url_rollout.vllm_worker import device_name
-from verl.workers.rollout.url_rollout.weights import OtherHalf, own_address
+from verl.workers.rollout.url_rollout.weights import during, own_address
 
 __all__ = ["VllmLine"]
 
@@ -27,10 +27,8 @@ class VllmLine:
         self._group: TransferGroup | None = None
         self._run = ""
         self._updates = 0
-        self._both = OtherHalf(dialect.server)
 
     def leave(self) -> None:
-        """Forget the group: its other members are gone."""
         self._group = None
 
     def begin(self) -> None:
@@ -48,7 +46,9 @@ class VllmLine:
         sent = fingerprints({piece.name: piece.view(flat) for piece in layout})
         pieces = [asdict(piece) for piece in layout]
         group = self._group
-        received = self._both.during(lambda: group.broadcast(flat), self._dialect.rpc, "verl_receive", pieces)
+        received = during(
+            self._dialect.server, lambda: group.broadcast(flat), self._dialect.rpc, "verl_receive", pieces
+        )
         for rank, found in enumerate(received):
             for name, total in sent.items():
                 if found.get(name) != total:
@@ -80,4 +80,4 @@ class VllmLine:
             self._group = TransferGroup(host, 0, size, backend, self._device)
 
         address = host.address
-        self._both.during(meet, self._dialect.rpc, "verl_join", address.host, address.port, size, backend)
+        during(self._dialect.server, meet, self._dialect.rpc, "verl_join", address.host, address.port, size, backend)

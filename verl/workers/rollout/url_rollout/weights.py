@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -12,12 +13,13 @@ import torch
 from torch import nn
 
 from verl.types.weights import Bucket, Manifest, Wanted
+from verl.utils.background import in_background
 from verl.utils.transfer_group import TransferLostError
 from verl.workers.rollout.checkpoint_names import checkpoint_tensors
 from verl.workers.rollout.received_weights import ReceivedWeights
 from verl.workers.rollout.url_rollout.server import Server, ServerLostError
 
-__all__ = ["OtherHalf", "ServerWeights", "WeightLine", "own_address"]
+__all__ = ["ServerWeights", "WeightLine", "during", "own_address"]
 
 T = TypeVar("T")
 
@@ -32,6 +34,9 @@ class WeightLine(Protocol):
 
     def finish(self) -> None:
         """All came: the server computes with them."""
+
+    def leave(self) -> None:
+        """Forget the group: its other members are gone, or wait for something else. Another one is made."""
 
 
 class ServerWeights:
@@ -52,11 +57,13 @@ class ServerWeights:
 
     def begin(self) -> None:
         self._received.begin()
-        self._line.begin()
+        with self._left_if_it_fails():
+            self._line.begin()
 
     def load(self, tensors: Bucket) -> None:
         self._received.add(tensors)
-        self._line.send(checkpoint_tensors(tensors, self._skeleton))
+        with self._left_if_it_fails():
+            self._line.send(checkpoint_tensors(tensors, self._skeleton))
 
     def verify(self, expected: Mapping[str, int]) -> None:
         self._received.verify(expected)
@@ -66,24 +73,34 @@ class ServerWeights:
 
     def onload(self) -> None: ...
 
-
-class OtherHalf:
-    """The server's half of what both do at once: a call that answers when ours is done, too."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._calls = ThreadPoolExecutor(1, "rollout-weights")
-
-    def during(self, ours: Callable[[], object], theirs: Callable[..., T], *args: Any, **keys: Any) -> T:
-        """What `theirs` answers. Where we lose each other, what it says tells more."""
-        called = self._calls.submit(theirs, *args, **keys)
+    @contextmanager
+    def _left_if_it_fails(self) -> Iterator[None]:
         try:
-            ours()
-        except TransferLostError as error:
-            if called.done():
-                called.result()
-            raise ServerLostError(f"rollout.server_urls: {self._server.url} left a hand-over: {error}") from error
-        return called.result()
+            yield
+        except Exception:
+            self._line.leave()
+            raise
+
+
+def during(server: Server, ours: Callable[[], object], theirs: Callable[..., T], *args: Any, **keys: Any) -> T:
+    """What `theirs`, a call of the server's half of what both do at once, answers when `ours` is done, too.
+
+    If it fails it is raised at once: our half then waits for nobody, and is left alone. Where we lose each other, what
+    the server says tells more.
+    """
+    asked = in_background("rollout-weights", lambda: theirs(*args, **keys))
+    done = in_background("rollout-weights", ours)
+    both: list[Future[Any]] = [asked, done]
+    wait(both, return_when=FIRST_COMPLETED)
+    if asked.done():
+        asked.result()
+    try:
+        done.result()
+    except TransferLostError as error:
+        if asked.done():
+            asked.result()
+        raise ServerLostError(f"rollout.server_urls: {server.url} left a hand-over: {error}") from error
+    return asked.result()
 
 
 def own_address(server: Server) -> str:

@@ -7,24 +7,25 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from typing import TypeVar
 from weakref import WeakSet
+
+T = TypeVar("T")
 
 # A process that ends gives its threads so long. They end early: executors take no more work by then.
 _ENDING_S = 20.0
 _threads: WeakSet[threading.Thread] = WeakSet()
 
 
-def in_background(name: str, work: Callable[[], None]) -> Future[None]:
+def in_background(name: str, work: Callable[[], T]) -> Future[T]:
     """Start `work`. It does not keep the process from ending, but for what it has in hand."""
-    done: Future[None] = Future()
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
-            work()
+            done.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised again for whoever waits
             done.set_exception(error)
-        else:
-            done.set_result(None)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     _threads.add(thread)
