@@ -12,6 +12,7 @@ class Family:
 
     def __init__(self, proc: int | None) -> None:
         self._proc = proc
+        self._nameless: dict[tuple[str, str], int] = {}
 
     def members(self, init: int) -> list[int]:
         """The program and all that descends from it, with their numbers on the host."""
@@ -36,6 +37,22 @@ class Family:
                 if line.startswith(fields):
                     total += int(line.split()[1])
         return total
+
+    def nameless_memory(self, members: list[int]) -> int:
+        """Kilobytes of memory without a name that they share: all that was ever seen mapped of what still is. What one
+        of them wrote there stays when it ends, unmaps or discards it, and then belongs to nobody's own figures.
+        """
+        sizes: dict[tuple[str, str], int] = {}
+        for pid in members:
+            for line in self._read(f"{pid}/maps").splitlines():
+                if line.endswith(" (deleted)"):
+                    place, mode, offset, device, inode, _ = line.split(maxsplit=5)
+                    begin, end = (int(number, 16) for number in place.split("-"))
+                    if mode.endswith("s"):
+                        key, size = (device, inode), int(offset, 16) + end - begin
+                        sizes[key] = max(size, sizes.get(key, 0), self._nameless.get(key, 0))
+        self._nameless = sizes
+        return sum(sizes.values()) >> 10
 
     def nameless_bytes(self, members: list[int]) -> int:
         """Space on disk of files that they hold open and that are in no folder any more."""

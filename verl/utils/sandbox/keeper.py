@@ -342,16 +342,23 @@ class _Keeper:
         limits, members = self._limits, self._members()
         if len(members) > limits["processes"] + 1:
             return f"more than {limits['processes']} processes"
-        if self._family.memory(members, "status", ("RssAnon:", "RssShmem:")) > limits["memory_mb"] << 10:
-            # Forks share most of it: only a precise look decides, which takes longer.
-            shared_out = self._family.memory(members, "smaps_rollup", ("Pss_Anon:", "Pss_Shmem:"))
-            if shared_out == 0 or shared_out > limits["memory_mb"] << 10:
-                return f"more than {limits['memory_mb']} MB of memory"
+        if self._memory_over(members, limits["memory_mb"] << 10):
+            return f"more than {limits['memory_mb']} MB of memory"
         if self._confinement.namespaces:
             return None
         if room.overfull(self._confinement.folder, limits["file_mb"], self._family.nameless_bytes(members)):
             return f"more than {limits['file_mb']} MB, or too many files, in its directory"
         return None
+
+    def _memory_over(self, members: list[int], most: int) -> bool:
+        """Whether they use more kilobytes together."""
+        nameless = self._family.nameless_memory(members)
+        if self._family.memory(members, "status", ("RssAnon:", "RssShmem:")) + nameless <= most:
+            return False
+        # Forks share most of it: only a precise look decides, which takes longer.
+        own = self._family.memory(members, "smaps_rollup", ("Pss_Anon:",))
+        shared = self._family.memory(members, "smaps_rollup", ("Pss_Shmem:",))
+        return own == 0 or own + max(shared, nameless) > most
 
     def _members(self) -> list[int]:
         return self._family.members(self._init) if self._init is not None else []
