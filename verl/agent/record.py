@@ -37,7 +37,6 @@ class Record:
     """The prompt (uid): first calls of a group share theirs."""
     calls: list[Call] = field(default_factory=list)
     asked: int = 0
-    num_preempted: int = 0
     most: int | None = None
     """Response tokens that this trajectory's contexts may have, where that is less than the run's limit."""
     _starts: list[list[int]] = field(default_factory=list)
@@ -52,6 +51,10 @@ class Record:
     def generate_s(self) -> float:
         """Seconds that its answers took, all together."""
         return sum(call.seconds for call in self.calls)
+
+    @property
+    def num_preempted(self) -> int:
+        return sum(call.output.preemptions for call in self.calls)
 
     def left(self, prompt_ids: list[int], most: int) -> int:
         """Of `most` response tokens in a context, what is left after these, whose first part was a prompt."""

@@ -144,4 +144,4 @@ _CONVERTED: Mapping[str, Callable[[Any], Any]] = {
 def _told(output: Output) -> TokenOutput:
     reason = "aborted" if output.finish_reason == "abort" else "completed"
     extra = {"versions": list(output.versions), "finish_reason": output.finish_reason}
-    return TokenOutput(list(output.token_ids), list(output.log_probs), reason, extra_fields=extra)
+    return TokenOutput(list(output.token_ids), list(output.log_probs), reason, output.preemptions, extra)

@@ -225,6 +225,7 @@ class Scheduler:
         sequence, self._prefilling = self._prefilling, None
         if sequence is None:
             sequence, _ = self._decoding.popitem()
+        sequence.output.preemptions += 1
         self._vacate(sequence)
         self._waiting.appendleft(sequence)
 

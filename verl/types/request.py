@@ -126,6 +126,8 @@ class Output:
     prompt_top_log_probs: list[TopLogProbs] = field(default_factory=list)
     cached_tokens: int = field(default=0, compare=False)
     """Of the prompt, those whose KV was there already."""
+    preemptions: int = field(default=0, compare=False)
+    """How often its KV made room for others' and was computed again; only the native engine tells."""
 
 
 def check_request(request: Request, max_model_len: int) -> None:

@@ -28,7 +28,9 @@ def made(outputs: AgentLoopOutput | list[AgentLoopOutput], *calls: Call) -> Traj
 
 def test_two_turns_with_a_tool_between_get_what_the_server_said_token_for_token():
     output = AgentLoopOutput([1, 2], [10, 11, 90, 91, 12], [1, 1, 0, 0, 1], num_turns=4)
-    trajectory = made(output, answer([1, 2], [10, 11], -1.0), answer([1, 2, 10, 11, 90, 91], [12], -5.0, version=8))
+    second = answer([1, 2, 10, 11, 90, 91], [12], -5.0, version=8)
+    second.output.preemptions = 2
+    trajectory = made(output, answer([1, 2], [10, 11], -1.0), second)
     rows = rows_from_trajectories([trajectory], pad_token_id=0)
     assert rows.batch["response_mask"].tolist() == [[1, 1, 0, 0, 1]]
     assert rows.batch["rollout_log_probs"].tolist() == [[-1.0, -2.0, 0.0, 0.0, -5.0]]
@@ -37,6 +39,7 @@ def test_two_turns_with_a_tool_between_get_what_the_server_said_token_for_token(
     assert trajectory.extra["num_turns"] == 4
     metrics = trajectory.extra["agent_metrics"]
     assert (metrics["unmatched_tokens"], metrics["turns"], metrics["generate_s"]) == (0, 2, 1.0)
+    assert metrics["num_preempted"] == 2
     assert (metrics["status"], trajectory.status, trajectory.score) == ("finished", "finished", None)
 
 
