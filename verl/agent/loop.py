@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.config import AgentConfig, PPOConfig, RolloutConfig, names
 from verl.utils.exceptions import Travels
@@ -122,6 +122,10 @@ class AgentLoopBase(ABC):
     Constructors of subclasses take the keywords they know and pass the others on.
     """
 
+    user_objects: ClassVar[tuple[str, ...]] = ()
+    """Keywords that name something of the user's own (`file.py:name`): read where the run starts, so that it travels,
+    and given as an `ImportPath`."""
+
     def __init__(
         self,
         *,
@@ -213,7 +217,11 @@ def read_loop_file(path: str) -> dict[str, LoopSpec]:
         if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():
             raise ValueError(f"{key}: entry {number} of {path} has no name or no _target_ (found: {entry!r}).")
         own = {name: value for name, value in entry.items() if name not in ("name", "_target_")}
-        found[str(entry["name"])] = LoopSpec(_read_path(f"{key}: entry {number}", str(entry["_target_"])), own)
+        place = f"{key}: entry {number}"
+        target = _read_path(place, str(entry["_target_"]))
+        objects = imported_class(place, target, AgentLoopBase).user_objects
+        own |= {name: _read_path(f"{place}: {name}", str(own[name])) for name in objects if name in own}
+        found[str(entry["name"])] = LoopSpec(target, own)
     return found
 
 

@@ -153,7 +153,7 @@ def load_extern_object(module_path: str | None, object_name: str) -> Any:
 
 
 def load_user_object(
-    path: str,
+    path: str | UserModule,
     name: str,
     *,
     key: str,
@@ -167,18 +167,20 @@ def load_user_object(
     Errors begin with `key`, the config key the path came from.
     """
     try:
-        found = load_extern_object(path, name)
+        module = UserModule.read(path) if isinstance(path, str) else path
+        found = module.find(name)
     except (ValueError, FileNotFoundError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{key}: {error}") from error
     expected = f"{name}({', '.join([*required_params, *(f'{param}=...' for param in optional_params)])})"
     if not callable(found):
         raise ValueError(
-            f"{key}: {name!r} in {path} is a {type(found).__name__}, not something to call. Define it as {expected}."
+            f"{key}: {name!r} in {module.path} is a {type(found).__name__}, not something to call."
+            f" Define it as {expected}."
         )
     problems = _signature_problems(found, required_params, optional_params) if required_params else []
     if problems:
         raise ValueError(
-            f"{key}: {name}{inspect.signature(found)} in {path} {' and '.join(problems)}. Expected: {expected}."
+            f"{key}: {name}{inspect.signature(found)} in {module.path} {' and '.join(problems)}. Expected: {expected}."
         )
     return found
 

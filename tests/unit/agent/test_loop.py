@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.tiny import tiny_tokenizer
+from verl.agent.gateway.run_agent import load_agent
 from verl.agent.loop import (
     AGENT_LOOPS,
     AgentLoopMetrics,
@@ -49,6 +50,19 @@ def test_loops_are_found_by_name_by_decorator_by_place_and_by_list(tmp_path: Pat
     travelled = pickle.loads(pickle.dumps(listed_loops(agent)))
     file.unlink()  # as on another node
     assert find_loop(f"{file}:Own", travelled)[0].__name__ == find_loop("listed", travelled)[0].__name__ == "Own"
+
+
+def test_the_function_that_a_gateway_agent_runs_travels_as_loops_do(tmp_path: Path):
+    file, listing = tmp_path / "agent.py", tmp_path / "loops.yaml"
+    file.write_text("def go(base_url, prompt, request_kwargs, metadata):\n    return {'reward': 0.5}\n")
+    target = "verl.agent.gateway.agent.GatewayAgentLoop"
+    listing.write_text(f"- {{name: mine, _target_: {target}, run_agent: '{file}:go'}}\n")
+    travelled = pickle.dumps(read_loop_file(str(listing)))
+    file.unlink()  # as on another node
+    run_agent = find_loop("mine", pickle.loads(travelled))[1]["run_agent"]
+    assert load_agent(run_agent)("", [], {}, {}) == {"reward": 0.5}
+    with pytest.raises(ValueError, match=r"entry 0: run_agent: .*agent\.py: there is no such file"):
+        read_loop_file(str(listing))
 
 
 def test_a_name_that_is_no_loop_says_which_there_are(tmp_path: Path):

@@ -20,6 +20,7 @@ from verl.config import PPOConfig
 from verl.inference.serving.fields import ApiError
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Output, Request
+from verl.utils.import_utils import ImportPath
 from verl.utils.tool_calls import get_parser
 
 __all__ = ["GatewayAgentLoop", "outputs_of"]
@@ -34,10 +35,12 @@ class GatewayAgentLoop(AgentLoopBase):
     them, no more. The reward is what was posted as reward_info, else what the agent returned, else as of any answer.
     """
 
+    user_objects = ("run_agent",)
+
     def __init__(
         self,
         *,
-        run_agent: str,
+        run_agent: str | ImportPath,
         timeout: float = 600.0,
         request_kwargs: Mapping[str, Any] | None = None,
         agent_kwargs: Mapping[str, Any] | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from verl.utils.import_utils import load_user_object
+from verl.utils.import_utils import ImportPath, load_user_object
 
 __all__ = ["load_agent", "start_agent"]
 
@@ -18,10 +18,10 @@ _loop: asyncio.AbstractEventLoop | None = None
 _starting = threading.Lock()
 
 
-def load_agent(place: str, own: Iterable[str] = ()) -> Callable[..., Any]:
+def load_agent(place: str | ImportPath, own: Iterable[str] = ()) -> Callable[..., Any]:
     """The function at `file.py:function` or `pkg.module.function`; `own` are keywords that it is given besides."""
-    module, _, name = place.rpartition(":" if ":" in place else ".")
-    return load_user_object(module, name, key="run_agent", required_params=(*_PARAMETERS, *own))
+    path = ImportPath.read(place) if isinstance(place, str) else place
+    return load_user_object(path.module, path.name, key="run_agent", required_params=(*_PARAMETERS, *own))
 
 
 def start_agent(function: Callable[..., Any], **arguments: Any) -> Future[Any]:
