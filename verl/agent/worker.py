@@ -101,6 +101,11 @@ class AgentLoopWorker(Worker):
         return cancelled
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def close(self) -> None:
+        """At the end of a run: tools release what they still hold, and MCP servers of its own end."""
+        asyncio.run_coroutine_threadsafe(self.toolbox.close(), self._loop).result()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def finished_samples(self) -> list[tuple[int, np.ndarray]]:
         """Trajectories of the generation that runs, each told once: (its `row`, token ids of its last row)."""
         finished = self._finished

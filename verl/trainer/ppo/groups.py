@@ -38,6 +38,8 @@ _LOAD_ORDER = (
     Role.ActorRollout,
     Role.ActorRolloutRef,
 )
+# Beyond the time that tools have to release things.
+_CLOSE_S = 10.0
 # What they hold comes from files, or from the actor.
 _STATELESS = frozenset({Role.Rollout, Role.RefPolicy, Role.RewardModel})
 # What users know the parts of the hybrid roles as.
@@ -78,11 +80,11 @@ class WorkerGroups:
         self._pools.create_resource_pool()
         # All pools first: more than the cluster has is one error, before anything is loaded.
         self._cls.reserve(list(self._pools.resource_pool_dict.values()))
-        self._groups = groups = self._spawned()
         with ThreadPoolExecutor(1) as beside:
             agents = beside.submit(self._start_agents, agents_wanted)
-            self._load(frozenset(groups))
-            self.agents = agents.result()
+            self._groups = groups = self._spawned()
+            self.agents = agents.result()  # what is wrong with tools and loops is said before models load
+        self._load(frozenset(groups))
         self.actor = groups.get(Role.Actor) or groups.get(Role.ActorRollout) or groups[Role.ActorRolloutRef]
         self.rollout = groups.get(Role.Rollout, self.actor)
         self.reference = groups.get(Role.RefPolicy, self.actor)
@@ -91,6 +93,11 @@ class WorkerGroups:
         self.replicas = Replicas(max(1, self.rollout.world_size // self._ranks_per_replica))
         self.replicas.hear(Event.STARTED)
         self.engine_starts += 1
+
+    def end(self) -> None:
+        """Have agents' tools let go of what they hold outside of the processes, which end with the run."""
+        if self.agents is not None:
+            self.agents.ask("close", self._config.actor_rollout_ref.rollout.multi_turn.tool_timeout + _CLOSE_S)
 
     @property
     def frees_weights(self) -> bool:
@@ -223,7 +230,7 @@ class WorkerGroups:
         return groups
 
     def _prepared_agents(self) -> RayClassWithInitArgs | None:
-        """What loop workers are made of; what is wrong with files of tools and loops is said before models load."""
+        """What loop workers are made of; what is wrong with files of tools and loops is said at once."""
         rollout = self._config.actor_rollout_ref.rollout
         if rollout.mode != "async":
             return None

@@ -208,6 +208,7 @@ class RayPPOTrainer:
         finally:
             self.tracking.close()
             self.state.end()
+        self.groups.end()
 
     def _train(self) -> None:
         logger.info("Starting training...")
