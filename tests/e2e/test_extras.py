@@ -20,12 +20,12 @@ def pip(*arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engines_extra_resolves_beside_the_tests(engine, tmp_path):
+@pytest.mark.parametrize(("extra", "engine"), [("vllm", "vllm"), ("sglang", "sglang"), ("megatron", "megatron-core")])
+def test_an_engines_extra_resolves_beside_the_tests(extra, engine, tmp_path):
     report = tmp_path / "report.json"
     if pip("index", "versions", engine, "--timeout", "10", "--retries", "0", seconds=120).returncode:
         pytest.skip(f"no package index here has {engine}")
-    found = pip("install", "--dry-run", "--report", str(report), "-e", f".[test,{engine}]", seconds=1700)
+    found = pip("install", "--dry-run", "--report", str(report), "-e", f".[test,{extra}]", seconds=1700)
     assert found.returncode == 0, found.stderr[-3000:]
     chosen = {item["metadata"]["name"].lower() for item in json.loads(report.read_text())["install"]}
     assert engine in chosen or pip("show", engine, seconds=60).returncode == 0
