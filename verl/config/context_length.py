@@ -35,16 +35,21 @@ def context_limit(config: Mapping[str, Any]) -> int | None:
     return max(positions, int((rope.get("original_max_position_embeddings") or positions) * factor))
 
 
-def limit_of_folder(folder: str, changes: Mapping[str, Any]) -> int | None:
-    """Of the model in a local folder, with `changes` to its config; None where it is not here."""
+def config_of_folder(folder: str, changes: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What config.json of a local folder holds, with `changes`; None where it is not here."""
     file = Path(folder).expanduser() / "config.json"
     if not file.is_file():
         return None
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        return {**json.loads(file.read_text(encoding="utf-8")), **changes}
     except ValueError:  # whoever loads the model says what is wrong with the file
         return None
-    return context_limit({**config, **changes})
+
+
+def limit_of_folder(folder: str, changes: Mapping[str, Any]) -> int | None:
+    """Of the model in a local folder, with `changes` to its config; None where it is not here."""
+    config = config_of_folder(folder, changes)
+    return None if config is None else context_limit(config)
 
 
 def context_rules(config: PPOConfig, report: Report, folders: Mapping[str, str] | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.config.compose import CONFIG_DIR, default_tree, groups
 from verl.config.convert import range_words
-from verl.config.idle import REFUSED, why_no_effect
+from verl.config.idle import REFUSED
 from verl.config.obsolete import FIXED, OBSOLETE
 from verl.config.roots import EVAL, GENERATION, PPO, SFT, Root
 from verl.config.schema import Block, Entry, alias_table, entries, join, pick
@@ -145,11 +145,11 @@ def _meaning(root: Root, path: str, entry: Entry) -> str:
 
 
 def _not_yet(path: str) -> list[str]:
-    """What this version does with a key, or some of its values, that it cannot serve yet."""
-    if path in REFUSED:
-        values = ", ".join(f"`{value}`" for value in REFUSED[path][0])
-        return [f"Not built yet, refused at start: {values}."]
-    return [] if why_no_effect(path) is None else ["*Not built yet: no effect, said at start.*"]
+    """What this version does with values of a key that it cannot serve yet."""
+    if path not in REFUSED:
+        return []
+    values = ", ".join(f"`{value}`" for value in REFUSED[path][0])
+    return [f"Not built yet, refused at start: {values}."]
 
 
 def _aliases(root: Root, heading: str = "") -> Iterator[str]:

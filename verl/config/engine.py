@@ -16,6 +16,8 @@ _PRECISIONS = {
     "float32": "fp32",
     "no": "fp32",
 }
+# What of Core's TransformerConfig says what is recomputed.
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,25 +76,82 @@ class FSDPConfig(Block):
 
 
 @dataclass(kw_only=True, slots=True)
+class RouterReplayConfig(Block):
+    mode: str = key(
+        "Experts of the policy's update: its own choice, those of the old log-probs (R2), of the generation (R3).",
+        null="in ref: the actor's",
+        choices=("disabled", "R2", "R3"),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
 class MegatronConfig(Block):
     tensor_model_parallel_size: int = key("Ranks each layer is split over.", null="in ref: the actor's", min=1)
     pipeline_model_parallel_size: int = key("Stages the layers are split into.", null="in ref: the actor's", min=1)
-    virtual_pipeline_model_parallel_size: int | None = key("Interleaved stages per rank.", null="none", min=1)
+    virtual_pipeline_model_parallel_size: int | None = key(
+        "Parts of the layers on each stage, interleaved with other stages': a shorter pipeline bubble.",
+        null="one; in ref: the actor's",
+        min=1,
+    )
     context_parallel_size: int = key("Ranks each sequence is split over.", null="in ref: the actor's", min=1)
     expert_model_parallel_size: int = key("Ranks the experts are spread over.", null="in ref: the actor's", min=1)
     expert_tensor_parallel_size: int | None = key(
-        "Ranks each expert is split over.", null="tensor_model_parallel_size", min=1
+        "Ranks each expert is split over.", null="tensor_model_parallel_size; in ref: the actor's", min=1
     )
     sequence_parallel: bool = key(
-        "Split the layer norms' activations over the tensor ranks.", null="in ref: the actor's"
+        "Between split layers each tensor rank keeps its part of the tokens; nothing with one tensor rank.",
+        null="in ref: the actor's",
     )
-    param_offload: bool = key("Keep parameters in host memory between phases.", null="in ref: the actor's")
-    grad_offload: bool = key("Keep gradients in host memory between phases.", null="in ref: the actor's")
-    optimizer_offload: bool = key("Keep optimizer states in host memory between phases.", null="in ref: the actor's")
     use_distributed_optimizer: bool = key(
-        "Shard optimizer states over data-parallel ranks.", null="in ref: the actor's"
+        "Shard optimizer states over the ranks that hold the same weights.", null="in ref: the actor's"
     )
-    override_transformer_config: dict[str, Any] = key("Values for Megatron's TransformerConfig.")
+    dtype: str = key(
+        "Precision of compute; master weights and reductions stay fp32.",
+        null="bf16 on CUDA, fp32 on CPU; in ref: the actor's",
+        choices=("bf16", "fp16", "fp32"),
+        synonyms=_PRECISIONS,
+        aliases=("mixed_precision",),
+    )
+    param_offload: bool = key(
+        "Between its own phases, parameters wait in (page-locked) host memory.", null="in ref: the actor's"
+    )
+    grad_offload: bool = key(
+        "Between updates, the gradients' buffers hold no device memory.", null="in ref: the actor's"
+    )
+    optimizer_offload: bool = key(
+        "Between updates, optimizer states wait in (page-locked) host memory.", null="in ref: the actor's"
+    )
+    use_dist_checkpointing: bool = key(
+        "Begin with the weights at dist_checkpointing_path instead of model.path's (what is saved is always sharded).",
+        null="in ref: the actor's",
+    )
+    dist_checkpointing_path: str | None = key(
+        "A role's folder in a checkpoint, e.g. `…/global_step_100/actor`.",
+        null="none; in ref: the actor's",
+        path=True,
+    )
+    override_transformer_config: dict[str, Any] = key(
+        "Values for Core's TransformerConfig, e.g. recompute_granularity (else enable_gradient_checkpointing decides).",
+        null="in ref: the actor's",
+    )
+    override_ddp_config: dict[str, Any] = key(
+        "Values for Core's DistributedDataParallelConfig, e.g. overlap_grad_reduce, bucket_size.",
+        null="in ref: the actor's",
+    )
+    router_replay: RouterReplayConfig = key("Experts of an update that are those of an earlier pass (actor).")
+
+    def recompute(self, checkpointing: bool) -> dict[str, Any]:
+        """What of a forward pass is computed again for the backward pass, in the words of Core's TransformerConfig.
+
+        `checkpointing`: model.enable_gradient_checkpointing, which stands for every layer where nothing else is set.
+        """
+        set_here = {name: value for name, value in self.override_transformer_config.items() if name in RECOMPUTE}
+        usual = "full" if checkpointing else None
+        granularity = set_here.get("recompute_granularity", usual)
+        if granularity is None:
+            return {}
+        layers = {"recompute_method": "uniform", "recompute_num_layers": 1} if granularity == "full" else {}
+        return layers | set_here | {"recompute_granularity": granularity}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,9 +10,12 @@ from pathlib import Path
 
 from verl.config import names
 from verl.config.context_length import context_rules
+from verl.config.megatron_models import model_layout_rules
+from verl.config.megatron_rules import roles_on_megatron
+from verl.config.plan import BLOCK_OF_ROLE
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
-from verl.config.schema import Block
+from verl.config.schema import Block, pick
 from verl.config.trainer import RunConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -36,6 +39,7 @@ def check_environment(config: PPOConfig, report: Report) -> None:
             check_model(key, path, report)
             shown.add(path)
     context_rules(config, report)
+    model_layout_rules(config, report)
     _check_code_and_resume(config, report)
     check_loggers(config.trainer.logger, report)
 
@@ -85,6 +89,10 @@ def _check_code_and_resume(config: PPOConfig, report: Report) -> None:
     agent = config.actor_rollout_ref.rollout.agent
     if agent.agent_loop_config_path:
         must_exist("actor_rollout_ref.rollout.agent.agent_loop_config_path", agent.agent_loop_config_path, report)
+    for role in roles_on_megatron(config):
+        key = f"{BLOCK_OF_ROLE[role]}.megatron_config.dist_checkpointing_path"
+        if pick(config, key):
+            must_exist(key, pick(config, key), report)
     check_resume(config.trainer, report)
 
 

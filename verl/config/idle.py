@@ -1,7 +1,4 @@
-"""Keys that were set and do nothing: what needs another key that is off, and what this version does not do yet.
-
-A key leaves the tables of what is not built when something reads it (`tests/house/test_keys.py`).
-"""
+"""Keys that were set and do nothing: what needs another key that is off, and what this version does not do yet."""
 
 from __future__ import annotations
 
@@ -21,24 +18,25 @@ from verl.config.plan import (
 )
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
-from verl.config.rollout_rules import check_engine
+from verl.config.rollout_rules import check_engine, is_installed
 from verl.config.schema import Block, join, pick, walk
 
 # So many keys are named in one notice; scripts set whole blocks.
 _NAMED = 5
 NOT_BUILT = "is not built yet in this version"
 _ENGINES = {name: row for name, row in names.TRAINING_ENGINES.items() if not row.at}
+_FOLLOW = "Leave it out: it follows the actor's"
 # Values that stand for something to come: key -> (values, what to set instead).
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    f"{ACTOR}.strategy": (tuple(_ENGINES), f"Set {ACTOR}.strategy=fsdp2"),
-    "critic.strategy": (tuple(_ENGINES), "Set critic.strategy=fsdp2"),
-    "actor_rollout_ref.ref.strategy": (tuple(_ENGINES), "Leave it out: it follows the actor's"),
-    "reward_model.strategy": (tuple(_ENGINES), "Leave it out: it follows the actor's"),
-}
-# Keys that only what is not built would read: pattern -> what that is. Away from its default such a key does nothing.
-NO_EFFECT: Mapping[str, str] = {
-    **{f"*.{row.block}.*": f"the {name} engine is not built yet" for name, row in _ENGINES.items()},
-}
+REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
+    path: (tuple(_ENGINES), instead)
+    for path, instead in (
+        (f"{ACTOR}.strategy", f"Set {ACTOR}.strategy=fsdp2"),
+        ("critic.strategy", "Set critic.strategy=fsdp2"),
+        ("actor_rollout_ref.ref.strategy", _FOLLOW),
+        ("reward_model.strategy", _FOLLOW),
+    )
+    if _ENGINES
+} | {f"{ACTOR}.megatron_config.router_replay.mode": (("R2", "R3"), "Leave it out")}
 _FOREIGN = [name for name, row in names.ROLLOUTS.items() if row.foreign]
 _LOAD_FORMATS = ("auto", "dummy")
 _REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"
@@ -47,7 +45,14 @@ _NORM = "seq-mean-token-sum-norm"
 _POOL = ("enable_resource_pool", "n_gpus_per_node", "nnodes")
 _OF_A_REWARD_MODEL = (
     *("path", "model.*", "strategy", "micro_batch_size*", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
-    *("max_length", "ulysses_sequence_parallel_size", "use_torch_compile", "fsdp_config.*", *_POOL),
+    *(
+        "max_length",
+        "ulysses_sequence_parallel_size",
+        "use_torch_compile",
+        "fsdp_config.*",
+        "megatron_config.*",
+        *_POOL,
+    ),
 )
 
 
@@ -68,11 +73,11 @@ class Rule(NamedTuple):
 
 
 def idle_keys(config: PPOConfig, report: Report) -> None:
-    """Name the keys that were set for nothing; those that are not built have their own notice (`check_built`)."""
+    """Name the keys that were set for nothing."""
     rules = [rule for rule in RULES if not rule.works(config)]
 
     def why(path: str) -> str | None:
-        if path.endswith(".enable") or why_no_effect(path) is not None:  # a switch that is off is no idle key
+        if path.endswith(".enable"):  # a switch that is off is no idle key
             return None
         return next((rule.otherwise for rule in rules if any(fnmatchcase(path, key) for key in rule.keys)), None)
 
@@ -80,16 +85,11 @@ def idle_keys(config: PPOConfig, report: Report) -> None:
 
 
 def check_built(config: PPOConfig, report: Report) -> None:
-    """Report every key that asks for something that is not built, and name those that have no effect for now."""
+    """Report every key that asks for something that is not built or not installed here."""
     check_engine(ROLLOUT, config.actor_rollout_ref.rollout, report)
     _refuse(config, report)
-    _name_idle(config, lambda path: None if path in REFUSED else why_no_effect(path), report)
+    _installed(config, report)
     _engine_keys(config, report)
-
-
-def why_no_effect(path: str) -> str | None:
-    """Why nothing reads the key at `path` yet; None for a key that works."""
-    return next((reason for pattern, reason in NO_EFFECT.items() if fnmatchcase(path, pattern)), None)
 
 
 def _refuse(config: PPOConfig, report: Report) -> None:
@@ -104,6 +104,17 @@ def _refuse(config: PPOConfig, report: Report) -> None:
     if size > 1 and config.actor_rollout_ref.rollout.name == "hf":
         why, fix = f"{NOT_BUILT} for {ROLLOUT}.name = hf", f"Set it to 1, or {ROLLOUT}.name=native"
         report.broken(f"{ROLLOUT}.tensor_model_parallel_size", size, why, fix)
+
+
+def _installed(config: PPOConfig, report: Report) -> None:
+    """Report training engines whose package is not installed here."""
+    actor = config.actor_rollout_ref.actor.strategy
+    for role, path in BLOCK_OF_ROLE.items():
+        strategy = pick(config, path).strategy
+        row, follows_actor = names.TRAINING_ENGINES[strategy], role != "actor" and strategy == actor
+        if role in active_roles(config) and row.at and not follows_actor and not is_installed(row.package):
+            fix = f"Run {row.install}; or set {path}.strategy=fsdp2, which needs no install"
+            report.broken(f"{path}.strategy", strategy, f"{row.package} is not installed here", fix)
 
 
 def _engine_keys(config: PPOConfig, report: Report) -> None:
@@ -162,6 +173,10 @@ def _is(path: str, value: str) -> Callable[[PPOConfig], bool]:
     return lambda config: pick(config, path) == value
 
 
+def _is_not(path: str, value: str) -> Callable[[PPOConfig], bool]:
+    return lambda config: pick(config, path) != value
+
+
 def _budgets(config: PPOConfig) -> list[bool]:
     """Of every role that runs: whether micro-batches are filled up to a budget of tokens. The actor's comes first."""
     policy = config.actor_rollout_ref
@@ -188,6 +203,22 @@ def _micro_batch_rules() -> Iterator[Rule]:
         yield Rule(tokens, budget, f"{block}.{switch} = False counts samples, not tokens")
         sizes = _below(block, *(f"{kind}_micro_batch_size*" for kind in kinds))
         yield Rule(sizes, samples, f"{block}.{switch} = True fills micro-batches up to a budget of tokens")
+
+
+def _engine_rules() -> Iterator[Rule]:
+    """Each training engine has keys of its own."""
+    for block in BLOCK_OF_ROLE.values():
+        strategy, megatron = f"{block}.strategy", f"{block}.megatron_config"
+        yield Rule((f"{megatron}.*",), _is(strategy, "megatron"), f"{strategy} is not megatron")
+        of_fsdp = _below(block, "fsdp_config.*", "use_torch_compile")
+        yield Rule(of_fsdp, _is_not(strategy, "megatron"), f"{strategy} = megatron does not read it")
+        path = (f"{megatron}.dist_checkpointing_path",)
+        yield Rule(path, _is_set(f"{megatron}.use_dist_checkpointing"), f"{megatron}.use_dist_checkpointing = False")
+        if block != ACTOR:
+            yield Rule((f"{megatron}.router_replay.*",), lambda config: False, "only the actor replays experts")
+    for block, model in ((ACTOR, _MODEL), ("critic", "critic.model"), ("reward_model", "reward_model.model")):
+        packs = f"{block}.strategy = megatron packs every pass"
+        yield Rule((f"{model}.use_remove_padding",), _is_not(f"{block}.strategy", "megatron"), packs)
 
 
 def _model_rules() -> Iterator[Rule]:
@@ -234,7 +265,7 @@ RULES: tuple[Rule, ...] = (
         f"no reference runs; {ACTOR}.use_kl_loss=True or algorithm.use_kl_in_reward=True starts one",
     ),
     Rule(
-        _below(_REF, "fsdp_config.*", "ulysses_sequence_parallel_size", "use_torch_compile"),
+        _below(_REF, "fsdp_config.*", "megatron_config.*", "ulysses_sequence_parallel_size", "use_torch_compile"),
         lambda config: not actor_is_reference(config),
         f"with {_MODEL}.lora_rank above 0 the actor without its adapters is the reference",
     ),
@@ -327,6 +358,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("critic.loss_scale_factor",), _is("critic.loss_agg_mode", _NORM), f"only critic.loss_agg_mode={_NORM} reads it"
     ),
+    *_engine_rules(),
     *_table_rules("algorithm.adv_estimator", names.ADV_ESTIMATORS, "algorithm"),
     *_table_rules(f"{ACTOR}.policy_loss.loss_mode", names.POLICY_LOSSES, ACTOR),
     *_model_rules(),

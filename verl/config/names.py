@@ -147,6 +147,10 @@ KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_LOSS_TYPES = KL_PENALTIES + tuple(f"{name}+" for name in KL_PENALTIES)
 
 
+def _extra(name: str) -> str:
+    return f"make setup-{name}, or pip install -e .[{name}]"
+
+
 @dataclass(frozen=True)
 class TrainingEngine:
     """A row of the table of training engines."""
@@ -155,10 +159,16 @@ class TrainingEngine:
     """Its `TrainEngine`, imported when it is chosen; "" while it is not built."""
     block: str
     """The block of a role's configuration that holds its own keys."""
+    package: str = ""
+    """What must be installed for it; "" where nothing has to be."""
+    install: str = ""
+    """How."""
 
 
 _FSDP = TrainingEngine("verl.workers.engine.fsdp.engine:FSDPEngine", "fsdp_config")
-TRAINING_ENGINES = {"fsdp": _FSDP, "fsdp2": _FSDP, "megatron": TrainingEngine("", "megatron_config")}
+# Switched on by its place: "verl.workers.engine.megatron.engine:MegatronEngine".
+_MEGATRON = TrainingEngine("", "megatron_config", "megatron.core", _extra("megatron"))
+TRAINING_ENGINES = {"fsdp": _FSDP, "fsdp2": _FSDP, "megatron": _MEGATRON}
 STRATEGIES = tuple(TRAINING_ENGINES)
 
 
@@ -184,10 +194,6 @@ class RolloutEngine:
 
 def _foreign(name: str, rollout: str, package: str, install: str, reports: str) -> RolloutEngine:
     return RolloutEngine(f"verl.workers.rollout.{name}_rollout.{name}_rollout:{rollout}", package, install, (reports,))
-
-
-def _extra(name: str) -> str:
-    return f"make setup-{name}, or pip install -e .[{name}]"
 
 
 ROLLOUTS = {

@@ -57,8 +57,6 @@ OBSOLETE = {
     "*.fsdp_config.strategy": "strategy of the role itself decides",
     "actor_rollout_ref.ref.fsdp_config.gradient_checkpointing": "the reference has no backward pass",
     "*.megatron*.use_mbridge": "weights are mapped by our own tables",
-    "*.megatron*.use_dist_checkpointing": "checkpoints are always sharded",
-    "*.megatron*.dist_checkpointing_path": "checkpoints are always sharded",
     "*.checkpoint.async_save": "checkpoints are written in the background anyway",
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length says it",
     "actor_rollout_ref.rollout.disable_log_stats": "engine statistics go to the metrics",

@@ -36,6 +36,7 @@ class Layout:
     world_size: int
     ranks_per_copy: int
     split: str  # how the ranks of one copy are used, e.g. "TP 4 × PP 2"
+    sharing: int = 1  # ranks that share the tokens of every sequence, and so add up their token budgets
 
     @property
     def dp_size(self) -> int:
@@ -192,9 +193,9 @@ def layout_of(config: PPOConfig, role: str) -> Layout:
             "CP": sizes.context_parallel_size,
         }
         split = " × ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
-        return Layout(pool, world_size, math.prod(parts.values()), split)
+        return Layout(pool, world_size, math.prod(parts.values()), split, sizes.context_parallel_size)
     size = block.ulysses_sequence_parallel_size
-    return Layout(pool, world_size, size, f"Ulysses {size}")
+    return Layout(pool, world_size, size, f"Ulysses {size}", size)
 
 
 def shares_devices(config: PPOConfig) -> bool:
@@ -377,7 +378,7 @@ def _micro_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
     mini, answers = f"{block}.ppo_mini_batch_size", f"{ROLLOUT}.n"
     if plan.token_budget is not None:
         longest = config.data.max_prompt_length + config.data.max_response_length
-        sharing = plan.layout.ranks_per_copy if pick(config, block).strategy != "megatron" else 1
+        sharing = plan.layout.sharing
         if plan.token_budget * sharing >= longest:
             return []
         return [

@@ -8,10 +8,10 @@ from typing import Any
 from verl.config import names
 from verl.config.actor import ActorConfig
 from verl.config.devices import visible_gpus
-from verl.config.plan import ACTOR, ROLLOUT, layout_of, shares_devices
+from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, layout_of, shares_devices
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
-from verl.config.schema import Block, entries, join, pick, put, walk
+from verl.config.schema import Block, join, pick, put, walk
 from verl.config.search_rules import resolve_search
 from verl.config.trainer import RunConfig
 
@@ -33,6 +33,7 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _policy_loss(config.actor_rollout_ref.actor)
     empty_lists(config)
     _follow(config, only=("trainer.n_gpus_per_node", "strategy", "ulysses_sequence_parallel_size", "megatron_config"))
+    _expert_sizes(config)
     _pools(config, report)
     _critic(config)
     _micro_batches(config, report)
@@ -68,8 +69,9 @@ def _shown_answers(config: PPOConfig) -> None:
 def _precisions(config: PPOConfig) -> None:
     on_gpu = config.trainer.device == "cuda"
     for block in (config.actor_rollout_ref.actor, config.critic, config.reward_model):
-        if block.fsdp_config.mixed_precision is None:
-            block.fsdp_config.mixed_precision = "bf16" if on_gpu else "fp32"
+        usual = "bf16" if on_gpu else "fp32"
+        block.fsdp_config.mixed_precision = block.fsdp_config.mixed_precision or usual
+        block.megatron_config.dtype = block.megatron_config.dtype or usual
     rollout = config.actor_rollout_ref.rollout
     if rollout.dtype == "auto":
         rollout.dtype = "bfloat16" if on_gpu else "float32"
@@ -175,6 +177,13 @@ def _pools(config: PPOConfig, report: Report) -> None:
         rollout.free_weights = rollout.free_cache_engine and shares_devices(config) and not rollout.server_urls
 
 
+def _expert_sizes(config: PPOConfig) -> None:
+    for block in BLOCK_OF_ROLE.values():
+        sizes = pick(config, block).megatron_config
+        if sizes.expert_tensor_parallel_size is None:
+            sizes.expert_tensor_parallel_size = sizes.tensor_model_parallel_size
+
+
 def _critic(config: PPOConfig) -> None:
     critic = config.critic
     if critic.enable is None:
@@ -233,8 +242,8 @@ def _follow(config: PPOConfig, only: tuple[str, ...] = ()) -> None:
             if pick(config, path) is None:
                 put(config, path, _followed(config, target))
             continue
-        for name in entries(entry.block):
-            if pick(config, join(path, name)) is None:
+        for name, below in walk(entry.block):
+            if below.block is None and pick(config, join(path, name)) is None:
                 put(config, join(path, name), pick(config, join(target, name)))
 
 

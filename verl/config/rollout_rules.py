@@ -53,9 +53,15 @@ def _server_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
         report.problem(f"{path}.in_process", True, why, "Leave one of the two out")
 
 
+def is_installed(package: str) -> bool:
+    """Whether a package (of ours, "") can be imported; a part of one too."""
+    names = package.split(".") if package else ()
+    return all(importlib.util.find_spec(".".join(names[: count + 1])) for count in range(len(names)))
+
+
 def check_engine(path: str, rollout: GeneratorConfig, report: Report) -> None:
     """Report an engine whose package is not installed here; one that is reached by URL needs none."""
     row = names.ROLLOUTS[rollout.name]
-    if row.package and not rollout.server_urls and importlib.util.find_spec(row.package) is None:
+    if not rollout.server_urls and not is_installed(row.package):
         why, fix = f"{row.package} is not installed here", f"Run {row.install}; or set {path}.name=native"
         report.broken(f"{path}.name", rollout.name, why, f"{fix}, which needs no install")

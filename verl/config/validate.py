@@ -8,6 +8,7 @@ from verl.config.data import CustomClassConfig, SamplerConfig
 from verl.config.engine import OptimConfig
 from verl.config.idle import idle_keys
 from verl.config.lora_rules import lora_rules
+from verl.config.megatron_rules import megatron_rules
 from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, batch_plan
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
@@ -32,6 +33,7 @@ def validate(config: PPOConfig, report: Report) -> None:
         search_rules,
         _optimizers,
         _engines,
+        megatron_rules,
         lambda config, report: engine_rules(ROLLOUT, config.actor_rollout_ref.rollout, report),
         _sequence_parallel,
         _adapters,
@@ -156,21 +158,14 @@ def _engines(config: PPOConfig, report: Report) -> None:
     """Sizes of an engine that is not chosen would be ignored silently: say so instead."""
     for role in active_roles(config):
         path = BLOCK_OF_ROLE.get(role)
-        if path is None or role == "ref":
+        if path is None or role == "ref" or pick(config, path).strategy == "megatron":
             continue
         block = pick(config, path)
-        if block.strategy == "megatron":
-            size = block.ulysses_sequence_parallel_size
-            if size > 1:
-                why = f"{path}.strategy = megatron splits sequences by context_parallel_size"
-                fix = f"Set {path}.megatron_config.context_parallel_size={size} instead"
-                report.problem(f"{path}.ulysses_sequence_parallel_size", size, why, fix, (f"{path}.strategy",))
-            continue
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
             size = block.megatron_config[name]
             if size > 1:
                 why = f"{path}.strategy = {block.strategy} does not split a model this way"
-                fix = "Leave the key out (the megatron engine, which would, is not built yet in this version)"
+                fix = f"Leave the key out, or set {path}.strategy=megatron"
                 report.problem(f"{path}.megatron_config.{name}", size, why, fix, (f"{path}.strategy",))
         _fsdp_size(config, role, path, report)
 

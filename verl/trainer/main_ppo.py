@@ -143,6 +143,7 @@ class TaskRunner:
     def run(self, config: PPOConfig) -> None:
         """Register the roles, load tokenizer, rewards and data, start the workers, train."""
         from verl.config.context_length import refuse_long_sequences
+        from verl.config.megatron_models import refuse_model_layouts
         from verl.planning.check import check_memory
         from verl.search.searcher import check_retriever
         from verl.trainer.common.watch import HangWatch
@@ -167,6 +168,7 @@ class TaskRunner:
         folders = {path: resolve_model_path(path, key) for key, path in self._model_paths(config).items()}
         local_path = folders[model.path]
         refuse_long_sequences(config, folders)
+        refuse_model_layouts(config, folders)
         check_memory(config, folders)
         if config.do_search:
             check_retriever(config.retriever)

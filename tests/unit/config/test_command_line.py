@@ -131,6 +131,14 @@ def test_known_commands_compose_and_validate(name, monkeypatch):
     assert config == load_config(None, [*_last_wins(COMMANDS[name])], check_files=False)
 
 
+def test_the_config_of_megatron_is_the_usual_one_on_that_engine():
+    name, typed = "ppo_megatron_trainer", [*PPO, "algorithm=grpo"]
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        composed = hydra.compose(name, overrides=hydra_arguments([f"--config-name={name}", *typed])[: len(typed)])
+    options = ["actor_rollout_ref=megatron", "critic=megatron"]
+    assert load_config(composed, check_files=False) == load_config(None, [*options, *typed], check_files=False)
+
+
 def _last_wins(overrides):
     return list({override.partition("=")[0]: override for override in overrides}.values())
 

@@ -17,8 +17,29 @@ GRPO, KL = "algorithm.adv_estimator=grpo", f"{ACTOR}.use_kl_loss=True"
 DYNAMIC = f"{ACTOR}.use_dynamic_bsz=True"
 NORM = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
 SAMPLED = f"{ROLLOUT}.val_kwargs.do_sample=True"
-# (what was set, what switches it off if the defaults do not, what switches it on)
-CASES: list[tuple[str, list[str], list[str]]] = [
+ON_MEGATRON = {block: f"{block}.strategy=megatron" for block in (ACTOR, "critic", REF, "reward_model")}
+JUDGED = ["reward_model.enable=True", "reward_model.path=org/judge"]
+STARTED = {ACTOR: [], "critic": [], REF: [KL], "reward_model": JUDGED}
+
+
+def engine_cases():
+    """Each engine reads its own keys, of every role."""
+    for block, run in STARTED.items():
+        on = [ON_MEGATRON[block], *run]
+        megatron = f"{block}.megatron_config"
+        yield f"{megatron}.param_offload=True", run, on
+        yield f"{block}.fsdp_config.param_offload=True", on, run
+        yield f"{megatron}.dist_checkpointing_path=/old/actor", on, [*on, f"{megatron}.use_dist_checkpointing=True"]
+        if block != REF:
+            model = MODEL if block == ACTOR else f"{block}.model"
+            yield f"{model}.use_remove_padding=False", on, run
+    for block in (block for block in STARTED if block != ACTOR):
+        yield f"{block}.megatron_config.router_replay.mode=R2", [ON_MEGATRON[block], *STARTED[block]], None
+
+
+# (what was set, what switches it off if the defaults do not, what switches it on: None for nothing)
+CASES: list[tuple[str, list[str], list[str] | None]] = [
+    *engine_cases(),
     ("critic.optim.lr=2e-5", [GRPO], []),
     (f"{ROLLOUT}.in_process=True", [], [f"{ROLLOUT}.name=vllm"]),
     (f"{ROLLOUT}.cudagraph_capture_sizes=[1,8]", [], [f"{ROLLOUT}.name=vllm"]),
@@ -102,7 +123,7 @@ def test_a_key_that_nothing_reads_is_named_until_its_switch_is_on(asked, off, on
     key = asked.partition("=")[0]
     (notice,) = said(asked, *off)
     assert notice.startswith(f"{key} = ")
-    assert not [other for other in said(asked, *on) if key in other]
+    assert on is None or not [other for other in said(asked, *on) if key in other]
     assert not said(*off)
 
 

@@ -39,6 +39,7 @@ def test_the_files_are_those_users_know():
     files = {str(path.relative_to(CONFIG_DIR)) for path in CONFIG_DIR.rglob("*.yaml")}
     assert files >= {
         "ppo_trainer.yaml",
+        "ppo_megatron_trainer.yaml",
         "algorithm/ppo.yaml",
         "algorithm/grpo.yaml",
         "actor_rollout_ref/fsdp.yaml",

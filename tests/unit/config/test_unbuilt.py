@@ -60,8 +60,6 @@ def test_a_critic_that_is_not_started_may_name_any_engine():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (f"{ACTOR}.megatron_config.param_offload=True", "the megatron engine is not built yet"),
-        ("actor_rollout_ref.ref.megatron_config.sequence_parallel=False", "the megatron engine is not built yet"),
         (f"{ROLLOUT}.engine_kwargs.vllm.seed=1", "has no effect with actor_rollout_ref.rollout.name = native"),
         (f"{ROLLOUT}.load_format=safetensors", "is read as auto"),
     ],
@@ -71,12 +69,6 @@ def test_a_key_without_effect_is_named_with_the_truth(asked, words):
     (notice,) = [text for text in load(asked).notices if text not in load().notices]
     assert notice.startswith(key)
     assert words in notice
-
-
-def test_keys_with_one_reason_are_one_notice():
-    offload = [f"{ACTOR}.megatron_config.{name}_offload" for name in ("param", "grad")]
-    (notice,) = set(load(*(f"{key}=True" for key in offload)).notices) - set(load().notices)
-    assert f"{offload[0]} = True, {offload[1]} = True: no effect," in notice
 
 
 def test_a_plain_run_is_not_refused():

@@ -83,7 +83,8 @@ class EngineProbe:
 
     @property
     def _kinds(self) -> tuple[str, str]:
-        return self._rollout.dtype, self._config.actor_rollout_ref.actor.fsdp_config.mixed_precision
+        actor = self._config.actor_rollout_ref.actor
+        return self._rollout.dtype, actor[names.TRAINING_ENGINES[actor.strategy].block].mixed_precision
 
     @property
     def _precisions(self) -> str:

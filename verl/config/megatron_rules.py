@@ -1,0 +1,184 @@
+"""Rules of the megatron engine's keys: sizes that fit the ranks, what it does not do, what of Core is not the user's.
+
+What depends on the model's own numbers: `megatron_models`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from verl.config.engine import RECOMPUTE, MegatronConfig
+from verl.config.plan import BLOCK_OF_ROLE, ROLLOUT, active_roles, divisors, layout_of, near_values
+from verl.config.ppo import PPOConfig
+from verl.config.problems import Report, show
+from verl.config.schema import pick
+
+MODEL_OF_ROLE = {"critic": "critic.model", "reward_model": "reward_model.model"}
+_POLICY_MODEL = "actor_rollout_ref.model"
+# Rollout engines that say which experts a token went through.
+_RECORDS_EXPERTS = ("native", "vllm")
+UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
+)
+_SHAPE = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "gated_linear_unit", "activation_func"),
+    *("add_bias_linear", "add_qkv_bias", "qk_layernorm", "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_router_pre_softmax", "moe_router_score_function"),
+)
+_OWN_LOSS = (
+    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_enable_expert_bias"),
+    *("moe_expert_capacity_factor", "mtp_num_layers", "calculate_per_token_loss"),
+)
+# Names in Core's configurations that are decided elsewhere: (names, why, what to do).
+_DECIDED: dict[str, tuple[tuple[tuple[str, ...], str, str], ...]] = {
+    "override_transformer_config": (
+        (_SIZES, "is a key of the engine itself", "Set {block}.{name}"),
+        (("bf16", "fp16", "params_dtype", "pipeline_dtype"), "{block}.dtype says it", "Set {block}.dtype"),
+        (_SHAPE, "the model's config.json says it", "Leave it out, or set it in the model's override_config"),
+        (("hidden_dropout", "attention_dropout"), "dropout is off", "Leave it out"),
+        (_OWN_LOSS, "nothing but the policy's or critic's own loss is learned from", "Leave it out"),
+        (
+            ("variable_seq_lengths", "pipeline_model_parallel_layout"),
+            "the engine decides it",
+            f"Leave it out; uneven pipelines: {' and '.join(UNEVEN)}",
+        ),
+    ),
+    "override_ddp_config": (
+        (("use_distributed_optimizer",), "is a key of the engine itself", "Set {block}.{name}"),
+        (("grad_reduce_in_fp32",), "gradients are always added up in float32", "Leave it out"),
+        (
+            ("average_in_collective", "gradient_reduce_div_fusion"),
+            "losses are divided by what the whole step holds, so gradients are summed",
+            "Leave it out",
+        ),
+        (
+            ("check_for_nan_in_grad", "check_for_large_grads"),
+            "a step with such gradients is skipped and counted",
+            "Leave it out",
+        ),
+        (("use_megatron_fsdp", "use_custom_fsdp"), "is another engine", "Set strategy=fsdp2"),
+    ),
+}
+
+
+def roles_on_megatron(config: PPOConfig) -> list[str]:
+    """Those that run on this engine; a reference that is laid out as the actor has no rules of its own."""
+    found = [role for role in active_roles(config) if role in BLOCK_OF_ROLE]
+    found = [role for role in found if pick(config, BLOCK_OF_ROLE[role]).strategy == "megatron"]
+    actor, ref = (pick(config, BLOCK_OF_ROLE[role]).megatron_config for role in ("actor", "ref"))
+    return [role for role in found if role != "ref" or "actor" not in found or actor != ref]
+
+
+def megatron_rules(config: PPOConfig, report: Report) -> None:
+    """Report what of every role on this engine cannot work, whatever the model is."""
+    for role in roles_on_megatron(config):
+        path = BLOCK_OF_ROLE[role]
+        sizes, block = pick(config, path).megatron_config, f"{path}.megatron_config"
+        _not_done(config, role, path, report)
+        _expert_ranks(config, role, block, sizes, report)
+        _pipeline(block, sizes, report)
+        _decided(block, sizes, report)
+        _recompute(block, sizes, report)
+        if sizes.use_dist_checkpointing and sizes.dist_checkpointing_path is None:
+            why = f"{block}.use_dist_checkpointing = True begins with the weights of a checkpoint"
+            fix = "Set it to a …/global_step_N/actor, or leave use_dist_checkpointing out"
+            report.problem(f"{block}.dist_checkpointing_path", None, why, fix)
+    _replay(config, report)
+
+
+def _not_done(config: PPOConfig, role: str, path: str, report: Report) -> None:
+    """Keys of the other engine that would be ignored, and would have changed the training."""
+    block, by = pick(config, path), (f"{path}.strategy",)
+    size = block.ulysses_sequence_parallel_size
+    if size > 1:
+        why = f"{path}.strategy = megatron splits sequences by context_parallel_size"
+        fix = f"Set {path}.megatron_config.context_parallel_size={size} instead"
+        report.problem(f"{path}.ulysses_sequence_parallel_size", size, why, fix, by)
+    model = MODEL_OF_ROLE.get(role, _POLICY_MODEL)
+    rank = pick(config, model).lora_rank if role in ("actor", "critic") else 0
+    if rank:
+        why, fix = f"{path}.strategy = megatron has no adapters", f"Set it to 0, or {path}.strategy=fsdp2"
+        report.problem(f"{model}.lora_rank", rank, why, fix, by)
+    if "optim" in block and block.optim.state_dtype != "fp32":
+        why = f"{path}.strategy = megatron keeps its moments in float32"
+        fix = f"Leave it out; {path}.megatron_config.optimizer_offload=True saves more"
+        report.problem(f"{path}.optim.state_dtype", block.optim.state_dtype, why, fix, by)
+
+
+def _expert_ranks(config: PPOConfig, role: str, block: str, sizes: MegatronConfig, report: Report) -> None:
+    """The experts of one stage lie on ranks of their own count, which must divide the pool as the layers' do."""
+    layout, stages = layout_of(config, role), sizes.pipeline_model_parallel_size
+    expert, width = sizes.expert_model_parallel_size, sizes.expert_tensor_parallel_size or 1
+    ranks = expert * width * stages
+    uses = ("trainer.n_gpus_per_node", "trainer.nnodes", "resource_pool_spec", "role_mapping")
+    own_count = expert > 1 or width != sizes.tensor_model_parallel_size  # else they lie as the layers do
+    if own_count and layout.world_size % ranks:
+        why = (
+            f"the experts of one copy take {ranks} ranks (expert {expert} × expert tensor {width} × pipeline {stages}),"
+            f" which do not divide the {layout.world_size} ranks of {layout.pool}"
+        )
+        room = layout.world_size // stages if layout.world_size % stages == 0 else 0
+        good = divisors(room // width) if room % width == 0 else []
+        fix = f"Set it to {near_values(good, expert)}" if good else f"Set {block}.expert_tensor_parallel_size=1"
+        own = tuple(f"{block}.{name}" for name in ("pipeline_model_parallel_size", "expert_tensor_parallel_size"))
+        report.problem(f"{block}.expert_model_parallel_size", expert, why, fix, (*uses, *own))
+
+
+def _pipeline(block: str, sizes: MegatronConfig, report: Report) -> None:
+    parts, stages = sizes.virtual_pipeline_model_parallel_size or 1, sizes.pipeline_model_parallel_size
+    if parts > 1 and stages == 1:
+        why = f"one stage ({block}.pipeline_model_parallel_size = 1) has nothing to interleave with"
+        fix = "Set it to 1, or more stages"
+        report.problem(f"{block}.virtual_pipeline_model_parallel_size", parts, why, fix)
+    for name in UNEVEN:
+        layers = sizes.override_transformer_config.get(name)
+        if layers is not None and (not isinstance(layers, int) or layers < 1 or layers % parts):
+            why = f"is a number of layers, at least 1 and a multiple of the {parts} parts of a stage"
+            report.problem(f"{block}.override_transformer_config.{name}", layers, why, "Correct it or leave it out")
+
+
+def _decided(block: str, sizes: MegatronConfig, report: Report) -> None:
+    for key, rows in _DECIDED.items():
+        for name, value in sizes[key].items():
+            for names, why, fix in rows:
+                if name in names:
+                    words = {"block": block, "name": name}
+                    report.problem(f"{block}.{key}.{name}", value, why.format(**words), fix.format(**words))
+
+
+def _recompute(block: str, sizes: MegatronConfig, report: Report) -> None:
+    key, given = f"{block}.override_transformer_config", sizes.override_transformer_config
+    for name in given:
+        near = difflib.get_close_matches(name, (*RECOMPUTE, *UNEVEN), n=1, cutoff=0.8)
+        if name not in (*RECOMPUTE, *UNEVEN) and near:
+            report.problem(f"{key}.{name}", given[name], "is not known to Core", f"Did you mean {near[0]}?")
+    settings = sizes.recompute(checkpointing=True)
+    granularity = settings.get("recompute_granularity")
+    choices: dict[str, tuple[Any, ...]] = {
+        "recompute_granularity": ("full", "selective", None),
+        "recompute_method": ("uniform", "block") if granularity == "full" else (None,),
+    }
+    for name, known in choices.items():
+        if name in given and given[name] not in known:
+            fix = f"Set {' or '.join(map(show, known))}"
+            report.problem(f"{key}.{name}", given[name], f"is not known with granularity {show(granularity)}", fix)
+    if granularity != "full" and given.get("recompute_num_layers") is not None:
+        why = f"counts whole layers, and recompute_granularity = {show(granularity)}"
+        report.problem(f"{key}.recompute_num_layers", given["recompute_num_layers"], why, "Leave it out, or set full")
+    if granularity != "selective" and given.get("recompute_modules") is not None:
+        why, fix = "is read with recompute_granularity = selective", "Leave it out, or set recompute_granularity"
+        report.problem(f"{key}.recompute_modules", given["recompute_modules"], why, fix)
+
+
+def _replay(config: PPOConfig, report: Report) -> None:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    mode = actor.megatron_config.router_replay.mode
+    if actor.strategy == "megatron" and mode == "R3" and rollout.name not in _RECORDS_EXPERTS:
+        why = f"{ROLLOUT}.name = {rollout.name} does not say which experts a token went through"
+        fix = f"Set it to R2, or {ROLLOUT}.name to {' or '.join(_RECORDS_EXPERTS)}"
+        key = f"{BLOCK_OF_ROLE['actor']}.megatron_config.router_replay.mode"
+        report.problem(key, mode, why, fix, (f"{ROLLOUT}.name",))
