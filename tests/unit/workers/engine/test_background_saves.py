@@ -21,9 +21,9 @@ from tests.support.tiny import tiny_config, tiny_model
 from verl.utils.checkpoint.disk import is_full
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import checkpoint, offload
+from verl.workers.engine.common.export import HFExport
 from verl.workers.engine.common.offload import EngineMemory
 from verl.workers.engine.common.snapshot import HostSnapshot
-from verl.workers.engine.fsdp.export import HFExport
 
 ALL = ["model", "optimizer", "extra", "hf_model"]
 

@@ -31,17 +31,18 @@ from verl.utils.flops import SequenceCost
 from verl.utils.progress import expect, tick
 from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching
 from verl.workers.engine.common import groups
+from verl.workers.engine.common.export import HFExport
+from verl.workers.engine.common.frozen import checked
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches, with_last
 from verl.workers.engine.common.offload import EngineMemory
 from verl.workers.engine.common.optim import LossScale, build_schedule
+from verl.workers.engine.common.saving import BackgroundSaves
 from verl.workers.engine.common.step_checks import reason_against, step_metrics
 from verl.workers.engine.fsdp import sharding
 from verl.workers.engine.fsdp.expected import about
-from verl.workers.engine.fsdp.export import HFExport
 from verl.workers.engine.fsdp.model_weights import ModelWeights
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
-from verl.workers.engine.fsdp.saving import BackgroundSaves
-from verl.workers.engine.fsdp.state import EngineState, checked
+from verl.workers.engine.fsdp.state import EngineState
 
 
 class FSDPEngine:

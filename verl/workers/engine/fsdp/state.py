@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl.config.names import CHECKPOINT_CONTENTS
 from verl.models.lora import ADAPTER_FOLDER
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import checkpoint, groups
+from verl.workers.engine.common.export import HFExport
+from verl.workers.engine.common.frozen import Frozen, extra_state, restore_extra
 from verl.workers.engine.common.offload import local_shard
 from verl.workers.engine.common.optim import LossScale, restore_schedule
-from verl.workers.engine.common.same_model import ABOUT, ModelDescription, differences
-from verl.workers.engine.fsdp.export import HFExport
+from verl.workers.engine.common.same_model import ModelDescription, differences
 from verl.workers.engine.fsdp.model_weights import ModelWeights
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
-
-
-def checked(path: str | os.PathLike, contents: Collection[str]) -> Path:
-    """The folder of a checkpoint; ValueError for contents that there are not."""
-    unknown = sorted(set(contents) - set(CHECKPOINT_CONTENTS))
-    if unknown:
-        raise ValueError(f"checkpoint contents: {unknown} are unknown. Use some of {', '.join(CHECKPOINT_CONTENTS)}.")
-    return Path(path)
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """What a checkpoint of some contents holds of an engine at one moment: live tensors, or copies of them."""
-
-    contents: Collection[str]
-    weights: Mapping[str, torch.Tensor]
-    """As `ModelWeights.everything` names them; what learns alone, where the whole model is not asked for."""
-    moments: Mapping[str, torch.Tensor]
-    extra: Mapping[str, Any]
-    about: Mapping[str, Any]
-
-    def with_tensors(self, change: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]) -> Frozen:
-        """With others in place of all tensors, which `change` gives by name."""
-        names = {f"weights/{name}": value for name, value in self.weights.items()}
-        names |= {f"moments/{name}": value for name, value in self.moments.items()}
-        found = change(names)
-        return replace(
-            self,
-            weights={name: found[f"weights/{name}"] for name in self.weights},
-            moments={name: found[f"moments/{name}"] for name in self.moments},
-        )
 
 
 @dataclass(frozen=True)
@@ -79,8 +46,7 @@ class EngineState:
         extra: dict[str, Any] = {}
         if "extra" in contents:
             step = self.schedule.last_epoch if self.schedule is not None else 0
-            random = checkpoint.random_states(self.device)
-            extra = {"schedule_step": step, "loss_scale": self.loss_scale.state_dict(), "random": random}
+            extra = extra_state(step, self.loss_scale, self.device)
         return Frozen(contents, weights, moments, extra, self._description().about)
 
     def sizes(self, contents: Collection[str]) -> list[int]:
@@ -105,7 +71,7 @@ class EngineState:
                 checkpoint.save_tensors(frozen.moments, folder / "optimizer", recorder, group)
             # What rank 0 writes alone comes after the last collective: where it fails, the others are not inside one.
             if dist.get_rank() == 0:
-                _write_alone(frozen, recorder)
+                frozen.write_alone(recorder)
         if export is not None:
             export.write(self.weights.whole(frozen.weights, export.dtype, group), folder / "huggingface", group)
 
@@ -123,22 +89,10 @@ class EngineState:
             stored = set(checkpoint.stored_tensors(folder / "optimizer"))
             checkpoint.load_tensors(self.optimizer.prepare(stored), folder / "optimizer")
         if "extra" in contents:
-            extra = torch.load(folder / "extra.pt", weights_only=True)
+            step = restore_extra(folder, self.loss_scale, self.device)
             if self.schedule is not None and self.optimizer is not None:
-                restore_schedule(self.schedule, self.optimizer.adamw, extra["schedule_step"])
-            self.loss_scale.load_state_dict(extra["loss_scale"])
-            checkpoint.restore_random_state(extra["random"], self.device)
+                restore_schedule(self.schedule, self.optimizer.adamw, step)
 
     def _description(self) -> ModelDescription:
         """What a checkpoint must fit."""
         return ModelDescription.of(self.hf, self.weights.stored(), self.about)
-
-
-def _write_alone(frozen: Frozen, recorder: ChecksumRecorder) -> None:
-    """The files of a checkpoint that are one rank's: what the model is, the schedule and the random states."""
-    if "model" in frozen.contents:
-        with recorder.open(ABOUT) as stream:
-            stream.write(json.dumps(frozen.about, indent=1).encode())
-    if "extra" in frozen.contents:
-        with recorder.open("extra.pt") as stream:
-            torch.save(dict(frozen.extra), stream)

@@ -1,4 +1,4 @@
-"""Checkpoints of an FSDPEngine in the background: its state is copied to host memory, and the copy is written."""
+"""Checkpoints of an engine in the background: its state is copied to host memory, and the copy is written."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl.utils.background import OneAfterTheOther
 from verl.workers.engine.common import groups
+from verl.workers.engine.common.export import HFExport
+from verl.workers.engine.common.frozen import Frozen, SavedState
 from verl.workers.engine.common.offload import EngineMemory, local_shard, sharded_like
 from verl.workers.engine.common.snapshot import HostSnapshot
-from verl.workers.engine.fsdp.export import HFExport
-from verl.workers.engine.fsdp.state import EngineState, Frozen
 
 
 class BackgroundSaves:
     """One at a time: there is one place in host memory for copies. Made by all ranks together."""
 
-    def __init__(self, device: torch.device, mesh: DeviceMesh, expected: Collection[str]) -> None:
-        """`expected`: contents of checkpoints for which there is to be memory beforehand."""
+    def __init__(self, device: torch.device, mesh: DeviceMesh | None, expected: Collection[str]) -> None:
+        """`mesh` is that of tensors which torch shards; `expected`: contents of checkpoints for which there is to be
+        memory beforehand."""
         self._expected = expected
         self._group = groups.group_for_files()
         # Copies are laid out as the tensors on the devices are; nothing is sent over this mesh.
-        same = device.type == "cpu"
-        self._mesh = mesh if same else init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.mesh_dim_names)
+        if mesh is not None and device.type != "cpu":
+            mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.mesh_dim_names)
+        self._mesh = mesh
         self._snapshot = HostSnapshot(device)
         self._writing = OneAfterTheOther("checkpoint")
 
-    def make_room(self, state: EngineState) -> None:
+    def make_room(self, state: SavedState) -> None:
         """For what is expected, in the background, once."""
         expected, self._expected = self._expected, ()
         if expected:
@@ -40,7 +42,7 @@ class BackgroundSaves:
         self._writing.settle()
 
     def begin(
-        self, state: EngineState, frozen: Frozen, memory: EngineMemory, folder: Path, export: HFExport | None
+        self, state: SavedState, frozen: Frozen, memory: EngineMemory, folder: Path, export: HFExport | None
     ) -> None:
         """Copy the tensors of `frozen` from where they are now, and write the copy under `folder`."""
 
