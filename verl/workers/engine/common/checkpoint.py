@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,20 +37,25 @@ def save_tensors(
 
     What is on a device comes to host memory tensor by tensor.
     """
-    here = all(value.device.type == "cpu" for value in tensors.values())
-    writer = _Writer(folder, recorder, side_by_side=_THREADS if here else 1)
-    with _plain_errors(recorder):
+    writer = writer_for(tensors.values(), folder, recorder)
+    with plain_errors(recorder):
         dcp.save(dict(tensors), storage_writer=writer, process_group=group)
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Read into the given tensors (sharded as they are now), in place; a collective. All of them must be there."""
-    with _plain_errors():
+    with plain_errors():
         dcp.load(dict(tensors), checkpoint_id=folder)
 
 
+def writer_for(tensors: Iterable[torch.Tensor], folder: Path, recorder: ChecksumRecorder) -> dcp.FileSystemWriter:
+    """What writes them, through the recorder."""
+    here = all(value.device.type == "cpu" for value in tensors)
+    return _Writer(folder, recorder, side_by_side=_THREADS if here else 1)
+
+
 @contextmanager
-def _plain_errors(recorder: ChecksumRecorder | None = None) -> Iterator[None]:
+def plain_errors(recorder: ChecksumRecorder | None = None) -> Iterator[None]:
     """What ranks raised, as one exception: torch's own is no Exception, and its text is all their tracebacks."""
     try:
         yield

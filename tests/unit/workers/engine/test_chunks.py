@@ -1,0 +1,56 @@
+"""Tensors written as rectangles are read as other rectangles, or as torch's own sharded tensors are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl.utils.checkpoint.manifest import ChecksumRecorder
+from verl.workers.engine.common import checkpoint, groups
+from verl.workers.engine.common.chunks import Chunk, load_chunks, save_chunks
+
+WHOLE = torch.arange(48, dtype=torch.float32).view(6, 8)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Two columns of rectangles, views of one tensor; and a number."""
+    groups.ensure_process_group(torch.device("cpu"))
+    chunks = [Chunk("matrix", (6, 8), (0, start), WHOLE[:, start : start + 4]) for start in (0, 4)]
+    with ChecksumRecorder(tmp_path) as recorder:
+        save_chunks([*chunks, Chunk("step", (), (), torch.tensor(3.0))], tmp_path / "model", recorder, None)
+    return tmp_path / "model"
+
+
+def test_other_rectangles_are_read_into_the_memory_they_are_views_of(saved: Path) -> None:
+    flat, step = torch.zeros(17), torch.zeros(())
+    rows = [Chunk("matrix", (6, 8), (1, 7), flat[:1].view(1, 1)), Chunk("matrix", (6, 8), (2, 0), flat[1:].view(2, 8))]
+    load_chunks([*rows, Chunk("step", (), (), step)], saved)
+    assert torch.equal(flat, WHOLE.view(-1)[15:32])
+    assert step == 3
+
+
+def test_tensors_are_read_whole_by_who_knows_no_rectangles(saved: Path) -> None:
+    assert {name: spec.shape for name, spec in checkpoint.stored_tensors(saved).items()} == {
+        "matrix": (6, 8),
+        "step": (),
+    }
+    whole = torch.zeros(6, 8)
+    checkpoint.load_tensors({"matrix": whole}, saved)
+    assert torch.equal(whole, WHOLE)
+
+
+def test_what_is_not_there_is_named(saved: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"matrix is .5, 8. here, in the checkpoint .6, 8"):
+        load_chunks([Chunk("matrix", (5, 8), (0, 0), torch.zeros(5, 8))], saved)
+    with pytest.raises(RuntimeError, match=r"other is .1. here, in the checkpoint not there"):
+        load_chunks([Chunk("other", (1,), (0,), torch.zeros(1))], saved)
+
+
+def test_what_two_would_write_is_refused(tmp_path: Path) -> None:
+    groups.ensure_process_group(torch.device("cpu"))
+    chunks = [Chunk("matrix", (6, 8), (start, 0), WHOLE[start : start + 4]) for start in (0, 2)]
+    with pytest.raises(RuntimeError, match="validate global plan"), ChecksumRecorder(tmp_path) as recorder:
+        save_chunks(chunks, tmp_path, recorder, None)
