@@ -47,7 +47,9 @@ def engine_bytes(
     step = step_bytes(rollout.max_num_batched_tokens, shape.hidden, wide, c)
     step += logit_bytes(running, shape.vocab, truncated)
     if names.ROLLOUTS[rollout.name].foreign and on_gpu and device is not None:
-        return _share(rollout, phase, device, weights, held, step)
+        bucket = _bucket(rollout, c * shape.parameters, c * shape.largest_parameters)
+        layer = c * shape.layer_parameters / shape.layers / ranks
+        return _share(rollout, phase, device, weights, held, step, bucket, layer)
     graphs = 0
     if on_gpu and not rollout.enforce_eager:
         graphs = pool_bytes(c * shape.hidden, step_bytes(1, shape.hidden, wide, c), rollout.max_num_seqs)
@@ -65,16 +67,32 @@ def engine_bytes(
     return held + graphs + kv + step
 
 
-def _share(rollout: RolloutConfig, phase: str, device: DeviceMemory, weights: float, held: float, step: float) -> float:
+def _bucket(rollout: RolloutConfig, weights: float, largest: float) -> float:
+    """Of a hand-over; a tensor that is larger goes alone, and whole."""
+    return max(min(weights, rollout.checkpoint_engine.update_weights_bucket_megabytes * 2.0**20), largest)
+
+
+def _share(
+    rollout: RolloutConfig,
+    phase: str,
+    device: DeviceMemory,
+    weights: float,
+    held: float,
+    step: float,
+    bucket: float,
+    layer: float,
+) -> float:
     """Of another project's engine: it takes the share that it is given, whatever the model needs of it.
 
     vLLM counts weights, activations and graphs into `gpu_memory_utilization`; SGLang and TensorRT-LLM what stays, and
     a step comes on top. Asleep it keeps its process, and weights that are not let go; a bucket's buffer stays for life.
+    In a hand-over, before it generates, it has a copy of a bucket, another one for ranks in processes of their own, and
+    a layer that is put together.
     """
     share = max(rollout.gpu_memory_utilization * device.total, weights)
-    process, buffer = 0.0, 0.0
-    if beside(rollout):
-        process, buffer = _PROCESS, min(weights, rollout.checkpoint_engine.update_weights_bucket_megabytes * 2.0**20)
-    if phase == "gen":
-        return share + (0.0 if rollout.name == "vllm" else step) + process + buffer
-    return held + (0.0 if rollout.free_cache_engine else share - weights) + process + buffer
+    kv = 0.0 if rollout.free_cache_engine else share - weights
+    here = _PROCESS + bucket if beside(rollout) else 0.0
+    if phase != "gen":
+        return here + held + kv
+    copies = bucket * (1 if rollout.tensor_model_parallel_size == 1 else 2) + layer
+    return here + max(share + (0.0 if rollout.name == "vllm" else step), weights + kv + copies)

@@ -29,6 +29,8 @@ class ModelShape:
     """Of all layers together."""
     root_parameters: int
     """Those outside the layers (embeddings, head), which are gathered for the whole of a pass."""
+    largest_parameters: int
+    """Of the largest tensor: an embedding, or all experts of a layer."""
     adapter_parameters: int | None = None
     """Of LoRA; None without."""
     gated: bool = True
@@ -80,6 +82,7 @@ class ModelShape:
         layers = outermost_layers(model)
         norms = [part.weight.numel() for part in layers[0].modules() if "Norm" in type(part).__name__]
         inside = sum(value.numel() for layer in layers for value in layer.parameters())
+        sizes = [value.numel() for value in model.parameters()]
         hidden, heads = text.hidden_size, text.num_attention_heads
         inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
         if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
@@ -94,7 +97,8 @@ class ModelShape:
             vocab=text.vocab_size,
             tied=bool(text.tie_word_embeddings),
             layer_parameters=inside,
-            root_parameters=sum(value.numel() for value in model.parameters()) - inside,
+            root_parameters=sum(sizes) - inside,
+            largest_parameters=max(sizes),
             gated=any("gate" in name for name, _ in layers[0].named_modules()),
             norms_per_layer=norms.count(hidden),
             norm_in_float32=text.model_type.startswith("gemma"),

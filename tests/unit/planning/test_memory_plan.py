@@ -179,6 +179,19 @@ def test_another_projects_engine_takes_the_share_it_is_given_and_keeps_its_proce
     assert phase(served, "gen").parts["rollout"] == 0
 
 
+def test_a_tensor_larger_than_a_bucket_and_an_engines_copies_of_what_comes_are_counted():
+    """An embedding of 0.25 GB in buckets of 0.1; what comes is there twice before it generates, where KV stays."""
+    engine = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.gpu_memory_utilization=0.5")
+    small = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=100"
+    embedding, layer = 2 * SHAPE.embedding_parameters, 2 * SHAPE.layer_parameters / SHAPE.layers
+    assert embedding > 250 * 2**20
+    freed = plan_of(load(*engine, small), 24)
+    assert phase(freed, "update_actor").parts["rollout"] == pytest.approx(GB + embedding)
+    assert phase(freed, "gen").parts["rollout"] == pytest.approx(13 * GB + embedding), "a copy takes the KV's room"
+    kept = plan_of(load(*engine, small, f"{ROLLOUT}.free_cache_engine=False"), 24)
+    assert phase(kept, "gen").parts["rollout"] == pytest.approx(13 * GB + 2 * embedding + layer)
+
+
 def test_a_pass_has_at_most_the_tokens_of_its_budget_or_of_its_batch():
     fixed = load(
         "data.max_prompt_length=100", "data.max_response_length=300", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"
