@@ -1,11 +1,13 @@
-"""The native engine with a process of its own, as others have, and a device that fails when it is asked to."""
+"""The native engine with a process and shared memory, as others have, and a device that fails when it is asked to."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ class BreakingRollout(NativeRollout):
         super().__init__(*args)
         self._worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=[1000], name="Worker_TP1")
         self._worker.start()
+        self._memory = SharedMemory(f"verl-{os.getpid()}", create=True, size=64)
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
         futures = super().submit(requests)

@@ -96,6 +96,22 @@ def kill_family(pid: int) -> None:
             os.kill(member, signal.SIGKILL)
 
 
+def end_group(pid: int, within: float = 2.0) -> None:
+    """SIGKILL to the process group that `pid` leads or led, but Python's trackers of resources: when all others have
+    ended they remove what those have left in shared memory, and end."""
+    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc/self") else ()):
+        stat = _stat(name)
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if stat is not None and stat[2] == str(pid) and b"resource_tracker" not in _command(name):
+                os.kill(int(name), signal.SIGKILL)
+    deadline = time.monotonic() + within
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < deadline:
+            os.killpg(pid, 0)
+            time.sleep(0.01)
+        os.killpg(pid, signal.SIGKILL)
+
+
 def ended_how(code: int | None) -> str:
     """What an exit code says, as a sentence goes on after the process's name."""
     if code is None or code >= 0:
@@ -151,6 +167,10 @@ def _stat(place: str) -> list[str] | None:
         return Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+
+
+def _command(name: str) -> bytes:
+    return Path(f"/proc/{name}/cmdline").read_bytes()
 
 
 def _prctl(option: int, value: int) -> None:

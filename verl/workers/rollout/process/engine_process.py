@@ -24,7 +24,7 @@ from typing import Any
 from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
 from verl.utils.helper_processes import add_helper, remove_helper
-from verl.utils.process_tree import ended_how, kill_family
+from verl.utils.process_tree import end_group, ended_how, kill_family
 from verl.utils.progress import pulse
 from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.process.channel import Channel
@@ -162,9 +162,10 @@ class EngineProcess:
             return
         started.set_result(process.pid)
         code = process.wait()
-        kill_family(process.pid)  # what it started, and left
+        told = _told(process.pid, code, Path(self.log))
+        end_group(process.pid)  # what it started, and left
         with self._lock:
-            self.death = EngineDiedError(_told(process.pid, code, Path(self.log)))
+            self.death = EngineDiedError(told)
             replies, self._replies = self._replies, {}
         remove_helper(process.pid)
         self._ended.set()

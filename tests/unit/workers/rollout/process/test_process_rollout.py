@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +150,12 @@ def test_one_bit_that_flips_on_the_way_is_refused(hosted, monkeypatch):
     assert answers(hosted, requests(1))[0].versions[-1] == 9
 
 
+def workers(rollout: Any) -> list[int]:
+    """Of the engine's own."""
+    found = children(rollout.pid)
+    return [pid for pid in found if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def fail_with(cause: str, futures: list[Any]) -> None:
     for future in futures:
         with pytest.raises(EngineDiedError, match=f"(?s){cause}"):
@@ -162,11 +169,13 @@ def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_sta
         time.sleep(0.01)
     assert standing_helper() == (hosted.pid, "stopped")
     os.kill(hosted.pid, signal.SIGCONT)
-    (worker,), first = children(hosted.pid), hosted.pid
+    worker, first = workers(hosted)[0], hosted.pid
+    assert os.path.exists(f"/dev/shm/verl-{first}")
     os.kill(worker, signal.SIGKILL)
     start = time.monotonic()
     fail_with(rf"process {first} ended with .*process {worker} \(Worker_TP1\) was killed by SIGKILL", futures)
     assert time.monotonic() - start < 5
+    assert not os.path.exists(f"/dev/shm/verl-{first}")
     with pytest.raises(EngineDiedError):
         hosted.submit(requests(1))
     assert hosted.revive()
@@ -181,7 +190,8 @@ def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_sta
     members, start = [hosted.pid, *children(hosted.pid)], time.monotonic()
     hosted.close()
     assert time.monotonic() - start < 3
-    assert [standstill(pid) for pid in members] == ["gone", "gone"]
+    assert {standstill(pid) for pid in members} == {"gone"}
+    assert not os.path.exists(f"/dev/shm/verl-{members[0]}")
 
 
 @pytest.mark.slow
