@@ -27,7 +27,7 @@ def make_game(folder: Path, seed: int = 1) -> None:
                 "data_source": "guessing",
                 "prompt": [{"role": "user", "content": "guess"}],
                 "ability": "search",
-                "reward_model": {"style": "rule", "ground_truth": str(secret)},
+                "reward_model": {"style": "agent", "ground_truth": str(secret)},
                 "extra_info": {"split": split, "index": index},
             }
             for index, secret in enumerate(secrets)
@@ -36,11 +36,6 @@ def make_game(folder: Path, seed: int = 1) -> None:
     tokenizer = word_tokenizer([str(number) for number in range(1, LARGEST + 1)] + ["guess", "higher", "lower"])
     random_model(tokenizer, seed).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-
-
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-    """Of a game whose agent told no reward; ours always do."""
-    return 0.0
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ data=(
     data.max_prompt_length=8
     data.max_response_length=16
     data.dataloader_num_workers=0
-    custom_reward_function.path=examples/multi_turn/gateway/game.py
 )
 policy=(
     algorithm=grpo

@@ -115,6 +115,13 @@ def test_at_the_start_of_a_run_doubts_are_logged_and_training_goes_on(file, own,
     assert "answer with every number: gets full score" in caplog.text
 
 
+def test_rows_that_their_agent_scores_are_not_tried(tmp_path, caplog):
+    row = {"data_source": "game", "prompt": [{"role": "user", "content": "?"}], "reward_model": {"style": "agent"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    started(str(tmp_path / "rows.jsonl"))
+    assert "reward check" not in caplog.text
+
+
 def test_at_the_start_of_a_run_a_function_that_always_fails_is_an_error(file, own):
     with pytest.raises(ValueError, match=r"no answer to 8 rows could be scored(.|\n)*the judge is not at home"):
         started(file, own, "custom_reward_function.name=broken")

@@ -18,7 +18,7 @@ from typing import Any
 from verl.config.load import load_config
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils.dataset.files import find_files
-from verl.utils.dataset.problems import ground_truth_of
+from verl.utils.dataset.problems import ground_truth_of, is_scored_by_agent
 from verl.utils.dataset.rows import Rows
 from verl.utils.reward_score import default_compute_score, known_data_sources
 from verl.utils.reward_score.registry import matching, unknown_source
@@ -57,18 +57,21 @@ def check_at_start(manager: Any, dataset: Any, reward_fn_key: str) -> None:
     if not hasattr(manager, "submit") or compute_score is None or not len(dataset):
         return
     count = min(_START_ROWS, len(dataset))
-    rows = [_row(dataset[index * len(dataset) // count], reward_fn_key) for index in range(count)]
+    chosen = [dataset[index * len(dataset) // count] for index in range(count)]
+    rows = [_row(row, reward_fn_key) for row in chosen if not is_scored_by_agent(row)]
+    if not rows:
+        return
     own_function = compute_score is not default_compute_score
     _refuse_unknown(rows, own_function)
     report = check_reward(manager.submit, rows, own_function=own_function, budget_seconds=_START_SECONDS, quick=True)
     if report.hopeless is not None:
         manager.close()
         raise ValueError(
-            f"custom_reward_function: no answer to {count} rows could be scored, whatever it was. The first error:\n"
-            f"{report.hopeless}\nTry it alone: python -m verl.utils.reward_check FILE."
+            f"custom_reward_function: no answer to {len(rows)} rows could be scored, whatever it was."
+            f" The first error:\n{report.hopeless}\nTry it alone: python -m verl.utils.reward_check FILE."
         )
     sound = [f"{finding.question}: {finding.answer}" for finding in report.findings if finding.verdict == "ok"]
-    logger.info("reward check, %d rows: %s", count, "; ".join(sound))
+    logger.info("reward check, %d rows: %s", len(rows), "; ".join(sound))
     for finding in report.findings:
         if finding.verdict != "ok":
             logger.warning("reward check: %s: %s. Train on if that is meant.", finding.question, finding.answer)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from verl.utils.dataset.chat import Messages, PromptEncoder, PromptRefused, as_messages, prompt_digest
-from verl.utils.dataset.check_report import JUDGED, DataColumn, DataReport, PromptLengths, ShownRow, Wiring, show
+from verl.utils.dataset.check_report import AGENT, JUDGED, DataColumn, DataReport, PromptLengths, ShownRow, Wiring, show
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import (
     DataError,
@@ -24,6 +24,7 @@ from verl.utils.dataset.problems import (
     ground_truth_of,
     ground_truth_rule,
     is_judged,
+    is_scored_by_agent,
     source_rule,
     text_rule,
 )
@@ -153,7 +154,8 @@ def _wiring(rows: Rows, key: str, scored_rows: int) -> dict[str, Wiring]:
                 places.setdefault(row[key], []).append(number)
     found, chosen = {}, np.zeros(len(rows), dtype=bool)
     for source, numbers in places.items():
-        task = JUDGED if is_judged(rows[numbers[0]]) else None
+        row = rows[numbers[0]]
+        task = JUDGED if is_judged(row) else AGENT if is_scored_by_agent(row) else None
         if matching(source, known_data_sources()) is not None:
             task = score_function(source).compute.__module__.rpartition(".")[2]
             spread = np.linspace(0, len(numbers) - 1, min(len(numbers), scored_rows)).astype(int)

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-JUDGED = "a reward model"
+JUDGED, AGENT = "a reward model", "its agent"
 _QUANTILES = (0.5, 0.9, 0.99, 1.0)
 _BINS = 12
 _BAR = 40
@@ -31,7 +31,7 @@ class Wiring:
     """How the rewards of one data source are connected."""
 
     rows: int
-    function: str | None  # the task that scores it, or JUDGED; None: nothing does
+    function: str | None  # the task that scores it, JUDGED or AGENT; None: nothing does
     tried: int = 0  # ground truths given as the answer, in the right format
     right: int = 0  # and scored 1.0
     first_wrong: str | None = None

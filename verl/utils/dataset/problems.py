@@ -5,7 +5,7 @@ Arrow columns whose type and null count already prove a rule are not looked at r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,8 @@ def source_rule(key: str, known: Collection[str], but_judged: bool = False) -> R
         source = row.get(key)
         if not isinstance(source, str) or matching(source, known):  # another type is the text rule's to report
             return None
+        if is_scored_by_agent(row):
+            return None
         return None if but_judged and is_judged(row) else unknown_source(source, known, key)
 
     def proven(table: pa.Table) -> bool:
@@ -93,17 +95,18 @@ def source_rule(key: str, known: Collection[str], but_judged: bool = False) -> R
 
 
 def ground_truth_rule() -> Rule:
-    """A right answer to compare with: `reward_model.ground_truth` or `ground_truth`, unless a model judges the row."""
+    """A right answer to compare with: `reward_model.ground_truth` or `ground_truth`, unless a model or the row's agent
+    judges it."""
 
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         reward = row.get("reward_model")
         if reward is not None and not isinstance(reward, dict):
             return f"'reward_model' is {_kind(reward)}. Write it as {{style, ground_truth}}."
-        if ground_truth_of(row) is not None or is_judged(row):
+        if ground_truth_of(row) is not None or is_judged(row) or is_scored_by_agent(row):
             return None
         return (
             "it has no ground truth. Write reward_model={'style': 'rule', 'ground_truth': …}, or style 'model' where a "
-            "reward model or a function of your own judges without one."
+            "reward model or a function of your own judges without one, or 'agent' where its agent scores it."
         )
 
     def proven(table: pa.Table) -> bool:
@@ -124,10 +127,19 @@ def ground_truth_of(row: dict[str, Any]) -> Any:
     return row.get("ground_truth") if inside is None else inside
 
 
-def is_judged(row: dict[str, Any]) -> bool:
+def is_judged(row: Mapping[str, Any]) -> bool:
     """Whether a model is to judge the row, instead of a rule."""
+    return _style(row) == "model"
+
+
+def is_scored_by_agent(row: Mapping[str, Any]) -> bool:
+    """Whether the loop that runs the row gives it its score."""
+    return _style(row) == "agent"
+
+
+def _style(row: Mapping[str, Any]) -> Any:
     reward = row.get("reward_model")
-    return isinstance(reward, dict) and reward.get("style") == "model"
+    return reward.get("style") if isinstance(reward, dict) else None
 
 
 def chat_problem(key: str, value: Any) -> str | None:

@@ -173,6 +173,13 @@ def test_rows_for_a_reward_model_need_no_function_but_say_what_to_set(tmp_path):
     assert "b.parquet row 1: no reward function is known for data_source 'pairs'" in mixed.problems[0]
 
 
+def test_rows_that_their_agent_scores_need_neither_function_nor_ground_truth(tmp_path):
+    report = check_files(
+        write(tmp_path / "a.parquet", [{**GOOD, "data_source": "game", "reward_model": {"style": "agent"}}])
+    )
+    assert (report.problems, report.wiring["game"].function) == ([], "its agent")
+
+
 def test_ground_truths_to_score_are_spread_evenly_over_each_source(tmp_path):
     rows = [{**GOOD, "reward_model": {"style": "rule", "ground_truth": str(i) if i < 9 else "bad"}} for i in range(10)]
     file = write(tmp_path / "a.jsonl", rows)

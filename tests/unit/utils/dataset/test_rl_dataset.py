@@ -313,6 +313,11 @@ def test_validate_reports_everything_that_would_stop_scoring_at_once(tmp_path):
     assert "line 3: it has no ground truth" in problems[2]
 
 
+def test_rows_that_their_agent_scores_need_no_reward_function(tmp_path):
+    rows = [row(0, data_source="game", reward_model={"style": "agent"})]
+    dataset(write(tmp_path / "a.parquet", rows)).validate(data_sources=["openai/gsm8k"])
+
+
 def test_rows_judged_by_a_model_need_no_ground_truth(tmp_path):
     rows = [row(0, reward_model={"style": "model", "ground_truth": None})]
     dataset(write(tmp_path / "a.parquet", rows)).validate()
