@@ -138,7 +138,7 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 def run_ranks(work: Any, folder: Any, *arguments: Any, ranks: int = 2) -> None:
     """`work(rank, ranks, folder, *arguments)` in real processes joined by gloo."""
     # Imports are most of a rank's time: one server imports, and every rank is a fork of it.
-    multiprocessing.set_forkserver_preload([FSDPEngine.__module__, *_MODEL_CODE])
+    multiprocessing.set_forkserver_preload([FSDPEngine.__module__, work.__module__, *_MODEL_CODE])
     mp.start_processes(_joined, (work, ranks, str(folder), arguments), nprocs=ranks, start_method="forkserver")
 
 

@@ -112,7 +112,7 @@ class ResponseModel(nn.Module):
             hidden, weight, rows.labels, temperature, "entropy" in fields, bias=bias, adjust=adjust
         )
         found = {"log_probs": log_probs, "entropy": entropy}
-        return {name: _scattered(value, rows, shape) for name, value in found.items() if name in fields}
+        return {name: scattered(value, rows, shape) for name, value in found.items() if name in fields}
 
     def _hidden(self, rows: Rows) -> torch.Tensor:
         """[tokens, H], in the order of the flattened `rows.input_ids`."""
@@ -126,11 +126,11 @@ class ResponseModel(nn.Module):
         """Of the states before the response tokens and, if asked for, after each row's last token; one pass of the head
         for both: its weights are gathered once."""
         if "last_value" not in fields:
-            return {"values": _scattered(self._scored(hidden, rows.before), rows, shape)}
+            return {"values": scattered(self._scored(hidden, rows.before), rows, shape)}
         before, last = self._scored(hidden, torch.cat([rows.before, rows.last])).split(
             [len(rows.before), len(rows.last)]
         )
-        found = {"values": _scattered(before, rows, shape), "last_value": _of_rows(last, rows)}
+        found = {"values": scattered(before, rows, shape), "last_value": of_rows(last, rows)}
         return {name: found[name] for name in fields}
 
     def _scored(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -145,18 +145,18 @@ class ResponseModel(nn.Module):
 
     def _scores(self, rows: Rows) -> torch.Tensor:
         if hasattr(self.hf, "score"):  # a decoder: its last token has read everything
-            return _of_rows(self._scored(self._hidden(rows), rows.last), rows)
+            return of_rows(self._scored(self._hidden(rows), rows.last), rows)
         assert isinstance(rows, FrontRows), "an encoder runs with padding"
         logits = self.hf(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits
         return logits.squeeze(-1).float()
 
 
-def _of_rows(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+def of_rows(values: torch.Tensor, rows: Rows) -> torch.Tensor:
     """[b]: those that ranks which share the rows found, too. Never a view, which loses FSDP's hook if it is written."""
     return rows.of_rows(values) if isinstance(rows, SharedRows) else values.clone()
 
 
-def _scattered(values: torch.Tensor, rows: Rows, shape: tuple[int, int]) -> torch.Tensor:
+def scattered(values: torch.Tensor, rows: Rows, shape: tuple[int, int]) -> torch.Tensor:
     """[N] -> [b, R] with 0 elsewhere; only real positions are part of the graph."""
     if isinstance(rows, SharedRows):
         values = rows.of_responses(values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import pad
@@ -34,21 +34,15 @@ class SharedRows(PackedRows):
 
 
 def shared_rows(rows: PackedRows, parallel: SequenceParallel) -> SharedRows:
-    """This rank's share of `rows` (on the host, the same on every rank of the group).
-
-    Tokens that make the row divide are a sequence of their own, which no other looks at.
-    """
-    total = rows.packing.total
-    padded = parallel.padded(total)
-    extra, part = padded - total, parallel.part(padded)
-    packing = Packing.of([*rows.packing.lengths, extra]) if extra else rows.packing
-    positions = torch.cat([rows.position_ids, torch.arange(extra)[None]], dim=1)
+    """This rank's share of `rows` (on the host, the same on every rank of the group)."""
+    padded = parallel.padded(rows.packing.total)
+    rows, part = padded_rows(rows, padded), parallel.part(padded)
     responses, lasts = parallel.counts_of(rows.before, padded), parallel.counts_of(rows.last, padded)
     mine = _own(responses, parallel.rank)
     return SharedRows(
-        input_ids=pad(rows.input_ids, (0, extra))[:, part],
-        position_ids=positions[:, part],
-        packing=packing.shared_by(parallel),
+        input_ids=rows.input_ids[:, part],
+        position_ids=rows.position_ids[:, part],
+        packing=rows.packing.shared_by(parallel),
         rows=rows.rows,
         columns=rows.columns,
         before=_or_one(rows.before[mine] - part.start),
@@ -56,6 +50,20 @@ def shared_rows(rows: PackedRows, parallel: SequenceParallel) -> SharedRows:
         last=_or_one(rows.last[_own(lasts, parallel.rank)] - part.start),
         responses_per_rank=tuple(responses),
         rows_per_rank=tuple(lasts),
+    )
+
+
+def padded_rows(rows: PackedRows, tokens: int) -> PackedRows:
+    """The same (on the host) with so many tokens. Those that are added are a sequence of their own, which no other
+    looks at."""
+    extra = tokens - rows.packing.total
+    if not extra:
+        return rows
+    return replace(
+        rows,
+        input_ids=pad(rows.input_ids, (0, extra)),
+        position_ids=torch.cat([rows.position_ids, torch.arange(extra)[None]], dim=1),
+        packing=Packing.of([*rows.packing.lengths, extra]),
     )
 
 

@@ -50,6 +50,13 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
+def with_index(device: torch.device) -> torch.device:
+    """`cuda` is the current GPU."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def node_group() -> NodeGroup:
     """Found by comparing host names; a collective."""
     world = dist.get_world_size()

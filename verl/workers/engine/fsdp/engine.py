@@ -76,7 +76,7 @@ class FSDPEngine:
         memory and written while training goes on; memory for `saved`, the contents of checkpoints that are to come, is
         made beside the first update.
         """
-        self.device = _with_index(torch.device(device))
+        self.device = groups.with_index(torch.device(device))
         groups.ensure_process_group(self.device)
         self._sharing = sharding.sequence_parallel(self.device, sequence_parallel_size)
         self.dp_rank = dist.get_rank() // sequence_parallel_size
@@ -420,10 +420,3 @@ class FSDPEngine:
         tensors = dict(part.batch.items())
         moved = zip(tensors, copied_together(list(tensors.values()), self.device), strict=True)
         return DataProto.from_dict(dict(moved), part.non_tensor_batch, part.meta_info)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """`cuda` is the current GPU."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

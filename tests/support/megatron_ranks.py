@@ -1,0 +1,145 @@
+"""What four ranks do in the Megatron engine's tests; the processes import it by name."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.engine_cases import make_batch, token_loss
+from tests.support.megatron_cases import make_megatron
+from tests.support.tiny import tiny_config, tiny_model
+from verl.models.heads import ValueModel
+from verl.models.loading import empty_model
+from verl.workers.engine.base import MicroBatching
+
+RANKS = 4
+ROWS = 7
+FIXED, DYNAMIC = MicroBatching(size=2), MicroBatching(max_tokens=21)
+STEPS = 3
+T, P, V, C = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+E, ET = "expert_model_parallel_size", "expert_tensor_parallel_size"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DP4": {},
+    "DP4, whole optimizer": {"use_distributed_optimizer": False},
+    "TP2": {T: 2},
+    "TP2, whole sequences": {T: 2, "sequence_parallel": False},
+    "PP2": {P: 2},
+    "PP4": {P: 4},
+    "VPP2": {P: 2, V: 2},
+    "TP2 PP2": {T: 2, P: 2},
+    "CP2": {C: 2},
+    "TP2 CP2": {T: 2, C: 2},
+}
+KINDS = {
+    "causal_lm": ["log_probs", "entropy"],
+    "value": ["values", "last_value"],
+    "sequence_classification": ["scores"],
+}
+# Kind, family and changes: heads tied or not, biases, norms of queries, key heads fewer than tensor ranks' shares.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2": ("causal_lm", "qwen2", {}),
+    "tied": ("causal_lm", "qwen2", {"tie_word_embeddings": True, "vocab_size": 261}),
+    "qwen3": ("causal_lm", "qwen3", {"head_dim": 32}),
+    "window": ("causal_lm", "mistral", {"sliding_window": 5, "num_key_value_heads": 4}),
+    "value": ("value", "llama", {}),
+    "scores": ("sequence_classification", "qwen2", {"num_labels": 1}),
+}
+
+
+def model_of(name: str) -> Any:
+    kind, family, changes = MODELS[name]
+    changes = {"num_hidden_layers": 4, **changes}
+    if kind == "causal_lm":
+        return tiny_model(family, **changes)
+    torch.manual_seed(1)
+    if kind == "value":
+        model = ValueModel(tiny_model(family, **changes).base_model)
+        torch.nn.init.normal_(model.score.weight)
+        return model
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_config(tiny_config(family, **changes)).float().eval()
+
+
+def rows() -> Any:
+    return make_batch(rows=ROWS, vocab=260)
+
+
+def mine(dp_rank: int, dp_size: int) -> slice:
+    """Not as many rows for every part, and not as many micro-batches."""
+    bounds = {1: [0, ROWS], 2: [0, 5, ROWS], 4: [0, 3, 4, 6, ROWS]}[dp_size]
+    return slice(bounds[dp_rank], bounds[dp_rank + 1])
+
+
+def ranks_at_work(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
+    """Everything that the tests look at, in one start of the processes; rank r writes `found-r.pt`."""
+    found = {}
+    for layout, model in cases:
+        found[layout, model] = trained(model, LAYOUTS[layout])
+    torch.save(found, Path(folder) / f"found-{rank}.pt")
+
+
+def trained(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """What an engine of this layout finds before it learns, its gradients, and its weights after some steps."""
+    kind, _, _ = MODELS[name]
+    outputs, train = KINDS[kind], kind != "sequence_classification"
+    engine = make_megatron(model_of(name), kind, train=train, lr=1e-3, **changes)
+    data = rows()[mine(engine.dp_rank, engine.dp_size)]
+    found: dict[str, Any] = {"place": (engine.dp_rank, engine.dp_size, engine.collects)}
+    for cut, micro in (("fixed", FIXED), ("dynamic", DYNAMIC)):
+        fields = engine.infer(data, outputs, 0.7, micro)
+        found[cut] = dict(fields.batch.items()) if fields.batch is not None else {}
+    if not train:
+        return found
+    found["metrics"] = engine.forward_backward(data, token_loss, outputs, 0.7, FIXED)
+    found["gradients"] = whole(engine, gradients=True)
+    engine = make_megatron(model_of(name), kind, lr=1e-3, **changes)
+    steps = []
+    for _ in range(STEPS):
+        loss = engine.forward_backward(data, token_loss, outputs, 0.7, DYNAMIC)
+        steps.append((loss.get("loss", (0.0, 0.0))[0], engine.optimizer_step()["grad_norm"]))
+    found["steps"] = steps
+    found["weights"] = whole(engine, gradients=False)
+    found["sound"] = engine.sound(thorough=True)
+    return found
+
+
+def whole(engine: Any, gradients: bool) -> dict[str, torch.Tensor]:
+    """Weights or gradients by Hugging Face name, put together from all ranks' parts. After gradients, no step."""
+    from megatron.core.distributed import finalize_model_grads
+
+    from verl.models.core.weight_map import shard_slices, weight_map
+    from verl.workers.engine.megatron.model import core_names
+
+    layout, table = engine.layout, {weight.name: weight for weight in weight_map(engine.arch, engine.kind)}
+    with layout.active():
+        if gradients:
+            finalize_model_grads(engine.chunks, force_all_reduce=True)
+        pieces = []
+        for chunk in engine.models:
+            parameters = dict(chunk.named_parameters())
+            for local, name in core_names(chunk, layout).items():
+                value = parameters[local].main_grad if gradients else parameters[local].detach()
+                weight = table[name]
+                part = layout.tp if weight.expert is None else layout.etp
+                for piece in shard_slices(weight, engine.arch, part.rank, part.size):
+                    pieces.append((piece.hf, piece.source, value[piece.place].clone()))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, pieces)
+    shapes = {
+        name: value.shape
+        for name, value in empty_model(engine.hf_config, engine.kind, torch.float32).state_dict().items()
+    }
+    found: dict[str, torch.Tensor] = {}
+    for hf, source, value in itertools.chain(*everyone):
+        found.setdefault(hf, torch.full(shapes[hf], torch.nan))[source] = value
+    return found

@@ -1,0 +1,326 @@
+"""MegatronEngine: a Hugging Face model in training on Megatron-Core's layers, schedules and optimizer."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import nn
+
+from verl.config.engine import MegatronConfig, OptimConfig
+from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
+from verl.models.core.architecture import CoreArchitecture
+from verl.models.core.weight_map import shard_slices, weight_map
+from verl.models.forward import FIELDS_OF_KIND, FIELDS_OF_ROWS
+from verl.models.loading import ModelKind, read_config, switch_dropout_off
+from verl.models.packing import PackedRows, packed_rows
+from verl.models.sharing import padded_rows, shared_rows
+from verl.models.ulysses import SequenceParallel
+from verl.protocol import DataProto
+from verl.utils.device_copy import copied_together
+from verl.utils.flops import SequenceCost
+from verl.utils.progress import expect, tick
+from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching
+from verl.workers.engine.common import groups
+from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches
+from verl.workers.engine.common.optim import LossScale
+from verl.workers.engine.common.step_checks import reason_against, step_metrics
+from verl.workers.engine.megatron.layout import CoreLayout, Sizes
+from verl.workers.engine.megatron.model import CoreModel, core_config, core_names
+from verl.workers.engine.megatron.optimizer import CoreAdamW
+from verl.workers.engine.megatron.steps import MicroBatch, run_micro_batches
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class MegatronEngine:
+    """See `verl.workers.engine.base.TrainEngine`.
+
+    Ranks that share rows: those of a tensor group each have a part of every matrix, the stages of a pipeline their
+    layers, those of a context group a part of the tokens. Outputs are on the last stage. Master weights, gradients and
+    moments are float32; matrices are multiplied in `megatron_config.dtype`. Without `optim` the model is frozen.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        kind: ModelKind = "causal_lm",
+        *,
+        model_config: ModelConfig | CriticModelConfig | RewardModelModelConfig,
+        engine_config: MegatronConfig,
+        optim: OptimConfig | None = None,
+        grad_clip: float | None = None,
+        total_steps: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`model` is a local folder or hub name, or a model of that kind in memory (a ValueModel, for `value`)."""
+        self.device = groups.with_index(torch.device(device))
+        groups.ensure_process_group(self.device)
+        self.layout = layout = CoreLayout.of(Sizes.of(engine_config), self.device)
+        self.dp_rank, self.dp_size = layout.dp.rank, layout.dp.size
+        self._last_stage = layout.pp.rank == layout.pp.size - 1
+        self.collects = self._last_stage and layout.tp.rank == 0 and layout.cp.rank == 0
+        self.kind: ModelKind = kind
+        self.compute_dtype = _DTYPES[engine_config.dtype or ("bf16" if self.device.type == "cuda" else "fp32")]
+        self._sharing = (
+            SequenceParallel(layout.cp.group, layout.cp.size, layout.cp.rank) if layout.cp.size > 1 else None
+        )
+        self._grad_clip = grad_clip
+        self._source = "" if isinstance(model, nn.Module) else str(model)
+        self._trust_remote_code = model_config.trust_remote_code
+        if isinstance(model, nn.Module):
+            self.hf_config: Any = copy.deepcopy(model.config)
+            switch_dropout_off(self.hf_config)
+        else:
+            self.hf_config = read_config(self._source, self._trust_remote_code, model_config.override_config)
+        self._pad_token_id = getattr(self.hf_config, "pad_token_id", None) or 0
+        self._cost = SequenceCost.of_shape(self.hf_config.to_dict())
+        self.arch = CoreArchitecture.of(self.hf_config)
+        self._loss_scale = LossScale(self.compute_dtype)
+        self._tokens = 0.0  # of all ranks since the last optimizer step
+        with layout.active():
+            self._build(model, model_config, engine_config, train=optim is not None)
+            self._optimizer = CoreAdamW(self.chunks, optim, total_steps) if optim is not None else None
+
+    def _build(self, model: Any, model_config: Any, engine_config: MegatronConfig, train: bool) -> None:
+        """Empty, with its buffers, then filled."""
+        checkpointing = train and bool(getattr(model_config, "enable_gradient_checkpointing", False))
+        config = core_config(
+            self.arch, engine_config, self.layout, self.compute_dtype, checkpointing if train else None
+        )
+        stages = range(self.layout.vpp) if self.layout.vpp > 1 else [None]
+        self.models = [
+            CoreModel(config, self.kind, self.hf_config, self.layout, self.device, stage) for stage in stages
+        ]
+        self.chunks: list[Any] = list(self.models)
+        if train:
+            ddp = DistributedDataParallelConfig(
+                **{
+                    "grad_reduce_in_fp32": True,
+                    "use_distributed_optimizer": bool(engine_config.use_distributed_optimizer),
+                    **engine_config.override_ddp_config,
+                }
+            )
+            self.chunks = [
+                DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
+                for number, chunk in enumerate(self.models)
+            ]
+        else:
+            for chunk in self.models:
+                chunk.requires_grad_(False)
+        self._fill(model)
+
+    @torch.no_grad()
+    def _fill(self, model: Any) -> None:
+        """From a model in memory; every rank has it."""
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                "model.path: the Megatron engine does not read weights from files yet. Use strategy=fsdp2."
+            )
+        source = model.state_dict()
+        table = {weight.name: weight for weight in weight_map(self.arch, self.kind)}
+        for chunk in self.models:
+            for local, name in core_names(chunk, self.layout).items():
+                weight, value = table[name], chunk.get_parameter(local).zero_()
+                part = self.layout.tp if weight.expert is None else self.layout.etp
+                for piece in shard_slices(weight, self.arch, part.rank, part.size):
+                    value[piece.place] = source[piece.hf][piece.source].to(value)
+
+    @classmethod
+    def of_block(
+        cls,
+        model: str,
+        kind: ModelKind,
+        model_config: Any,
+        block: Any,
+        device: torch.device,
+        optim: OptimConfig | None = None,
+        grad_clip: float | None = None,
+    ) -> MegatronEngine:
+        """As a role's configuration block says."""
+        return cls(
+            model,
+            kind,
+            model_config=model_config,
+            engine_config=block.megatron_config,
+            optim=optim,
+            grad_clip=grad_clip,
+            total_steps=optim.total_training_steps if optim is not None else None,
+            device=device,
+        )
+
+    # ---------------------------------------------------------------- training
+
+    def forward_backward(
+        self,
+        data: DataProto,
+        loss_fn: LossFn,
+        outputs: Sequence[str],
+        temperature: float = 1.0,
+        micro: MicroBatching = ALL_ROWS,
+        counts: Counts | None = None,
+    ) -> Metrics:
+        """Add the gradient of this rank's rows of one optimizer step; {} before the last stage."""
+        if self._optimizer is None:
+            raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot train.")
+        if counts is None:
+            mine = local_counts(data) if self.collects else Counts(0.0, 0.0)
+            tokens, sequences = groups.summed([mine.tokens, mine.sequences], self.device)
+            counts = Counts(tokens, sequences)
+        self._tokens += counts.tokens
+        sums = MetricSums()
+
+        def use(fields: dict[str, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
+            if micro_batch.indices is None:
+                return sum((value.sum() for value in fields.values()), start=torch.zeros((), device=self.device)) * 0.0
+            loss, metrics = loss_fn(fields, self._on_device(micro_batch.part), counts)
+            for name, (total, count) in metrics.items():
+                sums.add(name, total, count)
+            return loss * self._loss_scale.value
+
+        for chunk in self.chunks:
+            chunk.train()
+        with self.layout.active():
+            self._run(data, micro, outputs, temperature, use, backward=True)
+        return sums.result()
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, step, advance the schedule, zero the gradients; or, on all ranks, only the last (see `step_checks`)."""
+        if self._optimizer is None:
+            raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot step.")
+        with self.layout.active():
+            self._optimizer.gather_gradients()
+            lr = self._optimizer.lr
+            tokens, self._tokens = self._tokens, 0.0
+            scaled_norm, weight_norm = self._optimizer.norms() if tokens else (0.0, 0.0)
+            grad_norm = scaled_norm / self._loss_scale.value
+            weight_rms = weight_norm / math.sqrt(self._optimizer.elements)
+            reason = reason_against(tokens, grad_norm, self._loss_scale.can_fall, lr, weight_rms)
+            if reason is None:
+                clip = min(1.0, self._grad_clip / (grad_norm + 1e-6)) if self._grad_clip is not None else 1.0
+                if clip < 1.0 or self._loss_scale.value != 1.0:
+                    self._optimizer.scale_gradients(clip / self._loss_scale.value)
+                self._optimizer.step()
+            if tokens:
+                self._loss_scale.update(math.isfinite(grad_norm))
+            self._optimizer.zero_grad()
+        return step_metrics(grad_norm, lr, reason)
+
+    def sound(self, thorough: bool) -> bool:
+        """Whether the weights are finite; `thorough`: and what they give for a few tokens, too. Alike on all ranks."""
+        if self._optimizer is not None:
+            with self.layout.active():
+                if not math.isfinite(self._optimizer.weight_norm()):
+                    return False
+        if not thorough:
+            return True
+        ids = torch.arange(1, 9)[None] % self.arch.vocab
+        tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 4:]}
+        found = self._inferred(DataProto.from_dict(tokens), FIELDS_OF_KIND[self.kind][:1], 1.0, ALL_ROWS)
+        finite = all(bool(value.isfinite().all()) for value in found.values())
+        return groups.largest(int(not finite), self.device) == 0
+
+    def infer(
+        self, data: DataProto, outputs: Sequence[str], temperature: float = 1.0, micro: MicroBatching = ALL_ROWS
+    ) -> DataProto:
+        """The fields [B, R] (`FIELDS_OF_ROWS`: [B]), float32 on the CPU, in the order of the rows; none before the last
+        stage."""
+        keys = ["input_ids", "attention_mask"] + (["responses"] if self.kind != "sequence_classification" else [])
+        inputs = data.select(batch_keys=keys, non_tensor_batch_keys=[], meta_info_keys=[])
+        expect(len(data))
+        found = self._inferred(inputs, outputs, temperature, micro)
+        return DataProto.from_dict(found) if found else DataProto()
+
+    @torch.no_grad()
+    def _inferred(
+        self, data: DataProto, outputs: Sequence[str], temperature: float, micro: MicroBatching
+    ) -> dict[str, torch.Tensor]:
+        order: list[int] = []
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in outputs}
+
+        def use(fields: dict[str, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
+            if micro_batch.indices is not None:
+                order.extend(micro_batch.indices)
+                for name, value in fields.items():
+                    parts[name].append(value)
+            return torch.zeros((), device=self.device)
+
+        for chunk in self.chunks:
+            chunk.eval()
+        with self.layout.active():
+            self._run(data, micro, outputs, temperature, use, backward=False)
+        if not self._last_stage:
+            return {}
+        found = {}
+        for name, values in parts.items():
+            per_row = name in FIELDS_OF_ROWS
+            found[name] = torch.zeros(len(data) if per_row else (len(data), data.batch["responses"].shape[1]))
+            if order:
+                found[name][order] = torch.cat(values).cpu()  # the first time that the host waits for the device
+        return found
+
+    # ---------------------------------------------------------------- parts
+
+    def _run(
+        self,
+        data: DataProto,
+        micro: MicroBatching,
+        outputs: Sequence[str],
+        temperature: float,
+        use: Any,
+        backward: bool,
+    ) -> None:
+        unknown = set(outputs) - set(FIELDS_OF_KIND[self.kind])
+        if unknown or not outputs:
+            raise ValueError(
+                f"outputs: {sorted(outputs)} of a {self.kind} model; it gives {', '.join(FIELDS_OF_KIND[self.kind])}."
+            )
+        if temperature <= 0:
+            raise ValueError(f"temperature: {temperature} is not above 0; log-probabilities need one that is.")
+        run_micro_batches(
+            self.chunks,
+            self.layout,
+            self._micro_batches(data, micro),
+            tuple(outputs),
+            temperature,
+            use,
+            backward=backward,
+            done=lambda micro_batch: tick(len(micro_batch.indices or ())),
+        )
+
+    def _micro_batches(self, data: DataProto, micro: MicroBatching) -> list[MicroBatch]:
+        """As many on every rank. Chunks of stages that take turns want a multiple of the stages, all of one length:
+        each knows what the next message holds."""
+        in_turn, stages = self.layout.vpp > 1, self.layout.pp.size
+
+        def wanted(count: int) -> int:
+            most = groups.largest(count, self.device)
+            return math.ceil(most / stages) * stages if in_turn else most
+
+        parts = list(micro_batches(data, micro.shared_by(self.layout.cp.size), self._cost, wanted))
+        width = data.batch["responses"].shape[1] if self.kind != "sequence_classification" else 0
+        packed = [
+            packed_rows(part.batch["input_ids"], part.batch["attention_mask"], width, self._pad_token_id)
+            for part, _ in parts
+        ]
+        longest = max((rows.packing.total for rows in packed), default=0) if in_turn else 0
+        return [
+            MicroBatch(part, indices, self._placed(rows, longest), (len(part), width))
+            for (part, indices), rows in zip(parts, packed, strict=True)
+        ]
+
+    def _placed(self, rows: PackedRows, at_least: int) -> PackedRows:
+        """This rank's share of the rows, on its device; ranks that share tokens have equally many."""
+        sharing = self.layout.tp.size * self.layout.cp.size
+        rows = padded_rows(rows, math.ceil(max(1, at_least, rows.packing.total) / sharing) * sharing)
+        return (rows if self._sharing is None else shared_rows(rows, self._sharing)).to(self.device)
+
+    def _on_device(self, part: DataProto) -> DataProto:
+        tensors = dict(part.batch.items())
+        moved = zip(tensors, copied_together(list(tensors.values()), self.device), strict=True)
+        return DataProto.from_dict(dict(moved), part.non_tensor_batch, part.meta_info)

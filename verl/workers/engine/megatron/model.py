@@ -1,0 +1,286 @@
+"""One rank's part of a model on Megatron-Core's layers: packed rows in, fields at response columns out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
+from torch.nn.functional import gelu, rms_norm, silu
+
+from verl.config.engine import RECOMPUTE, MegatronConfig
+from verl.models.core.architecture import CoreArchitecture, padded_vocab
+from verl.models.forward import of_rows, scattered
+from verl.models.heads import logit_adjustment
+from verl.models.loading import ModelKind
+from verl.models.packing import PackedRows
+from verl.workers.engine.megatron.attention import PackedAttention, PackedTokens
+from verl.workers.engine.megatron.layout import CoreLayout
+from verl.workers.engine.megatron.rotary import Rotary
+from verl.workers.engine.megatron.vocab_head import vocab_parallel_statistics
+
+_ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
+
+
+@dataclass
+class CoreConfig(TransformerConfig):
+    """Core's configuration of a model, with the architecture that it came from."""
+
+    arch: CoreArchitecture | None = None
+
+
+class Norm(nn.Module):
+    """RMSNorm with Core's arguments. Core's own of torch knows no sequence parallelism, and not Gemma's 1 + weight."""
+
+    def __init__(self, config: CoreConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        assert config.arch is not None
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
+        # Each rank of a tensor group sees its slice of the tokens: Core adds the gradients up over the group.
+        self.weight.sequence_parallel = config.sequence_parallel
+        self._eps = eps
+        self._plus_one = config.arch.norm_adds_one
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self._plus_one:
+            return rms_norm(hidden, self.weight.shape, self.weight, self._eps)
+        return rms_norm(hidden.float(), self.weight.shape, 1.0 + self.weight.float(), self._eps).to(hidden.dtype)
+
+
+class CoreModel(LanguageModule):
+    """The layers of one (virtual) pipeline stage; the first has the embedding, the last a head.
+
+    Parameters have the names that Core's GPTModel gives them; the head of a value model or classifier is `score`.
+    """
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        kind: ModelKind,
+        hf_config: Any,
+        layout: CoreLayout,
+        device: torch.device,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert config.arch is not None
+        arch = config.arch
+        self.kind = kind
+        self.model_type = ModelType.encoder_or_decoder
+        self.vp_stage = vp_stage
+        self.pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+        self.post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        self.share_embeddings_and_output_weights = arch.tied and kind == "causal_lm"
+        self._layout = layout
+        self._vocab = arch.vocab
+        self._adjust = logit_adjustment(hf_config)
+        self._embedding_scale = arch.embedding_scale
+        padded = padded_vocab(arch.vocab, layout.tp.size)
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config, padded, max_sequence_length=0, position_embedding_type="none"
+            )
+        self.rotary = Rotary(hf_config)
+        config.softmax_scale = self.rotary.softmax_scale
+        self.decoder = TransformerBlock(
+            config=config,
+            spec=_block(config, vp_stage),
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            vp_stage=vp_stage,
+        )
+        if self.post_process and kind == "causal_lm":
+            self.output_layer = tensor_parallel.ColumnParallelLinear(
+                arch.hidden,
+                padded,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
+            )
+        elif self.post_process:  # one number per token: half precision would show in it
+            self.score = nn.Linear(arch.hidden, 1, bias=kind == "value", dtype=torch.float32)
+        self.to(device)
+        if kind == "causal_lm" and (self.pre_process or self.post_process):
+            self.setup_embeddings_and_output_layer()
+
+    def set_input_tensor(self, input_tensor: list[torch.Tensor]) -> None:
+        """What the stage before gives; Core's schedules call it."""
+        self.decoder.set_input_tensor(input_tensor[0])
+
+    def forward(
+        self, rows: PackedRows, names: Sequence[str], shape: tuple[int, int], temperature: float
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The named fields as `verl.models.forward.ResponseModel` gives them; hidden states before the last stage."""
+        hidden = None
+        if self.pre_process:
+            hidden = self.embedding(rows.input_ids, None)
+            if self._embedding_scale != 1.0:
+                hidden = hidden * torch.tensor(self._embedding_scale, dtype=hidden.dtype)
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self.rotary(rows.position_ids, rows.packing.max_length),
+            packed_seq_params=PackedTokens(rows.packing),
+        )
+        if not self.post_process:
+            return hidden
+        if self.config.sequence_parallel:
+            # The heads below give every rank the gradient of all tokens.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return self._fields(hidden.flatten(0, 1), rows, names, shape, temperature)
+
+    def _fields(
+        self, hidden: torch.Tensor, rows: PackedRows, names: Sequence[str], shape: tuple[int, int], temperature: float
+    ) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        if self.kind == "causal_lm":
+            weight = self.output_layer.weight
+            if weight is None:
+                weight = self.shared_embedding_or_output_weight()
+            log_probs, entropy = vocab_parallel_statistics(
+                hidden.index_select(0, rows.before),
+                weight,
+                rows.labels,
+                temperature,
+                "entropy" in names,
+                tp_group=self._layout.tp.group if self._layout.tp.size > 1 else None,
+                vocab_start=self._layout.tp.rank * len(weight),
+                vocab_size=self._vocab,
+                adjust=self._adjust,
+            )
+            per_token = {"log_probs": log_probs, "entropy": entropy}
+        else:
+            per_token = {"values": self._scored(hidden, rows.before)} if "values" in names else {}
+            if "values" not in names or "last_value" in names:
+                last = of_rows(self._scored(hidden, rows.last), rows)
+                found = {"last_value": last, "scores": last}
+        found |= {name: scattered(value, rows, shape) for name, value in per_token.items() if name in names}
+        return {name: found[name] for name in names}
+
+    def _scored(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return self.score(hidden.index_select(0, places).float()).squeeze(-1)
+
+
+def core_config(
+    arch: CoreArchitecture, engine: MegatronConfig, layout: CoreLayout, dtype: torch.dtype, checkpointing: bool | None
+) -> CoreConfig:
+    """What Core needs to know of a model and of the layout; `override_transformer_config` has the last word.
+
+    `checkpointing`: whether activations are computed again where the configuration does not say; None: no training.
+    """
+    sizes = layout.sizes
+    values: dict[str, Any] = {
+        "arch": arch,
+        "num_layers": arch.layers,
+        "hidden_size": arch.hidden,
+        "num_attention_heads": arch.heads,
+        "num_query_groups": arch.kv_heads,
+        "kv_channels": arch.head_dim,
+        "ffn_hidden_size": arch.ffn,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": arch.norm_eps,
+        "qk_layernorm": arch.qk_norm,
+        "add_bias_linear": arch.linear_bias,
+        "add_qkv_bias": arch.qkv_bias,
+        "gated_linear_unit": True,
+        "activation_func": _ACTIVATIONS[arch.activation],
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "virtual_pipeline_model_parallel_size": sizes.virtual_pipeline,
+        "context_parallel_size": sizes.context,
+        "expert_model_parallel_size": sizes.expert,
+        "expert_tensor_parallel_size": sizes.expert_tensor,
+        "sequence_parallel": bool(engine.sequence_parallel) and sizes.tensor > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        # Weights come from a checkpoint; but Core marks what tensor ranks share where it initializes it.
+        "init_method": _left,
+        "output_layer_init_method": _left,
+        "embedding_init_method": _left,
+        # Where chunks of two stages take turns, messages of both directions are between the same ranks: Core tells
+        # those apart only if their length is known, and none waits for another.
+        "variable_seq_lengths": layout.vpp == 1,
+        "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
+        # What is sent while others compute must stay until it has arrived.
+        "deallocate_pipeline_outputs": layout.vpp == 1,
+        # Losses are divided by counts of the whole step: gradients are sums, over ranks and micro-batches.
+        "calculate_per_token_loss": True,
+        "cp_comm_type": "a2a",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    values |= engine.override_transformer_config
+    known = {field.name for field in fields(CoreConfig)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ValueError(
+            f"megatron_config.override_transformer_config: Megatron-Core's TransformerConfig has no {unknown[0]!r}."
+        )
+    values = {name: value for name, value in values.items() if name not in RECOMPUTE}
+    if checkpointing is not None:
+        values |= engine.recompute(checkpointing)
+    return CoreConfig(**values)
+
+
+def _left(weight: torch.Tensor) -> torch.Tensor:
+    """As it is."""
+    return weight
+
+
+def _block(config: CoreConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this stage."""
+    assert config.arch is not None
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules([_layer(config, first + index) for index in range(count)], Norm)
+
+
+def _layer(config: CoreConfig, number: int) -> ModuleSpec:
+    """Core's own layer with our attention and norms; `number` counts from 0."""
+    assert config.arch is not None
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    return spec
+
+
+def core_names(model: CoreModel, layout: CoreLayout) -> dict[str, str]:
+    """Each parameter's name in the whole model: its layer and its expert by the numbers they have there."""
+    first = model.decoder.layers[0].layer_number - 1 if model.decoder.layers else 0
+    experts = model.config.arch.experts
+    own_experts = experts.count // layout.ep.size if experts is not None else 0
+
+    def whole(name: str) -> str:
+        name = re.sub(r"(?<=decoder\.layers\.)\d+", lambda at: str(int(at[0]) + first), name)
+        return re.sub(r"(?<=local_experts\.)\d+", lambda at: str(int(at[0]) + layout.ep.rank * own_experts), name)
+
+    return {name: whole(name) for name, _ in model.named_parameters()}

@@ -1,0 +1,131 @@
+"""Megatron-Core's optimizers of one model as one: norms over the whole mesh, steps, learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch.optim.lr_scheduler import LambdaLR
+
+from verl.config.engine import OptimConfig
+from verl.workers.engine.common.optim import build_schedule
+
+
+class CoreAdamW:
+    """AdamW over what learns in `chunks`. The distributed optimizer shards its state over ranks of equal weights.
+
+    Building it and most methods are collectives.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], optim: OptimConfig, total_steps: int | None) -> None:
+        self._chunks = list(chunks)
+        model = chunks[0].config
+        beta1, beta2 = optim.betas
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=optim.lr,
+            min_lr=0.0,
+            weight_decay=optim.weight_decay,
+            adam_beta1=beta1,
+            adam_beta2=beta2,
+            adam_eps=optim.eps,
+            bf16=model.bf16,
+            fp16=model.fp16,
+            params_dtype=model.params_dtype,
+            loss_scale=1.0 if model.fp16 else None,  # float16's scale is found as in other engines
+            use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
+            clip_grad=0.0,
+        )
+        # Without overrides every weight decays, as in other engines; by Core's own default vectors do not.
+        self.core = get_megatron_optimizer(config, self._chunks, config_overrides={}, use_gloo_process_groups=False)
+        self.schedules: list[LambdaLR] = [
+            build_schedule(part.optimizer, optim, total_steps) for part in self._parts if part.optimizer is not None
+        ]
+        self.elements = int(self._summed(lambda part: [_count(_own(part))])[0])
+
+    @property
+    def _parts(self) -> list[Any]:
+        """Of dense weights, and of experts."""
+        return self.core.chained_optimizers
+
+    @property
+    def lr(self) -> float:
+        return self.schedules[0].get_last_lr()[0]
+
+    def gather_gradients(self) -> None:
+        """Those of all ranks and micro-batches, added up, where the optimizer finds them."""
+        finalize_model_grads(self._chunks)
+        self.core.prepare_grads()
+
+    def norms(self) -> tuple[float, float]:
+        """Of the gradients, once gathered, and of the weights; the same on every rank."""
+        gradients, weights = self._summed(
+            lambda part: [_square(param.grad for param in _own(part)), _square(_own(part))]
+        )
+        return gradients**0.5, weights**0.5
+
+    def weight_norm(self) -> float:
+        return self._summed(lambda part: [_square(_own(part))])[0] ** 0.5
+
+    def scale_gradients(self, factor: float) -> None:
+        gradients = [param.grad for part in self._parts for param in part.get_parameters() if param.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def step(self) -> None:
+        """One step of every weight, which all ranks that have it see; and of the schedule."""
+        self.core.step_with_ready_grads()
+        for schedule in self.schedules:
+            schedule.step()
+
+    def zero_grad(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.core.zero_grad()
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Moments and, of a model in half precision, master weights, as this rank holds them."""
+        weights = {param.untyped_storage().data_ptr() for chunk in self._chunks for param in chunk.parameters()}
+        found = []
+        for part in self._parts:
+            masters = (param for param in part.get_parameters() if param.untyped_storage().data_ptr() not in weights)
+            moments = (value for state in part.optimizer.state.values() for value in state.values())
+            found += [value for value in (*masters, *moments) if isinstance(value, torch.Tensor)]
+        return found
+
+    def _summed(self, of: Callable[[Any], list[torch.Tensor]]) -> list[float]:
+        """Numbers of every part, each added up over the ranks that share it."""
+        total: torch.Tensor | None = None
+        for part in self._parts:
+            mine = torch.stack(of(part)).to(self._chunks[0].buffers[0].grad_data.device)
+            dist.all_reduce(mine, group=part.get_grad_stats_parallel_group())
+            total = mine if total is None else total + mine
+        assert total is not None
+        return total.tolist()
+
+
+def _own(part: Any) -> list[torch.Tensor]:
+    """What counts on this rank: not a copy of a tied weight, nor one that all tensor ranks hold."""
+    return [
+        param
+        for param in part.get_parameters()
+        if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param)
+    ]
+
+
+def _count(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor(float(sum(value.numel() for value in tensors)), dtype=torch.float64)
+
+
+def _square(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    """The sum of all squares; not finite where an element or its square is not."""
+    found = [value.detach() for value in tensors if value is not None]
+    if not found:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(found)).double().square().sum()
