@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from verl.utils.device_memory import note_mapped
+from verl.utils.exceptions import Travels
 
-__all__ = ["Region", "driver_call"]
+__all__ = ["DriverError", "Region", "driver_call"]
 
 
 class Region:
@@ -159,6 +160,14 @@ class _VirtualRange:
         driver_call("cuMemAddressFree", self._address, ctypes.c_size_t(self._size))
 
 
+class DriverError(Travels, RuntimeError):
+    """What the CUDA driver answers; `code` is its CUresult."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
@@ -170,4 +179,4 @@ def driver_call(name: str, *arguments: Any) -> None:
     if code != 0:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(text))
-        raise RuntimeError(f"{name} failed: {(text.value or b'unknown error').decode()}")
+        raise DriverError(f"{name} failed: {(text.value or b'unknown error').decode()}", code)

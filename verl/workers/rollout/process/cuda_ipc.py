@@ -14,8 +14,11 @@ import torch
 from verl.inference.memory import driver_call
 from verl.utils.device_memory import note_mapped
 
-__all__ = ["DeviceMemory"]
+__all__ = ["NO_IPC", "DeviceMemory"]
 
+# Answers of the driver that mean that processes cannot share memory here: invalid value or device, map failed, no peer
+# access, the operating system's (containers apart), invalid handle, not permitted, not supported.
+NO_IPC = frozenset({1, 101, 205, 217, 304, 400, 800, 801})
 _LAZY_PEER_ACCESS = 1
 
 

@@ -3,26 +3,24 @@ memory that both processes have."""
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
 from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, TensorSpec, Wanted
-from verl.workers.rollout.base import RELEASE_TAGS, BaseRollout, EngineDiedError, Load
+from verl.workers.rollout.base import RELEASE_TAGS, BaseRollout, Load
 from verl.workers.rollout.bucket_layout import bucket_layout, end_of
 from verl.workers.rollout.process.engine_process import EngineProcess
 from verl.workers.rollout.process.messages import Recipe
-from verl.workers.rollout.process.shared_buffer import SharedBuffer
+from verl.workers.rollout.process.shared_buffer import SharedBuffer, buffer_of_both
 
 __all__ = ["ProcessRollout"]
-
-logger = logging.getLogger(__name__)
 
 
 class ProcessRollout(BaseRollout):
@@ -95,21 +93,9 @@ class ProcessRollout(BaseRollout):
         self._loading = self._engine.begin("load_bucket", self._buffers[-1].put(tensors))
 
     def _new_buffer(self, size: int) -> SharedBuffer:
-        """On the device if both processes can have memory of it, else on the host."""
-        if self._device.type == "cuda":
-            buffer: SharedBuffer | None = None
-            try:
-                buffer = SharedBuffer(size, self._device)
-                self._engine.ask("open_buffer", buffer.handle)
-                return buffer
-            except RuntimeError as error:
-                if buffer is not None:
-                    buffer.close()
-                if isinstance(error, EngineDiedError):
-                    raise
-                logger.warning("rollout: no CUDA IPC (%s): weights reach the engine through host memory.", error)
-                self._device = torch.device("cpu")
-        return SharedBuffer(size, self._device)
+        buffer = buffer_of_both(size, self._device, partial(self._engine.ask, "open_buffer"))
+        self._device = buffer.flat.device
+        return buffer
 
     def finish_update(self, fingerprint: Mapping[str, int]) -> None:
         self._wait_for_loading()

@@ -6,17 +6,22 @@ once and used for every bucket; only its handle and the places of the tensors in
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from verl.inference.memory import DriverError
 from verl.types.weights import Bucket, TensorSlice
 from verl.workers.rollout.bucket_layout import BucketPiece, bucket_layout
-from verl.workers.rollout.process.cuda_ipc import DeviceMemory
+from verl.workers.rollout.process.cuda_ipc import NO_IPC, DeviceMemory
 
-__all__ = ["BucketHandle", "BufferHandle", "BufferReader", "SharedBucket", "SharedBuffer"]
+__all__ = ["BucketHandle", "BufferHandle", "BufferReader", "SharedBucket", "SharedBuffer", "buffer_of_both"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,29 @@ class SharedBuffer:
     def _map(self, file: int, size: int) -> None:
         # The tensor keeps the mapping, which ends with its last view.
         self.flat = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+
+
+def buffer_of_both(size: int, device: torch.device, open_there: Callable[[BufferHandle], object]) -> SharedBuffer:
+    """One that another process, which `open_there` asks, has opened: on `device` if it can have memory of it, else on
+    the host."""
+    if device.type == "cuda":
+        buffer: SharedBuffer | None = None
+        try:
+            buffer = SharedBuffer(size, device)
+            open_there(buffer.handle)
+            return buffer
+        except Exception as error:
+            if buffer is not None:
+                buffer.close()
+            if not isinstance(error, DriverError):
+                raise
+            if error.code not in NO_IPC:
+                raise RuntimeError(
+                    f"weights: the {size / 2**30:.1f} GB of device memory through which they reach the engine could not"
+                    f" be shared ({error}). Lower gpu_memory_utilization, or update_weights_bucket_megabytes."
+                ) from error
+            logger.warning("rollout: no CUDA IPC (%s): weights reach the engine through host memory.", error)
+    return SharedBuffer(size, "cpu")
 
 
 class BufferReader:

@@ -104,7 +104,7 @@ def during(server: Server, ours: Callable[[], object], theirs: Callable[..., T],
 
 
 def own_address(server: Server) -> str:
-    """This machine as the server sees it: of the way there, so that nobody else can come."""
+    """This machine as the server reaches it. What meets there listens on all of the machine's addresses."""
     where = urlsplit(server.url)
     default = 443 if where.scheme == "https" else 80
     try:

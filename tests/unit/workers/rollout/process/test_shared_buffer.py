@@ -4,11 +4,15 @@ import pickle
 import subprocess
 import sys
 
+import pytest
 import torch
 
+from verl.inference.memory import DriverError
 from verl.types.weights import TensorSlice, TensorSpec
+from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.bucket_layout import WholeTensors
-from verl.workers.rollout.process.shared_buffer import BufferReader, SharedBuffer
+from verl.workers.rollout.process import shared_buffer
+from verl.workers.rollout.process.shared_buffer import BufferHandle, BufferReader, SharedBuffer
 
 READER = """
 import pickle, sys
@@ -52,3 +56,35 @@ def test_rows_of_several_buckets_become_whole_tensors():
     found = part.of({TensorSlice("w", 0, 4): whole[:4], "x": torch.ones(1)})
     assert torch.equal(found["w"], whole)
     assert torch.equal(found["x"], torch.ones(1))
+
+
+class OnDevice:
+    """A buffer on a GPU, as far as it goes without one."""
+
+    closed = 0
+
+    def __init__(self, size: int, device: torch.device | str) -> None:
+        self.device, self.handle = torch.device(device), BufferHandle(b"", size)
+
+    def close(self) -> None:
+        OnDevice.closed += 1
+
+
+def test_only_what_means_that_there_is_no_ipc_sends_weights_through_the_host(monkeypatch):
+    monkeypatch.setattr(shared_buffer, "SharedBuffer", OnDevice)
+    cuda = torch.device("cuda", 1)
+
+    def there(error: Exception | None) -> OnDevice:
+        def open_there(handle: BufferHandle) -> None:
+            if error is not None:
+                raise pickle.loads(pickle.dumps(error))  # it comes from another process
+
+        return shared_buffer.buffer_of_both(64, cuda, open_there)
+
+    assert there(None).device == cuda
+    assert there(DriverError("cuIpcOpenMemHandle_v2 failed: operation not supported", 801)).device.type == "cpu"
+    with pytest.raises(RuntimeError, match=r"could not be shared .*out of memory.* Lower gpu_memory_utilization"):
+        there(DriverError("cuIpcOpenMemHandle_v2 failed: out of memory", 2))
+    with pytest.raises(EngineDiedError):
+        there(EngineDiedError("it is gone"))
+    assert OnDevice.closed == 3
