@@ -143,6 +143,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         dtype: str = "auto",
         *,
+        model_kwargs: dict[str, Any] | None = None,
         load_format: str = "auto",
         max_batch_size: int | None = None,
         max_seq_len: int | None = None,

@@ -32,8 +32,9 @@ def start(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: AsyncLLM.last.log.append(("synchronize",)))
     started: list[TRTLLMRollout] = []
 
-    def start_engine(**keys) -> TRTLLMRollout:
-        model = as_config(ModelConfig, {"path": str(model_path)}, "actor_rollout_ref.model")
+    def start_engine(overrides: dict | None = None, **keys) -> TRTLLMRollout:
+        asked = {"path": str(model_path), "override_config": overrides or {}}
+        model = as_config(ModelConfig, asked, "actor_rollout_ref.model")
         usual = {"name": "trtllm", "max_model_len": 128, "dtype": "float32", "load_format": "auto"}
         config = as_config(RolloutConfig, {**usual, **keys})
         started.append(TRTLLMRollout(str(model_path), model, config, "cpu"))
@@ -51,6 +52,7 @@ def ask(rollout: TRTLLMRollout, **params) -> list:
 
 def test_keys_are_its_arguments_and_what_is_forwarded_comes_last(start, model_path):
     start(
+        {"rms_norm_eps": 1e-4},
         tensor_model_parallel_size=2,
         max_num_seqs=7,
         max_num_batched_tokens=300,
@@ -66,6 +68,7 @@ def test_keys_are_its_arguments_and_what_is_forwarded_comes_last(start, model_pa
     assert given["kv_cache_config"].free_gpu_memory_fraction == 0.4
     assert given["cuda_graph_config"].batch_sizes == [1, 4]
     assert given["skip_tokenizer_init"]
+    assert given["model_kwargs"] == {"rms_norm_eps": 1e-4}
     assert AsyncLLM.last.log[0] == ("setup_async",)
 
 

@@ -26,6 +26,7 @@ def engine_arguments(
     usual: dict[str, Any] = {
         "model": model_path,
         "trust_remote_code": model_config.trust_remote_code,
+        "model_kwargs": dict(model_config.override_config) or None,
         "dtype": str(dtype).removeprefix("torch."),
         "load_format": config.load_format,
         "tensor_parallel_size": config.tensor_model_parallel_size,
