@@ -35,10 +35,24 @@ raw = reporting(lambda temperature, top_k: LOGITS)
 
 
 def test_what_is_drawn_from_passes_before_and_after_truncation() -> None:
-    assert require_log_probs_as_drawn("e 1", processed, VOCAB, after_truncation=True)
-    assert require_log_probs_as_drawn("e 1", untruncated, VOCAB, after_truncation=False)
+    assert require_log_probs_as_drawn("e 1", processed, VOCAB, True, torch.float32)
+    assert require_log_probs_as_drawn("e 1", untruncated, VOCAB, False, torch.float32)
 
 
+def test_what_rounds_otherwise_each_time_passes_in_its_own_dtype_alone() -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def rounded(temperature: float, top_k: int) -> torch.Tensor:
+        """Between 4 and 8 the values of a bfloat16 are 1/32 apart."""
+        return (2 * LOGITS + torch.randint(-1, 2, [VOCAB], generator=generator) / 32) / temperature
+
+    for _ in range(20):
+        assert require_log_probs_as_drawn("e 1", reporting(rounded), VOCAB, False, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="does not report"):
+        all(require_log_probs_as_drawn("e 1", reporting(rounded), VOCAB, False, torch.float32) for _ in range(20))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("top", "after_truncation", "cause"),
     [
@@ -49,11 +63,13 @@ def test_what_is_drawn_from_passes_before_and_after_truncation() -> None:
     ],
     ids=["raw", "before truncation", "after truncation", "not normalised"],
 )
-def test_what_is_not_is_refused_by_name(top: Callable, after_truncation: bool, cause: str) -> None:
+def test_what_is_not_is_refused_by_name(top: Callable, after_truncation: bool, cause: str, dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match=rf"^rollout: e 1 does not report .*{cause}"):
-        require_log_probs_as_drawn("e 1", top, VOCAB, after_truncation)
+        require_log_probs_as_drawn("e 1", top, VOCAB, after_truncation, dtype)
 
 
 @pytest.mark.parametrize("logits", [torch.zeros(VOCAB), torch.full((VOCAB,), torch.nan)], ids=["alike", "broken"])
 def test_weights_that_cannot_tell_are_asked_again_later(logits: torch.Tensor) -> None:
-    assert not require_log_probs_as_drawn("e 1", reporting(lambda temperature, top_k: logits), VOCAB, True)
+    assert not require_log_probs_as_drawn(
+        "e 1", reporting(lambda temperature, top_k: logits), VOCAB, True, torch.float32
+    )

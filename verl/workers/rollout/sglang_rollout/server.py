@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Iterable
 from typing import Any
 
@@ -96,7 +97,11 @@ class SGLangServer:
 
             sampling = {"temperature": temperature, "top_k": top_k, "max_new_tokens": 1, "ignore_eos": True}
             request = GenerateReqInput(
-                input_ids=list(prompt), sampling_params=sampling, return_logprob=True, top_logprobs_num=count
+                input_ids=list(prompt),
+                sampling_params=sampling,
+                extra_key=uuid.uuid4().hex,  # of nobody's KV: it would round otherwise
+                return_logprob=True,
+                top_logprobs_num=count,
             )
             return await anext(self._thread.manager.generate_request(request))
 

@@ -52,7 +52,7 @@ class SGLangRollout(EmbeddedRollout):
         skeleton = empty_model(hf_config, "causal_lm", dtype, model_config.trust_remote_code)
 
         self.steps = SGLangSteps(
-            thread, eos_token_ids, config.max_model_len, hf_config.get_text_config(decoder=True).vocab_size
+            thread, eos_token_ids, config.max_model_len, hf_config.get_text_config(decoder=True).vocab_size, dtype
         )
         super().__init__(
             config,

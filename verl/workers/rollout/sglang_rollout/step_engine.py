@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from verl.inference.sequence import Sequence
 from verl.types.request import Request
 from verl.workers.rollout.log_prob_probe import PROBE_PROMPT, PROBED_TOKENS, require_log_probs_as_drawn
@@ -19,7 +21,9 @@ class SGLangSteps(ServedStepEngine):
 
     server: SGLangServer
 
-    def __init__(self, thread: EngineThread, own_ends: frozenset[int], max_length: int, vocab: int) -> None:
+    def __init__(
+        self, thread: EngineThread, own_ends: frozenset[int], max_length: int, vocab: int, dtype: torch.dtype
+    ) -> None:
         """`own_ends` as in `Asked.of`."""
 
         def connect(tell: Tell) -> SGLangServer:
@@ -33,6 +37,7 @@ class SGLangSteps(ServedStepEngine):
             lambda temperature, top_k: self.server.likeliest(PROBE_PROMPT, temperature, top_k, PROBED_TOKENS),
             vocab,
             after_truncation=False,
+            dtype=dtype,
         )
         self._probed = False
 

@@ -89,6 +89,7 @@ class TRTLLMRollout(EmbeddedRollout):
                 lambda temperature, top_k: self._streams.call(self._source.top(temperature, top_k)),
                 self._vocab,
                 after_truncation=True,
+                dtype=self.weight_dtype,
             )
         return super().submit(requests)
 

@@ -110,6 +110,7 @@ class SGLangDialect:
         body = {
             "input_ids": list(PROBE_PROMPT),
             "sampling_params": {"temperature": temperature, "top_k": top_k, "max_new_tokens": 1, "ignore_eos": True},
+            "extra_key": uuid.uuid4().hex,  # of nobody's KV: it would round otherwise
             "return_logprob": True,
             "logprob_start_len": -1,
             "top_logprobs_num": PROBED_TOKENS,

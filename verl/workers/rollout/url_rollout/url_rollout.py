@@ -72,6 +72,7 @@ class URLRollout(EmbeddedRollout):
                 self._server.top,
                 self._vocab,
                 self._server.after_truncation,
+                self._server.dtype,
             )
         return super().submit(requests)
 

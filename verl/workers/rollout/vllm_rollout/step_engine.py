@@ -33,7 +33,7 @@ class VllmStepEngine:
         model_config = engine.vllm_config.model_config
         self._max_length = model_config.max_model_len
         self._max_top = model_config.max_logprobs
-        self._vocab = model_config.get_vocab_size()
+        self._vocab, self._dtype = model_config.get_vocab_size(), model_config.dtype
         self._vllm_version = __version__
         self._probed = False
         self._sampling_params = SamplingParams
@@ -111,7 +111,8 @@ class VllmStepEngine:
             (found,) = outputs[0].outputs[0].logprobs
             return {token: told.logprob for token, told in found.items()}
 
-        return require_log_probs_as_drawn(f"vLLM {self._vllm_version}", top, self._vocab, after_truncation=True)
+        engine = f"vLLM {self._vllm_version}"
+        return require_log_probs_as_drawn(engine, top, self._vocab, after_truncation=True, dtype=self._dtype)
 
     @property
     def has_work(self) -> bool:
