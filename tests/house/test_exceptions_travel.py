@@ -56,6 +56,7 @@ def _call_error(kind: type) -> BaseException:
 MADE_OF: dict[str, Callable[[type], BaseException]] = {
     "ConfigError": _problems,
     "DataError": lambda kind: kind(["row 3 has no prompt", "row 5 has no answer"]),
+    "DriverError": lambda kind: kind("cuMemAlloc_v2 failed: out of memory", 2),
     "FolderTakenError": lambda kind: kind(Path("/checkpoints"), None),
     "HttpError": lambda kind: kind(404, "no such path"),
     "PromptRefused": lambda kind: kind(3, [{"role": "user", "content": "Hi"}], TypeError("roles must alternate")),
