@@ -193,6 +193,7 @@ class _Said:
     drawn: list[float] = field(default_factory=list)
     finish_reason: str = "stop"
     knows_drawn: bool = True
+    routed_experts: Any = None
     unmatched: list[int] = field(default_factory=list)
     """Places in the run that no answer has."""
 
@@ -202,6 +203,7 @@ class _Said:
         self.versions += output.versions[:count]
         self.drawn += output.sampled_log_probs[:count] or [NAN] * count
         self.knows_drawn &= bool(output.sampled_log_probs)
+        self.routed_experts = output.routed_experts
         self.finish_reason = output.finish_reason if count == len(output.token_ids) else "length"
 
     def miss(self, count: int) -> None:
@@ -222,7 +224,15 @@ class _Said:
 
     def turn(self, token_ids: list[int]) -> Turn:
         drawn = self.drawn if self.knows_drawn else None
-        return Turn("model", token_ids, self.log_probs, self.versions, self.finish_reason, drawn_log_probs=drawn)
+        return Turn(
+            "model",
+            token_ids,
+            self.log_probs,
+            self.versions,
+            self.finish_reason,
+            routed_experts=self.routed_experts,
+            drawn_log_probs=drawn,
+        )
 
 
 class _Answers:

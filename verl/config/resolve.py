@@ -173,6 +173,8 @@ def _pools(config: PPOConfig, report: Report) -> None:
         asked.setdefault("rollout", ROLLOUT_POOL)
     asked.setdefault("ref", asked.get("actor", usual))
     config.role_mapping = {role: asked.get(role, usual) for role in names.ROLES}
+    if rollout.return_routed_experts is None:
+        rollout.return_routed_experts = False
     if rollout.free_weights is None:
         rollout.free_weights = rollout.free_cache_engine and shares_devices(config) and not rollout.server_urls
 

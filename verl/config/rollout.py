@@ -142,6 +142,10 @@ class RolloutConfig(GeneratorConfig):
         "Let go of the engine's weights while training, without a copy; the next hand-over brings them.",
         null="free_cache_engine where training and generation share devices, else False",
     )
+    return_routed_experts: bool = key(
+        "The engine says which experts each token went through (native, vllm): column routed_experts.",
+        null="true where the actor replays them (router_replay.mode R3)",
+    )
     nnodes: int = key("Nodes of a pool of the engine's own; 0: it shares the trainer's devices.", min=0)
     n_gpus_per_node: int = key("Devices of each of those.", null="", follows="trainer.n_gpus_per_node", min=1)
     checkpoint_engine: CheckpointEngineConfig = key("The hand-over of weights.")

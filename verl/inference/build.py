@@ -109,6 +109,8 @@ def build_engine(
     )
     # Block numbers mean the same on all ranks that share the model.
     kv = KVMemory(model, parallel.smallest(blocks), options.block_size)
+    if config.return_routed_experts:
+        kv.note_experts(model)
     runner = ModelRunner(
         model,
         _attention_for(device),
@@ -123,6 +125,7 @@ def build_engine(
         config.max_num_batched_tokens,
         config.max_model_len,
         config.enable_chunked_prefill,
+        experts_of=kv.experts_of if config.return_routed_experts else None,
     )
     return BuiltEngine(
         engine=Engine(scheduler, runner if parallel.size == 1 else LeadingRunner(runner, parallel)),

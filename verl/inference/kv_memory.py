@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from verl.config.devices import host_memory_available
@@ -58,6 +59,18 @@ class KVMemory:
         self._all = self.region.bytes.view(model.dtype).view(shape)
         self.layers: list[KVCache] = [(layer[0], layer[1]) for layer in self._all]
         self._clear()
+        self._experts: torch.Tensor | None = None
+
+    def note_experts(self, model: InferenceModel) -> None:
+        """From now on every token's experts are kept beside its KV: who takes over a prefix takes over its experts."""
+        table = model.noted_experts((self.num_blocks + 1) * self.block_size)
+        self._experts = table.unflatten(0, (-1, self.block_size))
+
+    def experts_of(self, blocks: list[int], tokens: int) -> np.ndarray | None:
+        """[tokens, layers, k]: of the first tokens of the sequence that has these blocks; None where none are kept."""
+        if self._experts is None:
+            return None
+        return self._experts[blocks].flatten(0, 1)[:tokens].cpu().numpy()
 
     @property
     def held_bytes(self) -> int:
@@ -86,6 +99,8 @@ class KVMemory:
         if pairs:
             (index,) = copied_together([torch.tensor(pairs, dtype=torch.int64)], self._all.device)
             self._all[:, :, index[:, 1]] = self._all[:, :, index[:, 0]]
+            if self._experts is not None:
+                self._experts[index[:, 1]] = self._experts[index[:, 0]]
 
 
 def choose_num_blocks(

@@ -7,8 +7,9 @@ the youngest is always the last one, and making room for a sequence never hurts 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from verl.inference.block_manager import BlockManager
 from verl.inference.sequence import Sequence, accept_details, accept_tokens
@@ -27,7 +28,7 @@ class Scheduler:
     `schedule` may run ahead of `settle`: a sequence is planned on while its last token is known to the device only.
     A step computes at most `max_num_batched_tokens` tokens. With `chunked_prefill` the running sequences are decoded in
     every step and prompts are cut to fill it up; without, a step either decodes or computes whole prompts (cut only if
-    longer than a step).
+    longer than a step). `experts_of` tells which experts the first tokens of a sequence with these blocks went through.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         chunked_prefill: bool = True,
+        experts_of: Callable[[list[int], int], Any] | None = None,
     ) -> None:
+        self._experts_of = experts_of
         self.blocks = block_manager
         self._max_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -167,6 +170,8 @@ class Scheduler:
         for sequence in self._candidates(launched, tokens):
             if not sequence.done and sequence.is_finished():
                 finished.append(sequence)
+                if self._experts_of is not None:
+                    sequence.output.routed_experts = self._experts_of(sequence.block_table, len(sequence.token_ids) - 1)
                 self._leave(sequence)
         return finished
 

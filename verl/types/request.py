@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["Output", "Request", "SamplingParams", "TopLogProbs", "check_request"]
 
@@ -128,6 +129,9 @@ class Output:
     """Of the prompt, those whose KV was there already."""
     preemptions: int = field(default=0, compare=False)
     """How often its KV made room for others' and was computed again; only the native engine tells."""
+    routed_experts: Any = field(default=None, compare=False)
+    """[prompt and response tokens but the last, layers, k]: experts of a mixture that each went through, as an array;
+    None where nobody notes them."""
 
 
 def check_request(request: Request, max_model_len: int) -> None:

@@ -23,6 +23,7 @@ OBJECT: Axis = "object"  # an object array [rows], in non_tensor_batch
 Call: TypeAlias = Literal[
     "generate",
     "infer",
+    "old_log_prob",
     "reward_model",
     "reward",
     "correction",
@@ -70,6 +71,8 @@ _TABLE = (
            "the same under what top-p, top-k and min-p left to draw from"),
     Column("rollout_versions", RESPONSE, "int64", -1, "rollout", (),
            "version of the weights that sampled each token; -1 where none did or it is not known"),
+    Column("routed_experts", SEQUENCE, "uint8, int16", 255, "rollout, actor", ("old_log_prob", "update_actor"),
+           "[B, P+R, layers, k]: experts that each token went through, of a mixture; the type's largest: not known"),
     Column("turn_rewards", RESPONSE, "float32", 0, "rollout", ("reward",),
            "what a turn earned by itself, on the last token sampled until its end; part of the scores"),
     Column("rm_scores", RESPONSE, "float32", 0, "reward model", ("reward",), "its score, on the last sampled token"),

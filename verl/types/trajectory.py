@@ -30,7 +30,7 @@ class Turn:
     reward: float | None = None
     """What this turn earned by itself, besides the trajectory's score."""
     routed_experts: Any = None
-    """[tokens, layers, experts per token]: which experts of a mixture-of-experts model each token went through."""
+    """[tokens, layers, k]: experts that the tokens of the row went through, from its first up to this turn's last."""
     drawn_log_probs: Sequence[float] | None = None
     """Under the distribution really drawn from; 0 where it was greedy."""
     name: str | None = None
@@ -53,6 +53,7 @@ class Turn:
             output.log_probs,
             output.versions,
             output.finish_reason,
+            routed_experts=output.routed_experts,
             drawn_log_probs=output.sampled_log_probs or None,
         )
 

@@ -38,6 +38,10 @@ class InferenceModel(Protocol):
         """Of which of these only a part is here (tensor parallelism)."""
         ...
 
+    def noted_experts(self, slots: int) -> torch.Tensor:
+        """[slots, layers, k], where every later pass writes the experts of its tokens at their KV slots."""
+        ...
+
     def named_weights(self) -> dict[str, torch.Tensor]:
         """Every HF name with its tensor, or a view into the merged one, at an address that never changes."""
         ...

@@ -96,6 +96,9 @@ class FusedModel:
     def named_weights(self) -> dict[str, torch.Tensor]:
         return dict(self._weights)
 
+    def noted_experts(self, slots: int) -> torch.Tensor:
+        raise ValueError("return_routed_experts: this model has no experts. Leave it out.")
+
     def shards(self) -> dict[str, Shard]:
         return self.layout.shards()
 

@@ -18,6 +18,7 @@ from verl.inference.models import InferenceModel
 from verl.inference.weights import Shard, pack_module
 from verl.models.attention import layers_objection, window_lost
 from verl.models.heads import logit_adjustment, wide_product
+from verl.models.routing import note_routes, route_dtype, routers, unrouted
 
 __all__ = ["GenericModel"]
 
@@ -50,6 +51,7 @@ class GenericModel:
         self.num_heads, self.num_kv_heads, self.head_dim = trial.attention_shape
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
+        self._slots = step.slots
         output = self._hf.base_model(
             input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, attention_step=step
         )
@@ -60,6 +62,20 @@ class GenericModel:
         if self._linear.bias is not None:
             values += self._linear.bias
         return values if self._adjusted is None else self._adjusted(values)
+
+    def noted_experts(self, slots: int) -> torch.Tensor:
+        routing = list(routers(self._hf).values())
+        if not routing:
+            raise ValueError(f"return_routed_experts: {type(self._hf).__name__} has no routers. Leave it out.")
+        dtype = route_dtype(routing[0].num_experts)
+        shape = (slots, self.num_layers, routing[0].top_k)
+        table = torch.full(shape, unrouted(dtype), dtype=dtype, device=self.device)
+
+        def note(layer: int, experts: torch.Tensor) -> None:
+            table[self._slots, layer] = experts.to(dtype)
+
+        note_routes(self._hf, note)
+        return table
 
     def shards(self) -> dict[str, Shard]:
         return {}

@@ -42,6 +42,8 @@ _LOAD_ORDER = (
 _CLOSE_S = 10.0
 # What they hold comes from files, or from the actor.
 _STATELESS = frozenset({Role.Rollout, Role.RefPolicy, Role.RewardModel})
+# Passes that read more, or other columns, than one of any model does.
+_CALLS_OF_PASS: dict[str, tuple[Call, ...]] = {"actor": ("infer", "old_log_prob"), "reward_model": ("reward_model",)}
 # What users know the parts of the hybrid roles as.
 _NAMES = {Role.ActorRollout: ("Actor", "Rollout"), Role.ActorRolloutRef: ("Actor", "Rollout", "RefPolicy")}
 
@@ -168,7 +170,7 @@ class WorkerGroups:
         """A pass without an update: its columns for every row."""
         costs, rows = row_costs(batch, self._cost), [np.arange(len(batch))]
         arranged = arrange(costs, rows, self.dp_sizes[role], self._config.trainer.balance_batch)
-        sent = select_read_by(batch, "reward_model" if role == "reward_model" else "infer").select_idxs(arranged.order)
+        sent = select_read_by(batch, *_CALLS_OF_PASS.get(role, ("infer",))).select_idxs(arranged.order)
         sent.meta_info = {"temperature": self._config.actor_rollout_ref.rollout.temperature}
         if role == "critic":
             sent.meta_info["last_value"] = self._config.algorithm.truncated_responses == "bootstrap"
@@ -275,9 +277,9 @@ class WorkerGroups:
         return prepared
 
 
-def select_read_by(batch: DataProto, call: Call) -> DataProto:
-    """The columns that a call reads, without metadata."""
-    names = columns_read_by(call)
+def select_read_by(batch: DataProto, *calls: Call) -> DataProto:
+    """The columns that these calls read, without metadata."""
+    names = columns_read_by(*calls)
     tensors, objects = batch.batch.keys(), batch.non_tensor_batch
     return batch.select([n for n in names if n in tensors], [n for n in names if n in objects], [])
 

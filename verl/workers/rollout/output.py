@@ -53,6 +53,8 @@ def rows_from_trajectories(
         "response_mask": (sampled & _finished(owners)).astype(np.int64),
         **_sampled_columns(turns, sampled, with_drawn),
     }
+    if any(turn.routed_experts is not None for turn in turns):
+        columns["routed_experts"] = _routed_experts(rows, prompts.shape[1], attention_mask.shape[1])
     by_agents = any(trajectory.extra for trajectory in trajectories)
     if by_agents or any(turn.reward is not None for turn in turns):
         columns["turn_rewards"] = _turn_rewards(trajectories, sampled)
@@ -87,6 +89,21 @@ def _sampled_columns(turns: Sequence[Turn], sampled: np.ndarray, with_drawn: boo
         )
         columns[name] = _table(sampled, _joined(known, np.dtype(COLUMNS[name].dtype)), COLUMNS[name].filler or 0)
     return columns
+
+
+def _routed_experts(rows: Sequence[Row], prompt_width: int, width: int) -> np.ndarray:
+    """[rows, width, layers, k]: as the last model turn that knows them says; the type's largest elsewhere."""
+    told = [
+        next((turn.routed_experts for turn in reversed(row.turns) if turn.routed_experts is not None), None)
+        for row in rows
+    ]
+    known = next(experts for experts in told if experts is not None)
+    table = np.full((len(rows), width, *known.shape[1:]), np.iinfo(known.dtype).max, dtype=known.dtype)
+    for place, row, experts in zip(table, rows, told, strict=True):
+        if experts is not None:
+            first, count = prompt_width - len(row.prompt_ids), len(row.prompt_ids) + row.response_length
+            place[first : first + min(count, len(experts))] = experts[:count]
+    return table
 
 
 def _finished(owners: Sequence[Trajectory]) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -199,3 +200,23 @@ def test_rows_hold_exactly_the_trajectories_tokens_in_order(rows_of_each, room):
         assert (there["rollout_log_probs"][~sampled] == 0).all()
         columns = torch.arange(width)
         assert torch.equal(attended[-width:] if width else attended[:0], columns < len(tokens))
+
+
+def test_experts_stand_beside_the_tokens_they_are_of_and_are_said_to_be_unknown_elsewhere():
+    told = np.arange(1, 7, dtype=np.uint8).reshape(6, 1, 1)
+    turns = [model([21], routed_experts=told[:2]), environment([91, 92]), model([22], routed_experts=told[:5])]
+    trajectories = [
+        Trajectory("a", 0, [Row([1, 2], turns)]),
+        Trajectory("a", 1, [Row([1], [model([31, 32, 33], routed_experts=told[:3]), environment([94])])]),
+        Trajectory("b", 0, [Row([3], [model([41])])]),
+        Trajectory("b", 1, [Row([5, 6], [model([42], routed_experts=told)])]),
+    ]
+    rows = rows_from_trajectories(trajectories, PAD)
+    assert rows.batch["routed_experts"].dtype == torch.uint8
+    assert rows.batch["routed_experts"].flatten(1).tolist() == [
+        [1, 2, 3, 4, 5, 255],
+        [255, 1, 2, 3, 255, 255],
+        [255] * 6,
+        [1, 2, 3, 255, 255, 255],
+    ]
+    assert "routed_experts" not in rows_from_trajectories(trajectories[2:3], PAD).batch.keys()

@@ -25,6 +25,7 @@ def engine_arguments(
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "enable_sleep_mode": device.type == "cuda",
+        **({"enable_return_routed_experts": True} if config.return_routed_experts else {}),
     }
     usual: dict[str, Any] = {
         "model": model_path,

@@ -6,9 +6,11 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.inference.sequence import Sequence
+from verl.models.routing import route_dtype
 from verl.types.request import Request, TopLogProbs, check_request
 from verl.utils.progress import pulse
 from verl.workers.rollout.base import EngineBrokenError
@@ -39,6 +41,8 @@ class VllmStepEngine:
         self._sampling_params = SamplingParams
         self._joining: list[Sequence] = []
         self._running: dict[str, tuple[Sequence, Factors]] = {}  # by vLLM's id
+        self._experts: dict[str, list[np.ndarray]] = {}  # of those that run, where vLLM tells them
+        self._expert_dtype = str(route_dtype(model_config.get_num_experts())).removeprefix("torch.")
         self._epoch = 0
         self._thread: int | None = None
 
@@ -169,6 +173,8 @@ class VllmStepEngine:
             if sequence.params.top_log_probs or sequence.params.prompt_log_probs:
                 _accept_details(sequence, told, output.new_prompt_logprobs_tensors)
             sampled = [] if told is None else told.logprobs[:, 0].tolist()
+            if getattr(output, "routed_experts", None) is not None:
+                self._experts.setdefault(name, []).append(output.routed_experts)
             over = accept_scaled(sequence, output.new_token_ids, sampled, self.version, factors)
             if output.finished and not over:
                 sequence.done = over = True
@@ -177,6 +183,9 @@ class VllmStepEngine:
                     f" {len(sequence.output.token_ids)} tokens; none of them ends an answer."
                 )
             if over:
+                if name in self._experts:
+                    experts = np.concatenate(self._experts[name])[: len(sequence.token_ids) - 1]
+                    sequence.output.routed_experts = experts.astype(self._expert_dtype)
                 finished.append(sequence)
                 ended.append(name)
         self._forget(ended)
@@ -186,6 +195,7 @@ class VllmStepEngine:
         """Those that have ended, or are to end now."""
         for name in names:
             del self._running[name]
+            self._experts.pop(name, None)
         self._engine.abort_request(names, internal=True)
 
     def _enter_thread(self) -> None:
