@@ -16,6 +16,8 @@ from tests.support.commands import ROOT
 from verl.agent.chat import Chat
 from verl.agent.toolbox import Toolbox
 from verl.config import load_config
+from verl.config.problems import Report
+from verl.interactions.box import InteractionBox, read_interactions
 from verl.utils.reward_score import default_compute_score
 from verl.utils.tool_calls import ToolCall, get_parser
 
@@ -38,35 +40,35 @@ def load(name: str) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def stories() -> ModuleType:
-    return load("stories")
+def tasks() -> ModuleType:
+    return load("tasks")
 
 
 @pytest.mark.parametrize("kind", ["calculator", "user"])
-def test_what_the_teacher_says_survives_the_tokenizer_and_is_scored(stories, kind):
-    tokenizer, rng, parser = stories.tokenizer(kind), random.Random(0), get_parser("hermes")
+def test_what_the_teacher_says_survives_the_tokenizer_and_is_scored(tasks, kind):
+    tokenizer, rng, parser = tasks.tokenizer(kind), random.Random(0), get_parser("hermes")
     calculate = load("calculator").calculate
     rights, calls = [], 0
     for _ in range(200):
-        told = stories.story(rng, stories.LARGEST[kind])
-        talk = stories.conversation(told, kind, rng)
+        told = tasks.TASKS[kind].make(rng)
+        talk = told.conversation(rng)
         ids = tokenizer(tokenizer.apply_chat_template(talk, tokenize=False), add_special_tokens=False)["input_ids"]
         assert tokenizer.unk_token_id not in ids
         said = [message["content"] for message in talk if message["role"] == "assistant"]
-        rights.append(default_compute_score("openai/gsm8k", " ".join(said), str(told.result)))
+        rights.append(default_compute_score("openai/gsm8k", " ".join(said), told.answer))
         for call in parser.parse(tokenizer.decode(tokenizer(said[0])["input_ids"]))[1]:
             calls += 1
             assert (call.name, call.error) == ("calculate", None)
-            assert calculate(expression=told.expression) == str(told.result)
+            assert calculate(expression=told.expression) == told.answer
     assert 0.2 < sum(rights) / len(rights) < 0.75, "there must be something to learn, and something to begin with"
     assert (calls > 0) == (kind == "calculator")
     Chat(tokenizer).check("strict")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_command_composes(stories, tmp_path, kind):
+def test_the_command_composes(tasks, tmp_path, kind):
     run = load("run")
-    files = stories.make_task(tmp_path, "user" if kind == "user" else "calculator", rows=ROWS)
+    files = tasks.make_task(tmp_path, kind, rows=ROWS)
     config = load_config(None, run.training_overrides(kind, files, files["model"], tmp_path))
     assert config.notices == []
     assert config.actor_rollout_ref.rollout.agent.default_agent_loop == "tool_agent"
@@ -92,6 +94,19 @@ async def test_the_calculator_answers(monkeypatch, kind):
     assert "cannot work out" in wrong.text
 
 
+@pytest.mark.parametrize(("said", "price"), [(False, 0.0), (True, -0.2)])
+async def test_the_customer_says_what_is_missing_and_not_gladly_what_is_not(monkeypatch, said, price):
+    monkeypatch.setenv("MULTI_TURN", str(FOLDER))
+    report = Report()
+    box = InteractionBox.load(read_interactions(str(FOLDER / "customer.yaml"), report), seconds=5)
+    report.raise_if_any()
+    row = {"extra_info": {"interaction_kwargs": {"name": "customer", "number": "23", "said": said}}}
+    async with box.session(row) as customer:
+        done, text, score, _ = await customer.respond([{"role": "assistant", "content": "How many ?"}])
+        assert (done, "23" in text, score) == (False, True, price)
+        assert await customer.respond([{"role": "assistant", "content": "#### 7"}]) == (True, "", 0.0, {})
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(1800)
@@ -101,4 +116,4 @@ def test_the_agent_learns(tmp_path: Path, kind: str):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     before, after = map(float, re.search(r"reward ([\d.]+) before, ([\d.]+) after", done.stdout).groups())
-    assert after > before + 0.2
+    assert after > before + 0.3
