@@ -9,10 +9,13 @@ from typing import Any
 
 from verl.config import PPOConfig, SFTConfig
 from verl.config.devices import gpu_memory, host_memory_available
-from verl.config.plan import active_roles
+from verl.config.megatron_rules import MODEL_OF_ROLE, roles_on_megatron
+from verl.config.plan import BLOCK_OF_ROLE, active_roles
+from verl.config.problems import Report
 from verl.config.schema import pick, put
 from verl.config.trainer import RunConfig
-from verl.models.loading import ModelKind
+from verl.models.core.architecture import CoreArchitecture
+from verl.models.loading import ModelKind, read_config
 from verl.planning.advice import refuse_what_cannot_fit, repair
 from verl.planning.host import HostMemory, holds_files
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan
@@ -33,8 +36,7 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
     that are named otherwise (hub names, URLs) are on this machine already.
     """
     policy = config.actor_rollout_ref
-    if policy.actor.strategy == "megatron":
-        return None
+    _refuse_what_core_cannot(config, folders or {})
     models: dict[str, tuple[str | None, Any, ModelKind]] = {"actor": (policy.model.path, policy.model, "causal_lm")}
     if config.critic.enable:
         models["critic"] = (config.critic.model.path, config.critic.model, "value")
@@ -51,6 +53,24 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
         logger.info("memory plan: without the %s, whose shape is not known here", role)
     device, host = _room(config.trainer)
     return _checked(config, lambda changed: memory_plan(changed, shapes, device, host))
+
+
+def _refuse_what_core_cannot(config: PPOConfig, folders: Mapping[str, str]) -> None:
+    """Raise ConfigError for models on the megatron engine, as far as they are here, that Core cannot express."""
+    report = Report()
+    for role in roles_on_megatron(config):
+        at = MODEL_OF_ROLE.get(role, "actor_rollout_ref.model")
+        model, key = pick(config, at), "reward_model.path" if role == "reward_model" else f"{at}.path"
+        path = pick(config, key)
+        folder = folders.get(path or "", path)
+        if folder is None or not os.path.isdir(expand_path(folder)):
+            continue
+        try:
+            CoreArchitecture.of(read_config(resolve_model_path(folder), model.trust_remote_code, model.override_config))
+        except ValueError as error:
+            why, _, _ = str(error).partition(". ")
+            report.problem(key, path, why, f"Set {BLOCK_OF_ROLE[role]}.strategy=fsdp2, or choose another model")
+    report.raise_if_any()
 
 
 def check_sft_memory(config: SFTConfig) -> MemoryPlan | None:

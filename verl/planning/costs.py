@@ -61,6 +61,10 @@ class TrainedModel:
         """float32 shards."""
         return 4 * self.learning / self.shards
 
+    def resting_gradients(self) -> float:
+        """They are there while an update runs only."""
+        return 0.0
+
     # ---------------------------------------------------------------- while a pass runs
 
     def gathered(self) -> float:
@@ -109,11 +113,12 @@ class TrainedModel:
         fullest = {"activations": layers, "head": 0.0} if layers >= ends + head else {"activations": ends, "head": head}
         return {"gathered": self.gathered(), **fullest}
 
-    def update(self, tokens: int, answers: int, several: bool) -> dict[str, float]:
+    def update(self, tokens: int, answers: int, passes: int) -> dict[str, float]:
         """Parts at the fullest moment of an update.
 
-        `several`: micro-batches per optimizer step, so that gradients of earlier ones are there already.
+        `passes`: micro-batches per optimizer step; of several, gradients of earlier ones are there already.
         """
+        several = passes > 1
         moments = self._backward(tokens, answers, several) if self.adapted else self._whole(tokens, answers, several)
         return max(moments, key=lambda parts: sum(parts.values()))
 

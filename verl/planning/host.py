@@ -9,8 +9,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from verl.planning.costs import TrainedModel
+from verl.planning.megatron import CoreModel
 from verl.planning.phases import GB, HOST_PARTS, PhaseMemory
 
 # Measured: a rank with torch and a device's driver (2.7 GB beyond its imports), one without; the controller and Ray.
@@ -20,6 +22,7 @@ _CONTROLLER = int(2.0 * GB)
 _TOKEN = 300
 # Page-locked buffers through which a rank's state comes from its device.
 _STAGING = 2**28
+PlannedModel: TypeAlias = "TrainedModel | CoreModel"
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class HostMemory:
 class Held:
     """One role's model, on `ranks` ranks of a node."""
 
-    model: TrainedModel
+    model: PlannedModel
     ranks: int
     param_offload: bool = False
     optimizer_offload: bool = False

@@ -1,7 +1,7 @@
 """The memory plan: what every phase of a run takes of a device and of a host, before anything is loaded.
 
-Formulas are those of `planning.costs`; sequences are taken to be as long as they may get, so it is an upper bound for
-shorter ones. Refusals and their remedies: `planning.advice`.
+Formulas are those of `planning.costs` and `planning.megatron`; sequences are taken to be as long as they may get, so it
+is an upper bound for shorter ones. Refusals and their remedies: `planning.advice`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from verl.config.names import TRAINING_ENGINES
 from verl.config.plan import BLOCK_OF_ROLE, active_roles, actor_is_reference, layout_of, needs_reference
 from verl.config.ppo import PPOConfig
 from verl.config.schema import pick
 from verl.config.sft import SFTConfig
+from verl.planning.core_shapes import CoreSizes
 from verl.planning.costs import TrainedModel
 from verl.planning.engines import BYTES, beside, engine_bytes, samples
-from verl.planning.host import Held, HostMemory, HostPhases, host_phases, with_snapshots
+from verl.planning.host import Held, HostMemory, HostPhases, PlannedModel, host_phases, with_snapshots
+from verl.planning.megatron import CoreModel
 from verl.planning.phases import DEVICE_PARTS, GB, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.planning.shapes import ModelShape
 
@@ -60,7 +63,7 @@ def sft_memory_plan(
     tokens = min(most, wanted or data.micro_batch_size_per_gpu * data.max_length)
     share = math.ceil(tokens / sharing)
     parts = dict.fromkeys(DEVICE_PARTS, 0.0) | {"weights": model.weights(), "optimizer": model.moments()}
-    _add(parts, model.update(share, share, several=tokens < most))
+    _add(parts, model.update(share, share, math.ceil(most / tokens)))
     parts["context"] = _context(kind, config.ranks)
     phase = PhaseMemory("sft", "all ranks", parts, device.total if device else None)
     ranks = min(config.ranks, config.trainer.n_gpus_per_node)
@@ -71,8 +74,8 @@ def sft_memory_plan(
     return _with_host([phase], device, {"": held}, partial(host_phases, ranks, batch, kept, host, "sft_"))
 
 
-def micro_batch_tokens(config: PPOConfig, phase: str) -> tuple[int, int, bool]:
-    """(tokens, answer tokens, whether there are several) of a pass on one rank, at the longest sequences."""
+def micro_batch_tokens(config: PPOConfig, phase: str) -> tuple[int, int, int]:
+    """(tokens, answer tokens, how many there are) of a pass on one rank, at the longest sequences."""
     sizes = {
         "old_log_prob": ("actor_rollout_ref.rollout", "log_prob_", "log_prob_"),
         "ref": ("actor_rollout_ref.ref", "log_prob_", "log_prob_"),
@@ -90,13 +93,13 @@ def micro_batch_tokens(config: PPOConfig, phase: str) -> tuple[int, int, bool]:
     most = math.ceil(prompts * config.actor_rollout_ref.rollout.n / layout.dp_size) * longest
     if block[f"{dynamic_prefix}use_dynamic_bsz"]:
         # Ranks that share every sequence pool their budgets, and a sequence over the budget goes alone.
-        wanted = max(longest, block[f"{prefix}max_token_len_per_gpu"] * layout.ranks_per_copy)
+        wanted = max(longest, block[f"{prefix}max_token_len_per_gpu"] * layout.sharing)
     else:
         size = "micro_batch_size_per_gpu" if phase == "reward" else f"{prefix}micro_batch_size_per_gpu"
         wanted = block[size] * longest
     tokens = min(most, wanted)
-    share = math.ceil(tokens / layout.ranks_per_copy)
-    return share, math.ceil(share * config.data.max_response_length / longest), tokens < most
+    share = math.ceil(tokens / layout.sharing)
+    return share, math.ceil(share * config.data.max_response_length / longest), math.ceil(most / tokens)
 
 
 def _phases(config: PPOConfig) -> list[str]:
@@ -104,7 +107,7 @@ def _phases(config: PPOConfig) -> list[str]:
     return [phase for phase, role in ROLE_OF_PHASE.items() if role in roles]
 
 
-def _models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, TrainedModel]:
+def _models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, PlannedModel]:
     """The models of the run by role; with LoRA the actor is the reference too."""
     models = {}
     for role in active_roles(config):
@@ -117,9 +120,23 @@ def _models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, Tr
     return models
 
 
-def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, kind: str = "causal_lm") -> TrainedModel:
+def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, kind: str = "causal_lm") -> PlannedModel:
     """Of a block with an optimizer one that learns, else a frozen one."""
-    fsdp, learns = block["fsdp_config"], "optim" in block
+    learns = "optim" in block
+    if block.strategy == "megatron" and shape.core is not None:
+        megatron = block.megatron_config
+        return CoreModel(
+            shape=shape,
+            core=shape.core,
+            sizes=CoreSizes.of(megatron, world),
+            kind=kind,
+            compute_bytes=BYTES[megatron.dtype],
+            frozen=not learns,
+            recompute=megatron.recompute(learns and model["enable_gradient_checkpointing"]),
+            grad_offload=bool(megatron.grad_offload),
+            device=device,
+        )
+    fsdp = block["fsdp_config"]
     return TrainedModel(
         shape=shape,
         kind=kind,
@@ -136,7 +153,7 @@ def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, k
 
 
 def _phase(
-    config: PPOConfig, models: Mapping[str, TrainedModel], phase: str, device: DeviceMemory | None
+    config: PPOConfig, models: Mapping[str, PlannedModel], phase: str, device: DeviceMemory | None
 ) -> PhaseMemory:
     role = ROLE_OF_PHASE[phase]
     if phase == "ref" and actor_is_reference(config):
@@ -149,13 +166,15 @@ def _phase(
     if layout_of(config, "rollout").pool == layout.pool and "actor" in models:
         resting = sum(model.weights() for role, model in models.items() if _rests_here(config, role, layout.pool))
         parts["rollout"] += engine_bytes(config, models["actor"].shape, phase, device, resting)
+        if phase == "gen" and isinstance(models["actor"], CoreModel):
+            # Weights on their way: a bucket that is gathered while the one before it is read.
+            bucket = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
+            parts["gathered"] += 2.0 * bucket * 2**20
     if role in models:
-        tokens, answers, several = micro_batch_tokens(config, phase)
+        tokens, answers, passes = micro_batch_tokens(config, phase)
         model = models[role]
-        _add(
-            parts,
-            model.update(tokens, answers, several) if phase.startswith("update") else model.inference(tokens, answers),
-        )
+        updates = phase.startswith("update")
+        _add(parts, model.update(tokens, answers, passes) if updates else model.inference(tokens, answers))
     parts["context"] = _context(config.trainer.device, layout.world_size)
     return PhaseMemory(phase, layout.pool, parts, device.total if device else None)
 
@@ -170,7 +189,7 @@ def _with_host(
 
 
 def _host(
-    config: PPOConfig, models: Mapping[str, TrainedModel], host: HostMemory | None
+    config: PPOConfig, models: Mapping[str, PlannedModel], host: HostMemory | None
 ) -> tuple[dict[str, Held], HostPhases]:
     """Of the node that has a rank of every role: what it holds by block, and the phases of that."""
     trainer = config.trainer
@@ -180,9 +199,9 @@ def _host(
         block = pick(config, BLOCK_OF_ROLE[role])
         saved = () if model.frozen else tuple(block.checkpoint.save_contents)
         copied = None if model.frozen else block.checkpoint.snapshot
-        fsdp = block.fsdp_config
-        moments_away = fsdp.optimizer_offload and not model.frozen
-        held[BLOCK_OF_ROLE[role]] = Held(model, ranks[role], fsdp.param_offload, moments_away, saved, copied)
+        engine = _engine(block)
+        moments_away = engine.optimizer_offload and not model.frozen
+        held[BLOCK_OF_ROLE[role]] = Held(model, ranks[role], engine.param_offload, moments_away, saved, copied)
     processes = sum({layout_of(config, role).pool: count for role, count in ranks.items()}.values())
     if beside(config.actor_rollout_ref.rollout):
         processes += ranks["rollout"]
@@ -198,19 +217,25 @@ def _kept_steps(save_freq: int | None, kept: int | None) -> int:
 
 def _rests_here(config: PPOConfig, role: str, pool: str) -> bool:
     """Whether a role's weights stay on the pool's devices between its phases."""
-    return layout_of(config, role).pool == pool and not pick(config, BLOCK_OF_ROLE[role]).fsdp_config.param_offload
+    return layout_of(config, role).pool == pool and not _engine(pick(config, BLOCK_OF_ROLE[role])).param_offload
 
 
-def _at_rest(config: PPOConfig, role: str, model: TrainedModel, phase: str, working: bool) -> dict[str, float]:
+def _at_rest(config: PPOConfig, role: str, model: PlannedModel, phase: str, working: bool) -> dict[str, float]:
     """What a role holds although, or while, this phase runs: what is offloaded is here only for its own."""
-    fsdp = pick(config, BLOCK_OF_ROLE[role]).fsdp_config
+    engine, updates = _engine(pick(config, BLOCK_OF_ROLE[role])), phase == f"update_{role}"
     on_cpu = config.trainer.device == "cpu"  # the host is the device: nothing is offloaded to anywhere
-    weights_here = working or on_cpu or not fsdp.param_offload
-    moments_here = phase == f"update_{role}" or on_cpu or not fsdp.optimizer_offload
+    weights_here = working or on_cpu or not engine.param_offload
+    moments_here = updates or on_cpu or not engine.optimizer_offload
     return {
         "weights": model.weights() if weights_here else 0.0,
         "optimizer": model.moments() if moments_here else 0.0,
+        "gradients": 0.0 if updates else model.resting_gradients(),
     }
+
+
+def _engine(block: Any) -> Any:
+    """The keys of the engine that a role's block names."""
+    return block[TRAINING_ENGINES[block.strategy].block]
 
 
 def _context(device: str, ranks: int) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.names import TRAINING_ENGINES
 from verl.config.schema import pick
 
 _POLICY, _CRITIC, _REWARD = "actor_rollout_ref", "critic", "reward_model"
@@ -27,6 +28,8 @@ _COSTS = (
     ("save_contents", "no folder for transformers beside the checkpoint"),
     ("snapshot", "training waits while a checkpoint is written"),
 )
+# Of a role, read by fsdp alone.
+_OF_FSDP = ("ulysses_sequence_parallel_size", "optim.state_dtype")
 # Smaller shares leave an engine no room for its weights and a few sequences.
 _LEAST_UTILIZATION = 0.1
 
@@ -95,6 +98,8 @@ def remedies(phase: str) -> tuple[Remedy, ...]:
 def helpful(phase: str, value_of: Callable[[str], Any]) -> Iterator[tuple[Remedy, Any]]:
     """Those that can still move, with the key's value; `value_of` gives UNKNOWN where there is none."""
     for remedy in remedies(phase):
+        if not _is_read(remedy.key, value_of):
+            continue
         if remedy.only_if is not None:
             other = value_of(remedy.only_if[0])
             if other is not UNKNOWN and other != remedy.only_if[1]:
@@ -102,6 +107,21 @@ def helpful(phase: str, value_of: Callable[[str], Any]) -> Iterator[tuple[Remedy
         now = value_of(remedy.key)
         if now is UNKNOWN or next(remedy.values(now), None) is not None:
             yield remedy, now
+
+
+def _is_read(key: str, value_of: Callable[[str], Any]) -> bool:
+    """Whether the training engine of the key's role reads it; where that is not known, as fsdp does."""
+    role = next((role for role in (_ACTOR, _REF, _CRITIC, _REWARD) if key.startswith(f"{role}.")), None)
+    if role is None:
+        return True
+    row = TRAINING_ENGINES.get(value_of(f"{role}.strategy"), TRAINING_ENGINES["fsdp2"])
+    others = {other.block for other in TRAINING_ENGINES.values()} - {row.block}
+    return not others & set(key.split(".")) and (row.block == "fsdp_config" or not key.endswith(_OF_FSDP))
+
+
+def _of_engines(block: str, name: str, way: str) -> list[Remedy]:
+    """A key that every training engine has, in its own block."""
+    return [Remedy(f"{block}.{engine}.{name}", way) for engine in ("fsdp_config", "megatron_config")]
 
 
 def _cut(block: str, size: str, tokens: str, dynamic: str = "use_dynamic_bsz") -> list[Remedy]:
@@ -114,9 +134,11 @@ def _cut(block: str, size: str, tokens: str, dynamic: str = "use_dynamic_bsz") -
 
 def _others_rest(own: str, updating: bool = False) -> list[Remedy]:
     """Moments (but its own in an update), and weights of all but the role that works, wait in host memory."""
-    moments = [f"{block}.fsdp_config.optimizer_offload" for block in (_ACTOR, _CRITIC) if not updating or block != own]
-    weights = [f"{block}.fsdp_config.param_offload" for block in (_REF, _CRITIC, _REWARD, _ACTOR) if block != own]
-    return [Remedy(key, "on") for key in (*moments, *weights)]
+    moments = [(block, "optimizer_offload") for block in (_ACTOR, _CRITIC) if not updating or block != own]
+    weights = [(block, "param_offload") for block in (_REF, _CRITIC, _REWARD, _ACTOR) if block != own]
+    # Of fsdp there are no gradients between phases.
+    buffers = [Remedy(f"{block}.megatron_config.grad_offload", "on") for block, _ in moments]
+    return [*buffers, *(each for block, name in (*moments, *weights) for each in _of_engines(block, name, "on"))]
 
 
 _UPDATE = ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
@@ -124,9 +146,10 @@ _LOG_PROB = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gp
 _KV_STAYS = [Remedy(f"{_ROLLOUT}.free_cache_engine", "on")]
 _ENGINE_STAYS = [*_KV_STAYS, Remedy(f"{_ROLLOUT}.free_weights", "on")]
 _BACK = [
-    Remedy(f"{block}.fsdp_config.{part}_offload", "off")
+    each
     for part in ("param", "grad", "optimizer")
     for block in (_REF, _REWARD, _CRITIC, _ACTOR)
+    for each in _of_engines(block, f"{part}_offload", "off")
 ]
 _HALF = [Remedy(f"{block}.optim.state_dtype", "bf16") for block in (_CRITIC, _ACTOR)]
 _EXPORTS = [Remedy(f"{block}.checkpoint.save_contents", "hf_model") for block in (_CRITIC, _ACTOR)]
@@ -138,7 +161,12 @@ def _reading(role: str, cut: list[Remedy]) -> tuple[Remedy, ...]:
     """A pass without gradient."""
     sharing = Remedy(f"{role}.ulysses_sequence_parallel_size", "double")
     stays = _KV_STAYS if role == _REWARD else _ENGINE_STAYS  # answers are scored while more may be wanted
-    return (*cut, *stays, sharing, *_others_rest(role), *_LENGTHS)
+    return (*cut, *stays, sharing, *_more_ranks(role), *_others_rest(role), *_LENGTHS)
+
+
+def _more_ranks(block: str) -> list[Remedy]:
+    """A copy of a model over more ranks, on the megatron engine."""
+    return [Remedy(f"{block}.megatron_config.{size}_model_parallel_size", "double") for size in ("tensor", "pipeline")]
 
 
 def _update(block: str, model: str) -> tuple[Remedy, ...]:
@@ -148,6 +176,7 @@ def _update(block: str, model: str) -> tuple[Remedy, ...]:
         *_ENGINE_STAYS,
         Remedy(f"{block}.fsdp_config.reshard_after_forward", "on"),
         Remedy(f"{block}.ulysses_sequence_parallel_size", "double"),
+        *_more_ranks(block),
         *_others_rest(block, updating=True),
         Remedy(f"{block}.fsdp_config.grad_offload", "on"),
         Remedy(f"{block}.optim.state_dtype", "bf16"),

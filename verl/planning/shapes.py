@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from verl.models.core.architecture import CoreArchitecture
 from verl.models.loading import ModelKind, empty_model, read_config
 from verl.models.lora import Adapters
+from verl.planning.core_shapes import CoreShape
 from verl.workers.engine.fsdp.sharding import outermost_layers
 
 
@@ -40,6 +42,8 @@ class ModelShape:
     """Whether a norm's weight is applied before the cast back to half precision (Gemma)."""
     head_norms: bool = False
     """Whether queries and keys have norms of their own (Qwen3)."""
+    core: CoreShape | None = None
+    """As the megatron engine divides it; None where it cannot."""
 
     @property
     def parameters(self) -> int:
@@ -103,4 +107,12 @@ class ModelShape:
             norms_per_layer=norms.count(hidden),
             norm_in_float32=text.model_type.startswith("gemma"),
             head_norms=any(size != hidden for size in norms),
+            core=_core(text),
         )
+
+
+def _core(config: Any) -> CoreShape | None:
+    try:
+        return CoreShape.of(CoreArchitecture.of(config))
+    except ValueError:  # whoever wants that engine for it is told why (`planning.check`)
+        return None

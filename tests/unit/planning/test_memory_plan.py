@@ -100,7 +100,7 @@ def test_training_takes_sixteen_bytes_per_parameter_and_bf16_moments_twelve():
 
 def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others():
     tokens = 32768
-    plain, checkpointed = (TrainedModel(SHAPE, checkpointing=on).update(tokens, tokens, False) for on in (False, True))
+    plain, checkpointed = (TrainedModel(SHAPE, checkpointing=on).update(tokens, tokens, 1) for on in (False, True))
     assert plain["activations"] > 5 * checkpointed["activations"]
     assert checkpointed["activations"] > tokens * SHAPE.layers * 2 * SHAPE.hidden
 
@@ -108,8 +108,8 @@ def test_checkpointing_keeps_one_layer_and_the_inputs_of_the_others():
 def test_gradients_of_earlier_micro_batches_count_unless_they_wait_in_host_memory():
     here = TrainedModel(SHAPE, checkpointing=False)
     away = TrainedModel(SHAPE, checkpointing=False, grad_offload=True)
-    assert sum(here.update(8192, 8192, True).values()) - sum(away.update(8192, 8192, True).values()) == here.gradients()
-    assert here.update(8192, 8192, False) == away.update(8192, 8192, False)
+    assert sum(here.update(8192, 8192, 2).values()) - sum(away.update(8192, 8192, 2).values()) == here.gradients()
+    assert here.update(8192, 8192, 1) == away.update(8192, 8192, 1)
 
 
 # ---------------------------------------------------------------- the plan of a run
@@ -196,11 +196,11 @@ def test_a_pass_has_at_most_the_tokens_of_its_budget_or_of_its_batch():
     fixed = load(
         "data.max_prompt_length=100", "data.max_response_length=300", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"
     )
-    assert micro_batch_tokens(fixed, "update_actor") == (3200, 2400, True)
+    assert micro_batch_tokens(fixed, "update_actor") == (3200, 2400, 16)
     dynamic = [f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=8192"]
-    assert micro_batch_tokens(load(*dynamic), "update_actor")[::2] == (8192, True)
+    assert micro_batch_tokens(load(*dynamic), "update_actor")[::2] == (8192, 24)
     few = load(*dynamic, "data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=1", "critic.ppo_mini_batch_size=1")
-    assert micro_batch_tokens(few, "update_actor")[::2] == (1024 + 512, False)
+    assert micro_batch_tokens(few, "update_actor")[::2] == (1024 + 512, 1)
 
 
 def test_the_table_names_phases_and_device():

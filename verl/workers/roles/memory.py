@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from verl.config.devices import host_memory_available
-from verl.config.names import TRAINING_ENGINES
 from verl.planning.remedies import UNKNOWN, Remedy, helpful, remedies, value_of
 from verl.utils.device_memory import memory_in_use
 
@@ -93,10 +92,5 @@ def _value(config: Any, key: str, at: str) -> Any:
 
 
 def _helpful(phase: str, config: Any, at: str) -> Iterator[tuple[Remedy, Any]]:
-    """Remedies that can still move, with their values, but for keys of an engine that the role does not have."""
-    for remedy, now in helpful(phase, lambda key: _value(config, key, at)):
-        role, _, block = remedy.key.rpartition(".")[0].rpartition(".")
-        strategy = _value(config, f"{role}.strategy".removeprefix("."), at)
-        blocks = {name: row.block for name, row in TRAINING_ENGINES.items()}
-        if block not in blocks.values() or block == blocks.get(strategy, block):
-            yield remedy, now
+    """Remedies that can still move, with their values."""
+    return helpful(phase, lambda key: _value(config, key, at))
