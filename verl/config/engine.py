@@ -16,7 +16,8 @@ _PRECISIONS = {
     "float32": "fp32",
     "no": "fp32",
 }
-# What of Core's TransformerConfig says what is recomputed.
+# What of Core's TransformerConfig says how many layers the outer stages of a pipeline have, and what is recomputed.
+UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
 
@@ -139,6 +140,11 @@ class MegatronConfig(Block):
         null="in ref: the actor's",
     )
     router_replay: RouterReplayConfig = key("Experts of an update that are those of an earlier pass (actor).")
+
+    def outer_stages(self) -> tuple[int | None, int | None]:
+        """Layers of the first and of the last stage of the pipeline; None: as many as the others."""
+        first, last = (self.override_transformer_config.get(name) for name in UNEVEN)
+        return first, last
 
     def recompute(self, checkpointing: bool) -> dict[str, Any]:
         """What of a forward pass is computed again for the backward pass, in the words of Core's TransformerConfig.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.context_length import config_of_folder
-from verl.config.engine import MegatronConfig
-from verl.config.megatron_rules import MODEL_OF_ROLE, UNEVEN, roles_on_megatron
+from verl.config.engine import UNEVEN, MegatronConfig
+from verl.config.megatron_rules import MODEL_OF_ROLE, roles_on_megatron
 from verl.config.plan import BLOCK_OF_ROLE, divisors, layout_of, near_values
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
@@ -111,11 +111,16 @@ class _Fit:
 
     def _tensor(self) -> None:
         model, size = self.model, self.sizes.tensor_model_parallel_size
-        parts = {"attention heads": model.heads, "key heads": model.kv_heads, "columns of the MLP": model.ffn}
-        uneven = [f"{number} {name}" for name, number in parts.items() if number % size]
+
+        def uneven_parts(tp: int) -> list[str]:
+            keys = 0 if tp % model.kv_heads == 0 else model.kv_heads  # ranks beyond them share one
+            parts = {"attention heads": model.heads, "key heads": keys, "columns of the MLP": model.ffn}
+            return [f"{number} {name}" for name, number in parts.items() if number % tp]
+
+        uneven = uneven_parts(size)
         if uneven:
             others = self.sizes.pipeline_model_parallel_size * self.sizes.context_parallel_size
-            good = self._fitting(others, lambda tp: not any(number % tp for number in parts.values()))
+            good = self._fitting(others, lambda tp: not uneven_parts(tp))
             why = f"does not divide the model's {' and '.join(uneven)}"
             self._problem("tensor_model_parallel_size", size, why, good)
 
@@ -131,8 +136,7 @@ class _Fit:
     def _layers(self) -> None:
         layers, stages = self.model.layers, self.sizes.pipeline_model_parallel_size
         parts = self.sizes.virtual_pipeline_model_parallel_size or 1
-        given = [self.sizes.override_transformer_config.get(name) for name in UNEVEN]
-        fixed = [number for number in given if isinstance(number, int)]
+        fixed = [number for number in self.sizes.outer_stages() if isinstance(number, int)]
         ends = sum(bool(self.sizes.override_transformer_config.get(name)) for name in _COUNTED)
         rest, others = layers + ends - sum(fixed), stages - len(fixed)
         if stages == 1 or (rest == 0 and others == 0) or (others > 0 and rest > 0 and rest % (others * parts) == 0):

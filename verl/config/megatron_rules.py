@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from verl.config.engine import RECOMPUTE, MegatronConfig
+from verl.config.engine import RECOMPUTE, UNEVEN, MegatronConfig
 from verl.config.plan import BLOCK_OF_ROLE, ROLLOUT, active_roles, divisors, layout_of, near_values
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
@@ -18,7 +18,6 @@ MODEL_OF_ROLE = {"critic": "critic.model", "reward_model": "reward_model.model"}
 _POLICY_MODEL = "actor_rollout_ref.model"
 # Rollout engines that say which experts a token went through.
 _RECORDS_EXPERTS = ("native", "vllm")
-UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
@@ -134,8 +133,7 @@ def _pipeline(block: str, sizes: MegatronConfig, report: Report) -> None:
         why = f"one stage ({block}.pipeline_model_parallel_size = 1) has nothing to interleave with"
         fix = "Set it to 1, or more stages"
         report.problem(f"{block}.virtual_pipeline_model_parallel_size", parts, why, fix)
-    for name in UNEVEN:
-        layers = sizes.override_transformer_config.get(name)
+    for name, layers in zip(UNEVEN, sizes.outer_stages(), strict=True):
         if layers is not None and (not isinstance(layers, int) or layers < 1 or layers % parts):
             why = f"is a number of layers, at least 1 and a multiple of the {parts} parts of a stage"
             report.problem(f"{block}.override_transformer_config.{name}", layers, why, "Correct it or leave it out")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.engine import MegatronConfig
-from verl.config.megatron_rules import UNEVEN
 from verl.models.core.architecture import CoreArchitecture
 from verl.models.core.pipeline import stage_layers
 
@@ -98,7 +97,7 @@ class CoreSizes:
 
     @classmethod
     def of(cls, config: MegatronConfig, world: int) -> CoreSizes:
-        first, last = (config.override_transformer_config.get(name) for name in UNEVEN)
+        first, last = config.outer_stages()
         return cls(
             world=world,
             tp=config.tensor_model_parallel_size,

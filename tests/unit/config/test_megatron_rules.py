@@ -170,9 +170,10 @@ def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch):
 
 def test_sizes_that_do_not_divide_the_model_are_told_together_with_those_that_would(tmp_path):
     found = model_problems(tmp_path, QWEN2_7B, *sized(tp=8))
-    assert found == {
-        "tensor_model_parallel_size": "does not divide the model's 28 attention heads and 4 key heads. Set it to 4"
-    }
+    assert found == {"tensor_model_parallel_size": "does not divide the model's 28 attention heads. Set it to 4"}
+    six = QWEN2_7B | {"num_attention_heads": 24, "num_key_value_heads": 6}
+    found = model_problems(tmp_path, six, *sized(tp=4))
+    assert found == {"tensor_model_parallel_size": "does not divide the model's 6 key heads. Set it to 2"}
     found = model_problems(tmp_path, QWEN2_7B, *sized(pp=8, ep=2), "trainer.n_gpus_per_node=16")
     assert set(found) == {"pipeline_model_parallel_size", "expert_model_parallel_size"}
     assert "Set it to 4 or set" in found["pipeline_model_parallel_size"]
