@@ -18,12 +18,13 @@ import torch.distributed as dist
 from tests.support.workers import Counter, Summer
 from verl.single_controller.base import HangError, WorkerDiedError
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.trainer.common.controller_poll import ControllerPoll
 from verl.trainer.common.own_ray import OwnRay
 from verl.trainer.common.phases import Phases
 from verl.trainer.common.status_line import Standing, StatusLine
 from verl.trainer.common.watch import HangWatch
-from verl.utils.process_tree import standstill
+from verl.utils.process_tree import command_of, family, standstill
 from verl.utils.progress import expect, tick
 from verl.utils.stacks import answer_stack_requests
 
@@ -123,6 +124,31 @@ def test_a_stopped_rank_is_named_in_seconds_the_call_ends_and_no_status_call_wai
     while standstill(pid) == "stopped":
         assert time.monotonic() < deadline, "it does not outlive the run"
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_before_it_is_a_rank_is_named(cpu_pool):
+    before, over, stopped = set(family(os.getpid())), threading.Event(), []
+
+    def stop_the_first() -> None:
+        while not stopped and not over.wait(0.01):
+            new = [pid for pid in family(os.getpid()) if pid not in before and b"default_worker" in command_of(pid)]
+            for pid in new[:1]:
+                os.kill(pid, signal.SIGSTOP)
+                stopped.append(pid)
+
+    threading.Thread(target=stop_the_first).start()
+    # Variables of its own: no process that Ray has at hand will do.
+    start = lambda: RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Stuck), worker_env={"VERL_TEST_STOPPED": "1"})  # noqa: E731
+    try:
+        error, took, _ = hang_of(start, timeout=4.0, phase="")
+    finally:
+        over.set()
+        for pid in stopped:
+            os.kill(pid, signal.SIGKILL)
+    assert "the processes of Stuck have not started: one that Ray has started (host " in error.summary
+    assert f"pid {stopped[0]}) is stopped (SIGSTOP)" in error.summary
+    assert took < 60, "what is stopped is not given the time that starting may take"
 
 
 @pytest.mark.slow

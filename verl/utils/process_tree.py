@@ -86,6 +86,14 @@ def starved_seconds(pid: int) -> float | None:
         return None
 
 
+def command_of(pid: int) -> bytes:
+    """Its command line, or what it calls itself; empty where the system does not say."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def kill_family(pid: int) -> None:
     """SIGKILL to `pid`, its process group if it leads one, and all that descends from it."""
     members = family(pid)
@@ -102,7 +110,7 @@ def end_group(pid: int, within: float = 2.0) -> None:
     for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc/self") else ()):
         stat = _stat(name)
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            if stat is not None and stat[2] == str(pid) and b"resource_tracker" not in _command(name):
+            if stat is not None and stat[2] == str(pid) and b"resource_tracker" not in command_of(int(name)):
                 os.kill(int(name), signal.SIGKILL)
     deadline = time.monotonic() + within
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -167,10 +175,6 @@ def _stat(place: str) -> list[str] | None:
         return Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-
-
-def _command(name: str) -> bytes:
-    return Path(f"/proc/{name}/cmdline").read_bytes()
 
 
 def _prctl(option: int, value: int) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -17,13 +18,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.single_controller.base.beat import Beat, RankReport, telling_stacks
 from verl.single_controller.base.errors import Failure
-from verl.utils.process_tree import standstill
+from verl.utils.process_tree import children, command_of, family, standstill
 from verl.utils.stacks import Stack, stacks_of
 
 logger = logging.getLogger(__name__)
 
 _START_S = 20.0
 _STATES = {"stopped": "stopped", "traced": "traced", "ended": "dead", "gone": "dead"}
+# How processes that Ray starts for actors are called, before and after they know for which.
+_RAY_WORKERS = (b"ray::", b"default_worker.py")
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,10 @@ class RankReports:
             self._report(*known, since, every_thread) for known in zip(reports, processes, beats, states, strict=True)
         ]
 
+    def standing(self) -> tuple[str, int, str] | None:
+        """(host, pid, state) of a process that Ray has started for some rank, and that cannot run."""
+        return self._nodes.standing()
+
     def kill(self, process: RankProcess) -> None:
         """SIGKILL: a stopped process takes no other."""
         self._nodes.kill(process)
@@ -131,6 +138,18 @@ def look_at(pid: int) -> Look:
     return state, {} if state is not None else stacks_of(pid)
 
 
+def standing_here() -> tuple[str, int, str] | None:
+    """A process that Ray has started for work on this machine and that cannot run: (host, pid, state).
+
+    They are the children of Ray's raylet, as an actor is, or descend from whoever has started Ray.
+    """
+    for pid in sorted({*children(os.getppid()), *family(os.getpid())} - {os.getpid()}):
+        state = standstill(pid)
+        if state in ("stopped", "traced") and any(name in command_of(pid) for name in _RAY_WORKERS):
+            return socket.gethostname(), pid, state
+    return None
+
+
 class Nodes:
     """Eyes on other nodes: a small actor there, started when it is first needed."""
 
@@ -150,11 +169,17 @@ class Nodes:
         else:
             self._ask(process.node, "kill", process.pid)
 
-    def _ask(self, node: str, method: str, pid: int) -> Any:
+    def standing(self) -> tuple[str, int, str] | None:
+        """Of all nodes, this one first."""
+        here = ray.get_runtime_context().get_node_id()
+        others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+        return standing_here() or next(filter(None, (self._ask(node, "standing") for node in others)), None)
+
+    def _ask(self, node: str, method: str, *args: Any) -> Any:
         if node not in self._eyes:
             there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             self._eyes[node] = ray.remote(num_cpus=0)(_Eyes).options(scheduling_strategy=there).remote()
-        ref = getattr(self._eyes[node], method).remote(pid)
+        ref = getattr(self._eyes[node], method).remote(*args)
         try:
             return ray.get(ref, timeout=_START_S)
         except ray.exceptions.RayError as error:
@@ -168,6 +193,9 @@ class _Eyes:
 
     def look(self, pid: int) -> Look:
         return look_at(pid)
+
+    def standing(self) -> tuple[str, int, str] | None:
+        return standing_here()
 
     def kill(self, pid: int) -> None:
         _kill(pid)

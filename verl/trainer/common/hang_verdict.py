@@ -69,6 +69,15 @@ def judge_controller(stack: Stack, who: str = "the controller") -> Verdict:
     return Verdict("controller", f"{who} is in {_telling(stack)}")
 
 
+def judge_start(role: str, standing: tuple[str, int, str] | None) -> Verdict:
+    """Of ranks that have not said yet where they run; `standing`: (host, pid, state) of what cannot run beside them."""
+    late = f"the processes of {role} have not started"
+    if standing is None:
+        return Verdict("starting", late)
+    host, pid, state = standing
+    return Verdict(state, f"{late}: one that Ray has started (host {host}, pid {pid}) {_WHY[state]}")
+
+
 def behind(reports: Sequence[RankReport]) -> RankReport | None:
     """The one rank that works while all others of its group wait for it, or have finished."""
     busy = [report for report in reports if report.beat.method is not None and not report.collective]

@@ -21,7 +21,7 @@ from verl.single_controller.base.beat import RankReport
 from verl.single_controller.base.errors import HangError
 from verl.single_controller.base.open_calls import OpenCall, calls_so_far, open_calls
 from verl.trainer.common.hang_limits import HangLimits, SlowRanks
-from verl.trainer.common.hang_verdict import Verdict, behind, judge, judge_controller, name_of, table
+from verl.trainer.common.hang_verdict import Verdict, behind, judge, judge_controller, judge_start, name_of, table
 from verl.trainer.common.status_line import Phase, StatusLine
 from verl.utils.progress import pulses
 from verl.utils.stacks import answer_stack_requests, own_stacks, show
@@ -223,7 +223,7 @@ class HangWatch:
     def _judge(self, calls: Sequence[OpenCall], reports: Sequence[RankReport]) -> Verdict:
         own = judge_controller(self._own_stack())
         if starting := [call.group.role for call in calls if not call.group.processes]:
-            return Verdict("starting", f"the processes of {starting[0]} have not started")
+            return judge_start(starting[0], self._reports.standing() if self._suspects(time.monotonic()) else None)
         if not reports or (own.kind in ("user", "debugged") and calls[0].thread != self._thread):
             return own
         return judge(reports)
