@@ -38,18 +38,29 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2 PP2": {T: 2, P: 2},
     "CP2": {C: 2},
     "TP2 CP2": {T: 2, C: 2},
+    "EP2": {E: 2},
+    "EP4": {E: 4},
+    "TP2 EP2": {T: 2, E: 2, ET: 1},
+    "TP2 EP2 ETP2": {T: 2, E: 2, ET: 2},
+    "PP2 EP2": {P: 2, E: 2},
+    "CP2 EP2": {C: 2, E: 2},
 }
 KINDS = {
     "causal_lm": ["log_probs", "entropy"],
     "value": ["values", "last_value"],
     "sequence_classification": ["scores"],
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
 # Kind, family and changes: heads tied or not, biases, norms of queries, key heads fewer than tensor ranks' shares.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("causal_lm", "qwen2", {}),
     "tied": ("causal_lm", "qwen2", {"tie_word_embeddings": True, "vocab_size": 261}),
     "qwen3": ("causal_lm", "qwen3", {"head_dim": 32}),
     "window": ("causal_lm", "mistral", {"sliding_window": 5, "num_key_value_heads": 4}),
+    "experts": ("causal_lm", "qwen3_moe", {**EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "unnormalized": ("causal_lm", "qwen3_moe", {**EXPERTS, "norm_topk_prob": False}),
+    "mixtral": ("causal_lm", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "shared expert": ("causal_lm", "qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 48}),
     "value": ("value", "llama", {}),
     "scores": ("sequence_classification", "qwen2", {"num_labels": 1}),
 }
@@ -143,3 +154,36 @@ def whole(engine: Any, gradients: bool) -> dict[str, torch.Tensor]:
     for hf, source, value in itertools.chain(*everyone):
         found.setdefault(hf, torch.full(shapes[hf], torch.nan))[source] = value
     return found
+
+
+def ranks_that_replay(rank: int, ranks: int, folder: str, layouts: list[str]) -> None:
+    """Experts are noted, then others are told: `replay-r.pt`."""
+    found = {}
+    for layout in layouts:
+        again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        engine = make_megatron(
+            model_of("experts"), router_replay={"mode": "R2"}, override_transformer_config=again, **LAYOUTS[layout]
+        )
+        place = mine(engine.dp_rank, engine.dp_size)
+        data, outputs = rows()[place], ["log_probs", "entropy"]
+        noted = engine.infer(data, [*outputs, "routed_experts"], 0.7, FIXED).batch
+        data.batch["routed_experts"] = told_experts()[place]
+        told = engine.infer(data, [*outputs, "routed_experts"], 0.7, FIXED).batch
+        metrics = engine.forward_backward(data, token_loss, outputs, 0.7, FIXED)
+        found[layout] = {
+            "place": (engine.dp_rank, engine.dp_size, engine.collects),
+            "noted": dict(noted.items()) if noted is not None else {},
+            "told": dict(told.items()) if told is not None else {},
+            "metrics": metrics,
+            "gradients": whole(engine, gradients=True),
+        }
+    torch.save(found, Path(folder) / f"replay-{rank}.pt")
+
+
+def told_experts() -> torch.Tensor:
+    """[B, P+R, layers, k] uint8, three different ones for every token; of some tokens nothing is known."""
+    draw = torch.Generator().manual_seed(3)
+    shape = (*rows().batch["attention_mask"].shape, 4, 8)
+    told = torch.rand(shape, generator=draw).argsort(dim=-1)[..., :3].to(torch.uint8)
+    told[torch.rand(shape[:2], generator=draw) < 0.2] = 255
+    return told

@@ -36,7 +36,7 @@ REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
         ("reward_model.strategy", _FOLLOW),
     )
     if _ENGINES
-} | {f"{ACTOR}.megatron_config.router_replay.mode": (("R2", "R3"), "Leave it out")}
+}
 _FOREIGN = [name for name, row in names.ROLLOUTS.items() if row.foreign]
 _LOAD_FORMATS = ("auto", "dummy")
 _REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"
@@ -338,6 +338,11 @@ RULES: tuple[Rule, ...] = (
         _below(ROLLOUT, "prometheus.port"),
         _is_set(f"{ROLLOUT}.prometheus.enable"),
         f"{ROLLOUT}.prometheus.enable = False",
+    ),
+    Rule(
+        _below(ROLLOUT, "return_routed_experts"),
+        lambda config: config.actor_rollout_ref.rollout.name in ("native", "vllm"),
+        f"only {ROLLOUT}.name=native and vllm know them",
     ),
     Rule(
         _below(ROLLOUT, "free_weights"),

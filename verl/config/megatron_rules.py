@@ -180,3 +180,6 @@ def _replay(config: PPOConfig, report: Report) -> None:
         fix = f"Set it to R2, or {ROLLOUT}.name to {' or '.join(_RECORDS_EXPERTS)}"
         key = f"{BLOCK_OF_ROLE['actor']}.megatron_config.router_replay.mode"
         report.problem(key, mode, why, fix, (f"{ROLLOUT}.name",))
+    elif actor.strategy == "megatron" and mode == "R3" and not rollout.return_routed_experts:
+        why, fix = "they are replayed (router_replay.mode = R3)", "Leave it out"
+        report.problem(f"{ROLLOUT}.return_routed_experts", False, why, fix)

@@ -174,7 +174,10 @@ def _pools(config: PPOConfig, report: Report) -> None:
     asked.setdefault("ref", asked.get("actor", usual))
     config.role_mapping = {role: asked.get(role, usual) for role in names.ROLES}
     if rollout.return_routed_experts is None:
-        rollout.return_routed_experts = False
+        actor = config.actor_rollout_ref.actor
+        rollout.return_routed_experts = (
+            actor.strategy == "megatron" and actor.megatron_config.router_replay.mode == "R3"
+        )
     if rollout.free_weights is None:
         rollout.free_weights = rollout.free_cache_engine and shares_devices(config) and not rollout.server_urls
 

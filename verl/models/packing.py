@@ -136,13 +136,9 @@ def packed_rows(
     mask = attention_mask.bool()
     first = mask.shape[1] - response_length
     rows, columns = mask[:, first:].nonzero(as_tuple=True)
-    empty = ~mask.any(dim=1)
-    kept = mask
-    if bool(empty.any()):
-        kept = mask.clone()
-        kept[empty, 0] = True
-        input_ids = input_ids.clone()
-        input_ids[empty, 0] = pad_token_id
+    kept = kept_tokens(mask)
+    if kept is not mask:
+        input_ids = input_ids.masked_fill(kept & ~mask, pad_token_id)
     lengths = kept.sum(dim=1)
     in_row = kept.long().cumsum(dim=1) - 1
     refuse_lone_responses(rows, in_row[rows, first + columns])
@@ -157,6 +153,16 @@ def packed_rows(
         labels=input_ids[rows, first + columns],
         last=starts + lengths - 1,
     )
+
+
+def kept_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """[b, P+R] bool: what of the rows is packed, in order: attended tokens; of a row without any, its first column."""
+    mask = mask.bool()
+    empty = ~mask.any(dim=1)
+    if bool(empty.any()):
+        mask = mask.clone()
+        mask[empty, 0] = True
+    return mask
 
 
 def refuse_lone_responses(rows: torch.Tensor, places: torch.Tensor) -> None:

@@ -63,6 +63,19 @@ def _random(module):
     module._set_cuda_rng_state = lambda state, *args, **kwargs: torch.cuda.set_rng_state(state)
 
 
+def _dispatcher(module):
+    """Sizes go to the host by a stream of their own; here they are there."""
+
+    def stay(self, point, tokens_per_expert=None):
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            if hasattr(getattr(self, name, None), "numpy"):
+                setattr(self, name, getattr(self, name).numpy())
+        return tokens_per_expert
+
+    module.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"
+    module.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = stay
+
+
 def _nothing():
     pass
 
@@ -70,5 +83,6 @@ def _nothing():
 _AROUND = {
     "megatron.core": (_torch_without_cuda, None),
     "megatron.core.tensor_parallel.random": (_nothing, _random),
+    "megatron.core.transformer.moe.token_dispatcher": (_nothing, _dispatcher),
 }
 sys.meta_path.insert(0, _Watch())

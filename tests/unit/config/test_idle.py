@@ -42,6 +42,7 @@ CASES: list[tuple[str, list[str], list[str] | None]] = [
     *engine_cases(),
     ("critic.optim.lr=2e-5", [GRPO], []),
     (f"{ROLLOUT}.in_process=True", [], [f"{ROLLOUT}.name=vllm"]),
+    (f"{ROLLOUT}.return_routed_experts=True", [f"{ROLLOUT}.name=hf"], []),
     (f"{ROLLOUT}.cudagraph_capture_sizes=[1,8]", [], [f"{ROLLOUT}.name=vllm"]),
     (f"{ROLLOUT}.gpu_memory_utilization=0.5", [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=[http://one:8000]"], []),
     (f"{ROLLOUT}.prometheus.port=9500", [], [f"{ROLLOUT}.prometheus.enable=True"]),

@@ -80,6 +80,9 @@ class ActorRolloutRefWorker(SavingWorker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropys`: [batch, response], at the sampling temperature."""
         columns = {"log_probs": "old_log_probs", "entropy": "entropys"}
+        actor = self.config.actor
+        if actor.strategy == "megatron" and actor.megatron_config.router_replay.mode == "R2":
+            columns["routed_experts"] = "routed_experts"
         with self.engine.awake(optimizer=False):
             return inferred(self.engine, data, columns, self._temperature(data), _log_prob_passes(self.config.rollout))
 

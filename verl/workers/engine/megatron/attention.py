@@ -19,9 +19,11 @@ from verl.models.packing import Packing
 class PackedTokens(PackedSeqParams):
     """What a micro-batch tells every layer; to Core's own code it is no packed sequence."""
 
-    def __init__(self, packing: Packing) -> None:
+    def __init__(self, packing: Packing, routes: Any = None) -> None:
+        """`routes` are what routers of a mixture are told (`router_replay.Routes`)."""
         super().__init__(qkv_format="sbhd")
         self.packing = packing
+        self.routes = routes
 
 
 class PackedAttention(nn.Module):

@@ -33,6 +33,8 @@ from verl.workers.engine.common.step_checks import reason_against, step_metrics
 from verl.workers.engine.megatron.layout import CoreLayout, Sizes
 from verl.workers.engine.megatron.model import CoreModel, core_config, core_names
 from verl.workers.engine.megatron.optimizer import CoreAdamW
+from verl.workers.engine.megatron.router_replay import COLUMN as ROUTED
+from verl.workers.engine.megatron.router_replay import Routers
 from verl.workers.engine.megatron.steps import MicroBatch, run_micro_batches
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -97,6 +99,10 @@ class MegatronEngine:
         self.models = [
             CoreModel(config, self.kind, self.hf_config, self.layout, self.device, stage) for stage in stages
         ]
+        self._routers: Routers | None = None
+        if self.arch.experts is not None:
+            replays = engine_config.router_replay.mode != "disabled"
+            self._routers = Routers(self.models, self.arch, self.layout, self.device, replays)
         self.chunks: list[Any] = list(self.models)
         if train:
             ddp = DistributedDataParallelConfig(
@@ -187,6 +193,9 @@ class MegatronEngine:
             chunk.train()
         with self.layout.active():
             self._run(data, micro, outputs, temperature, use, backward=True)
+            measured = self._routers.measured() if self._routers is not None else {}
+        for name, value in measured.items() if self._last_stage else ():
+            sums.add(name, value, 1.0)
         return sums.result()
 
     def optimizer_step(self) -> dict[str, float]:
@@ -231,6 +240,7 @@ class MegatronEngine:
         """The fields [B, R] (`FIELDS_OF_ROWS`: [B]), float32 on the CPU, in the order of the rows; none before the last
         stage."""
         keys = ["input_ids", "attention_mask"] + (["responses"] if self.kind != "sequence_classification" else [])
+        keys += [ROUTED] if ROUTED in data.batch.keys() else []
         inputs = data.select(batch_keys=keys, non_tensor_batch_keys=[], meta_info_keys=[])
         expect(len(data))
         found = self._inferred(inputs, outputs, temperature, micro)
@@ -241,7 +251,8 @@ class MegatronEngine:
         self, data: DataProto, outputs: Sequence[str], temperature: float, micro: MicroBatching
     ) -> dict[str, torch.Tensor]:
         order: list[int] = []
-        parts: dict[str, list[torch.Tensor]] = {name: [] for name in outputs}
+        fields = [name for name in outputs if name != ROUTED]
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in fields}
 
         def use(fields: dict[str, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
             if micro_batch.indices is not None:
@@ -253,10 +264,10 @@ class MegatronEngine:
         for chunk in self.chunks:
             chunk.eval()
         with self.layout.active():
-            self._run(data, micro, outputs, temperature, use, backward=False)
+            done = self._run(data, micro, fields, temperature, use, backward=False, notes=ROUTED in outputs)
+            found = {ROUTED: self._noted(data, done)} if ROUTED in outputs else {}
         if not self._last_stage:
             return {}
-        found = {}
         for name, values in parts.items():
             per_row = name in FIELDS_OF_ROWS
             found[name] = torch.zeros(len(data) if per_row else (len(data), data.batch["responses"].shape[1]))
@@ -274,7 +285,9 @@ class MegatronEngine:
         temperature: float,
         use: Any,
         backward: bool,
-    ) -> None:
+        notes: bool = False,
+    ) -> list[MicroBatch]:
+        """What it ran; `notes`: with the experts that tokens went through."""
         unknown = set(outputs) - set(FIELDS_OF_KIND[self.kind])
         if unknown or not outputs:
             raise ValueError(
@@ -282,18 +295,30 @@ class MegatronEngine:
             )
         if temperature <= 0:
             raise ValueError(f"temperature: {temperature} is not above 0; log-probabilities need one that is.")
+        parts = self._micro_batches(data, micro, notes)
         run_micro_batches(
             self.chunks,
             self.layout,
-            self._micro_batches(data, micro),
+            parts,
             tuple(outputs),
             temperature,
             use,
             backward=backward,
             done=lambda micro_batch: tick(len(micro_batch.indices or ())),
         )
+        return parts
 
-    def _micro_batches(self, data: DataProto, micro: MicroBatching) -> list[MicroBatch]:
+    def _noted(self, data: DataProto, done: Sequence[MicroBatch]) -> torch.Tensor:
+        """[B, P+R, layers, k]: the experts of every token. A collective."""
+        if self._routers is None:
+            raise ValueError(f"outputs: {ROUTED} of a {self.arch.family} model, which has no experts.")
+        found = self._routers.unknown(data)
+        for part in done:
+            if part.indices is not None and part.routes is not None:
+                found[part.indices] = self._routers.gathered(part.routes, part.part, part.rows.packing.total)
+        return found
+
+    def _micro_batches(self, data: DataProto, micro: MicroBatching, notes: bool) -> list[MicroBatch]:
         """As many on every rank. Chunks of stages that take turns want a multiple of the stages, all of one length:
         each knows what the next message holds."""
         in_turn, stages = self.layout.vpp > 1, self.layout.pp.size
@@ -310,9 +335,17 @@ class MegatronEngine:
         ]
         longest = max((rows.packing.total for rows in packed), default=0) if in_turn else 0
         return [
-            MicroBatch(part, indices, self._placed(rows, longest), (len(part), width))
+            self._micro_batch(part, indices, self._placed(rows, longest), (len(part), width), notes)
             for (part, indices), rows in zip(parts, packed, strict=True)
         ]
+
+    def _micro_batch(
+        self, part: DataProto, indices: list[int] | None, rows: PackedRows, shape: tuple[int, int], notes: bool
+    ) -> MicroBatch:
+        routes = None
+        if self._routers is not None:
+            routes = self._routers.routes(part, rows.packing.total, indices is None, notes)
+        return MicroBatch(part, indices, rows, shape, routes)
 
     def _placed(self, rows: PackedRows, at_least: int) -> PackedRows:
         """This rank's share of the rows, on its device; ranks that share tokens have equally many."""
@@ -321,6 +354,6 @@ class MegatronEngine:
         return (rows if self._sharing is None else shared_rows(rows, self._sharing)).to(self.device)
 
     def _on_device(self, part: DataProto) -> DataProto:
-        tensors = dict(part.batch.items())
+        tensors = {name: value for name, value in part.batch.items() if name != ROUTED}  # routers have been told
         moved = zip(tensors, copied_together(list(tensors.values()), self.device), strict=True)
         return DataProto.from_dict(dict(moved), part.non_tensor_batch, part.meta_info)

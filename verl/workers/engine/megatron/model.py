@@ -35,6 +35,7 @@ from verl.models.packing import PackedRows
 from verl.workers.engine.megatron.attention import PackedAttention, PackedTokens
 from verl.workers.engine.megatron.layout import CoreLayout
 from verl.workers.engine.megatron.rotary import Rotary
+from verl.workers.engine.megatron.router_replay import Router, Routes
 from verl.workers.engine.megatron.vocab_head import vocab_parallel_statistics
 
 _ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
@@ -128,7 +129,12 @@ class CoreModel(LanguageModule):
         self.decoder.set_input_tensor(input_tensor[0])
 
     def forward(
-        self, rows: PackedRows, names: Sequence[str], shape: tuple[int, int], temperature: float
+        self,
+        rows: PackedRows,
+        names: Sequence[str],
+        shape: tuple[int, int],
+        temperature: float,
+        routes: Routes | None = None,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """The named fields as `verl.models.forward.ResponseModel` gives them; hidden states before the last stage."""
         hidden = None
@@ -140,7 +146,7 @@ class CoreModel(LanguageModule):
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=self.rotary(rows.position_ids, rows.packing.max_length),
-            packed_seq_params=PackedTokens(rows.packing),
+            packed_seq_params=PackedTokens(rows.packing, routes),
         )
         if not self.post_process:
             return hidden
@@ -231,7 +237,7 @@ def core_config(
         # Losses are divided by counts of the whole step: gradients are sums, over ranks and micro-batches.
         "calculate_per_token_loss": True,
         "cp_comm_type": "a2a",
-        "moe_token_dispatcher_type": "alltoall",
+        **_mixture(arch),
     }
     values |= engine.override_transformer_config
     known = {field.name for field in fields(CoreConfig)}
@@ -244,6 +250,27 @@ def core_config(
     if checkpointing is not None:
         values |= engine.recompute(checkpointing)
     return CoreConfig(**values)
+
+
+def _mixture(arch: CoreArchitecture) -> dict[str, Any]:
+    """What Core needs to know of experts. Nothing balances them: what is learned is the policy."""
+    experts = arch.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_layer_freq": [int(sparse) for sparse in experts.layers],
+        "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+        "moe_shared_expert_gate": experts.shared_ffn > 0,
+        # Weights that add up to 1 are a softmax over the chosen; others are parts of one over all.
+        "moe_router_pre_softmax": not experts.normalized,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+    }
 
 
 def _left(weight: torch.Tensor) -> torch.Tensor:
@@ -263,8 +290,11 @@ def _block(config: CoreConfig, vp_stage: int | None) -> TransformerBlockSubmodul
 def _layer(config: CoreConfig, number: int) -> ModuleSpec:
     """Core's own layer with our attention and norms; `number` counts from 0."""
     assert config.arch is not None
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    experts = config.num_moe_experts if config.arch.is_sparse(number) else None
+    spec = get_gpt_layer_local_spec(experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = spec.submodules
+    if experts is not None:
+        parts.mlp.submodules.router = Router
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention

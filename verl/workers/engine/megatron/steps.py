@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from verl.models.packing import PackedRows
 from verl.protocol import DataProto
 from verl.workers.engine.megatron.layout import CoreLayout
+from verl.workers.engine.megatron.router_replay import Routes
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class MicroBatch:
     rows: PackedRows
     """On the device."""
     shape: tuple[int, int]
+    routes: Routes | None = None
+    """Of a mixture of experts."""
 
 
 Use = Callable[[dict[str, torch.Tensor], MicroBatch], torch.Tensor]
@@ -51,7 +54,7 @@ def run_micro_batches(
 
     def forward_step(source: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
         micro = next(source)
-        output = chunk(micro.rows, fields, micro.shape, temperature)
+        output = chunk(micro.rows, fields, micro.shape, temperature, micro.routes)
         if source is sources[0]:
             done(micro)
         # Core adds up tokens to divide gradients by, and leaves the loss of a triple as it is.

@@ -1,0 +1,93 @@
+"""Experts that a pass notes, and that another is told: those of transformers, on every layout."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engine_cases import assert_close, gradients_of, plain_fields, run_ranks
+from tests.support.megatron_ranks import RANKS, mine, model_of, ranks_that_replay, rows, told_experts
+from verl.models.routing import note_routes, routers
+
+pytestmark = pytest.mark.timeout(1800)
+# Tokens shared by tensor ranks, by context ranks and by neither; layers by stages; experts by ranks.
+LAYOUTS = ["EP2", "TP2 PP2", "CP2 EP2"]
+UNKNOWN = 255
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("replay")
+    run_ranks(ranks_that_replay, folder, LAYOUTS, ranks=RANKS)
+    return [torch.load(folder / f"replay-{rank}.pt", weights_only=False) for rank in range(RANKS)]
+
+
+def own_experts(model: Any) -> torch.Tensor:
+    """[B, P+R, layers, k] as the routers of transformers choose, row by row; `UNKNOWN` elsewhere."""
+    seen: dict[int, torch.Tensor] = {}
+    note_routes(model, seen.__setitem__)
+    table = torch.full_like(told_experts(), UNKNOWN)
+    for place, ids, mask in zip(table, rows().batch["input_ids"], rows().batch["attention_mask"].bool(), strict=True):
+        with torch.no_grad():
+            model(input_ids=ids[mask][None])
+        for layer, experts in seen.items():
+            place[mask.nonzero()[:, 0], layer] = experts.to(torch.uint8)
+    return table
+
+
+def with_told(model: Any) -> Any:
+    """The model of transformers whose routers do as they are told, one row after the other."""
+    masks, told = rows().batch["attention_mask"].bool(), told_experts()
+    for layer, router in routers(model).items():
+        passes = count()
+
+        def replay(module: Any, _: Any, chosen: Any, layer: int = layer, passes: Any = passes) -> Any:
+            row = next(passes) % len(masks)
+            logits, _, own = chosen
+            wanted = told[row][masks[row]][:, layer].long()
+            wanted = torch.where(wanted < logits.shape[-1], wanted, own)
+            picked = logits.softmax(-1).gather(1, wanted)
+            return logits, picked / picked.sum(-1, keepdim=True), wanted
+
+        router.register_forward_hook(replay)
+    return model
+
+
+def collected(found: Any, layout: str) -> list[tuple[slice, dict[str, Any]]]:
+    """The rows of each part, and what the rank that answers for them found."""
+    ranks = [rank[layout] for rank in found]
+    return [(mine(*rank["place"][:2]), rank) for rank in ranks if rank["place"][2]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_noted_is_what_the_routers_of_transformers_choose(found, layout):
+    wanted = own_experts(model_of("experts"))
+    for part, rank in collected(found, layout):
+        noted = rank["noted"]["routed_experts"]
+        assert noted.dtype == torch.uint8
+        assert torch.equal(noted.sort(-1).values, wanted[part].sort(-1).values)
+        assert (noted[:, :, 1] == UNKNOWN).all(), "a dense layer"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_told_is_what_tokens_go_through_in_fields_and_gradients(found, layout):
+    fields = plain_fields(with_told(model_of("experts")), rows(), 0.7)
+    gradients = gradients_of(with_told(model_of("experts")), rows(), 0.7)
+    told, mask = told_experts(), rows().batch["attention_mask"].bool()
+    for part, rank in collected(found, layout):
+        assert_close(
+            {name: rank["told"][name] for name in fields}, {name: value[part] for name, value in fields.items()}, 1e-5
+        )
+        known = (mask & (told[:, :, 0, 0] != UNKNOWN))[part]
+        for layer in (0, 2, 3):
+            assert torch.equal(rank["told"]["routed_experts"][known][:, layer], told[part][known][:, layer])
+        assert 0.1 < rank["metrics"]["moe/replaced"][0] < 0.9
+    for rank in found:
+        for name, value in gradients.items():
+            value = torch.zeros_like(rank[layout]["gradients"][name]) if value is None else value
+            torch.testing.assert_close(
+                rank[layout]["gradients"][name], value, atol=1e-5 * max(1.0, float(value.abs().max())), rtol=0.0
+            )
