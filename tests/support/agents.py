@@ -107,6 +107,8 @@ class Noting(RankHandle):
     """A handle that notes which prompts were asked of it."""
 
     inner: RankHandle
+    role: str = "rollout"
+    rank: int = 0
     prompts: list[list[int]] = field(default_factory=list)
 
     def tell(self, method: str, *args: Any) -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 
 from verl.single_controller.base.handle import RankHandle
 from verl.types.request import Output, Request
+from verl.utils.helper_processes import Standing, add_peer, remove_peer
 from verl.utils.progress import pulse
 from verl.workers.roles.requests import Answer, Collected
 
@@ -18,6 +20,8 @@ __all__ = ["EngineLost", "Replica"]
 # So long a call for answers stands open. Shorter than what the watch for hangs calls long: each one shows that the
 # engine moves.
 _STANDING_S = 2.0
+# Whoever tells nothing for so long is named, should the run hang.
+_SILENT_S = 10.0
 
 
 class EngineLost(RuntimeError):
@@ -38,6 +42,9 @@ class Replica:
         self._pulses = 0
         self._closed = False
         self._ended: str | None = None
+        self._heard = time.monotonic()
+        self._standing: Standing | None = None
+        add_peer(self._silence)
         threading.Thread(target=self._keep_collecting, name="agent-replica", daemon=True).start()
 
     @property
@@ -49,6 +56,8 @@ class Replica:
         """The answer. Cancelling the awaiting task aborts the request."""
         if self._ended is not None:
             raise EngineLost(self._ended)
+        if not self._waiting:
+            self._heard = time.monotonic()
         future = self._waiting[request.id] = self._loop.create_future()
         self._leaving.append(request)
         if len(self._leaving) == 1:
@@ -66,10 +75,20 @@ class Replica:
 
     def close(self) -> None:
         """Answers are not waited for any longer; tasks that a loop left behind end where they wait."""
+        if not self._closed:
+            remove_peer(self._silence)
         self._closed = True
         self._ended = self._ended or "the generation is over"
         for future in list(self._waiting.values()):
             future.cancel()
+
+    def _silence(self) -> str | None:
+        """Of those who wait for an engine that does not move; from any thread."""
+        seconds = time.monotonic() - self._heard
+        if not self._waiting or seconds < _SILENT_S:
+            return None
+        engine = "" if self._standing is None else "; its engine's process (pid {}) is {}".format(*self._standing)
+        return f"{self._handle}, whose engine has not moved for {seconds:.0f} s ({len(self._waiting)} requests{engine})"
 
     def _send(self) -> None:
         requests, self._leaving = self._leaving, []
@@ -90,8 +109,9 @@ class Replica:
 
     def _deliver(self, collected: Collected) -> None:
         if collected.pulses != self._pulses:
-            self._pulses = collected.pulses
+            self._pulses, self._heard = collected.pulses, time.monotonic()
             pulse()
+        self._standing = collected.standing
         for answer in collected.answers:
             self._tell(answer)
         self._others = max(0, collected.unfinished - len(self._waiting))

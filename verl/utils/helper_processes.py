@@ -1,4 +1,4 @@
-"""Processes that do a part of this one's work: whoever watches this one is told of one that cannot run."""
+"""Processes that do a part of this one's work: who watches this one is told of those that cannot run, or are silent."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from verl.utils.process_tree import standstill
 
-__all__ = ["Standing", "add_helper", "remove_helper", "standing_helper"]
+__all__ = ["Standing", "add_helper", "add_peer", "remove_helper", "remove_peer", "silent_peer", "standing_helper"]
 
 Standing = tuple[int, str]
 """(process id, why it cannot run: stopped or traced)."""
 
 _helpers: dict[int, Callable[[], bool]] = {}
+_peers: list[Callable[[], str | None]] = []
 
 
 def add_helper(pid: int, awaited: Callable[[], bool]) -> None:
@@ -30,3 +31,18 @@ def standing_helper() -> Standing | None:
         if awaited() and (why := standstill(pid)) in ("stopped", "traced"):
             return pid, why
     return None
+
+
+def add_peer(silence: Callable[[], str | None]) -> None:
+    """Somewhere else. `silence()` says, from any thread, who has not answered for long, and what is known of it."""
+    _peers.append(silence)
+
+
+def remove_peer(silence: Callable[[], str | None]) -> None:
+    """Nobody waits for it any more."""
+    _peers.remove(silence)
+
+
+def silent_peer() -> str | None:
+    """One that this process waits for, and that says nothing."""
+    return next(filter(None, (silence() for silence in list(_peers))), None)

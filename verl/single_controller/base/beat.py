@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from verl.utils.helper_processes import Standing, standing_helper
+from verl.utils.helper_processes import Standing, silent_peer, standing_helper
 from verl.utils.progress import pulses
 from verl.utils.stacks import Stack, own_stacks, users_frame
 
@@ -37,6 +37,8 @@ class Beat:
     """The compute thread's first, then, if asked for, those of threads in collectives or in users' code."""
     helper: Standing | None = None
     """A process that this one waits for (an engine's) and that cannot run."""
+    awaits: str | None = None
+    """Who else is waited for, and has not answered for long."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Heart:
         method, start, thread, done = running
         stacks = own_stacks(None if every_thread else thread)
         told = telling_stacks(stacks, thread)
-        return Beat(method, time.monotonic() - start, done() + pulses(), thread, told, standing_helper())
+        return Beat(method, time.monotonic() - start, done() + pulses(), thread, told, standing_helper(), silent_peer())
 
 
 def telling_stacks(stacks: dict[int, Stack], thread: int) -> tuple[Stack, ...]:

@@ -13,6 +13,12 @@ __all__ = ["RankHandle", "result_of"]
 class RankHandle(ABC):
     """Control calls only: they answer beside the rank's work."""
 
+    role: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.role}"
+
     @abstractmethod
     def tell(self, method: str, *args: Any) -> None:
         """Call it; nobody waits for the end."""

@@ -40,6 +40,7 @@ class LocalRankHandle(RankHandle):
 
     host: LocalRankHost
     role: str
+    rank: int = 0
 
     def tell(self, method: str, *args: Any) -> None:
         self.ask(method, *args)

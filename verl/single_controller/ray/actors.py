@@ -59,6 +59,9 @@ class RayRankHandle(RankHandle):
     rank: int
     host: str
 
+    def __str__(self) -> str:
+        return f"{super().__str__()} ({self.host})"
+
     def tell(self, method: str, *args: Any) -> None:
         self._send(method, args)
 

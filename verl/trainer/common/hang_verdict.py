@@ -180,6 +180,8 @@ def _waits_for_helper(report: RankReport) -> str:
 
 
 def _stands_at(report: RankReport) -> str:
+    if report.beat.awaits is not None:
+        return f"waits for {report.beat.awaits}"
     if (place := _users_place(report)) is not None:
         return f"is in the user's function {place}"
     stack = report.beat.stacks[0] if report.beat.stacks else ()

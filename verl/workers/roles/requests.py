@@ -13,6 +13,7 @@ from functools import partial
 from verl.config import RolloutConfig
 from verl.types.request import Output, Request
 from verl.utils.field_errors import keys_under
+from verl.utils.helper_processes import Standing, standing_helper
 from verl.utils.progress import pulses
 from verl.workers.rollout.base import BaseRollout
 
@@ -42,6 +43,8 @@ class Collected:
     """A number that changes as long as the engine's process moves."""
     closed: bool
     """No more will come."""
+    standing: Standing | None = None
+    """A process of the engine's that cannot run."""
 
 
 class OpenRequests:
@@ -81,7 +84,9 @@ class OpenRequests:
         """What was finished for this client since it asked last; waits so many seconds for something."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or bool(self._answers.get(client)), within)
-            return Collected(self._answers.pop(client, []), len(self._unfinished), pulses(), self._closed)
+            return Collected(
+                self._answers.pop(client, []), len(self._unfinished), pulses(), self._closed, standing_helper()
+            )
 
     def abort(self, ids: Iterable[str]) -> None:
         """End these at the next token."""

@@ -49,6 +49,16 @@ CASES = {
         "rank 0 of actor (host node-0, pid 4710) waits for its engine's process (pid 4799), which is stopped (SIGSTOP);"
         " rank 1 of actor has finished",
     ),
+    "agents whose engine does not answer": (
+        [
+            replace(
+                rank(0, LOCK), role="agents", beat=replace(rank(0, LOCK).beat, awaits="rank 1 of rollout, whose engine")
+            )
+        ],
+        "alone",
+        [0],
+        "rank 0 of agents (host node-0, pid 4710) waits for rank 1 of rollout, whose engine",
+    ),
     "one in a debugger": (
         [rank(0, GATHERS), rank(1, UPDATE, state="traced")],
         "traced",
