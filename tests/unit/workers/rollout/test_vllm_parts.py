@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.sequence import Sequence
 from verl.types.request import Output, Request, SamplingParams
+from verl.workers.rollout.base import EngineBrokenError
 from verl.workers.rollout.vllm_rollout.engine_args import engine_arguments
 from verl.workers.rollout.vllm_rollout.environment import environment
 from verl.workers.rollout.vllm_rollout.sampling import sampling_arguments
+from verl.workers.rollout.vllm_rollout.step_engine import VllmStepEngine
 from verl.workers.rollout.vllm_rollout.weights import SleepMode
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -130,3 +134,14 @@ def test_a_cpu_has_no_sleep() -> None:
     memory.settle()
     memory.wake("kv_cache")
     assert engine.told == []
+
+
+def test_a_step_that_fails_is_the_end_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it raised: of what was scheduled nothing will come, and its process has to be started anew."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict, __version__="0"))
+    model = SimpleNamespace(max_model_len=8, max_logprobs=20, get_vocab_size=lambda: 9, dtype=torch.float32)
+    core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=[1]), get_output=lambda: [].pop())
+    engine = Sleeper()
+    vars(engine).update(vllm_config=SimpleNamespace(model_config=model), engine_core=core)
+    with pytest.raises(EngineBrokenError, match="vLLM failed in a step: IndexError: pop from empty list"):
+        VllmStepEngine(engine, CPU).drain()
