@@ -78,7 +78,7 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
 
 
 def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> str | None:
-    """The signal that ended the run, if one did."""
+    """The signal that ended the run, if one did, and what was given up for it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -108,7 +108,7 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> str | None:
     poll = ControllerPoll(runner, own, config.trainer.hang_timeout)
     with stopping as asked, progress_bar(lambda: poll.standing):
         try:
-            result_of(runner.run.remote(config), own, asked, poll.look)
+            given_up = result_of(runner.run.remote(config), own, asked, poll.look)
         except Exception as error:
             now = poll.standing
             if now is not None and now.phase:  # what an error knows itself stays
@@ -117,7 +117,8 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> str | None:
     if asked.by is not None and ours:
         ray.shutdown()  # what the run printed arrives at any time until then
         sys.stdout.flush()
-    return asked.by
+    # Said here: the last that an actor prints may be lost with Ray.
+    return given_up if asked.by is not None and isinstance(given_up, str) else asked.by
 
 
 def _ask_to_stop(runner: Any, by: str | None) -> None:
@@ -140,8 +141,11 @@ class TaskRunner:
         self._starting = StatusLine(0)
         self._stop_requested = False
 
-    def run(self, config: PPOConfig) -> None:
-        """Register the roles, load tokenizer, rewards and data, start the workers, train."""
+    def run(self, config: PPOConfig) -> str | None:
+        """Register the roles, load tokenizer, rewards and data, start the workers, train.
+
+        What was given up at the end, if the run was asked to stop and there was no time for it.
+        """
         from verl.config.context_length import refuse_long_sequences
         from verl.config.megatron_models import refuse_model_layouts
         from verl.planning.check import check_memory
@@ -206,10 +210,11 @@ class TaskRunner:
         )
         self._trainer.run_start = start
         if self._stop_requested:
-            return
+            return None
         try:
             self._trainer.init_workers()
             self._trainer.fit()
+            return self._trainer.given_up
         finally:
             for manager in (reward_fn, val_reward_fn):
                 getattr(manager, "close", lambda: None)()

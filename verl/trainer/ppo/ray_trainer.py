@@ -259,6 +259,11 @@ class RayPPOTrainer:
         if self.config.trainer.save_within is not None:
             self.state.keep()
 
+    @property
+    def given_up(self) -> str | None:
+        """What was given up for a signal, and why."""
+        return self._preemption.given_up
+
     def preempt(self, by: str) -> None:
         """As `stop_requested.set()`, but by a signal that leaves `trainer.save_within` seconds. From any thread."""
         self.stop_requested.set()
