@@ -237,6 +237,8 @@ def core_config(
         # Losses are divided by counts of the whole step: gradients are sums, over ranks and micro-batches.
         "calculate_per_token_loss": True,
         "cp_comm_type": "a2a",
+        # Core also asks models without experts for one that takes sequences of any length.
+        "moe_token_dispatcher_type": "alltoall",
         **_mixture(arch),
     }
     values |= engine.override_transformer_config
@@ -269,7 +271,6 @@ def _mixture(arch: CoreArchitecture) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
     }
 
 
