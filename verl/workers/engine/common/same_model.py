@@ -36,6 +36,11 @@ _IRRELEVANT = {
 _IRRELEVANT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "drop_rate")
 
 
+def about(hf_config: Any, kind: str, lora: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What `model.json` says of a model; `lora`: of its adapters."""
+    return {"kind": kind, "config": hf_config.to_dict(), "lora": lora}
+
+
 @dataclass(frozen=True)
 class ModelDescription:
     """What a checkpoint must fit."""

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,27 +24,25 @@ from verl.models.sharing import shared_rows
 from verl.models.trials import check_head, runs_packed
 from verl.models.ulysses import check_heads
 from verl.protocol import DataProto
-from verl.types.weights import Bucket, Manifest, Wanted
 from verl.utils.device_copy import copied_together
 from verl.utils.flops import SequenceCost
 from verl.utils.progress import expect, tick
 from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching
 from verl.workers.engine.common import groups
-from verl.workers.engine.common.export import HFExport
-from verl.workers.engine.common.frozen import checked
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches, with_last
 from verl.workers.engine.common.offload import EngineMemory
 from verl.workers.engine.common.optim import LossScale, build_schedule
+from verl.workers.engine.common.same_model import about
 from verl.workers.engine.common.saving import BackgroundSaves
 from verl.workers.engine.common.step_checks import reason_against, step_metrics
+from verl.workers.engine.common.stored_engine import StoredEngine
 from verl.workers.engine.fsdp import sharding
-from verl.workers.engine.fsdp.expected import about
 from verl.workers.engine.fsdp.model_weights import ModelWeights
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
 from verl.workers.engine.fsdp.state import EngineState
 
 
-class FSDPEngine:
+class FSDPEngine(StoredEngine):
     """See `verl.workers.engine.base.TrainEngine`. Weights are sharded over all ranks of the process group; groups of
     `sequence_parallel_size` neighbours get the same rows and share their tokens.
 
@@ -53,6 +50,8 @@ class FSDPEngine:
     `optim` the model is frozen (a reference, a reward model) and kept in the compute dtype; so is, with
     `model_config.lora_rank`, everything but the adapters (and a value head).
     """
+
+    _weights: ModelWeights
 
     def __init__(
         self,
@@ -113,7 +112,6 @@ class FSDPEngine:
         self._optimizer: ShardedAdamW | None = None
         moments = lambda: self._optimizer.state_tensors() if self._optimizer is not None else ()  # noqa: E731
         self._memory = EngineMemory(self.device, self.model, moments, bool(engine_config.grad_offload))
-        # (weights, moments) that are not on the device between phases.
         self._offloads = bool(engine_config.param_offload), bool(engine_config.optimizer_offload) and optim is not None
         self._schedule: LambdaLR | None = None
         self._loss_scale = LossScale(self.compute_dtype)
@@ -124,7 +122,7 @@ class FSDPEngine:
             self._schedule = build_schedule(self._optimizer.adamw, optim, total_steps)
         self._state = EngineState(
             self.model.hf,
-            about(self.hf_config, kind, self._adapters),
+            about(self.hf_config, kind, None if self._adapters is None else self._adapters.about()),
             self._weights,
             self._optimizer,
             self._schedule,
@@ -132,7 +130,7 @@ class FSDPEngine:
             self.device,
             self._source,
         )
-        self._exports: dict[torch.dtype, HFExport] = {}
+        self._exports = {}
         self._saves = BackgroundSaves(self.device, self.mesh, saved) if optim is not None and snapshots else None
 
     @classmethod
@@ -270,84 +268,11 @@ class FSDPEngine:
         with self._adapters.off() if self._adapters is not None else nullcontext():
             yield
 
-    # ---------------------------------------------------------------- weights
-
-    def manifest(self) -> Manifest:
-        """Every weight of the whole model under its Hugging Face name (tied ones under each of their names)."""
-        return self._weights.manifest
-
-    def buckets(
-        self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None = None
-    ) -> Iterator[Bucket]:
-        """Those weights, or what each rank wants of them, on the engine's device; all ranks walk in lockstep."""
-        self.to("device", optimizer=False)
-        return self._weights.buckets(dtype, max_bytes, wanted)
-
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move weights (with any gradients) and moments to host memory ("cpu") or back ("device")."""
-        if device == "device":
-            self._memory.come_back(model, optimizer)
-        else:
+        if device == "cpu":
             self._reshard()
-            self._memory.leave(model, optimizer)
-
-    def park(self) -> None:
-        """Between phases: what `param_offload` and `optimizer_offload` say moves to host memory."""
-        if any(self._offloads):
-            self.to("cpu", *self._offloads)
-
-    @contextmanager
-    def awake(self, optimizer: bool = True) -> Iterator[None]:
-        """For one phase: on the device, moments too if they are used; parked afterwards."""
-        self.to("device", optimizer=optimizer)
-        try:
-            yield
-        finally:
-            self.park()
-
-    def save(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
-        """Write the named contents, and wait until that is done."""
-        self.begin_save(path, contents)
-        self.finish_save()
-
-    def begin_save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
-        """Start to write the named contents in shards under `path`; `hf_model` whole, under `path/huggingface`.
-
-        `model` of a model with adapters is what learns, and beside it `lora_adapter` as peft loads it. Without room
-        for a copy of all that, it is written here and now.
-        """
-        folder = checked(path, contents)
-        if self._saves is not None:
-            self._saves.settle()
-        with self.awake(optimizer=False):
-            if not self.sound(thorough=True):
-                raise FloatingPointError("the weights are not finite, or give no finite numbers: they are not saved")
-        export = self._export(self.compute_dtype) if "hf_model" in contents else None
-        if self._saves is not None:
-            self._saves.begin(self._state, self._state.freeze(contents), self._memory, folder, export)
-            return
-        with self.awake():
-            self._memory.ready()
-            self._state.write(self._state.freeze(contents), folder, export, group=None)
-
-    def finish_save(self) -> None:
-        """Wait until what was begun is written, and raise what went wrong; no collective, and from any thread."""
-        if self._saves is not None:
-            self._saves.finish()
-
-    def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
-        """Read back what `save` wrote, with this or another number of ranks."""
-        folder = checked(path, contents)
-        self._state.check_fits(folder, contents)
-        self.to("device")
-        self._memory.before_change()
-        self._state.load(folder, contents)
-
-    def export_hf(self, path: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
-        """Write safetensors and config as transformers loads them, in the compute dtype unless `dtype` is given."""
-        target = dtype or self.compute_dtype
-        self.to("device", optimizer=False)
-        self._export(target).write(self._weights.whole(self._weights.everything(), target, None), Path(path), None)
+        super().to(device, model, optimizer)
 
     # ---------------------------------------------------------------- parts
 
@@ -371,13 +296,6 @@ class FSDPEngine:
         reshard, prefetch = engine_config.reshard_after_forward, bool(engine_config.forward_prefetch)
         self._one_group = sharding.shard(self.model, self.mesh, self.compute_dtype, reshard, prefetch)
         sharding.fill(self.model.hf, source, node, self.device, self._adapters)
-
-    def _export(self, dtype: torch.dtype) -> HFExport:
-        """Made here, and kept: making an empty model changes torch's defaults for a moment, for all threads."""
-        if dtype not in self._exports:
-            skeleton = empty_model(self.hf_config, self.kind, dtype, self._trust_remote_code)
-            self._exports[dtype] = HFExport(skeleton, dtype, self._source)
-        return self._exports[dtype]
 
     @contextmanager
     def _inference(self) -> Iterator[None]:

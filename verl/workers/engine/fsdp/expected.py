@@ -8,7 +8,7 @@ import torch
 
 from verl.models.loading import ModelKind, empty_model, read_config
 from verl.models.lora import Adapters
-from verl.workers.engine.common.same_model import ModelDescription
+from verl.workers.engine.common.same_model import ModelDescription, about
 from verl.workers.engine.fsdp.model_weights import ModelWeights
 
 
@@ -18,9 +18,4 @@ def expected_model(path: str, kind: ModelKind, model_config: Any) -> ModelDescri
     hf = empty_model(config, kind, torch.float32, model_config.trust_remote_code)
     adapters = Adapters(hf, kind, model_config) if model_config.lora_rank > 0 else None
     stored = ModelWeights(hf, adapters, torch.device("meta")).stored()
-    return ModelDescription.of(hf, stored, about(config, kind, adapters))
-
-
-def about(hf_config: Any, kind: ModelKind, adapters: Adapters | None) -> dict[str, Any]:
-    """What `model.json` says of a model."""
-    return {"kind": kind, "config": hf_config.to_dict(), "lora": None if adapters is None else adapters.about()}
+    return ModelDescription.of(hf, stored, about(config, kind, None if adapters is None else adapters.about()))
