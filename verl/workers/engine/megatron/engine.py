@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,8 @@ from torch import nn
 from verl.config.engine import MegatronConfig, OptimConfig
 from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
 from verl.models.core.architecture import CoreArchitecture
-from verl.models.core.weight_map import shard_slices, weight_map
 from verl.models.forward import FIELDS_OF_KIND, FIELDS_OF_ROWS
-from verl.models.loading import ModelKind, read_config, switch_dropout_off
+from verl.models.loading import ModelKind, empty_model, read_config, switch_dropout_off
 from verl.models.packing import PackedRows, packed_rows
 from verl.models.sharing import padded_rows, shared_rows
 from verl.models.ulysses import SequenceParallel
@@ -27,26 +26,37 @@ from verl.utils.flops import SequenceCost
 from verl.utils.progress import expect, tick
 from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching
 from verl.workers.engine.common import groups
+from verl.workers.engine.common.frozen import checked
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches
+from verl.workers.engine.common.offload import EngineMemory
 from verl.workers.engine.common.optim import LossScale
+from verl.workers.engine.common.same_model import about
+from verl.workers.engine.common.saving import BackgroundSaves
 from verl.workers.engine.common.step_checks import reason_against, step_metrics
+from verl.workers.engine.common.stored_engine import StoredEngine
+from verl.workers.engine.megatron.core_checkpoints import is_core_checkpoint, load_core_weights
+from verl.workers.engine.megatron.filling import fill
 from verl.workers.engine.megatron.layout import CoreLayout, Sizes
 from verl.workers.engine.megatron.model import CoreModel, core_config, core_names
 from verl.workers.engine.megatron.optimizer import CoreAdamW
 from verl.workers.engine.megatron.router_replay import COLUMN as ROUTED
 from verl.workers.engine.megatron.router_replay import Routers
+from verl.workers.engine.megatron.state import CoreState
 from verl.workers.engine.megatron.steps import MicroBatch, run_micro_batches
+from verl.workers.engine.megatron.weights import CoreWeights
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-class MegatronEngine:
+class MegatronEngine(StoredEngine):
     """See `verl.workers.engine.base.TrainEngine`.
 
     Ranks that share rows: those of a tensor group each have a part of every matrix, the stages of a pipeline their
     layers, those of a context group a part of the tokens. Outputs are on the last stage. Master weights, gradients and
     moments are float32; matrices are multiplied in `megatron_config.dtype`. Without `optim` the model is frozen.
     """
+
+    _weights: CoreWeights
 
     def __init__(
         self,
@@ -59,8 +69,13 @@ class MegatronEngine:
         grad_clip: float | None = None,
         total_steps: int | None = None,
         device: torch.device | str = "cpu",
+        snapshots: bool = True,
+        saved: Collection[str] = (),
     ) -> None:
-        """`model` is a local folder or hub name, or a model of that kind in memory (a ValueModel, for `value`)."""
+        """`model` is a local folder or hub name, or a model of that kind in memory (a ValueModel, for `value`).
+
+        `snapshots` and `saved` are as FSDPEngine has them.
+        """
         self.device = groups.with_index(torch.device(device))
         groups.ensure_process_group(self.device)
         self.layout = layout = CoreLayout.of(Sizes.of(engine_config), self.device)
@@ -86,11 +101,34 @@ class MegatronEngine:
         self._loss_scale = LossScale(self.compute_dtype)
         self._tokens = 0.0  # of all ranks since the last optimizer step
         with layout.active():
-            self._build(model, model_config, engine_config, train=optim is not None)
+            self._build(model_config, engine_config, train=optim is not None)
+            skeleton = empty_model(self.hf_config, kind, self.compute_dtype, self._trust_remote_code)
+            named = [(part, core_names(part, layout)) for part in self.models]
+            self._weights = CoreWeights(named, layout, self.arch, kind, skeleton, self.device)
+            self.fill(model)
             self._optimizer = CoreAdamW(self.chunks, optim, total_steps) if optim is not None else None
+        self._state = CoreState(
+            skeleton,
+            about(self.hf_config, kind),
+            self._weights,
+            self.chunks,
+            self._optimizer.core if self._optimizer is not None else None,
+            self._optimizer.schedules if self._optimizer is not None else (),
+            self._loss_scale,
+            self.device,
+        )
+        moments = lambda: self._optimizer.state_tensors() if self._optimizer is not None else ()  # noqa: E731
+        self._memory = EngineMemory(self.device, nn.ModuleList(self.models), moments, offload_gradients=False)
+        self._offloads = bool(engine_config.param_offload), bool(engine_config.optimizer_offload) and optim is not None
+        self._exports = {}
+        self._saves = BackgroundSaves(self.device, None, saved) if optim is not None and snapshots else None
 
-    def _build(self, model: Any, model_config: Any, engine_config: MegatronConfig, train: bool) -> None:
-        """Empty, with its buffers, then filled."""
+    def fill(self, model: str | os.PathLike | nn.Module) -> None:
+        """With a Hugging Face model's weights, in files or in memory; a collective, before there is an optimizer."""
+        fill(self._weights, model, self.hf_config, self._trust_remote_code)
+
+    def _build(self, model_config: Any, engine_config: MegatronConfig, train: bool) -> None:
+        """Empty, with its buffers."""
         checkpointing = train and bool(getattr(model_config, "enable_gradient_checkpointing", False))
         config = core_config(
             self.arch, engine_config, self.layout, self.compute_dtype, checkpointing if train else None
@@ -119,23 +157,6 @@ class MegatronEngine:
         else:
             for chunk in self.models:
                 chunk.requires_grad_(False)
-        self._fill(model)
-
-    @torch.no_grad()
-    def _fill(self, model: Any) -> None:
-        """From a model in memory; every rank has it."""
-        if not isinstance(model, nn.Module):
-            raise ValueError(
-                "model.path: the Megatron engine does not read weights from files yet. Use strategy=fsdp2."
-            )
-        source = model.state_dict()
-        table = {weight.name: weight for weight in weight_map(self.arch, self.kind)}
-        for chunk in self.models:
-            for local, name in core_names(chunk, self.layout).items():
-                weight, value = table[name], chunk.get_parameter(local).zero_()
-                part = self.layout.tp if weight.expert is None else self.layout.etp
-                for piece in shard_slices(weight, self.arch, part.rank, part.size):
-                    value[piece.place] = source[piece.hf][piece.source].to(value)
 
     @classmethod
     def of_block(
@@ -149,16 +170,22 @@ class MegatronEngine:
         grad_clip: float | None = None,
     ) -> MegatronEngine:
         """As a role's configuration block says."""
-        return cls(
+        config = block.megatron_config
+        engine = cls(
             model,
             kind,
             model_config=model_config,
-            engine_config=block.megatron_config,
+            engine_config=config,
             optim=optim,
             grad_clip=grad_clip,
             total_steps=optim.total_training_steps if optim is not None else None,
             device=device,
+            snapshots=optim is not None and block.checkpoint.snapshot is not False,
+            saved=block.checkpoint.save_contents if optim is not None else (),
         )
+        if config.use_dist_checkpointing:
+            engine.load(config.dist_checkpointing_path, ("model",))
+        return engine
 
     # ---------------------------------------------------------------- training
 
@@ -174,6 +201,8 @@ class MegatronEngine:
         """Add the gradient of this rank's rows of one optimizer step; {} before the last stage."""
         if self._optimizer is None:
             raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot train.")
+        if self._saves is not None:
+            self._saves.make_room(self._state)
         if counts is None:
             mine = local_counts(data) if self.collects else Counts(0.0, 0.0)
             tokens, sequences = groups.summed([mine.tokens, mine.sequences], self.device)
@@ -202,6 +231,7 @@ class MegatronEngine:
         """Clip, step, advance the schedule, zero the gradients; or, on all ranks, only the last (see `step_checks`)."""
         if self._optimizer is None:
             raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot step.")
+        self._memory.before_change()
         with self.layout.active():
             self._optimizer.gather_gradients()
             lr = self._optimizer.lr
@@ -274,6 +304,17 @@ class MegatronEngine:
             if order:
                 found[name][order] = torch.cat(values).cpu()  # the first time that the host waits for the device
         return found
+
+    def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
+        """Read back what any engine saved, on any layout; or the weights of a checkpoint that Core itself wrote."""
+        folder = checked(path, contents)
+        with self.layout.active():
+            if not is_core_checkpoint(folder):
+                super().load(folder, contents)
+                return
+            self.to("device")
+            self._memory.before_change()
+            load_core_weights(self.models, self._optimizer.core if self._optimizer is not None else None, folder)
 
     # ---------------------------------------------------------------- parts
 

@@ -1,0 +1,334 @@
+"""What four ranks do with the weights of Megatron engines; the processes import it by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from tests.support.engine_cases import make_batch, make_engine, token_loss, whole_weights
+from tests.support.megatron_cases import make_megatron
+from tests.support.megatron_ranks import KINDS, LAYOUTS, MODELS, model_of
+from tests.support.memory import TensorBytes
+from tests.support.tiny import tiny_model
+from verl.models.core.architecture import CoreArchitecture
+from verl.models.core.pipeline import stage_layers
+from verl.models.core.weight_map import weight_map
+from verl.models.loading import empty_model
+from verl.types.weights import TensorSlice
+from verl.utils.checkpoint.manifest import ChecksumRecorder, expect_records, write_manifest
+from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.common import checkpoint
+from verl.workers.engine.common.chunks import save_chunks
+from verl.workers.engine.megatron.filling import fill
+from verl.workers.engine.megatron.layout import CoreLayout, Sizes
+from verl.workers.engine.megatron.weights import CoreWeights
+
+RANKS = 4
+ALL = ("model", "optimizer", "extra")
+BUCKET = 1 << 20
+LARGE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 1024}
+
+
+def wrong(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of what is missing, more, or not the same bit for bit."""
+    return [
+        name
+        for name in {**wanted, **found}
+        if name not in found or name not in wanted or not torch.equal(found[name], wanted[name])
+    ]
+
+
+def handed_over(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
+    """Weights filled from files or from memory, and given out in buckets of any size; rank r writes `found-r.pt`."""
+    found = {}
+    for layout, name in cases:
+        kind = MODELS[name][0]
+        model = model_of(name)
+        there = model.state_dict()
+        stored = Path(folder) / f"{layout}-{name}"
+        if rank == 0 and kind == "causal_lm":
+            model.save_pretrained(stored)
+        dist.barrier()
+        # Only the first rank's model in memory counts.
+        source: Any = str(stored) if kind == "causal_lm" else model if rank == 0 else _other(name)
+        engine = make_megatron(source, kind, train=kind != "sequence_classification", **LAYOUTS[layout])
+        case: dict[str, Any] = {"names": list(engine.manifest()) == list(there)}
+        for size in (1 << 30, 40_000, 3_000):
+            case[f"whole, {size}"] = wrong(_walked(engine, None, size, None), there)
+            parts = [_rows(there, each, ranks) for each in range(ranks)]
+            case[f"rows, {size}"] = wrong(_walked(engine, None, size, parts), _cut(there, parts[rank]))
+            first = [_rows(there, 0, 1), *({} for _ in range(ranks - 1))]
+            half = {key: value.bfloat16() for key, value in there.items()}
+            case[f"first rank, {size}"] = wrong(_walked(engine, torch.bfloat16, size, first), _cut(half, first[rank]))
+        engine.export_hf(Path(folder) / "exported" / f"{layout}-{name}", torch.float32)
+        found[layout, name] = case
+    torch.save(found, Path(folder) / f"found-{rank}.pt")
+
+
+EXPERT_LAYOUTS = {
+    "EP4": Sizes(expert=4, expert_tensor=1),
+    "EP2": Sizes(expert=2, expert_tensor=1),
+    "TP2 EP2": Sizes(tensor=2, expert=2, expert_tensor=1),
+    "TP2 EP2 ETP2": Sizes(tensor=2, expert=2, expert_tensor=2),
+    "PP2 EP2": Sizes(pipeline=2, expert=2, expert_tensor=1),
+}
+
+
+EXPERTS = {"num_hidden_layers": 4, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32}
+
+
+def experts_handed_over(rank: int, ranks: int, folder: str) -> None:
+    """The same for models with experts: parameters of a rank are made here, by the tables."""
+    found = {}
+    for layout, sizes in EXPERT_LAYOUTS.items():
+        for family in ("qwen3_moe", "mixtral"):
+            model = tiny_model(
+                family, num_hidden_layers=4, num_experts=4, num_local_experts=4, moe_intermediate_size=32
+            )
+            there, stored = model.state_dict(), Path(folder) / f"{layout}-{family}"
+            if rank == 0:
+                model.save_pretrained(stored)
+            dist.barrier()
+            weights = _parameters(model.config, CoreLayout.of(sizes, torch.device("cpu")))
+            fill(weights, str(stored), model.config)
+            parts = [_rows(there, each, ranks) for each in range(ranks)]
+            case = {}
+            for size in (1 << 30, 10_000):
+                case[f"whole, {size}"] = wrong(_walked(weights, None, size, None), there)
+                case[f"rows, {size}"] = wrong(_walked(weights, None, size, parts), _cut(there, parts[rank]))
+            one = weights.whole(weights.everything(), torch.float32, None)
+            whole = {name: value for name in there if (value := one(name)) is not None}
+            case["first rank"] = wrong(whole, there if rank == 0 else {})
+            for value in weights.live.values():
+                value.data.zero_()
+            fill(weights, model, model.config)
+            case["from memory"] = wrong(_walked(weights, None, 1 << 30, None), there)
+            chunks = [
+                chunk
+                for name, value in weights.live.items()
+                if _writes(weights, name)
+                for chunk in weights.chunks(name, value)
+            ]
+            with ChecksumRecorder(stored) as recorder:
+                save_chunks(chunks, stored / "model", recorder, None)
+            again = {name: torch.zeros_like(value) for name, value in there.items()}
+            checkpoint.load_tensors(again, stored / "model")
+            case["saved"] = wrong(again, there)
+            found[layout, family] = case
+    torch.save(found, Path(folder) / f"found-{rank}.pt")
+
+
+def _writes(weights: CoreWeights, name: str) -> bool:
+    return weights.writes(name) and weights.copy_number(name) == 0
+
+
+class _Parameters(torch.nn.Module):
+    """Parameters under any names."""
+
+    def __init__(self, named: dict[str, torch.nn.Parameter]) -> None:
+        super().__init__()
+        self._named = named
+
+    def get_parameter(self, name: str) -> torch.nn.Parameter:
+        return self._named[name]
+
+
+def _parameters(config: Any, layout: CoreLayout) -> CoreWeights:
+    """Empty ones of this rank."""
+    arch = CoreArchitecture.of(config)
+    assert arch.experts is not None
+    first, last = layout.pp.rank == 0, layout.pp.rank == layout.pp.size - 1
+    stages: list[Any] = [*stage_layers(arch.layers, layout.pp.size)[layout.pp.rank][0]]
+    stages += ["first"] * first + ["last"] * last
+    share = arch.experts.count // layout.ep.size
+    own = [None, *range(layout.ep.rank * share, (layout.ep.rank + 1) * share)]
+    named = {}
+    for weight in weight_map(arch, "causal_lm"):
+        if weight.stage in stages and weight.expert in own:
+            place = layout.tp if weight.expert is None else layout.etp
+            named[weight.name] = torch.nn.Parameter(torch.full(weight.shard_shape(place.size), 7.0))
+    with layout.active():
+        skeleton = empty_model(config, "causal_lm", torch.float32)
+        return CoreWeights(
+            [(_Parameters(named), {name: name for name in named})],
+            layout,
+            arch,
+            "causal_lm",
+            skeleton,
+            torch.device("cpu"),
+        )
+
+
+def _rows(tensors: Mapping[str, torch.Tensor], part: int, parts: int) -> dict[str, range]:
+    return {key: range(len(value) * part // parts, len(value) * (part + 1) // parts) for key, value in tensors.items()}
+
+
+def _cut(tensors: Mapping[str, torch.Tensor], rows: Mapping[str, range]) -> dict[str, torch.Tensor]:
+    return {key: tensors[key][each.start : each.stop] for key, each in rows.items() if each}
+
+
+def _walked(engine: Any, dtype: torch.dtype | None, size: int, wanted: Any) -> dict[str, torch.Tensor]:
+    """All buckets; what comes in strips put together again."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for bucket in engine.buckets(dtype, size, wanted):
+        assert len(bucket) == 1 or sum(value.nbytes for value in bucket.values()) <= size
+        for key, value in bucket.items():
+            parts.setdefault(key.name if isinstance(key, TensorSlice) else key, []).append(value.clone())
+    return {name: torch.cat(values) for name, values in parts.items()}
+
+
+def measured(rank: int, ranks: int, folder: str) -> None:
+    """The most bytes beside a rank's own weights while it loads, hands over, exports and saves."""
+    stored = Path(folder) / "large"
+    if rank == 0:
+        tiny_model(**LARGE).save_pretrained(stored)
+    dist.barrier()
+    engine = make_megatron(str(stored), snapshots=False, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    own = [*(value for model in engine.models for value in model.parameters())]
+    found = {"shard": sum(value.nbytes for value in own)}
+    acts: dict[str, Any] = {
+        "fill": lambda: engine.fill(str(stored)),
+        "whole": lambda: _passed_on(engine, None),
+        "rows": lambda: _passed_on(engine, _halves(engine)),
+        "save": lambda: engine.save(Path(folder) / "saved", ("model",)),
+        "load": lambda: engine.load(Path(folder) / "saved", ("model",)),
+        "export": lambda: engine.export_hf(Path(folder) / "exported"),
+    }
+    for name, act in acts.items():
+        with TensorBytes(own) as seen:
+            act()
+        found[name] = seen.peak
+    torch.save(found, Path(folder) / f"found-{rank}.pt")
+
+
+def _halves(engine: Any) -> list[dict[str, range]]:
+    """Two engines of two ranks each: every rank wants half of each weight."""
+    return [
+        {
+            name: range(spec.shape[0] * (rank % 2) // 2, spec.shape[0] * (rank % 2 + 1) // 2)
+            for name, spec in engine.manifest().items()
+        }
+        for rank in range(RANKS)
+    ]
+
+
+def _passed_on(engine: Any, wanted: Any) -> None:
+    """Each bucket is let go before the next."""
+    buckets = engine.buckets(None, BUCKET, wanted)
+    while next(buckets, None) is not None:
+        pass
+
+
+def saved_and_loaded(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]], others: list[str]) -> None:
+    """Checkpoints of each layout, read back by it, by other layouts and by FSDP; and of FSDP, read by each layout."""
+    found = {}
+    for layout, name in cases:
+        place = Path(folder) / f"{layout}-{name}"
+        engine = _megatron(name, layout)
+        _steps(engine, 2)
+        engine.begin_save(place, ALL)
+        noise = torch.rand(3)
+        before = whole_weights(engine)
+        rates = _steps(engine, 2)  # while it is copied and written
+        engine.finish_save()
+        after = whole_weights(engine)
+        case: dict[str, Any] = {"loaded": {}, "steps": {}}
+        for other in dict.fromkeys((layout, *others, "fsdp")):
+            again = make_engine(_other(name), MODELS[name][0]) if other == "fsdp" else _megatron(name, other, _other)
+            again.load(place, ALL)
+            same_noise = torch.equal(torch.rand(3), noise)
+            case["loaded"][other] = wrong(whole_weights(again), before)
+            same_rates = _steps(again, 2) == rates
+            case["steps"][other] = _furthest(whole_weights(again), after)
+            if other == layout:
+                case["same numbers"] = same_noise and same_rates
+        again.save(Path(folder) / f"fsdp-{layout}-{name}", ALL)
+        back = _megatron(name, layout, _other)
+        back.load(Path(folder) / f"fsdp-{layout}-{name}", ALL)
+        case["loaded"]["from fsdp"] = wrong(whole_weights(back), whole_weights(again))
+        _steps(back, 2)
+        _steps(again, 2)
+        case["steps"]["from fsdp"] = _furthest(whole_weights(back), whole_weights(again))
+        found[layout, name] = case
+    torch.save(found, Path(folder) / f"found-{rank}.pt")
+
+
+def _megatron(name: str, layout: str, of: Any = model_of) -> Any:
+    return make_megatron(of(name), MODELS[name][0], **LAYOUTS[layout])
+
+
+def _other(name: str) -> Any:
+    """The same model with other weights."""
+    model = model_of(name)
+    for value in model.parameters():
+        value.data.add_(1.0)
+    return model
+
+
+def _steps(engine: Any, count: int) -> list[tuple[float, float]]:
+    found = []
+    for step in range(count):
+        rows = make_batch(rows=8, vocab=260, seed=step)[slice(engine.dp_rank, None, engine.dp_size)]
+        engine.forward_backward(rows, token_loss, KINDS[engine.kind], 1.0, MicroBatching(size=2))
+        metrics = engine.optimizer_step()
+        found.append((metrics["grad_norm"], metrics["lr"]))
+    return found
+
+
+def _furthest(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    assert found.keys() == wanted.keys()
+    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+
+
+def started_from_core(rank: int, ranks: int, folder: str) -> None:
+    """Weights that Core itself wrote on one layout, read on another; the masters are theirs as well."""
+    from megatron.core import dist_checkpointing
+
+    place = Path(folder) / "core"
+    if rank == 0:
+        place.mkdir()
+    dist.barrier()
+    engine = _megatron("tied", "TP2 PP2")
+    with engine.layout.active():
+        parts = {f"model{number}": model.sharded_state_dict() for number, model in enumerate(engine.models)}
+        dist_checkpointing.save(parts, str(place))
+    again = _megatron("tied", "DP4", _other)
+    again.load(place, ("model",))
+    found: dict[str, Any] = {"loaded": wrong(whole_weights(again), whole_weights(engine))}
+    for each in (engine, again):
+        _steps(each, 1)
+    found["steps"] = _furthest(whole_weights(again), whole_weights(engine))
+    torch.save(found, Path(folder) / f"found-{rank}.pt")
+
+
+def killed(rank: int, ranks: int, folder: str) -> None:
+    """One rank is killed in the middle of its file, in the second of two steps."""
+    engine = make_megatron(model_of("tied"), **LAYOUTS["TP2 PP2"])
+    _steps(engine, 1)
+    for step in (1, 2):
+        place = Path(folder) / f"global_step_{step}"
+        expect_records(place)
+        dist.barrier()
+        if (rank, step) == (1, 2):
+            write = checkpoint._Writer.write_data
+            patch.object(checkpoint._Writer, "write_data", _dying(write)).start()
+        engine.begin_save(place, ALL)
+        engine.finish_save()
+        dist.barrier()
+        if rank == 0:
+            write_manifest(place, step, step)
+
+
+def _dying(write: Any) -> Any:
+    def dying(*args: Any) -> None:
+        write(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return dying

@@ -1,0 +1,155 @@
+"""A model on Megatron-Core filled from a Hugging Face folder, or from a model in memory: no rank holds it whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from verl.models.core.weight_map import CoreWeight, Piece
+from verl.models.loading import pretrained_model
+from verl.workers.engine.common import groups
+from verl.workers.engine.common.weights import bucketed
+from verl.workers.engine.megatron.weights import CoreWeights
+
+# What is sent at a time.
+_BUCKET = 2**28
+logger = logging.getLogger(__name__)
+
+
+class HFFiles:
+    """The safetensors files of a folder, of which slices are read."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        self._files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
+
+    @cached_property
+    def _names(self) -> dict[str, Any]:
+        return {name: file for file in self._files for name in file.keys()}
+
+    def name_of(self, name: str) -> str | None:
+        """As it is stored: a bare model's weights have no prefix."""
+        bare = name.removeprefix("model.")
+        return name if name in self._names else bare if bare in self._names else None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._names[name].get_slice(name).get_shape())
+
+    def read(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
+        return self._names[name].get_slice(name)[where]
+
+
+def fill(
+    weights: CoreWeights, model: str | os.PathLike | nn.Module, hf_config: Any, trust_remote_code: bool = False
+) -> None:
+    """From a folder or hub name, or a model in memory: that of each node's leader. A collective."""
+    if not isinstance(model, nn.Module) and fill_from_folder(weights, Path(model)):
+        return
+    node = groups.node_group()
+    source: nn.Module | None = None
+    with groups.failing_together():
+        if node.is_leader and isinstance(model, nn.Module):
+            source = model
+        elif node.is_leader:
+            logger.info("%s: no safetensors files to read slices of; one rank of each node loads all of it.", model)
+            source = pretrained_model(str(model), hf_config, weights.kind, trust_remote_code)
+    fill_from_module(weights, source, node)
+
+
+@torch.no_grad()
+def fill_from_folder(weights: CoreWeights, folder: Path) -> bool:
+    """Each rank reads its own slices. False, and nothing is done, where the files are of another form.
+
+    A value head that is not there starts at 0. A collective.
+    """
+    files = HFFiles(folder) if folder.is_dir() else None
+    spelling = None if files is None else _spelling(weights, files)
+    if groups.largest(int(spelling is None), weights.device):
+        return False
+    assert files is not None
+    assert spelling is not None
+    with groups.failing_together():
+        for name, value in weights.live.items():
+            stored = spelling[name]
+            value.zero_()  # rows of padding, and a head that is not stored
+            for piece in weights.pieces(name, stored=stored is True) if stored is not None else ():
+                found = files.name_of(piece.hf)
+                assert found is not None
+                value[piece.place].copy_(files.read(found, piece.source))
+    return True
+
+
+def _spelling(weights: CoreWeights, files: HFFiles) -> dict[str, bool | None] | None:
+    """Of every weight of the model, whether its names are those of the disk; None for a head that is not there."""
+    found: dict[str, bool | None] = {}
+    for name, weight in weights.table.items():
+        spellings = [stored for stored in (True, False) if _has(files, weight, stored)]
+        if not spellings and not (weights.kind == "value" and name.startswith("score.")):
+            return None
+        found[name] = spellings[0] if spellings else None
+    return found
+
+
+def _has(files: HFFiles, weight: CoreWeight, stored: bool) -> bool:
+    """ValueError where they are there, and not as large as the config says."""
+    fused = not (stored and weight.stored)
+    spelled = [files.name_of(name) for name in (weight.hf if fused else weight.stored)]
+    names = [name for name in spelled if name is not None]
+    if len(names) < len(spelled):
+        return False
+    shapes = [files.shape(name) for name in names]
+    rows = sum(shape[-len(weight.shape)] for shape in shapes)
+    if (rows, *shapes[0][len(shapes[0]) - len(weight.shape) + 1 :]) != weight.shape:
+        raise ValueError(f"model.path: {', '.join(names)} are {shapes}; the config makes them {list(weight.shape)}.")
+    return True
+
+
+@torch.no_grad()
+def fill_from_module(weights: CoreWeights, module: nn.Module | None, node: groups.NodeGroup) -> None:
+    """The leader of each node has the model in memory and sends it to the others in buckets. A collective."""
+    state: Mapping[str, torch.Tensor] = module.state_dict() if module is not None else {}
+    dtypes = [{name: value.dtype for name, value in state.items()}]
+    dist.broadcast_object_list(dtypes, src=node.leader, group=node.group)
+    mine: dict[str, list[tuple[str, Piece]]] = {}
+    for name, value in weights.live.items():
+        value.zero_()
+        for piece in weights.pieces(name):
+            mine.setdefault(piece.hf, []).append((name, piece))
+    shapes = {name: spec.shape for name, spec in weights.manifest.items() if weights.first(name) == name}
+    sizes = ((name, dtypes[0][name].itemsize * torch.Size(shape).numel()) for name, shape in shapes.items())
+    for bucket in bucketed(sizes, _BUCKET):
+        for name, tensor in _sent(bucket, shapes, dtypes[0], state, node, weights.device):
+            for own, piece in mine.get(name, ()):
+                weights.live[own][piece.place].copy_(tensor[piece.source])
+
+
+def _sent(
+    bucket: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    state: Mapping[str, torch.Tensor],
+    node: groups.NodeGroup,
+    device: torch.device,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a bucket, on every rank of the node."""
+    if len(node.ranks) == 1:
+        yield from ((name, state[name]) for name in bucket)
+        return
+    for dtype in dict.fromkeys(dtypes[name] for name in bucket):
+        alike = [name for name in bucket if dtypes[name] == dtype]
+        sizes = [torch.Size(shapes[name]).numel() for name in alike]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        if node.is_leader:
+            for name, place in zip(alike, flat.split(sizes), strict=True):
+                place.copy_(state[name].flatten())
+        dist.broadcast(flat, src=node.leader, group=node.group)
+        yield from ((name, part.view(shapes[name])) for name, part in zip(alike, flat.split(sizes), strict=True))
