@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from verl.workers.rollout.bucket_layout import end_of
 from verl.workers.rollout.process.shared_buffer import BucketHandle, BufferReader
 
 __all__ = ["WORKER_EXTENSION", "WeightReceiver"]
@@ -52,12 +53,22 @@ class WeightReceiver:
         self._verl_missing -= set(loaded or ())
 
     def verl_load_shared(self, bucket: BucketHandle) -> None:
-        """The same of a bucket in memory that the engine's processes share."""
-        reader = BufferReader()
-        self.verl_load_weights([(str(name), tensor) for name, tensor in reader.bucket(bucket).items()])
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()  # the next bucket overwrites it
-        reader.close()
+        """The same of a bucket in memory that the first rank can open, and tells the others of.
+
+        Each of those would take a context on the first one's device to open it.
+        """
+        from vllm.distributed.parallel_state import get_world_group
+
+        ranks, size = get_world_group(), end_of(bucket.pieces)
+        with closing(BufferReader()) as reader:
+            if ranks.rank_in_group == 0:
+                flat = reader.open(bucket.buffer).flat[:size]
+            else:
+                flat = torch.empty(size, dtype=torch.uint8, device=self.device)
+            ranks.broadcast(flat, src=0)
+            self.verl_load_weights([(piece.name, piece.view(flat)) for piece in bucket.pieces])
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()  # the next bucket overwrites it
 
     def verl_finish_update(self) -> list[str]:
         """The names of vLLM's weights that got no value."""
