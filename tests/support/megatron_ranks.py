@@ -41,7 +41,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {E: 2},
     "EP4": {E: 4},
     "TP2 EP2": {T: 2, E: 2, ET: 1},
-    "TP2 EP2 ETP2": {T: 2, E: 2, ET: 2},
     "PP2 EP2": {P: 2, E: 2},
     "CP2 EP2": {C: 2, E: 2},
 }

@@ -170,7 +170,7 @@ class _Router:
             chosen = torch.where(told < self._experts, told, own)
             values = scores.gather(1, chosen)
         if routes.noted is not None:
-            routes.noted[self.layer] = chosen
+            routes.noted[self.layer] = chosen.to(route_dtype(self._experts))
         if torch.is_grad_enabled():
             self._count(own[: routes.real], chosen[: routes.real])
         return values, chosen
