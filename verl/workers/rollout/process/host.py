@@ -49,7 +49,7 @@ class Host:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._rollout: BaseRollout
+        self._rollout: Any = None  # until it is made
         self._device = torch.device("cpu")
         self._reader = BufferReader()
         self._futures: dict[int, Future[Output]] = {}
@@ -101,7 +101,8 @@ class Host:
 
     def close(self) -> None:
         self._closing = True
-        self._rollout.close()
+        if self._rollout is not None:
+            self._rollout.close()
 
     def _carry_out(self, call: Call) -> None:
         try:

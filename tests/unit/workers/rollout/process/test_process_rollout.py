@@ -197,6 +197,6 @@ def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_sta
 @pytest.mark.slow
 def test_an_engine_that_cannot_be_made_says_why_and_leaves_no_process(start_hosted):
     before = children(os.getpid())
-    with pytest.raises(ValueError, match="tensor_model_parallel_size: 2 ranks share an engine, and this one is alone"):
-        start_hosted(tensor_model_parallel_size=2)
+    with pytest.raises(ValueError, match=r"engine_kwargs\.native\.no_such_key"):
+        start_hosted(engine_kwargs={"native": {"no_such_key": 1}})
     assert children(os.getpid()) == before
