@@ -139,7 +139,8 @@ def test_a_cpu_has_no_sleep() -> None:
 def test_a_step_that_fails_is_the_end_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it raised: of what was scheduled nothing will come, and its process has to be started anew."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict, __version__="0"))
-    model = SimpleNamespace(max_model_len=8, max_logprobs=20, get_vocab_size=lambda: 9, dtype=torch.float32)
+    sizes = {"max_model_len": 8, "max_logprobs": 20, "get_vocab_size": lambda: 9, "get_num_experts": lambda: 0}
+    model = SimpleNamespace(dtype=torch.float32, **sizes)
     core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=[1]), get_output=lambda: [].pop())
     engine = Sleeper()
     vars(engine).update(vllm_config=SimpleNamespace(model_config=model), engine_core=core)
