@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(1800)
 CASES = [(layout, model) for layout in LAYOUTS if "EP" not in layout for model in ("tied", "value")]
 CASES += [(layout, model) for layout in ("TP2", "PP2", "CP2") for model in ("qwen2", "qwen3", "window")]
 CASES += [(layout, "experts") for layout in ("DP4", "EP2", "EP4", "TP2 EP2", "PP2 EP2", "CP2 EP2")]
-CASES += [("EP2", model) for model in ("unnormalized", "mixtral", "shared expert")]
+CASES += [("EP2", model) for model in ("unnormalized", "mixtral")]
 CASES += [(layout, "scores") for layout in ("TP2 PP2", "CP2")]
 EVERY = pytest.mark.parametrize(("layout", "model"), CASES)
 TRAINED = pytest.mark.parametrize(("layout", "model"), [case for case in CASES if case[1] != "scores"])

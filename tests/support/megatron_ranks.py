@@ -59,7 +59,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "experts": ("causal_lm", "qwen3_moe", {**EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True}),
     "unnormalized": ("causal_lm", "qwen3_moe", {**EXPERTS, "norm_topk_prob": False}),
     "mixtral": ("causal_lm", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "shared expert": ("causal_lm", "qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 48}),
     "value": ("value", "llama", {}),
     "scores": ("sequence_classification", "qwen2", {"num_labels": 1}),
 }
