@@ -20,6 +20,7 @@ CASES = [
     ("TP2", "value"),
     ("VPP2", "qwen2"),
     ("DP4, whole optimizer", "qwen3"),
+    ("TP2 EP2", "experts"),
 ]
 OTHERS = ["DP4", "TP2 PP2"]
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.engine_cases import run_ranks
 from tests.support.megatron_ranks import MODELS, model_of
-from tests.support.megatron_weight_ranks import BUCKET, RANKS, experts_handed_over, handed_over, measured
+from tests.support.megatron_weight_ranks import BUCKET, RANKS, handed_over, measured
 from verl.models.loading import pretrained_model, read_config
 
 pytestmark = pytest.mark.timeout(1800)
@@ -23,6 +23,10 @@ CASES = [
     ("TP2 PP2", "qwen2"),
     ("TP2 CP2", "value"),
     ("TP2", "scores"),
+    ("EP4", "experts"),
+    ("TP2 EP2", "experts"),
+    ("TP2 EP2 ETP2", "experts"),
+    ("PP2 EP2", "experts"),
 ]
 EVERY = pytest.mark.parametrize(("layout", "model"), CASES)
 
@@ -50,14 +54,6 @@ def test_an_export_is_the_model_that_was_loaded(layout: str, model: str, folder:
     back = pretrained_model(str(stored), read_config(str(stored)), MODELS[model][0]).state_dict()
     for name, value in model_of(model).state_dict().items():
         assert torch.equal(back[name], value), name
-
-
-def test_experts_are_put_together_from_the_ranks_that_have_them(tmp_path: Path) -> None:
-    """From files with a tensor for each expert and from memory with one for all; in buckets and in checkpoints."""
-    run_ranks(experts_handed_over, tmp_path, ranks=RANKS)
-    for found in _found(tmp_path):
-        assert {case: names for case, names in found.items() if any(names.values())} == {}
-        assert len(found) == 10
 
 
 def test_no_rank_holds_more_than_its_shard_and_two_buckets(tmp_path: Path) -> None:

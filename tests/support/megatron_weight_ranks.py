@@ -17,18 +17,10 @@ from tests.support.megatron_cases import make_megatron
 from tests.support.megatron_ranks import KINDS, LAYOUTS, MODELS, model_of
 from tests.support.memory import TensorBytes
 from tests.support.tiny import tiny_model
-from verl.models.core.architecture import CoreArchitecture
-from verl.models.core.pipeline import stage_layers
-from verl.models.core.weight_map import weight_map
-from verl.models.loading import empty_model
 from verl.types.weights import TensorSlice
-from verl.utils.checkpoint.manifest import ChecksumRecorder, expect_records, write_manifest
+from verl.utils.checkpoint.manifest import expect_records, write_manifest
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common import checkpoint
-from verl.workers.engine.common.chunks import save_chunks
-from verl.workers.engine.megatron.filling import fill
-from verl.workers.engine.megatron.layout import CoreLayout, Sizes
-from verl.workers.engine.megatron.weights import CoreWeights
 
 RANKS = 4
 ALL = ("model", "optimizer", "extra")
@@ -70,100 +62,6 @@ def handed_over(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]
         engine.export_hf(Path(folder) / "exported" / f"{layout}-{name}", torch.float32)
         found[layout, name] = case
     torch.save(found, Path(folder) / f"found-{rank}.pt")
-
-
-EXPERT_LAYOUTS = {
-    "EP4": Sizes(expert=4, expert_tensor=1),
-    "EP2": Sizes(expert=2, expert_tensor=1),
-    "TP2 EP2": Sizes(tensor=2, expert=2, expert_tensor=1),
-    "TP2 EP2 ETP2": Sizes(tensor=2, expert=2, expert_tensor=2),
-    "PP2 EP2": Sizes(pipeline=2, expert=2, expert_tensor=1),
-}
-
-
-EXPERTS = {"num_hidden_layers": 4, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 32}
-
-
-def experts_handed_over(rank: int, ranks: int, folder: str) -> None:
-    """The same for models with experts: parameters of a rank are made here, by the tables."""
-    found = {}
-    for layout, sizes in EXPERT_LAYOUTS.items():
-        for family in ("qwen3_moe", "mixtral"):
-            model = tiny_model(
-                family, num_hidden_layers=4, num_experts=4, num_local_experts=4, moe_intermediate_size=32
-            )
-            there, stored = model.state_dict(), Path(folder) / f"{layout}-{family}"
-            if rank == 0:
-                model.save_pretrained(stored)
-            dist.barrier()
-            weights = _parameters(model.config, CoreLayout.of(sizes, torch.device("cpu")))
-            fill(weights, str(stored), model.config)
-            parts = [_rows(there, each, ranks) for each in range(ranks)]
-            case = {}
-            for size in (1 << 30, 10_000):
-                case[f"whole, {size}"] = wrong(_walked(weights, None, size, None), there)
-                case[f"rows, {size}"] = wrong(_walked(weights, None, size, parts), _cut(there, parts[rank]))
-            one = weights.whole(weights.everything(), torch.float32, None)
-            whole = {name: value for name in there if (value := one(name)) is not None}
-            case["first rank"] = wrong(whole, there if rank == 0 else {})
-            for value in weights.live.values():
-                value.data.zero_()
-            fill(weights, model, model.config)
-            case["from memory"] = wrong(_walked(weights, None, 1 << 30, None), there)
-            chunks = [
-                chunk
-                for name, value in weights.live.items()
-                if _writes(weights, name)
-                for chunk in weights.chunks(name, value)
-            ]
-            with ChecksumRecorder(stored) as recorder:
-                save_chunks(chunks, stored / "model", recorder, None)
-            again = {name: torch.zeros_like(value) for name, value in there.items()}
-            checkpoint.load_tensors(again, stored / "model")
-            case["saved"] = wrong(again, there)
-            found[layout, family] = case
-    torch.save(found, Path(folder) / f"found-{rank}.pt")
-
-
-def _writes(weights: CoreWeights, name: str) -> bool:
-    return weights.writes(name) and weights.copy_number(name) == 0
-
-
-class _Parameters(torch.nn.Module):
-    """Parameters under any names."""
-
-    def __init__(self, named: dict[str, torch.nn.Parameter]) -> None:
-        super().__init__()
-        self._named = named
-
-    def get_parameter(self, name: str) -> torch.nn.Parameter:
-        return self._named[name]
-
-
-def _parameters(config: Any, layout: CoreLayout) -> CoreWeights:
-    """Empty ones of this rank."""
-    arch = CoreArchitecture.of(config)
-    assert arch.experts is not None
-    first, last = layout.pp.rank == 0, layout.pp.rank == layout.pp.size - 1
-    stages: list[Any] = [*stage_layers(arch.layers, layout.pp.size)[layout.pp.rank][0]]
-    stages += ["first"] * first + ["last"] * last
-    share = arch.experts.count // layout.ep.size
-    own = [None, *range(layout.ep.rank * share, (layout.ep.rank + 1) * share)]
-    named = {}
-    for weight in weight_map(arch, "causal_lm"):
-        if weight.stage in stages and weight.expert in own:
-            place = layout.tp if weight.expert is None else layout.etp
-            named[weight.name] = torch.nn.Parameter(torch.full(weight.shard_shape(place.size), 7.0))
-    with layout.active():
-        skeleton = empty_model(config, "causal_lm", torch.float32)
-        return CoreWeights(
-            [(_Parameters(named), {name: name for name in named})],
-            layout,
-            arch,
-            "causal_lm",
-            skeleton,
-            torch.device("cpu"),
-        )
 
 
 def _rows(tensors: Mapping[str, torch.Tensor], part: int, parts: int) -> dict[str, range]:

@@ -6,6 +6,7 @@ import copy
 import math
 import os
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -304,6 +305,10 @@ class MegatronEngine(StoredEngine):
             if order:
                 found[name][order] = torch.cat(values).cpu()  # the first time that the host waits for the device
         return found
+
+    def base_weights(self) -> AbstractContextManager[None]:
+        """There are no adapters here to compute without."""
+        return nullcontext()
 
     def load(self, path: str | os.PathLike, contents: Collection[str] = ("model", "optimizer", "extra")) -> None:
         """Read back what any engine saved, on any layout; or the weights of a checkpoint that Core itself wrote."""
