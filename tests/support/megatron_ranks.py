@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.engine_cases import make_batch, token_loss
+from tests.support.engine_cases import make_batch, make_engine, token_loss
 from tests.support.megatron_cases import make_megatron
 from tests.support.tiny import tiny_config, tiny_model
 from verl.models.heads import ValueModel
@@ -120,6 +120,31 @@ def trained(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     found["weights"] = whole(engine, gradients=False)
     found["sound"] = engine.sound(thorough=True)
     return found
+
+
+def neighbours_at_work(rank: int, ranks: int, folder: str) -> None:
+    """An actor, a critic of another layout, a critic on FSDP and a reference in the same processes, taking turns."""
+    engines = {
+        "actor": make_megatron(model_of("qwen2"), lr=1e-3, **LAYOUTS["TP2 PP2"]),
+        "critic": make_megatron(model_of("value"), "value", lr=1e-3, **LAYOUTS["TP2"]),
+        "fsdp critic": make_engine(model_of("value"), "value", lr=1e-3),
+    }
+    reference = make_megatron(model_of("qwen2"), train=False, **LAYOUTS["VPP2"])
+    parts = {name: rows()[mine(engine.dp_rank, engine.dp_size)] for name, engine in engines.items()}
+    found: dict[str, Any] = {name: [] for name in engines} | {"reference": []}
+    for _ in range(STEPS):
+        losses = {
+            name: engine.forward_backward(parts[name], token_loss, KINDS[engine.kind], 0.7, DYNAMIC)
+            for name, engine in engines.items()
+        }
+        data = rows()[mine(reference.dp_rank, reference.dp_size)]
+        fields = reference.infer(data, ["log_probs"], 0.7, FIXED)
+        found["reference"].append(fields.batch["log_probs"] if reference.collects else None)
+        for name, engine in engines.items():
+            own = losses[name].get("loss", (0.0,))[0] if engine.collects else 0.0
+            found[name].append((own, engine.optimizer_step()["grad_norm"]))
+    found["place"] = reference.dp_rank, reference.dp_size
+    torch.save(found, Path(folder) / f"found-{rank}.pt")
 
 
 def whole(engine: Any, gradients: bool) -> dict[str, torch.Tensor]:

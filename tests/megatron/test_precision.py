@@ -1,0 +1,94 @@
+"""Half precision, recomputation, and steps that are not taken, on one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.engine_cases import make_batch, make_engine, token_loss
+from tests.support.megatron_cases import make_megatron
+from tests.support.tiny import tiny_model
+
+BOTH = ["log_probs", "entropy"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_group() -> Iterator[None]:
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("dtype", "distributed"), [("bf16", True), ("bf16", False), ("fp16", True)])
+def test_half_precision_trains_as_fsdp_does(dtype, distributed):
+    data = make_batch()
+    ours = make_megatron(tiny_model(), lr=1e-3, dtype=dtype, use_distributed_optimizer=distributed)
+    theirs = make_engine(tiny_model(), lr=1e-3, mixed_precision=dtype)
+    for _ in range(3):
+        losses, steps = [], []
+        for engine in (ours, theirs):
+            losses.append(engine.forward_backward(data, token_loss, BOTH)["loss"][0])
+            steps.append(engine.optimizer_step())
+        assert losses[0] == pytest.approx(losses[1], rel=0.02)
+        assert {k: v for k, v in steps[0].items() if k != "grad_norm"} == {
+            k: v for k, v in steps[1].items() if k != "grad_norm"
+        }
+        if not steps[0]["loss_scale_search"]:
+            assert steps[0]["grad_norm"] == pytest.approx(steps[1]["grad_norm"], rel=0.05)
+    fields = [engine.infer(data, BOTH).batch["log_probs"] for engine in (ours, theirs)]
+    torch.testing.assert_close(fields[0], fields[1], atol=0.1, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "layernorm"]},
+        {},
+    ],
+)
+def test_recomputation_does_not_change_the_gradient(recompute):
+    data = make_batch()
+    plain = make_megatron(tiny_model(), enable_gradient_checkpointing=False)
+    again = make_megatron(tiny_model(), override_transformer_config=recompute)
+    norms = []
+    for engine in (plain, again):
+        engine.forward_backward(data, token_loss, BOTH)
+        norms.append(engine.optimizer_step()["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    data = make_batch()
+    engine = make_megatron(tiny_model())
+    before = engine.infer(data, BOTH).batch
+
+    def broken(outputs, batch, counts):
+        loss, metrics = token_loss(outputs, batch, counts)
+        return loss * math.nan, metrics
+
+    engine.forward_backward(data, broken, BOTH)
+    assert engine.optimizer_step()["skipped"] == 1
+    assert engine.sound(thorough=True)
+    after = engine.infer(data, BOTH).batch
+    assert all(torch.equal(after[name], before[name]) for name in BOTH)
+    engine.forward_backward(data, token_loss, BOTH)
+    assert engine.optimizer_step()["skipped"] == 0
+
+
+def test_weights_that_are_lost_are_noticed():
+    engine = make_megatron(tiny_model())
+    next(engine.models[0].parameters()).data[0] = math.nan
+    assert not engine.sound(thorough=False)
+
+
+def test_what_core_does_not_know_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"override_transformer_config.*no_such_key"):
+        make_megatron(tiny_model(), override_transformer_config={"no_such_key": 1})
+    with pytest.raises(ValueError, match="frozen"):
+        make_megatron(tiny_model(), train=False).forward_backward(make_batch(), token_loss, BOTH)
+    with pytest.raises(ValueError, match=r"values.*of a causal_lm model"):
+        make_megatron(tiny_model(), train=False).infer(make_batch(), ["values"])
