@@ -79,6 +79,23 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert engine.optimizer_step()["skipped"] == 0
 
 
+def test_gradients_that_take_no_memory_between_steps_change_nothing():
+    data = make_batch()
+    kept, released = (make_megatron(tiny_model(), grad_offload=offload) for offload in (False, True))
+    norms: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(2):
+        for released_ones, engine in ((False, kept), (True, released)):
+            for half in (data[:3], data[3:]):  # two passes of one step
+                engine.forward_backward(half, token_loss, BOTH)
+            norms[released_ones].append(engine.optimizer_step()["grad_norm"])
+    sizes = [engine.chunks[0].buffers[0].grad_data.untyped_storage().nbytes() for engine in (kept, released)]
+    assert sizes[0] > 0
+    assert sizes[1] == 0
+    assert norms[True] == norms[False]
+    with pytest.raises(RuntimeError, match="no gradients"):
+        released.optimizer_step()
+
+
 def test_weights_that_are_lost_are_noticed():
     engine = make_megatron(tiny_model())
     next(engine.models[0].parameters()).data[0] = math.nan

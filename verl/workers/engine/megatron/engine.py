@@ -107,7 +107,9 @@ class MegatronEngine(StoredEngine):
             named = [(part, core_names(part, layout)) for part in self.models]
             self._weights = CoreWeights(named, layout, self.arch, kind, skeleton, self.device)
             self.fill(model)
-            self._optimizer = CoreAdamW(self.chunks, optim, total_steps) if optim is not None else None
+            self._optimizer: CoreAdamW | None = None
+            if optim is not None:
+                self._optimizer = CoreAdamW(self.chunks, optim, total_steps, bool(engine_config.grad_offload))
         self._state = CoreState(
             skeleton,
             about(self.hf_config, kind),
@@ -222,6 +224,7 @@ class MegatronEngine(StoredEngine):
         for chunk in self.chunks:
             chunk.train()
         with self.layout.active():
+            self._optimizer.take_gradients()
             self._run(data, micro, outputs, temperature, use, backward=True)
             measured = self._routers.measured() if self._routers is not None else {}
         for name, value in measured.items() if self._last_stage else ():

@@ -23,8 +23,17 @@ class CoreAdamW:
     Building it and most methods are collectives.
     """
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], optim: OptimConfig, total_steps: int | None) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        optim: OptimConfig,
+        total_steps: int | None,
+        release_gradients: bool = False,
+    ) -> None:
+        """`release_gradients`: their buffers take memory only from the first pass of a step to its end."""
         self._chunks = list(chunks)
+        self._release_gradients = release_gradients
+        self._taken = False
         model = chunks[0].config
         beta1, beta2 = optim.betas
         config = OptimizerConfig(
@@ -58,8 +67,16 @@ class CoreAdamW:
     def lr(self) -> float:
         return self.schedules[0].get_last_lr()[0]
 
+    def take_gradients(self) -> None:
+        """Before a pass: there is room for them."""
+        self._taken = True
+        for chunk in self._chunks if self._release_gradients else ():
+            chunk.restore_grad_buffers(synchronize=False)
+
     def gather_gradients(self) -> None:
         """Those of all ranks and micro-batches, added up, where the optimizer finds them."""
+        if not self._taken:
+            raise RuntimeError("optimizer_step: there are no gradients; call forward_backward first.")
         finalize_model_grads(self._chunks)
         self.core.prepare_grads()
 
@@ -85,8 +102,11 @@ class CoreAdamW:
             schedule.step()
 
     def zero_grad(self) -> None:
+        self._taken = False
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
+            if self._release_gradients:
+                chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
         self.core.zero_grad()
 
     def state_tensors(self) -> list[torch.Tensor]:
