@@ -46,7 +46,7 @@ def test_half_precision_trains_as_fsdp_does(dtype, distributed):
     "recompute",
     [
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "layernorm"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
         {},
     ],
 )
@@ -105,6 +105,9 @@ def test_weights_that_are_lost_are_noticed():
 def test_what_core_does_not_know_is_refused_by_name():
     with pytest.raises(ValueError, match=r"override_transformer_config.*no_such_key"):
         make_megatron(tiny_model(), override_transformer_config={"no_such_key": 1})
+    for_engine = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    with pytest.raises(ValueError, match="Transformer Engine, which is not installed"):
+        make_megatron(tiny_model(), override_transformer_config=for_engine)
     with pytest.raises(ValueError, match="frozen"):
         make_megatron(tiny_model(), train=False).forward_backward(make_batch(), token_loss, BOTH)
     with pytest.raises(ValueError, match=r"values.*of a causal_lm model"):

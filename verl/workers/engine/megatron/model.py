@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -251,6 +252,12 @@ def core_config(
     values = {name: value for name, value in values.items() if name not in RECOMPUTE}
     if checkpointing is not None:
         values |= engine.recompute(checkpointing)
+    of_engine = sorted(set(values.get("recompute_modules") or ()) & {"layernorm", "moe_act"})
+    if of_engine and find_spec("transformer_engine") is None:
+        raise ValueError(
+            f"megatron_config.override_transformer_config.recompute_modules: {of_engine[0]} is computed again by "
+            "Transformer Engine, which is not installed. Leave it out."
+        )
     return CoreConfig(**values)
 
 
