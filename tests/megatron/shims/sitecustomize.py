@@ -30,6 +30,9 @@ def _torch_without_cuda():
     if torch.cuda.is_available():
         _AROUND.clear()
         return
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()  # remembers torch's own functions: `with torch.device("meta")` still knows them
     generator = torch.Generator()  # the GPU's
 
     def on_cpu(make):
