@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +16,13 @@ from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.sequence import Sequence
 from verl.types.request import Output, Request, SamplingParams
 from verl.workers.rollout.base import EngineBrokenError
+from verl.workers.rollout.process.shared_buffer import BufferHandle, SharedBuffer
 from verl.workers.rollout.vllm_rollout.engine_args import engine_arguments
 from verl.workers.rollout.vllm_rollout.environment import environment
 from verl.workers.rollout.vllm_rollout.sampling import sampling_arguments
 from verl.workers.rollout.vllm_rollout.step_engine import VllmStepEngine
 from verl.workers.rollout.vllm_rollout.weights import SleepMode
+from verl.workers.rollout.vllm_rollout.worker import WeightReceiver
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -146,3 +151,41 @@ def test_a_step_that_fails_is_the_end_of_the_engine(monkeypatch: pytest.MonkeyPa
     vars(engine).update(vllm_config=SimpleNamespace(model_config=model), engine_core=core)
     with pytest.raises(EngineBrokenError, match="vLLM failed in a step: IndexError: pop from empty list"):
         VllmStepEngine(engine, CPU).drain()
+
+
+class Receiver(WeightReceiver):
+    """Keeps what it is given, or cannot."""
+
+    device = CPU
+    fails = False
+
+    def verl_load_weights(self, tensors: Any) -> None:
+        self.loaded = {name: tensor.clone() for name, tensor in tensors}
+        assert not self.fails
+
+
+def test_the_first_rank_alone_opens_a_bucket_and_gives_it_up_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+    told = [
+        lambda flat: sent.append(flat.clone()),
+        lambda flat: flat.copy_(sent[0]),
+    ]  # what a broadcast is, to the first rank and to the second
+    ranks = [
+        SimpleNamespace(rank_in_group=rank, broadcast=lambda flat, src, f=f: f(flat)) for rank, f in enumerate(told)
+    ]
+    weights = {"a": torch.randn(3, 5).to(torch.bfloat16), "b": torch.arange(7)}
+    buffer = SharedBuffer(4096, "cpu")
+    handle = buffer.put(weights)
+    nowhere = replace(handle, buffer=BufferHandle("/nowhere", 4096))
+    files = len(os.listdir("/proc/self/fd"))
+    for rank, bucket in zip(ranks, [handle, nowhere], strict=True):
+        group = SimpleNamespace(get_world_group=lambda rank=rank: rank)
+        monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", group)
+        receiver = Receiver()
+        receiver.fails = True
+        with pytest.raises(AssertionError):
+            receiver.verl_load_shared(bucket)
+        assert all(torch.equal(receiver.loaded[name], tensor) for name, tensor in weights.items())
+    gc.collect()  # what pytest keeps of an error holds views of the memory
+    assert len(os.listdir("/proc/self/fd")) == files
+    buffer.close()
