@@ -37,7 +37,8 @@ class Disturbed(RayPPOTrainer):
         return super()._compute_reward(batch, metrics)
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_killed_or_not_training_is_what_it_is_with_the_engine_inside(mode, tmp_path, monkeypatch, caplog):
     task = make_task(tmp_path)
     inside = run_training(overrides(task, tmp_path / "inside", *GRPO))
