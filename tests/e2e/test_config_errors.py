@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 FIVE_MISTAKES = [
     "data.train_files=~/no/such/train.parquet",
     "data.train_batch_size=256",
@@ -87,6 +89,7 @@ def test_a_stale_cluster_is_recognised_at_once(tmp_path):
     assert "run `ray stop`, then `ray start --head`" in last
 
 
+@pytest.mark.slow
 def test_a_stranger_at_the_port_of_ray_is_told_of_soon(tmp_path):
     """An HTTP server, and one that accepts and says nothing, where RAY_ADDRESS or trainer.master_port points."""
     valid = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b"]

@@ -215,6 +215,7 @@ def test_a_rollout_in_another_precision_is_measured_weighed_and_masked(task, tmp
     assert row["actor/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_two_ranks_on_ray_select_and_train_as_one(task, tmp_path, ray_cluster):
     """Generation batches stay where they were made; filtering, joining and baselines are the same by reference."""
     both = (*DAPO, *STEADY, "algorithm.adv_estimator=remax", "trainer.total_training_steps=2")
