@@ -1,0 +1,252 @@
+"""The buffer's promises: no group lost, none twice, none older than allowed, never more of them than can be used."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.trainer.asynchronous.buffer import Buffer, Group
+
+
+def send(buffer: Buffer, serial: int, version: int = 0, uid: str | None = None) -> Group:
+    group = Group(serial, uid or f"p{serial}", answers=2, sent_at=version)
+    buffer.sent(group)
+    return group
+
+
+def serials(groups: Iterable[Group] | None) -> list[int] | None:
+    return None if groups is None else [group.serial for group in groups]
+
+
+def test_without_staleness_a_batch_goes_out_and_comes_back_in_order_before_the_next():
+    buffer = Buffer(2, 0, in_order=True)
+    assert buffer.room(0) == 2
+    first, second = send(buffer, 0), send(buffer, 1)
+    assert buffer.room(0) == 0
+    buffer.finished(second, 0)
+    assert buffer.take(0) is None, "the first is still out"
+    buffer.finished(first, 0)
+    assert serials(buffer.take(0)) == [0, 1]
+    assert buffer.room(0) == 0, "it is being trained"
+    assert buffer.room(1) == 2
+
+
+def test_one_batch_ahead_is_generated_while_one_is_trained():
+    buffer = Buffer(2, 1, in_order=True)
+    groups = [send(buffer, serial) for serial in range(buffer.room(0))]
+    assert len(groups) == 4
+    for group in groups:
+        buffer.finished(group, 0)
+    assert serials(buffer.take(0)) == [0, 1]
+    assert buffer.room(0) == 0, "with these weights no more: it would be two batches old when its turn comes"
+    assert buffer.room(1) == 2
+    assert serials(buffer.take(1)) == [2, 3]
+    assert buffer.metrics(1)["async/staleness/share_1"] == 1.0
+
+
+def test_batches_go_on_while_a_long_group_is_out_and_wait_for_it_at_the_end():
+    buffer = Buffer(1, 3, "wait")
+    long, serial = send(buffer, 0), 0
+    for version in range(3):
+        while buffer.room(version):
+            serial += 1
+            buffer.finished(send(buffer, serial, version), version)
+        assert serials(buffer.take(version)) == [version + 1]
+    assert buffer.take(3) is None, "one more batch, and it would be too old"
+    buffer.finished(long, 0, partial=1)
+    assert serials(buffer.take(3)) == [0]
+    metrics = buffer.metrics(3)
+    assert metrics["async/staleness/max"] == 3
+    assert metrics["fully_async/partial/partial_ratio"] == metrics["async/partial_share"] == 0.5
+    assert metrics["fully_async/count/stale_samples_processed"] == 6, "of the two groups before it, and its own"
+
+
+def test_two_long_groups_do_not_wait_for_the_same_last_batch():
+    buffer = Buffer(1, 2, "wait")
+    long, short, other = (send(buffer, serial) for serial in range(3))
+    buffer.finished(short, 0)
+    assert serials(buffer.take(0)) == [1]
+    buffer.finished(send(buffer, 3, 1), 1)
+    assert buffer.take(1) is None, "both must be trained at 1 and 2; the new one has time until 3"
+    buffer.finished(other, 0)
+    assert serials(buffer.take(1)) == [2]
+    assert buffer.take(2) is None
+    buffer.finished(long, 0)
+    assert serials(buffer.take(2)) == [0]
+
+
+def test_a_dropped_prompt_is_waited_for_when_it_is_sent_again():
+    buffer = Buffer(1, 1, "drop")
+    send(buffer, 0, uid="long")
+    for version in range(2):
+        buffer.finished(send(buffer, version + 1, version), version)
+        assert serials(buffer.take(version)) == [version + 1]
+    assert serials(buffer.dropped(2)) == [0]
+    assert buffer.metrics(2)["async/dropped/in_flight"] == 1
+    assert buffer.metrics(2)["async/dropped/in_flight"] == 0, "counted once"
+    again = send(buffer, 3, 2, uid="long")
+    buffer.finished(send(buffer, 4, 2), 2)
+    assert serials(buffer.take(2)) == [4]
+    buffer.finished(send(buffer, 5, 3), 3)
+    assert buffer.take(3) is None
+    buffer.finished(again, 2)
+    assert serials(buffer.take(3)) == [3]
+
+
+def test_rejected_groups_are_used_up_and_others_take_their_place_in_the_batch():
+    buffer = Buffer(2, 0, in_order=True, batches=1)
+    for serial in range(2):
+        buffer.finished(send(buffer, serial), 0)
+    batch = buffer.take(0)
+    assert batch is not None
+    buffer.reject(batch[:1])
+    assert buffer.room(0) == 1
+    buffer.finished(send(buffer, 2), 0)
+    assert serials(buffer.take(0)) == [2]
+    assert buffer.metrics(0)["async/rejected"] == 1
+    assert buffer.room(1) == 0, "the run is over"
+
+
+def test_over_sampling_keeps_its_surplus_while_it_is_young_enough():
+    buffer = Buffer(2, 1, "wait", surplus=2)
+    assert buffer.room(0) == 6
+    for serial in range(6):
+        buffer.finished(send(buffer, serial), 0)
+    assert [serials(buffer.take(version)) for version in range(2)] == [[0, 1], [2, 3]]
+    assert serials(buffer.dropped(2)) == [4, 5]
+    assert buffer.metrics(2)["async/dropped/surplus"] == 2
+
+
+def test_groups_are_numbered_as_they_are_sent():
+    buffer = Buffer(1, 1)
+    send(buffer, 3)
+    with pytest.raises(ValueError, match="Number groups as they are sent"):
+        send(buffer, 3)
+
+
+def test_tokens_are_not_older_than_the_request_that_asked_for_them():
+    """A skipped update leaves the weights, and with them the tokens' version, as they were."""
+    buffer = Buffer(1, 0, "wait")
+    buffer.finished(send(buffer, 0, version=4), oldest=3)
+    assert serials(buffer.take(4)) == [0]
+
+
+@dataclass
+class Run:
+    """A run's loop on numbers: prompts epoch after epoch, answers that take as long as they like."""
+
+    buffer: Buffer
+    chance: random.Random
+    prompts: int
+    reject_share: float
+    serial: int = -1
+    stream: deque[tuple[int, int]] = field(default_factory=deque)
+    epochs: int = 0
+    left: dict[int, int] = field(default_factory=dict)
+    trained: Counter[str] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    most: int = 0
+
+    def next_prompt(self) -> str:
+        if not self.stream:
+            self.stream.extend((self.epochs, number) for number in range(self.prompts))
+            self.epochs += 1
+        return "{}/{}".format(*self.stream.popleft())
+
+    def step(self, version: int) -> list[Group]:
+        for group in reversed(self.buffer.dropped(version)):
+            self.dropped[group.uid] += 1
+            self.left.pop(group.serial, None)
+            epoch, number = map(int, group.uid.split("/"))
+            self.stream.appendleft((epoch, number))
+        batch: list[Group] = []
+        while True:
+            for _ in range(self.buffer.room(version)):
+                self.serial += 1
+                group = Group(self.serial, self.next_prompt(), answers=2, sent_at=version)
+                self.buffer.sent(group)
+                self.left[group.serial] = self.chance.choice([1, 1, 2, 30])
+            held = len(self.buffer.in_flight()) + len(self.buffer.ready()) + len(batch)
+            self.most = max(self.most, held)
+            taken = self.buffer.take(version)
+            if taken is None:
+                self.finish_next(version)
+                continue
+            bad = [group for group in taken if self.chance.random() < self.reject_share]
+            self.buffer.reject(bad)
+            self.rejected.update(group.uid for group in bad)
+            batch += [group for group in taken if group not in bad]
+            if not bad:
+                break
+        self.trained.update(group.uid for group in batch)
+        for _ in range(self.chance.randrange(4)):  # while the batch is trained
+            self.finish_next(version)
+        return batch
+
+    def finish_next(self, version: int) -> None:
+        groups = self.buffer.in_flight()
+        if not groups:
+            return
+        shortest = min(groups, key=lambda group: (self.left[group.serial], -group.serial))
+        for group in groups:
+            self.left[group.serial] -= self.left[shortest.serial] if group is not shortest else 0
+        del self.left[shortest.serial]
+        oldest = self.chance.randint(shortest.sent_at, version)
+        self.buffer.finished(shortest, oldest, rows=f"answers to {shortest.uid}")
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    per_batch=st.integers(1, 4),
+    staleness=st.integers(0, 4),
+    strategy=st.sampled_from(["drop", "wait"]),
+    in_order=st.booleans(),
+    surplus=st.sampled_from([0, 0, 3]),
+    reject_share=st.sampled_from([0.0, 0.0, 0.4]),
+    prompts=st.integers(5, 40),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_nothing_is_lost_or_repeated_or_too_old_whatever_finishes_when_and_over_restarts(
+    per_batch, staleness, strategy, in_order, surplus, reject_share, prompts, seed
+):
+    chance, versions = random.Random(seed), 12
+    settings_ = (per_batch, staleness, strategy, in_order, surplus, versions)
+    run = Run(Buffer(*settings_), chance, prompts, reject_share)
+    last = -1
+    for version in range(versions):
+        batch = run.step(version)
+        assert len(batch) == per_batch
+        assert all(0 <= version - group.born <= staleness for group in batch)
+        assert all(group.rows == f"answers to {group.uid}" for group in batch)
+        if in_order and not surplus:
+            assert [group.serial for group in batch] == sorted(group.serial for group in batch)
+            assert last < batch[0].serial
+            last = batch[-1].serial
+        if chance.random() < 0.3:
+            saved = json.loads(json.dumps(run.buffer.state()))
+            run.buffer = Buffer(*settings_)
+            run.buffer.load(saved)
+    assert run.most <= (staleness + 1) * per_batch + surplus
+    held = Counter(group.uid for group in [*run.buffer.in_flight(), *run.buffer.ready()])
+    waiting = Counter("{}/{}".format(*prompt) for prompt in run.stream)
+    drawn = Counter(f"{epoch}/{number}" for epoch in range(run.epochs) for number in range(prompts))
+    assert run.trained + run.rejected + held + waiting == drawn
+    if not surplus:
+        assert not held, "nothing is sent that no batch would use"
+        assert max(run.dropped.values(), default=0) <= (0 if strategy == "wait" or in_order else 1)
+
+
+def test_memory_is_bounded_while_the_trainer_stands_still():
+    buffer = Buffer(8, 2, "drop")
+    for serial in range(1000):
+        if buffer.room(0):
+            buffer.finished(send(buffer, serial), 0)
+    assert len(buffer.ready()) == 24

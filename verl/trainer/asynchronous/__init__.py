@@ -1,0 +1,1 @@
+"""Training that does not wait for generation: the trainer takes scored groups from a stream of answers."""
