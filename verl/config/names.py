@@ -166,8 +166,9 @@ class TrainingEngine:
 
 
 _FSDP = TrainingEngine("verl.workers.engine.fsdp.engine:FSDPEngine", "fsdp_config")
-# Switched on by its place: "verl.workers.engine.megatron.engine:MegatronEngine".
-_MEGATRON = TrainingEngine("", "megatron_config", "megatron.core", _extra("megatron"))
+_MEGATRON = TrainingEngine(
+    "verl.workers.engine.megatron.engine:MegatronEngine", "megatron_config", "megatron.core", _extra("megatron")
+)
 TRAINING_ENGINES = {"fsdp": _FSDP, "fsdp2": _FSDP, "megatron": _MEGATRON}
 STRATEGIES = tuple(TRAINING_ENGINES)
 

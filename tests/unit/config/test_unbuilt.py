@@ -1,4 +1,4 @@
-"""What is not built is said first and refused; what would have no effect is named; nothing else is touched."""
+"""What is not built is refused; what would have no effect is named; nothing else is touched."""
 
 from __future__ import annotations
 
@@ -18,34 +18,6 @@ def problems(*overrides: str):
     with pytest.raises(ConfigError) as caught:
         load(*overrides)
     return caught.value.problems
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        f"{ACTOR}.strategy=megatron",
-        "critic.strategy=megatron",
-    ],
-)
-def test_what_is_not_built_is_refused_without_advice_to_install_anything(asked):
-    (problem,) = problems(asked)
-    assert problem.key == asked.partition("=")[0]
-    assert problem.why == "is not built yet in this version"
-    assert "install" not in problem.fix
-    assert load_config(None, [*RUN, asked, f"{ROLLOUT}.mode=async"], check_files=False).notices == load().notices
-
-
-def test_all_of_it_at_once_and_before_everything_else():
-    found = problems(
-        "data.train_files=/no/such/file.parquet",
-        f"{ACTOR}.ppo_mini_batch_size=100",
-        f"{ACTOR}.strategy=megatron",
-    )
-    assert [problem.key for problem in found] == [
-        f"{ACTOR}.strategy",
-        f"{ACTOR}.ppo_mini_batch_size",
-        "data.train_files",
-    ]
 
 
 def test_a_tensor_parallel_hf_engine_is_refused():

@@ -179,7 +179,7 @@ def run_parts(config: PPOConfig | SFTConfig, worker_classes: Iterable[type] = ()
         if config.critic.enable:
             limit = trainer.max_critic_ckpt_to_keep
             parts.append(RunPart("critic", "critic.model", "value", config.critic, config.critic.model, limit))
-    return [part for part in parts if part.block.strategy != "megatron"]
+    return parts
 
 
 def step_bytes(part: RunPart) -> int:
