@@ -10,7 +10,6 @@ from typing import Any
 
 from verl.config.compose import CONFIG_DIR, default_tree, groups
 from verl.config.convert import range_words
-from verl.config.idle import REFUSED
 from verl.config.obsolete import FIXED, OBSOLETE
 from verl.config.roots import EVAL, GENERATION, PPO, SFT, Root
 from verl.config.schema import Block, Entry, alias_table, entries, join, pick
@@ -137,19 +136,10 @@ def _meaning(root: Root, path: str, entry: Entry) -> str:
         parts.append(f"Null: {key.null}.")
     if key.required:
         parts.append("**Required.**")
-    parts += _not_yet(path) if root is PPO else []
     others = [alias for alias, canonical in alias_table(root.cls).items() if canonical == path]
     if others:
         parts.append(f"Also: {', '.join(f'`{other}`' for other in others)}.")
     return " ".join(parts)
-
-
-def _not_yet(path: str) -> list[str]:
-    """What this version does with values of a key that it cannot serve yet."""
-    if path not in REFUSED:
-        return []
-    values = ", ".join(f"`{value}`" for value in REFUSED[path][0])
-    return [f"Not built yet, refused at start: {values}."]
 
 
 def _aliases(root: Root, heading: str = "") -> Iterator[str]:

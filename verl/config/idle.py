@@ -23,20 +23,6 @@ from verl.config.schema import Block, join, pick, walk
 
 # So many keys are named in one notice; scripts set whole blocks.
 _NAMED = 5
-NOT_BUILT = "is not built yet in this version"
-_ENGINES = {name: row for name, row in names.TRAINING_ENGINES.items() if not row.at}
-_FOLLOW = "Leave it out: it follows the actor's"
-# Values that stand for something to come: key -> (values, what to set instead).
-REFUSED: Mapping[str, tuple[tuple[str, ...], str]] = {
-    path: (tuple(_ENGINES), instead)
-    for path, instead in (
-        (f"{ACTOR}.strategy", f"Set {ACTOR}.strategy=fsdp2"),
-        ("critic.strategy", "Set critic.strategy=fsdp2"),
-        ("actor_rollout_ref.ref.strategy", _FOLLOW),
-        ("reward_model.strategy", _FOLLOW),
-    )
-    if _ENGINES
-}
 _FOREIGN = [name for name, row in names.ROLLOUTS.items() if row.foreign]
 _LOAD_FORMATS = ("auto", "dummy")
 _REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"
@@ -86,24 +72,13 @@ def idle_keys(config: PPOConfig, report: Report) -> None:
 
 def check_built(config: PPOConfig, report: Report) -> None:
     """Report every key that asks for something that is not built or not installed here."""
-    check_engine(ROLLOUT, config.actor_rollout_ref.rollout, report)
-    _refuse(config, report)
+    rollout = config.actor_rollout_ref.rollout
+    check_engine(ROLLOUT, rollout, report)
+    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
+        why, fix = f"is not built for {ROLLOUT}.name = hf", f"Set it to 1, or {ROLLOUT}.name=native"
+        report.broken(f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size, why, fix)
     _installed(config, report)
     _engine_keys(config, report)
-
-
-def _refuse(config: PPOConfig, report: Report) -> None:
-    roles = {path: role for role, path in BLOCK_OF_ROLE.items()}
-    active, actor = active_roles(config), config.actor_rollout_ref.actor.strategy
-    for path, (values, instead) in REFUSED.items():
-        value, role = pick(config, path), roles.get(path.rpartition(".")[0])
-        follows_actor = role in ("ref", "reward_model") and value == actor
-        if value in values and (role is None or role in active) and not follows_actor:
-            report.broken(path, value, NOT_BUILT, instead)
-    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if size > 1 and config.actor_rollout_ref.rollout.name == "hf":
-        why, fix = f"{NOT_BUILT} for {ROLLOUT}.name = hf", f"Set it to 1, or {ROLLOUT}.name=native"
-        report.broken(f"{ROLLOUT}.tensor_model_parallel_size", size, why, fix)
 
 
 def _installed(config: PPOConfig, report: Report) -> None:
@@ -112,7 +87,7 @@ def _installed(config: PPOConfig, report: Report) -> None:
     for role, path in BLOCK_OF_ROLE.items():
         strategy = pick(config, path).strategy
         row, follows_actor = names.TRAINING_ENGINES[strategy], role != "actor" and strategy == actor
-        if role in active_roles(config) and row.at and not follows_actor and not is_installed(row.package):
+        if role in active_roles(config) and not follows_actor and not is_installed(row.package):
             fix = f"Run {row.install}; or set {path}.strategy=fsdp2, which needs no install"
             report.broken(f"{path}.strategy", strategy, f"{row.package} is not installed here", fix)
 

@@ -156,7 +156,7 @@ class TrainingEngine:
     """A row of the table of training engines."""
 
     at: str
-    """Its `TrainEngine`, imported when it is chosen; "" while it is not built."""
+    """Its `TrainEngine`, imported when it is chosen."""
     block: str
     """The block of a role's configuration that holds its own keys."""
     package: str = ""

@@ -167,7 +167,6 @@ def test_gradient_checkpointing_means_every_layer_unless_core_is_told_more(overr
 def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch):
     row = names.TrainingEngine("some.engine:Engine", "megatron_config", "no_such.package", "make setup-megatron")
     monkeypatch.setitem(names.TRAINING_ENGINES, "megatron", row)
-    monkeypatch.setattr("verl.config.idle.REFUSED", {})
     report = Report()
     check_built(load(f"{ACTOR}.use_kl_loss=True"), report)
     (problem,) = report.problems  # the reference follows the actor: said once

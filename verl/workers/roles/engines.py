@@ -24,8 +24,6 @@ def start_engine(
 ) -> TrainEngine:
     """The engine of `block.strategy` for a model, frozen without `optim`. Calls dispatched over `mesh` reach it."""
     at = TRAINING_ENGINES[block.strategy].at
-    if not at:
-        raise ValueError(f"strategy = {block.strategy}: this engine is not built yet. Set it to fsdp2.")
     engine: TrainEngine = resolve_name(at).of_block(
         model_path, kind, model_config, block, worker.device, optim=optim, grad_clip=grad_clip
     )
