@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from verl.types.request import Output
 from verl.utils.counter_noise import sample_keys
 
-__all__ = ["Call", "Record", "current", "recording"]
+__all__ = ["Call", "Partial", "Record", "current", "recording"]
 
 
 @dataclass(slots=True)
@@ -25,6 +25,14 @@ class Call:
     prompt_ids: list[int]
     output: Output
     seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Partial:
+    """What there is of an answer that is not finished."""
+
+    prompt_ids: list[int]
+    output: Output
 
 
 @dataclass(slots=True)
@@ -39,6 +47,8 @@ class Record:
     asked: int = 0
     most: int | None = None
     """Response tokens that this trajectory's contexts may have, where that is less than the run's limit."""
+    partial: Partial | None = None
+    """Of the answer under way, as last noted, or as another process left it."""
     _starts: list[list[int]] = field(default_factory=list)
     """Prompts that contexts began with."""
 
@@ -64,6 +74,14 @@ class Record:
                 return most - (len(prompt_ids) - len(start))
         self._starts.append(prompt_ids)
         return most
+
+    def note(self, prompt_ids: list[int], output: Output) -> None:
+        """So much there is of the answer to this prompt."""
+        self.partial = Partial(prompt_ids, output)
+
+    def resumed(self, prompt_ids: list[int]) -> Output | None:
+        """What to go on from in an answer to this prompt."""
+        return self.partial.output if self.partial is not None and self.partial.prompt_ids == prompt_ids else None
 
     def next_key(self) -> int:
         """Noise key of the next call: a new one each time, the same in each run."""

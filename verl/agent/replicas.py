@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from verl.single_controller.base.handle import RankHandle
 from verl.types.request import Output, Request
@@ -72,6 +72,10 @@ class Replica:
             raise
         finally:
             self._waiting.pop(request.id, None)
+
+    def abort(self, ids: Sequence[str]) -> None:
+        """Have these answered with what there is."""
+        self._handle.tell("abort_requests", list(ids))
 
     def close(self) -> None:
         """Answers are not waited for any longer; tasks that a loop left behind end where they wait."""

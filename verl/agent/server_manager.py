@@ -1,8 +1,9 @@
 """ServerManager: what a loop generates with. Turns of one request_id stay on one replica, whose cache has their prefix;
-a first turn goes where the least is to do. Nothing is asked twice: an answer that fails fails its trajectory."""
+a first turn goes where the least is to do. An answer that fails fails its trajectory."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,8 @@ _SILENT = frozenset({"logprobs", "n", "skip_special_tokens", "detokenize"})
 _SETTABLE = {field.name for field in fields(SamplingParams)} - {"key"}
 
 
+# An abort is answered at the engine's next token; whoever takes longer is not noted.
+_NOTE_S, _NOTING_S = 0.02, 10.0
 # Requests more than elsewhere that are worth a prompt computed once.
 _NEARLY = 8
 
@@ -48,6 +51,8 @@ class ServerManager:
         self._group_home: dict[str, Replica] = {}
         self._serial = itertools.count()
         self._turn = first
+        self._under_way: dict[str, Replica] = {}
+        self._noting: set[str] = set()
         self.generating = 0
         """Answers that are waited for."""
 
@@ -83,14 +88,45 @@ class ServerManager:
                 max_new_tokens=left,
                 min_new_tokens=min(left, params.min_new_tokens),
             )
-            request = Request(f"{self._client}/{next(self._serial)}", prompt_ids, params, record.group)
+            request = Request(self._new_id(), prompt_ids, params, record.group, record.resumed(prompt_ids))
             self.generating += 1
             try:
-                output = await self._replica_of(request_id, record.group).answer(request)
+                output = await self._answer(request_id, request, record)
             finally:
                 self.generating -= 1
         record.calls.append(Call(prompt_ids, output, time.monotonic() - started))
         return _told(output)
+
+    async def note_partials(self) -> None:
+        """Have the records note what there is of answers under way: each is aborted, and goes on from what there is."""
+        deadline = time.monotonic() + _NOTING_S
+        self._noting = set(self._under_way)
+        while self._noting and time.monotonic() < deadline:
+            for replica in self._replicas:  # again and again: one may overtake the request that it is meant for
+                if ids := [name for name in self._noting if self._under_way.get(name) is replica]:
+                    replica.abort(ids)
+            await asyncio.sleep(_NOTE_S)
+        self._noting = set()
+
+    async def _answer(self, request_id: str, request: Request, record: Record) -> Output:
+        """The whole answer, however often it was taken up again."""
+        while True:
+            replica = self._under_way[request.id] = self._replica_of(request_id, record.group)
+            try:
+                output = await replica.answer(request)
+            finally:
+                self._under_way.pop(request.id)
+                noted = request.id in self._noting
+                self._noting.discard(request.id)
+            if output.finish_reason != "abort" or not noted:
+                return output
+            so_far = output if output.token_ids else request.resume_from
+            if so_far is not None:
+                record.note(list(request.prompt_ids), so_far)
+            request = replace(request, id=self._new_id(), resume_from=so_far)
+
+    def _new_id(self) -> str:
+        return f"{self._client}/{next(self._serial)}"
 
     def _replica_of(self, request_id: str, group: str) -> Replica:
         """Where its turns are; at first where the least is to do, or nearly: answers of a group share their prompt."""

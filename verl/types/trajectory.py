@@ -96,3 +96,9 @@ class Trajectory:
     def name(self) -> str:
         """Unique within a batch: what the column `trajectory` holds."""
         return f"{self.uid}/{self.sample_index}"
+
+    @property
+    def last_tokens(self) -> np.ndarray:
+        """Of its last row's response: what a score is given for."""
+        turns = self.rows[-1].turns
+        return np.concatenate([np.empty(0, np.int32), *(np.asarray(turn.token_ids, np.int32) for turn in turns)])

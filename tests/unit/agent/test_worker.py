@@ -160,3 +160,38 @@ def test_agents_of_another_generation_are_told_that_it_is_over(two: House, task:
 def test_a_name_that_is_no_loop_fails_the_call(two: House, task: dict[str, str]):
     with pytest.raises(WorkerCallError, match="agent_name: 'toool_agent' is not known"):
         two.answer(prompts_of(task, 1, "toool_agent"))
+
+
+def collected(house: House, count: int) -> dict[str, list[int]]:
+    """Tokens of so many trajectories of a stream, by name."""
+    made: dict[str, list[int]] = {}
+    while len(made) < count:
+        (told,) = house.agents.collect_trajectories(30.0)
+        assert told.lost is None
+        made |= {trajectory.name: trajectory.last_tokens.tolist() for trajectory in told.trajectories}
+    return made
+
+
+def test_a_stream_answers_rows_as_they_come_and_goes_on_from_partial_answers(two: House, task: dict[str, str]):
+    """The same tokens as one batch: rows that came later, answers that were noted under way, and answers that another
+    stream takes up again."""
+    prompts = prompts_of(task, 6, "single_turn_agent")
+    prompts.meta_info["ignore_eos"] = True
+    whole = {name: rows[0][0] for name, rows in tokens_of(two.answer(prompts)).items()}
+    with two.open_engines():
+        two.agents.begin_stream(two.handles, prompts.meta_info)
+        two.agents.add_rows(prompts[:4], {})
+        two.agents.add_rows(prompts[4:], {})
+        partials = next(
+            filter(None, (two.agents.partial_answers()[0] for _ in range(50)))
+        )  # each with a token at least
+        assert all(output.finish_reason == "abort" for output in partials.values())
+        assert all(whole[name][: len(part.token_ids)] == part.token_ids for name, part in partials.items())
+        two.agents.drop_trajectories(["p5/1"])
+        assert collected(two, 11) == {name: tokens for name, tokens in whole.items() if name != "p5/1"}
+        two.agents.begin_stream(two.handles, prompts.meta_info)
+        two.agents.add_rows(prompts, partials)
+        assert collected(two, 12) == whole
+        two.agents.end_stream()
+    (told,) = two.agents.collect_trajectories(30.0)
+    assert told.lost == "the stream was ended"

@@ -1,0 +1,284 @@
+"""Answering: rows become trajectories, each at its own pace. Rows are added at any time; a batch adds all at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from verl.agent.loop import AgentLoopBase
+from verl.agent.outputs import Limits, failed_trajectory, trajectory_of
+from verl.agent.record import Record, recording
+from verl.agent.replicas import EngineLost, Replica
+from verl.agent.server_manager import ServerManager
+from verl.config import PPOConfig, RolloutConfig
+from verl.protocol import DataProto
+from verl.single_controller.base.handle import RankHandle
+from verl.types.request import Output, SamplingParams
+from verl.types.trajectory import Trajectory
+from verl.utils.progress import pulse
+from verl.workers.rollout.output import rows_from_trajectories
+from verl.workers.rollout.prompts import answer_limits, sampling_params, trajectories_from_prompts
+
+__all__ = ["Answering", "AskedRow", "Host", "asked_params", "trained_rows"]
+
+logger = logging.getLogger(__name__)
+
+_PULSE_S = 1.0
+# Whoever waits for something else than an answer, a tool, may do so for this long; then the watch for hangs decides.
+_PATIENCE_S = 3600.0
+
+
+class Host(Protocol):
+    """What all trajectories of a process share."""
+
+    config: PPOConfig
+    rollout_config: RolloutConfig
+    tokenizer: Any
+    processor: Any
+    toolbox: Any
+    vocabulary: int
+
+    @property
+    def rank(self) -> int: ...
+
+    def loop_class(self, name: str) -> tuple[type[AgentLoopBase], Mapping[str, Any]]:
+        """The class of a loop and its own keywords."""
+
+
+@dataclass(slots=True, eq=False)
+class AskedRow:
+    """A row to be answered, and what became of it."""
+
+    begun: Trajectory
+    step: int
+    """Whose noise it gets, beside its own name."""
+    limit: int
+    agent: str
+    columns: dict[str, Any]
+    """As its loop gets them."""
+    sampling: dict[str, Any]
+    """The run's parameters as a loop sees them, to be passed on as they are or changed."""
+    partial: Output | None = None
+    """What there is of its first answer, from before."""
+    record: Record | None = None
+    made: Trajectory | None = None
+    dropped: bool = False
+
+
+OnDone = Callable[[AskedRow, Trajectory], None]
+"""Told of each trajectory that has ended, in the event loop's thread."""
+
+
+class Answering:
+    """From `open` to `close`. All but the constructor and `asked` is for the event loop's thread."""
+
+    def __init__(self, host: Host, meta: Mapping[str, Any], replicas: Sequence[RankHandle], on_done: OnDone) -> None:
+        """`meta` is of all rows, `meta_info` of a generation; `replicas` are the engine's copies."""
+        self._host, self._handles, self._on_done = host, replicas, on_done
+        self.params = asked_params(host.rollout_config, host.tokenizer, meta)
+        self._seed = host.rollout_config.seed if meta.get("seed") is None else int(meta["seed"])
+        self._validates = bool(meta.get("validate"))
+        self._rows: dict[AskedRow, asyncio.Task[None]] = {}
+        self._failures: Counter[str] = Counter()
+        self._moved = time.monotonic()
+        self._active = 0
+        self._ending = False
+        self.lost: str | None = None
+        """Why none can go on."""
+
+    def asked(self, prompts: DataProto, partials: Mapping[str, Output] | None = None) -> list[AskedRow]:
+        """The rows of a batch, for `add`; what is wrong with them is raised here. `partials`: by trajectory."""
+        rollout, objects = self._host.rollout_config, prompts.non_tensor_batch
+        started = trajectories_from_prompts(prompts)
+        limits = answer_limits(prompts, started, self.params.max_new_tokens)
+        agents = [str(name) for name in objects.get("agent_name", [rollout.agent.default_agent_loop] * len(prompts))]
+        for name in dict.fromkeys(agents):
+            self._host.loop_class(name)
+        step = int(prompts.meta_info.get("step", 0))
+        sampled = objects.get("do_sample", [self.params.do_sample] * len(prompts))
+        return [
+            AskedRow(
+                begun,
+                step,
+                limits[row],
+                agents[row],
+                {name: values[row] for name, values in objects.items() if name != "sampling_params"}
+                | self._own_columns(begun, objects, row, step),
+                self._sampling(bool(sampled[row]), limits[row]),
+                (partials or {}).get(begun.name),
+            )
+            for row, begun in enumerate(started)
+        ]
+
+    def open(self, loop: asyncio.AbstractEventLoop, lost: Callable[[str], None] = lambda why: None) -> None:
+        """Reach the replicas; `lost` is told why none can go on."""
+        client = f"{self._host.rank}-{uuid.uuid4().hex[:8]}"
+        self._loop, self._tell_lost = loop, lost
+        self._replicas = [Replica(handle, client, loop, self._lose) for handle in self._handles]
+        rollout, first = self._host.rollout_config, self._host.rank
+        self._manager = ServerManager(
+            self._replicas, self.params, rollout.max_model_len, client, first, self._host.vocabulary
+        )
+        self._slots = asyncio.Semaphore(rollout.agent.max_concurrent_requests)
+        self._pulsing = asyncio.create_task(self._keep_pulsing())
+
+    def add(self, rows: Iterable[AskedRow]) -> None:
+        """Begin with them."""
+        for row in rows:
+            task = self._rows[row] = asyncio.create_task(self._trajectory(row))
+            task.add_done_callback(partial(self._rows.pop, row))
+
+    async def all_done(self) -> None:
+        """Returns when every trajectory has ended; raises EngineLost when none can go on."""
+        tasks = list(self._rows.values())
+        try:
+            await asyncio.wait(tasks)
+        finally:
+            await self.close()
+        if self.lost is not None:
+            raise EngineLost(self.lost)
+        for task in tasks:
+            task.result()
+
+    async def drop(self, names: Iterable[str]) -> None:
+        """End these, of which nobody wants to hear any more."""
+        dropped, tasks = set(names), []
+        for row, task in self._rows.items():
+            if row.begun.name in dropped:
+                row.dropped = task.cancel()
+                tasks.append(task)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def partials(self) -> dict[str, Output]:
+        """What there is of the answers under way, by trajectory. They go on.
+
+        Only of first answers: what comes later hangs on what a loop and its tools hold, and they cannot be taken along.
+        """
+        await self._manager.note_partials()
+        first = {row.begun.name: row.record for row in self._rows if row.record and not row.record.calls}
+        return {name: record.partial.output for name, record in first.items() if record.partial is not None}
+
+    async def close(self) -> None:
+        """End what is left."""
+        self._ending = True
+        left = [*self._rows.values(), self._pulsing]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        for replica in self._replicas:
+            replica.close()
+
+    async def _trajectory(self, row: AskedRow) -> None:
+        host, begun = self._host, row.begun
+        record = row.record = Record.of(self._seed, row.step, begun.uid, begun.sample_index)
+        record.most = row.limit
+        if row.partial is not None:
+            record.note(np.asarray(begun.rows[0].prompt_ids).tolist(), row.partial)
+        async with self._slots:
+            self._active += 1
+            try:
+                with recording(record):
+                    cls, keywords = host.loop_class(row.agent)
+                    agent = cls(
+                        config=host.config,
+                        rollout_config=host.rollout_config,
+                        server_manager=self._manager,
+                        tokenizer=host.tokenizer,
+                        processor=host.processor,
+                        toolbox=host.toolbox,
+                        loop=self._loop,
+                        **keywords,
+                    )
+                    outputs = await agent.run(row.sampling, **row.columns)
+                most = Limits(row.limit, host.rollout_config.max_model_len)
+                made = trajectory_of(outputs, record, begun.uid, begun.sample_index, most)
+            except (Exception, asyncio.CancelledError) as error:  # it costs its own trajectory, is counted and told
+                if self._ending or row.dropped:
+                    raise
+                made = self._failed(error, record, begun)
+            finally:
+                self._active -= 1
+        row.made, self._moved = made, time.monotonic()
+        self._on_done(row, made)
+
+    def _failed(self, error: BaseException, record: Record, begun: Trajectory) -> Trajectory:
+        kind = f"{type(error).__name__}: {error}"
+        if not self._failures[kind] and self.lost is None:
+            logger.warning("agent loop of trajectory %s failed: %s", begun.name, kind, exc_info=error)
+        self._failures[kind] += 1
+        prompt = np.asarray(begun.rows[0].prompt_ids).tolist()
+        return failed_trajectory(error, record, begun.uid, begun.sample_index, prompt, self.params.max_new_tokens)
+
+    def _own_columns(self, begun: Trajectory, objects: Mapping[str, Any], row: int, step: int) -> dict[str, Any]:
+        """Beside the data's."""
+        raw = {"raw_prompt": list(objects["raw_prompt"][row])} if "raw_prompt" in objects else {}
+        return raw | {
+            "prompt_ids": np.asarray(begun.rows[0].prompt_ids).tolist(),
+            "uid": begun.uid,
+            "sample_index": begun.sample_index,
+            "step": step,
+            "validate": self._validates,
+        }
+
+    def _sampling(self, sampled: bool, limit: int) -> dict[str, Any]:
+        chosen = self.params
+        return {
+            "temperature": chosen.temperature,
+            "top_p": chosen.top_p,
+            "top_k": chosen.top_k,
+            "min_p": chosen.min_p,
+            "do_sample": sampled,
+            "max_new_tokens": limit,
+            "stop": list(chosen.stop),
+            "stop_token_ids": sorted(chosen.stop_token_ids),
+            "ignore_eos": chosen.ignore_eos,
+            "logprobs": True,
+        }
+
+    def _lose(self, why: str) -> None:
+        """A replica is gone, or its engine: nobody can go on."""
+        self._ending = True
+        self.lost = self.lost or why
+        for task in self._rows.values():
+            task.cancel()
+        self._tell_lost(self.lost)
+
+    async def _keep_pulsing(self) -> None:
+        """While a trajectory waits for something else than the model, this process does not hang."""
+        generating = -1
+        while True:
+            await asyncio.sleep(_PULSE_S)
+            if self._manager.generating != generating:
+                generating, self._moved = self._manager.generating, time.monotonic()
+            if self._active > self._manager.generating and time.monotonic() - self._moved < _PATIENCE_S:
+                pulse()
+
+
+def asked_params(rollout: RolloutConfig, tokenizer: Any, meta: Mapping[str, Any]) -> SamplingParams:
+    """Of a generation with this `meta_info`."""
+    return sampling_params(rollout, meta, [tokenizer.eos_token_id])
+
+
+def trained_rows(
+    trajectories: Sequence[Trajectory], prompt_width: int, params: SamplingParams, meta: Mapping[str, Any], pad: int
+) -> DataProto:
+    """What training reads of trajectories that were asked for with this `meta_info`."""
+    longest = max(len(row.prompt_ids) for trajectory in trajectories for row in trajectory.rows)
+    batch = rows_from_trajectories(
+        trajectories,
+        pad_token_id=pad if meta.get("pad_token_id") is None else int(meta["pad_token_id"]),
+        prompt_length=max(longest, prompt_width),
+        response_length=params.max_new_tokens if meta.get("pad_to_max") else None,
+        with_drawn=params.reshaped and not meta.get("validate"),
+    )
+    batch.pop(non_tensor_batch_keys=["uid", "sample_index"])
+    return batch
