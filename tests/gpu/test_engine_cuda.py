@@ -44,8 +44,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def engine_of(folder: Path, **native: Any) -> BuiltEngine:
+def engine_of(folder: Path, beside: bool = False, **native: Any) -> BuiltEngine:
     keys = {
+        "free_cache_engine": not beside,
         "max_num_seqs": 8,
         "max_model_len": MAX_LENGTH,
         "max_num_batched_tokens": 32,
@@ -112,3 +113,24 @@ def test_no_step_waits_for_the_gpu_before_it_is_launched(tmp_path):
     built.runner.launch = strict  # type: ignore[method-assign]
     outputs = answered(built, params, n=3, tag="watched ")
     assert all(len(output.token_ids) == NEW for output in outputs)
+
+
+def test_beside_other_work_of_the_device_steps_do_not_wait_for_it_and_answer_the_same(tmp_path):
+    folder = save_tiny_model(tmp_path / "model")
+    params = SamplingParams(max_new_tokens=NEW, key=3)
+    expected = [output.token_ids for output in answered(engine_of(folder), params)]
+    built, before = engine_of(folder, beside=True), torch.cuda.current_stream()
+    busy, done = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), torch.cuda.Event()
+    product = torch.mm(busy, busy)
+    try:
+        answered(built, params, tag="warm-up ")
+        torch.cuda.synchronize()
+        torch.cuda.set_stream(before)
+        for _ in range(800):  # a second of work
+            torch.mm(busy, busy, out=product)
+        done.record()
+        found = [output.token_ids for output in answered(built, params)]
+        assert not done.query(), "the answers were there before what was queued first"
+    finally:
+        torch.cuda.set_stream(before)
+    assert found == expected

@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
@@ -144,6 +144,13 @@ class AsyncEngine:
             yield _since(answer, position, answer.finish_reason)
         finally:
             sequence.future.cancel()
+
+    def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
+        """Tokens from a position on of those of these requests that are under way and have more."""
+        with self._changed:
+            found = {name: self._unfinished[name].output for name in positions if name in self._unfinished}
+        pieces = {name: _since(output, positions[name]) for name, output in found.items()}
+        return {name: piece for name, piece in pieces.items() if piece.token_ids}
 
     def abort(self, ids: Iterable[str] | None) -> None:
         """End requests (None: all) before the next token; their outputs carry what there is."""

@@ -118,6 +118,7 @@ def build_engine(
         config.max_num_seqs,
         config.max_model_len,
         use_graphs=not config.enforce_eager,
+        beside_others=not config.free_cache_engine,  # it keeps its memory while others compute, and so may go on
     )
     scheduler = Scheduler(
         BlockManager(kv.num_blocks, kv.block_size, config.enable_prefix_caching),

@@ -57,6 +57,14 @@ class StepGraphs:
         self._sequence_rows = torch.full((max_sequences,), self._nobody, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(max_sequences, dtype=torch.int32, device=device)
 
+    def record_all(self) -> None:
+        """Every size, as far as there are so many sequences. The largest first: the others fit into what it takes."""
+        decode = [size for size in _DECODE_SIZES if size < 2 * self._max_sequences]
+        steps = [(True, size) for size in _MIXED_SIZES] + [(False, size) for size in decode]
+        for has_prefills, size in sorted(steps, key=lambda step: -step[1]):
+            if not self._can_record or self._record(has_prefills, size) is None:
+                return
+
     def replay(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor | None:
         """Hidden states of the step, padding last; None if there is no graph for it."""
         sizes = _MIXED_SIZES if has_prefills else _DECODE_SIZES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -21,6 +22,8 @@ __all__ = ["ModelRunner", "Pending"]
 
 # Logits of a long prompt that are there at a time.
 _BLOCK_ELEMENTS = 2**25
+# How long a thread that wants to go on waits for another's Python: a step asks twice, and takes a few milliseconds.
+_SWITCH_S = 1e-4
 
 
 class Pending:
@@ -59,7 +62,10 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         use_graphs: bool,
+        beside_others: bool = False,
     ) -> None:
+        """`beside_others`: on a GPU steps run on a stream of their own, before other threads' work that waits there,
+        and all graphs are recorded now: while one is recorded, nobody else may give memory back."""
         device = model.device
         self.model, self.kv = model, kv
         self.lag = 1 if device.type == "cuda" else 0
@@ -73,11 +79,25 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         if use_graphs and device.type == "cuda":
             self._graphs = StepGraphs(self.decode, self.mixed, self._last_tokens, max_num_seqs)
+        self._stream: torch.cuda.Stream | None = None
+        if beside_others and device.type == "cuda":
+            self._stream = self._own_stream()
+
+    @torch.inference_mode()
+    def _own_stream(self) -> torch.cuda.Stream:
+        if self._graphs is not None:
+            self._graphs.record_all()
+        sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
+        stream = torch.cuda.Stream(self.model.device, priority=-1)
+        stream.wait_stream(torch.cuda.current_stream(self.model.device))  # tables and weights as they begin
+        return stream
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
         """Start a step; on a GPU this returns before it is done. Steps run in the order they were launched."""
-        if self.lag:
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)  # of this thread, and with it the device
+        elif self.lag:
             # A new thread starts on device 0.
             torch.cuda.set_device(self.model.device)
         inputs = self._sender.send(plan)

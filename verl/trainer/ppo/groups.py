@@ -15,7 +15,9 @@ from verl.agent.tool_files import read_tool_files
 from verl.agent.worker import AgentLoopWorker
 from verl.config import PPOConfig
 from verl.config.plan import ROLLOUT, layout_of
+from verl.planning.engines import beside
 from verl.protocol import DataProto
+from verl.single_controller.base.handle import RankHandle
 from verl.single_controller.base.worker import collective_timeout
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager, create_colocated_worker_cls
 from verl.trainer.ppo.arrange import arrange, evenness, mini_batches_by_prompt, row_costs
@@ -62,6 +64,8 @@ class WorkerGroups:
     """Processes that run agents' loops, with `rollout.mode=async`."""
     replicas: Replicas
     """Of a rollout with processes of its own: which of them may get requests."""
+    generation_open = False
+    """Between `open_generation` and `close_generation`."""
     engine_starts = 0
     """How often rollout engines were started: another number than last time, and other engines answer."""
 
@@ -116,13 +120,37 @@ class WorkerGroups:
         """Answers to every row, by the engines alone or by agents that ask them."""
         if self.agents is None:
             return self.rollout.generate_sequences(request)
-        self.rollout.begin_generation()
+        is_stream, replicas = self.generation_open, self.open_generation()
         try:
-            places = self.rollout.mesh_places("rollout")
-            replicas = [self.rollout.handle(rank) for rank, place in enumerate(places) if place.collect]
             return self.agents.generate_sequences(request, replicas)
         finally:
-            self.rollout.end_generation()  # of a replica that died it says so, which tells more than the agents can
+            if not is_stream:
+                self.close_generation()  # of a replica that died it says so, which tells more than the agents can
+
+    def open_generation(self) -> list[RankHandle]:
+        """Let the engines answer until `close_generation`, through hand-overs, beside what is trained; the way to each
+        replica. Again: those that were started anew meanwhile do so, too."""
+        self.rollout.begin_generation()
+        self.generation_open = True
+        places = self.rollout.mesh_places("rollout")
+        return [self.rollout.handle(rank) for rank, place in enumerate(places) if place.collect]
+
+    def close_generation(self) -> None:
+        """End what is left of it; what broke an engine meanwhile is raised here."""
+        self.generation_open = False
+        self.rollout.end_generation()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether an open generation must stand still while others work on the engine's devices: where its ranks, and
+        theirs, work together in the same processes, two groups of ranks would wait for each other."""
+        rollout = self._config.actor_rollout_ref.rollout
+        alone = self.rollout is not self.actor and len(self._roles_in(self._pools.mapping[Role.Rollout])) == 1
+        return rollout.tensor_model_parallel_size > 1 and not alone and not beside(rollout) and not rollout.server_urls
+
+    def require_engines(self) -> None:
+        """Raise the WorkerError of a rank, or of an engine's own process, that an open generation has lost."""
+        self.rollout.require_engine()
 
     def cancel_generation(self) -> None:
         """From any thread."""

@@ -19,9 +19,11 @@ _BLAME_S = 10.0
 class WeightSync:
     """From the actor's group to the rollout's: inside the processes that they share, else from group to group."""
 
-    def __init__(self, groups: WorkerGroups, probe: Callable[[], None] = lambda: None) -> None:
-        """`probe()` is called after every hand-over, and may ask the engines; what it raises is the hand-over's."""
-        self._groups, self._probe = groups, probe
+    def __init__(self, groups: WorkerGroups, probe: Callable[[], None] = lambda: None, kv: str = "recompute") -> None:
+        """`probe()` is called after every hand-over, and may ask the engines; what it raises is the hand-over's.
+        `kv`: what becomes of it where requests go on after a hand-over (`trainer.partial_kv`)."""
+        self._groups, self._probe, self._kv = groups, probe, kv
+        self._holds = False
 
     def connect(self) -> None:
         """Let trainers and engines of different processes join one group for weights: both are called at once."""
@@ -32,17 +34,27 @@ class WeightSync:
                 joining.get()
 
     def let_go(self) -> None:
-        """The step's answers are there: engines that share the trainer's devices need no weights until `hand_over`."""
-        if self._groups.frees_weights:
+        """The step's answers are there: engines that share the trainer's devices need no weights until `hand_over`.
+
+        A generation that stays open goes on beside training, or stands still where they take turns.
+        """
+        if self._groups.generation_open:
+            self._holds = self._groups.takes_turns
+            if self._holds:
+                self._groups.rollout.hold_generation()
+        elif self._groups.frees_weights:
             self._groups.actor.free_rollout_weights()
 
     def hand_over(self, version: int) -> None:
-        """Weights that the engines have already are not sent again."""
+        """Weights that the engines have already are not sent again. Requests under way go on with the new ones."""
         self._groups.replicas.advance(version)
         if self._groups.rollout is self._groups.actor:
-            self._groups.actor.update_rollout_weights(version)  # whose workers know what they have
+            self._groups.actor.update_rollout_weights(version, self._kv)  # whose workers know what they have
         else:
             self._hand_over_between_groups(version)
+        if self._holds:
+            self._groups.rollout.go_on_generating()
+            self._holds = False
         self._probe()
 
     def _hand_over_between_groups(self, version: int) -> None:
@@ -57,7 +69,7 @@ class WeightSync:
     def _send(self, version: int) -> None:
         """Both groups are called at once. Where a receiver dies, the sender's call ends too."""
         actor, rollout = self._groups.actor, self._groups.rollout
-        sending, receiving = actor.send_weights(version), rollout.receive_weights(version)
+        sending, receiving = actor.send_weights(version), rollout.receive_weights(version, self._kv)
         failed: list[Exception] = []
 
         def listen() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from verl.workers.roles.policy_loss import ROW, PolicyLoss
 from verl.workers.roles.requests import Collected, OpenRequests
 from verl.workers.roles.saving import SavingWorker
 from verl.workers.roles.updates import mini_batches_of_prompts, rows_of_mini_batches, run_epochs
+from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.sharding_manager import (
     BroadcastReceiver,
@@ -161,7 +163,12 @@ class ActorRolloutRefWorker(SavingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @phase_memory("gen", at="actor_rollout_ref")
     def begin_generation(self) -> None:
-        """From here to `end_generation` the engine answers requests of other processes (agents)."""
+        """From here to `end_generation` the engine answers requests of other processes (agents).
+
+        That may be many steps: it trains beside them, and hand-overs come in between. One that is open stays.
+        """
+        if self._requests is not None:
+            return
         self._make_room()
         self.rollout.resume()
         self._requests = OpenRequests(self.rollout)
@@ -179,6 +186,17 @@ class ActorRolloutRefWorker(SavingWorker):
             if self.config.rollout.free_cache_engine and "actor" in self.parts:
                 self.rollout.release(["kv_cache"])
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def hold_generation(self) -> None:
+        """Requests stand still until `go_on_generating`: ranks that share an engine are about to work together."""
+        self.rollout.pause_generation("keep")
+        self.rollout.rest()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def go_on_generating(self) -> None:
+        """After `hold_generation`."""
+        self.rollout.resume_generation()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def submit_requests(self, client: str, requests: Sequence[Request]) -> None:
         """Queue requests; their answers wait for `collect_outputs` of the same client."""
@@ -186,10 +204,13 @@ class ActorRolloutRefWorker(SavingWorker):
             self._requests.submit(client, requests)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
-    def collect_outputs(self, client: str, within: float) -> Collected:
-        """What is finished for a client; waits so many seconds for it, and not at all after the generation."""
+    def collect_outputs(self, client: str, within: float, pieces: bool = False) -> Collected:
+        """What is finished for a client; waits so many seconds for it, and not at all after the generation.
+
+        `pieces`: and what there is of the others, should this engine not live to finish them.
+        """
         requests = self._requests
-        return Collected([], 0, 0, closed=True) if requests is None else requests.collect(client, within)
+        return Collected([], 0, 0, closed=True) if requests is None else requests.collect(client, within, pieces)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def abort_requests(self, ids: Sequence[str]) -> None:
@@ -214,12 +235,15 @@ class ActorRolloutRefWorker(SavingWorker):
         ]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def update_rollout_weights(self, version: int) -> None:
-        """Hand the trainer's weights to the engine of the same process, unless it has this version already."""
+    def update_rollout_weights(self, version: int, kv: str = "recompute") -> None:
+        """Hand the trainer's weights to the engine of the same process, unless it has this version already.
+
+        Requests under way stand still meanwhile and go on with them; `kv` says what becomes of their KV.
+        """
         if version == self._rollout_version:
             return
         self._make_room()
-        with self.engine.awake(optimizer=False):
+        with self._kv_of_requests(kv), self.engine.awake(optimizer=False):
             self._transfer.sync(version)
         self._rollout_version = version
 
@@ -235,6 +259,14 @@ class ActorRolloutRefWorker(SavingWorker):
         self._rollout_version = -1
         self._make_room()
         self.rollout.revive()
+        if self._requests is not None:
+            self._requests.forgive()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def require_engine(self) -> None:
+        """Raise what requests of the generation that is open have failed with."""
+        if self._requests is not None:
+            self._requests.require_sound()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def transfer_address(self) -> TransferAddress | None:
@@ -273,10 +305,25 @@ class ActorRolloutRefWorker(SavingWorker):
             self._sender.send(self.engine, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def receive_weights(self, version: int) -> None:
-        """The engine's half."""
-        self._receiver.receive(self.rollout)
+    def receive_weights(self, version: int, kv: str = "recompute") -> None:
+        """The engine's half; `kv` as in `update_rollout_weights`."""
+        with self._kv_of_requests(kv):
+            self._receiver.receive(self.rollout)
         self._rollout_version = version
+
+    @contextmanager
+    def _kv_of_requests(self, kv: str) -> Iterator[None]:
+        """Around an update: what goes on after it has its KV computed again, unless a pause asks to keep it."""
+        if kv != "keep" or self._requests is None:
+            yield
+            return
+        with suppress(EngineDiedError):  # the update finds out, where all ranks take part
+            self.rollout.pause_generation("keep", kv)
+        try:
+            yield
+        finally:
+            with suppress(EngineDiedError):
+                self.rollout.resume_generation()
 
     # ---------------------------------------------------------------- checkpoints
 

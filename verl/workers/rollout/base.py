@@ -86,6 +86,13 @@ class BaseRollout(ABC):
     def abort(self, ids: Iterable[str] | None = None) -> None:
         """End these requests (None: all) at the next token; their outputs carry what there is, reason `abort`."""
 
+    def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
+        """Of those of these requests that are under way: their tokens from a position on, where there are any.
+
+        An engine that does not tell before the end says nothing.
+        """
+        return {}
+
     @abstractmethod
     def pause_generation(self, mode: str = "keep", kv: str = "recompute") -> None:
         """Stop sampling, and return when it has stopped; later requests wait for `resume_generation`.

@@ -106,6 +106,9 @@ class EmbeddedRollout(BaseRollout):
     def abort(self, ids: Iterable[str] | None = None) -> None:
         self._loop.abort(ids)
 
+    def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
+        return {} if isinstance(self._loop, FollowingEngine) else self._loop.since(positions)
+
     def pause_generation(self, mode: str = "keep", kv: str = "recompute") -> None:
         for name, value, known in (("mode", mode, PAUSE_MODES), ("kv", kv, KV_MODES)):
             if value not in known:
@@ -204,6 +207,8 @@ class EmbeddedRollout(BaseRollout):
         if "kv_cache" in here and self._kv is not None:
             self._kv.restore()
         self._released -= here
+        if here and self.device.type == "cuda" and not self.config.free_cache_engine:
+            torch.cuda.current_stream(self.device).synchronize()  # steps run on another stream than this thread's
         if not self._released:
             self._loop.go("release")
 

@@ -61,6 +61,9 @@ class ProcessRollout(BaseRollout):
     def abort(self, ids: Iterable[str] | None = None) -> None:
         self._engine.tell("abort", None if ids is None else list(ids))
 
+    def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
+        return self._engine.ask("since", dict(positions)) if positions else {}
+
     def pause_generation(self, mode: str = "keep", kv: str = "recompute") -> None:
         self._engine.ask("pause_generation", mode, kv)
 
