@@ -151,22 +151,28 @@ def rows(
 
 
 def profile(work: Work, folder: Path, overrides: list[str], samples: int) -> list[dict[str, Any]]:
-    """Where the time of an update of `samples` rows goes: kernels (GPU) or operators (CPU), by kind and by name."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
+    """Where the time of an update of `samples` rows goes."""
     engine = Engine(work, folder, overrides)
     try:
         part = engine.sent(batch(work).select_idxs(list(range(samples))))
-        cuda = engine.device == "cuda"
-        engine.group.update_actor(part)
-        with profiler(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
-            start = time.perf_counter()
-            engine.group.update_actor(part)
-            synchronise(engine.device)
-            whole = time.perf_counter() - start
+        return profiled(lambda: engine.group.update_actor(part), engine.device)
     finally:
         engine.close()
+
+
+def profiled(run: Callable[[], Any], device: str) -> list[dict[str, Any]]:
+    """Where the time of a second `run` goes: kernels (GPU) or operators (CPU), by kind and by name."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    cuda = device == "cuda"
+    run()
+    synchronise(device)
+    with profiler(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as seen:
+        start = time.perf_counter()
+        run()
+        synchronise(device)
+        whole = time.perf_counter() - start
     spent = [(e.self_device_time_total if cuda else e.self_cpu_time_total, e.key, e.count) for e in seen.key_averages()]
     spent.sort(reverse=True)
     kinds: dict[str, float] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.engine_cases import DEVICE
 from tests.support.tiny import STEADY_EPS
 from verl.config import MegatronConfig, ModelConfig, OptimConfig, as_config
 
@@ -28,5 +29,5 @@ def make_megatron(model: Any, kind: str = "causal_lm", train: bool = True, **cha
         model_config=as_config(ModelConfig, {"path": "given", **values["model"]}),
         engine_config=as_config(MegatronConfig, values["megatron_config"], at=f"{ACTOR}.megatron_config"),
         optim=as_config(OptimConfig, values["optim"], at=f"{ACTOR}.optim") if train else None,
-        **{"grad_clip": 1.0, "total_steps": 10, "device": "cpu", **changes},
+        **{"grad_clip": 1.0, "total_steps": 10, "device": DEVICE, **changes},
     )

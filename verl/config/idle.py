@@ -185,7 +185,7 @@ def _engine_rules() -> Iterator[Rule]:
     for block in BLOCK_OF_ROLE.values():
         strategy, megatron = f"{block}.strategy", f"{block}.megatron_config"
         yield Rule((f"{megatron}.*",), _is(strategy, "megatron"), f"{strategy} is not megatron")
-        of_fsdp = _below(block, "fsdp_config.*", "use_torch_compile")
+        of_fsdp = _below(block, "fsdp_config.*")
         yield Rule(of_fsdp, _is_not(strategy, "megatron"), f"{strategy} = megatron does not read it")
         path = (f"{megatron}.dist_checkpointing_path",)
         yield Rule(path, _is_set(f"{megatron}.use_dist_checkpointing"), f"{megatron}.use_dist_checkpointing = False")

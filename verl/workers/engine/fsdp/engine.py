@@ -28,7 +28,7 @@ from verl.utils.device_copy import copied_together
 from verl.utils.flops import SequenceCost
 from verl.utils.progress import expect, tick
 from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching
-from verl.workers.engine.common import groups
+from verl.workers.engine.common import compiling, groups
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches, with_last
 from verl.workers.engine.common.offload import EngineMemory
 from verl.workers.engine.common.optim import LossScale, build_schedule
@@ -108,7 +108,7 @@ class FSDPEngine(StoredEngine):
             sharding.checkpoint_activations(self.model)
         self._compiled = compile_layers and self._packs and self.device.type == "cuda"
         if self._compiled:
-            sharding.compile_layers(self.model)
+            compiling.compile_layers(sharding.outermost_layers(self.model.hf))
         self._optimizer: ShardedAdamW | None = None
         moments = lambda: self._optimizer.state_tensors() if self._optimizer is not None else ()  # noqa: E731
         self._memory = EngineMemory(self.device, self.model, moments, bool(engine_config.grad_offload))
@@ -230,9 +230,7 @@ class FSDPEngine(StoredEngine):
             return True
         ids = torch.arange(1, 9)[None] % self.hf_config.get_text_config().vocab_size
         tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 4:]}
-        # Compiling a pass without gradients for these few tokens would take longer than all of them together.
-        eager = torch.compiler.set_stance("force_eager") if self._compiled else nullcontext()
-        with self._inference(), eager:
+        with self._inference(), compiling.eager(self._compiled):
             fields = self._forward(DataProto.from_dict(tokens), FIELDS_OF_KIND[self.kind][:1], temperature=1.0)
         finite = all(bool(value.isfinite().all()) for value in fields.values())
         return groups.largest(int(not finite), self.device) == 0
@@ -331,7 +329,7 @@ class FSDPEngine(StoredEngine):
         rows = without_padding(batch["input_ids"], batch["attention_mask"], shape[1], self.model.pad_token_id)
         if self._sharing is not None:
             rows = shared_rows(rows, self._sharing)
-        with sharding.compiling_explained(self.model) if self._compiled else nullcontext():
+        with compiling.running_compiled(self._compiled, type(self.model.hf).__name__):
             return self.model(rows.to(self.device), tuple(outputs), shape, temperature)
 
     def _on_device(self, part: DataProto) -> DataProto:

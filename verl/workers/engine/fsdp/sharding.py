@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -112,26 +111,6 @@ def checkpoint_activations(model: ResponseModel) -> None:
             f"model.enable_gradient_checkpointing: {type(base).__name__} does not support it. Set it to False."
         )
     base.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def compile_layers(model: ResponseModel) -> None:
-    """Compile each layer's pass for any number of tokens; layers of one kind share the code."""
-    for layer in outermost_layers(model.hf):
-        layer.compile(dynamic=True)
-
-
-@contextmanager
-def compiling_explained(model: ResponseModel) -> Iterator[None]:
-    """Around a pass of compiled layers: a compiler that fails (or is missing) is no riddle."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    try:
-        yield
-    except TorchDynamoException as error:
-        raise RuntimeError(
-            f"use_torch_compile: the layers of {type(model.hf).__name__} could not be compiled "
-            f"({str(error).strip().splitlines()[0]}). Set use_torch_compile=False."
-        ) from error
 
 
 def sharded_modules(model: nn.Module) -> Iterator[Any]:

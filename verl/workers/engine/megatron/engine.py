@@ -26,7 +26,7 @@ from verl.utils.device_copy import copied_together
 from verl.utils.flops import SequenceCost
 from verl.utils.progress import expect, tick
 from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching
-from verl.workers.engine.common import groups
+from verl.workers.engine.common import compiling, groups
 from verl.workers.engine.common.frozen import checked
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches
 from verl.workers.engine.common.offload import EngineMemory
@@ -70,12 +70,13 @@ class MegatronEngine(StoredEngine):
         grad_clip: float | None = None,
         total_steps: int | None = None,
         device: torch.device | str = "cpu",
+        compile_layers: bool = False,
         snapshots: bool = True,
         saved: Collection[str] = (),
     ) -> None:
         """`model` is a local folder or hub name, or a model of that kind in memory (a ValueModel, for `value`).
 
-        `snapshots` and `saved` are as FSDPEngine has them.
+        `compile_layers` (on CUDA only), `snapshots` and `saved` are as FSDPEngine has them.
         """
         self.device = groups.with_index(torch.device(device))
         groups.ensure_process_group(self.device)
@@ -101,6 +102,7 @@ class MegatronEngine(StoredEngine):
         self.arch = CoreArchitecture.of(self.hf_config)
         self._loss_scale = LossScale(self.compute_dtype)
         self._tokens = 0.0  # of all ranks since the last optimizer step
+        self._compiled = compile_layers and self.device.type == "cuda"
         with layout.active():
             self._build(model_config, engine_config, train=optim is not None)
             skeleton = empty_model(self.hf_config, kind, self.compute_dtype, self._trust_remote_code)
@@ -134,12 +136,16 @@ class MegatronEngine(StoredEngine):
         """Empty, with its buffers."""
         checkpointing = train and bool(getattr(model_config, "enable_gradient_checkpointing", False))
         config = core_config(
-            self.arch, engine_config, self.layout, self.compute_dtype, checkpointing if train else None
+            self.arch, engine_config, self.layout, self.compute_dtype, checkpointing if train else None, self._compiled
         )
         stages = range(self.layout.vpp) if self.layout.vpp > 1 else [None]
         self.models = [
             CoreModel(config, self.kind, self.hf_config, self.layout, self.device, stage) for stage in stages
         ]
+        # Layers that exchange tensors with other ranks are compiled in parts, by Core's fused functions.
+        if self._compiled and self.layout.tp.size == self.layout.cp.size == 1:
+            layers = (layer for part in self.models for layer in part.decoder.layers)
+            compiling.compile_layers(layer for layer in layers if not layer.is_moe_layer)
         self._routers: Routers | None = None
         if self.arch.experts is not None:
             replays = engine_config.router_replay.mode != "disabled"
@@ -183,6 +189,7 @@ class MegatronEngine(StoredEngine):
             grad_clip=grad_clip,
             total_steps=optim.total_training_steps if optim is not None else None,
             device=device,
+            compile_layers=block.use_torch_compile,
             snapshots=optim is not None and block.checkpoint.snapshot is not False,
             saved=block.checkpoint.save_contents if optim is not None else (),
         )
@@ -264,7 +271,8 @@ class MegatronEngine(StoredEngine):
             return True
         ids = torch.arange(1, 9)[None] % self.arch.vocab
         tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 4:]}
-        found = self._inferred(DataProto.from_dict(tokens), FIELDS_OF_KIND[self.kind][:1], 1.0, ALL_ROWS)
+        with compiling.eager(self._compiled):
+            found = self._inferred(DataProto.from_dict(tokens), FIELDS_OF_KIND[self.kind][:1], 1.0, ALL_ROWS)
         finite = all(bool(value.isfinite().all()) for value in found.values())
         return groups.largest(int(not finite), self.device) == 0
 
@@ -345,16 +353,17 @@ class MegatronEngine(StoredEngine):
         if temperature <= 0:
             raise ValueError(f"temperature: {temperature} is not above 0; log-probabilities need one that is.")
         parts = self._micro_batches(data, micro, notes)
-        run_micro_batches(
-            self.chunks,
-            self.layout,
-            parts,
-            tuple(outputs),
-            temperature,
-            use,
-            backward=backward,
-            done=lambda micro_batch: tick(len(micro_batch.indices or ())),
-        )
+        with compiling.running_compiled(self._compiled, self.arch.family):
+            run_micro_batches(
+                self.chunks,
+                self.layout,
+                parts,
+                tuple(outputs),
+                temperature,
+                use,
+                backward=backward,
+                done=lambda micro_batch: tick(len(micro_batch.indices or ())),
+            )
         return parts
 
     def _noted(self, data: DataProto, done: Sequence[MicroBatch]) -> torch.Tensor:

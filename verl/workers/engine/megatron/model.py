@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
-from torch.nn.functional import gelu, rms_norm, silu
+from torch.nn.functional import gelu, linear, rms_norm, silu
 
 from verl.config.engine import RECOMPUTE, MegatronConfig
 from verl.models.core.architecture import CoreArchitecture, padded_vocab
@@ -65,6 +65,23 @@ class Norm(nn.Module):
         if not self._plus_one:
             return rms_norm(hidden, self.weight.shape, self.weight, self._eps)
         return rms_norm(hidden.float(), self.weight.shape, 1.0 + self.weight.float(), self._eps).to(hidden.dtype)
+
+
+class _Linear:
+    """Before one of Core's linear layers: where no other rank has a part of it, it is torch's own, bias and all."""
+
+    def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, **given: Any) -> torch.Tensor:
+        if self.tp_group.size() == 1:
+            return linear(input, weight, given["bias"])
+        return super()._forward_impl(input, weight, **{**given, "tp_group": self.tp_group})  # type: ignore[misc]
+
+
+class ColumnLinear(_Linear, tensor_parallel.ColumnParallelLinear):
+    """Output features are shared by tensor ranks."""
+
+
+class RowLinear(_Linear, tensor_parallel.RowParallelLinear):
+    """Input features are shared by tensor ranks."""
 
 
 class CoreModel(LanguageModule):
@@ -189,11 +206,17 @@ class CoreModel(LanguageModule):
 
 
 def core_config(
-    arch: CoreArchitecture, engine: MegatronConfig, layout: CoreLayout, dtype: torch.dtype, checkpointing: bool | None
+    arch: CoreArchitecture,
+    engine: MegatronConfig,
+    layout: CoreLayout,
+    dtype: torch.dtype,
+    checkpointing: bool | None,
+    compiled: bool,
 ) -> CoreConfig:
     """What Core needs to know of a model and of the layout; `override_transformer_config` has the last word.
 
     `checkpointing`: whether activations are computed again where the configuration does not say; None: no training.
+    `compiled`: functions of Core that torch.compile makes one kernel of are used.
     """
     sizes = layout.sizes
     values: dict[str, Any] = {
@@ -211,6 +234,8 @@ def core_config(
         "add_qkv_bias": arch.qkv_bias,
         "gated_linear_unit": True,
         "activation_func": _ACTIVATIONS[arch.activation],
+        "bias_activation_fusion": compiled and arch.activation == "silu",
+        "bias_dropout_fusion": compiled,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": sizes.tensor,
@@ -303,8 +328,11 @@ def _layer(config: CoreConfig, number: int) -> ModuleSpec:
     parts = spec.submodules
     if experts is not None:
         parts.mlp.submodules.router = Router
+    else:
+        parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = ColumnLinear, RowLinear
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
+    attention.linear_qkv, attention.linear_proj = ColumnLinear, RowLinear
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = Norm

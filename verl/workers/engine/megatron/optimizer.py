@@ -53,6 +53,8 @@ class CoreAdamW:
         )
         # Without overrides every weight decays, as in other engines; by Core's own default vectors do not.
         self.core = get_megatron_optimizer(config, self._chunks, config_overrides={}, use_gloo_process_groups=False)
+        for part in self._parts:
+            _in_one_kernel(part.optimizer)
         self.schedules: list[LambdaLR] = [
             build_schedule(part.optimizer, optim, total_steps) for part in self._parts if part.optimizer is not None
         ]
@@ -128,6 +130,13 @@ class CoreAdamW:
             total = mine if total is None else total + mine
         assert total is not None
         return total.tolist()
+
+
+def _in_one_kernel(adam: Any) -> None:
+    """torch's AdamW as other engines step with it; Core leaves it at kernels for each operation."""
+    if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+        for settings in (adam.defaults, *adam.param_groups):
+            settings |= {"fused": True, "foreach": False}
 
 
 def _own(part: Any) -> list[torch.Tensor]:
