@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from tests.support.engine_cases import make_batch, make_engine, token_loss
 from tests.support.megatron_cases import make_megatron
+from tests.support.megatron_ranks import EXPERTS
 from tests.support.tiny import tiny_model
+from verl.workers.engine.megatron.experts import Experts
 
 BOTH = ["log_probs", "entropy"]
 
@@ -40,6 +42,21 @@ def test_half_precision_trains_as_fsdp_does(dtype, distributed):
             assert steps[0]["grad_norm"] == pytest.approx(steps[1]["grad_norm"], rel=0.05)
     fields = [engine.infer(data, BOTH).batch["log_probs"] for engine in (ours, theirs)]
     torch.testing.assert_close(fields[0], fields[1], atol=0.1, rtol=0.0)
+
+
+def test_experts_multiplied_together_are_those_one_after_the_other(monkeypatch):
+    """Many experts for few tokens: some have none."""
+    model = lambda: tiny_model("qwen3_moe", **EXPERTS | {"num_experts": 32})  # noqa: E731
+    data, found = make_batch(rows=2), []
+    for together in (False, True):
+        monkeypatch.setattr(Experts, "multiplies_together", lambda *_, together=together: together)
+        engine = make_megatron(model(), lr=1e-3, dtype="bf16")
+        losses = []
+        for _ in range(2):
+            losses.append(float(engine.forward_backward(data, token_loss, BOTH)["loss"][0]))
+            losses.append(engine.optimizer_step()["grad_norm"])
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +122,8 @@ def test_weights_that_are_lost_are_noticed():
 def test_what_core_does_not_know_is_refused_by_name():
     with pytest.raises(ValueError, match=r"override_transformer_config.*no_such_key"):
         make_megatron(tiny_model(), override_transformer_config={"no_such_key": 1})
+    with pytest.raises(ValueError, match=r"override_ddp_config.*no_such_key"):
+        make_megatron(tiny_model(), override_ddp_config={"no_such_key": 1})
     for_engine = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     with pytest.raises(ValueError, match="Transformer Engine, which is not installed"):
         make_megatron(tiny_model(), override_transformer_config=for_engine)

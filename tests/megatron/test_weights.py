@@ -40,12 +40,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @EVERY
 def test_buckets_have_every_weight_as_transformers_does(layout: str, model: str, folder: Path) -> None:
-    """Whole on all ranks, some rows on each, all on one; in one bucket, in several, and in strips of single weights."""
+    """Whole on all ranks, some rows on each, all on one; in one bucket, in several, and in strips of single weights.
+
+    Masters of a model in half precision are those of the files, which are float32, not what is left after rounding.
+    """
     for found in _found(folder):
         case: dict[str, Any] = found[layout, model]
         assert case.pop("names")
         assert not any(case.values()), case
-        assert len(case) == 9
+        assert len(case) == 9 + (model != "scores")
 
 
 @EVERY

@@ -57,9 +57,16 @@ def handed_over(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]
             parts = [_rows(there, each, ranks) for each in range(ranks)]
             case[f"rows, {size}"] = wrong(_walked(engine, None, size, parts), _cut(there, parts[rank]))
             first = [_rows(there, 0, 1), *({} for _ in range(ranks - 1))]
-            half = {key: value.bfloat16() for key, value in there.items()}
-            case[f"first rank, {size}"] = wrong(_walked(engine, torch.bfloat16, size, first), _cut(half, first[rank]))
+            rounded = {key: value.bfloat16() for key, value in there.items()}
+            one = _walked(engine, torch.bfloat16, size, first)
+            case[f"first rank, {size}"] = wrong(one, _cut(rounded, first[rank]))
         engine.export_hf(Path(folder) / "exported" / f"{layout}-{name}", torch.float32)
+        if kind != "sequence_classification":
+            half = make_megatron(source, kind, dtype="bf16", snapshots=False, **LAYOUTS[layout])
+            half.save(Path(folder) / "masters" / f"{layout}-{name}", ("model",))
+            again = _megatron(name, layout, _other)
+            again.load(Path(folder) / "masters" / f"{layout}-{name}", ("model",))
+            case["masters"] = wrong(whole_weights(again), there)
         found[layout, name] = case
     torch.save(found, Path(folder) / f"found-{rank}.pt")
 

@@ -136,7 +136,7 @@ class MegatronConfig(Block):
         null="in ref: the actor's",
     )
     override_ddp_config: dict[str, Any] = key(
-        "Values for Core's DistributedDataParallelConfig, e.g. overlap_grad_reduce, bucket_size.",
+        "Values for Core's DistributedDataParallelConfig, e.g. pad_buckets_for_high_nccl_busbw.",
         null="in ref: the actor's",
     )
     router_replay: RouterReplayConfig = key("Experts of an update that are those of an earlier pass (actor).")

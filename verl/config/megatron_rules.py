@@ -59,6 +59,12 @@ _DECIDED: dict[str, tuple[tuple[tuple[str, ...], str, str], ...]] = {
             "a step with such gradients is skipped and counted",
             "Leave it out",
         ),
+        (
+            ("overlap_grad_reduce", "overlap_param_gather", "align_param_gather"),
+            "gradients are added up over ranks once, when a step begins: a pass does not know whether it is the last",
+            "Leave it out",
+        ),
+        (("num_distributed_optimizer_instances",), "all ranks of equal weights share one optimizer", "Leave it out"),
         (("use_megatron_fsdp", "use_custom_fsdp"), "is another engine", "Set strategy=fsdp2"),
     ),
 }

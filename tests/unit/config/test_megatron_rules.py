@@ -69,7 +69,7 @@ def test_every_key_of_the_convention_is_accepted_and_seed_and_bridge_are_told():
         f"{spelled}.dtype=bfloat16",
         f"{spelled}.override_transformer_config.recompute_granularity=selective",
         f"{spelled}.override_transformer_config.recompute_modules=[core_attn]",
-        f"{spelled}.override_ddp_config.overlap_grad_reduce=True",
+        f"{spelled}.override_ddp_config.pad_buckets_for_high_nccl_busbw=True",
         f"{spelled}.use_mbridge=True",
         f"{spelled}.seed=7",
     )
@@ -133,6 +133,7 @@ def test_what_it_does_not_do_is_refused_with_what_to_set(overrides, key, words):
         ("override_transformer_config.recompute_modules=[mlp]", "selective"),
         ("override_transformer_config.num_layers_in_last_pipeline_stage=0", "at least 1"),
         ("override_ddp_config.average_in_collective=True", "summed"),
+        ("override_ddp_config.overlap_grad_reduce=True", "whether it is the last"),
     ],
 )
 def test_values_of_core_that_are_decided_elsewhere_are_refused(given, words):

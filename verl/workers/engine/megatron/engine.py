@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
 from verl.config.engine import MegatronConfig, OptimConfig
@@ -38,7 +38,7 @@ from verl.workers.engine.common.stored_engine import StoredEngine
 from verl.workers.engine.megatron.core_checkpoints import is_core_checkpoint, load_core_weights
 from verl.workers.engine.megatron.filling import fill
 from verl.workers.engine.megatron.layout import CoreLayout, Sizes
-from verl.workers.engine.megatron.model import CoreModel, core_config, core_names
+from verl.workers.engine.megatron.model import CoreModel, core_config, core_names, ddp_config
 from verl.workers.engine.megatron.optimizer import CoreAdamW
 from verl.workers.engine.megatron.router_replay import COLUMN as ROUTED
 from verl.workers.engine.megatron.router_replay import Routers
@@ -108,10 +108,10 @@ class MegatronEngine(StoredEngine):
             skeleton = empty_model(self.hf_config, kind, self.compute_dtype, self._trust_remote_code)
             named = [(part, core_names(part, layout)) for part in self.models]
             self._weights = CoreWeights(named, layout, self.arch, kind, skeleton, self.device)
-            self.fill(model)
             self._optimizer: CoreAdamW | None = None
             if optim is not None:
                 self._optimizer = CoreAdamW(self.chunks, optim, total_steps, bool(engine_config.grad_offload))
+            self.fill(model)
         self._state = CoreState(
             skeleton,
             about(self.hf_config, kind),
@@ -129,8 +129,9 @@ class MegatronEngine(StoredEngine):
         self._saves = BackgroundSaves(self.device, None, saved) if optim is not None and snapshots else None
 
     def fill(self, model: str | os.PathLike | nn.Module) -> None:
-        """With a Hugging Face model's weights, in files or in memory; a collective, before there is an optimizer."""
-        fill(self._weights, model, self.hf_config, self._trust_remote_code)
+        """With a Hugging Face model's weights, in files or in memory; a collective."""
+        core = self._optimizer.core if self._optimizer is not None else None
+        fill(self._weights, model, self.hf_config, self._trust_remote_code, core)
 
     def _build(self, model_config: Any, engine_config: MegatronConfig, train: bool) -> None:
         """Empty, with its buffers."""
@@ -152,13 +153,7 @@ class MegatronEngine(StoredEngine):
             self._routers = Routers(self.models, self.arch, self.layout, self.device, replays)
         self.chunks: list[Any] = list(self.models)
         if train:
-            ddp = DistributedDataParallelConfig(
-                **{
-                    "grad_reduce_in_fp32": True,
-                    "use_distributed_optimizer": bool(engine_config.use_distributed_optimizer),
-                    **engine_config.override_ddp_config,
-                }
-            )
+            ddp = ddp_config(engine_config)
             self.chunks = [
                 DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(self.models)

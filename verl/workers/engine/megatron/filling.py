@@ -17,6 +17,8 @@ from verl.models.core.weight_map import CoreWeight, Piece
 from verl.models.loading import pretrained_model
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.weights import bucketed
+from verl.workers.engine.megatron.gathering import common
+from verl.workers.engine.megatron.optimizer_parts import optimizer_parts
 from verl.workers.engine.megatron.weights import CoreWeights
 
 # What is sent at a time.
@@ -48,11 +50,47 @@ class HFFiles:
         return self._names[name].get_slice(name)[where]
 
 
+class _Places:
+    """Where values go: this rank's weights and, of those in half precision, what the optimizer steps in float32."""
+
+    def __init__(self, weights: CoreWeights, optimizer: Any) -> None:
+        self._live = weights.live
+        parts = optimizer_parts(optimizer, weights.live) if optimizer is not None else {}
+        self._masters = {name: part for name, part in parts.items() if part.master.dtype != self._live[name].dtype}
+
+    def clear(self, name: str) -> None:
+        """Rows of padding, and a head that is not stored, are 0."""
+        self._live[name].zero_()
+        if name in self._masters:
+            self._masters[name].master.zero_()
+
+    def put(self, name: str, piece: Piece, values: torch.Tensor) -> None:
+        """A piece is some rows of a weight; a master is a run of its elements."""
+        place = self._live[name][piece.place]
+        place.copy_(values)
+        part = self._masters.get(name)
+        if part is None:
+            return
+        first = piece.place[0].start * self._live[name][0].numel()
+        mine = common(range(first, first + place.numel()), range(part.start, part.start + part.master.numel()))
+        if mine:
+            flat = values.reshape(-1)[mine.start - first : mine.stop - first]
+            part.master.view(-1)[mine.start - part.start : mine.stop - part.start].copy_(flat)
+
+
 def fill(
-    weights: CoreWeights, model: str | os.PathLike | nn.Module, hf_config: Any, trust_remote_code: bool = False
+    weights: CoreWeights,
+    model: str | os.PathLike | nn.Module,
+    hf_config: Any,
+    trust_remote_code: bool = False,
+    optimizer: Any = None,
 ) -> None:
-    """From a folder or hub name, or a model in memory: that of each node's leader. A collective."""
-    if not isinstance(model, nn.Module) and fill_from_folder(weights, Path(model)):
+    """From a folder or hub name, or a model in memory: that of each node's leader. A collective.
+
+    Core's `optimizer`, where there is one, starts from the same values, unrounded.
+    """
+    places = _Places(weights, optimizer)
+    if not isinstance(model, nn.Module) and _fill_from_folder(weights, places, Path(model)):
         return
     node = groups.node_group()
     source: nn.Module | None = None
@@ -62,11 +100,11 @@ def fill(
         elif node.is_leader:
             logger.info("%s: no safetensors files to read slices of; one rank of each node loads all of it.", model)
             source = pretrained_model(str(model), hf_config, weights.kind, trust_remote_code)
-    fill_from_module(weights, source, node)
+    _fill_from_module(weights, places, source, node)
 
 
 @torch.no_grad()
-def fill_from_folder(weights: CoreWeights, folder: Path) -> bool:
+def _fill_from_folder(weights: CoreWeights, places: _Places, folder: Path) -> bool:
     """Each rank reads its own slices. False, and nothing is done, where the files are of another form.
 
     A value head that is not there starts at 0. A collective.
@@ -78,13 +116,13 @@ def fill_from_folder(weights: CoreWeights, folder: Path) -> bool:
     assert files is not None
     assert spelling is not None
     with groups.failing_together():
-        for name, value in weights.live.items():
+        for name in weights.live:
             stored = spelling[name]
-            value.zero_()  # rows of padding, and a head that is not stored
+            places.clear(name)
             for piece in weights.pieces(name, stored=stored is True) if stored is not None else ():
                 found = files.name_of(piece.hf)
                 assert found is not None
-                value[piece.place].copy_(files.read(found, piece.source))
+                places.put(name, piece, files.read(found, piece.source))
     return True
 
 
@@ -114,14 +152,14 @@ def _has(files: HFFiles, weight: CoreWeight, stored: bool) -> bool:
 
 
 @torch.no_grad()
-def fill_from_module(weights: CoreWeights, module: nn.Module | None, node: groups.NodeGroup) -> None:
+def _fill_from_module(weights: CoreWeights, places: _Places, module: nn.Module | None, node: groups.NodeGroup) -> None:
     """The leader of each node has the model in memory and sends it to the others in buckets. A collective."""
     state: Mapping[str, torch.Tensor] = module.state_dict() if module is not None else {}
     dtypes = [{name: value.dtype for name, value in state.items()}]
     dist.broadcast_object_list(dtypes, src=node.leader, group=node.group)
     mine: dict[str, list[tuple[str, Piece]]] = {}
-    for name, value in weights.live.items():
-        value.zero_()
+    for name in weights.live:
+        places.clear(name)
         for piece in weights.pieces(name):
             mine.setdefault(piece.hf, []).append((name, piece))
     shapes = {name: spec.shape for name, spec in weights.manifest.items() if weights.first(name) == name}
@@ -129,7 +167,7 @@ def fill_from_module(weights: CoreWeights, module: nn.Module | None, node: group
     for bucket in bucketed(sizes, _BUCKET):
         for name, tensor in _sent(bucket, shapes, dtypes[0], state, node, weights.device):
             for own, piece in mine.get(name, ()):
-                weights.live[own][piece.place].copy_(tensor[piece.source])
+                places.put(own, piece, tensor[piece.source])
 
 
 def _sent(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib.util import find_spec
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -34,6 +35,7 @@ from verl.models.heads import logit_adjustment
 from verl.models.loading import ModelKind
 from verl.models.packing import PackedRows
 from verl.workers.engine.megatron.attention import PackedAttention, PackedTokens
+from verl.workers.engine.megatron.experts import Experts
 from verl.workers.engine.megatron.layout import CoreLayout
 from verl.workers.engine.megatron.rotary import Rotary
 from verl.workers.engine.megatron.router_replay import Router, Routes
@@ -157,7 +159,8 @@ class CoreModel(LanguageModule):
         """The named fields as `verl.models.forward.ResponseModel` gives them; hidden states before the last stage."""
         hidden = None
         if self.pre_process:
-            hidden = self.embedding(rows.input_ids, None)
+            # As layers give it to each other, to the strides: what is compiled for one is compiled for all.
+            hidden = self.embedding(rows.input_ids, None).flatten(0, 1)[:, None]
             if self._embedding_scale != 1.0:
                 hidden = hidden * torch.tensor(self._embedding_scale, dtype=hidden.dtype)
         hidden = self.decoder(
@@ -268,12 +271,7 @@ def core_config(
         **_mixture(arch),
     }
     values |= engine.override_transformer_config
-    known = {field.name for field in fields(CoreConfig)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ValueError(
-            f"megatron_config.override_transformer_config: Megatron-Core's TransformerConfig has no {unknown[0]!r}."
-        )
+    _check_names("override_transformer_config", values, CoreConfig)
     values = {name: value for name, value in values.items() if name not in RECOMPUTE}
     if checkpointing is not None:
         values |= engine.recompute(checkpointing)
@@ -284,6 +282,23 @@ def core_config(
             "Transformer Engine, which is not installed. Leave it out."
         )
     return CoreConfig(**values)
+
+
+def ddp_config(engine: MegatronConfig) -> DistributedDataParallelConfig:
+    """How Core holds gradients and adds them up over ranks; `override_ddp_config` has the last word."""
+    values = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": bool(engine.use_distributed_optimizer),
+        **engine.override_ddp_config,
+    }
+    _check_names("override_ddp_config", values, DistributedDataParallelConfig)
+    return DistributedDataParallelConfig(**values)
+
+
+def _check_names(key: str, values: Mapping[str, Any], core: Any) -> None:
+    unknown = sorted(set(values) - {field.name for field in fields(core)})
+    if unknown:
+        raise ValueError(f"megatron_config.{key}: Megatron-Core knows no {unknown[0]!r}.")
 
 
 def _mixture(arch: CoreArchitecture) -> dict[str, Any]:
@@ -328,6 +343,7 @@ def _layer(config: CoreConfig, number: int) -> ModuleSpec:
     parts = spec.submodules
     if experts is not None:
         parts.mlp.submodules.router = Router
+        parts.mlp.submodules.experts.module = Experts
     else:
         parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = ColumnLinear, RowLinear
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
