@@ -119,14 +119,15 @@ class Answering:
             for row, begun in enumerate(started)
         ]
 
-    def open(self, loop: asyncio.AbstractEventLoop, lost: Callable[[str], None] = lambda why: None) -> None:
-        """Reach the replicas; `lost` is told why none can go on."""
-        client = f"{self._host.rank}-{uuid.uuid4().hex[:8]}"
-        self._loop, self._tell_lost = loop, lost
-        self._replicas = [Replica(handle, client, loop, self._lose) for handle in self._handles]
+    def open(self, loop: asyncio.AbstractEventLoop, on_lost: Callable[[str], None] | None = None) -> None:
+        """Reach the replicas. `on_lost` is told of one that is gone: what it was asked goes on elsewhere, or waits for
+        `renew`; without it nobody can go on."""
+        client, outlives = f"{self._host.rank}-{uuid.uuid4().hex[:8]}", on_lost is not None
+        self._loop = loop
+        replicas = [Replica(handle, client, loop, on_lost or self._lose, outlives) for handle in self._handles]
         rollout, first = self._host.rollout_config, self._host.rank
         self._manager = ServerManager(
-            self._replicas, self.params, rollout.max_model_len, client, first, self._host.vocabulary
+            replicas, self.params, rollout.max_model_len, client, first, self._host.vocabulary, outlives
         )
         self._slots = asyncio.Semaphore(rollout.agent.max_concurrent_requests)
         self._pulsing = asyncio.create_task(self._keep_pulsing())
@@ -148,6 +149,10 @@ class Answering:
             raise EngineLost(self.lost)
         for task in tasks:
             task.result()
+
+    def renew(self, handles: Sequence[RankHandle]) -> None:
+        """Replicas that were lost are there again, at these handles (one for each)."""
+        self._manager.renew(handles)
 
     async def drop(self, names: Iterable[str]) -> None:
         """End these, of which nobody wants to hear any more."""
@@ -174,8 +179,7 @@ class Answering:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        for replica in self._replicas:
-            replica.close()
+        self._manager.close()
 
     async def _trajectory(self, row: AskedRow) -> None:
         host, begun = self._host, row.begun
@@ -250,7 +254,6 @@ class Answering:
         self.lost = self.lost or why
         for task in self._rows.values():
             task.cancel()
-        self._tell_lost(self.lost)
 
     async def _keep_pulsing(self) -> None:
         """While a trajectory waits for something else than the model, this process does not hang."""

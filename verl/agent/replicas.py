@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,20 +23,30 @@ __all__ = ["EngineLost", "Replica"]
 _STANDING_S = 2.0
 # Whoever tells nothing for so long is named, should the run hang.
 _SILENT_S = 10.0
+# So often an engine is asked for what it has of answers that are not finished.
+_PIECES_S = 2.0
 
 
 class EngineLost(RuntimeError):
-    """A replica cannot answer anybody any more: no trajectory can go on."""
+    """A replica cannot answer anybody any more."""
 
 
 class Replica:
     """From an event loop to a replica. Its methods are for that loop's thread."""
 
     def __init__(
-        self, handle: RankHandle, client: str, loop: asyncio.AbstractEventLoop, on_lost: Callable[[str], None]
+        self,
+        handle: RankHandle,
+        client: str,
+        loop: asyncio.AbstractEventLoop,
+        on_lost: Callable[[str], None],
+        remembers: bool = False,
     ) -> None:
-        """`client` is what answers are collected under; `on_lost` is told why no more will come."""
+        """`client` is what answers are collected under; `on_lost` is told why no more will come. `remembers`: what was
+        sampled of answers that are not finished, so that they can go on elsewhere."""
         self._handle, self._client, self._loop, self._on_lost = handle, client, loop, on_lost
+        self._remembers = remembers
+        self._pieces: dict[str, Output] = {}
         self._waiting: dict[str, asyncio.Future[Output]] = {}
         self._leaving: list[Request] = []
         self._others = 0
@@ -52,6 +63,25 @@ class Replica:
         """Requests that it has, as far as is known."""
         return self._others + len(self._waiting)
 
+    @property
+    def lost(self) -> bool:
+        """It answers nobody any more."""
+        return self._ended is not None
+
+    def successor(self, handle: RankHandle) -> Replica:
+        """The way to what was started in its place. What is still told of the old one is not for it."""
+        self.close()
+        return Replica(handle, f"{self._client}'", self._loop, self._on_lost, self._remembers)
+
+    def heard_of(self, request: Request) -> Output:
+        """After EngineLost: what there is of its answer, but the last token that was heard of, which is sampled again:
+        it may have been the end, and an answer that is finished cannot be taken up."""
+        heard = self._pieces.pop(request.id, Output())
+        part = slice(0, max(0, len(heard.token_ids) - 1))
+        known = Output(heard.token_ids[part], heard.log_probs[part], heard.versions[part])
+        known.sampled_log_probs = heard.sampled_log_probs[part]
+        return _joined(request.resume_from, known)
+
     async def answer(self, request: Request) -> Output:
         """The answer. Cancelling the awaiting task aborts the request."""
         if self._ended is not None:
@@ -65,6 +95,7 @@ class Replica:
         try:
             return await future
         except asyncio.CancelledError:
+            self._pieces.pop(request.id, None)
             if request in self._leaving:  # one that has not left yet never does
                 self._leaving.remove(request)
             else:
@@ -100,10 +131,14 @@ class Replica:
             self._handle.tell("submit_requests", self._client, requests)
 
     def _keep_collecting(self) -> None:
+        asked = time.monotonic()
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there
             while not self._closed:
+                wanted = [self._client, _STANDING_S]
+                if self._remembers and time.monotonic() - asked >= _PIECES_S:
+                    asked, wanted = time.monotonic(), [*wanted, True]
                 try:
-                    collected: Collected = self._handle.ask("collect_outputs", self._client, _STANDING_S)
+                    collected: Collected = self._handle.ask("collect_outputs", *wanted)
                 except Exception as error:  # noqa: BLE001 - told to those who wait
                     self._loop.call_soon_threadsafe(self._lost, f"{type(error).__name__}: {error}")
                     return
@@ -116,6 +151,8 @@ class Replica:
             self._pulses, self._heard = collected.pulses, time.monotonic()
             pulse()
         self._standing = collected.standing
+        for name in collected.pieces.keys() & self._waiting.keys():
+            self._pieces[name] = _joined(self._pieces.get(name), collected.pieces[name])
         for answer in collected.answers:
             self._tell(answer)
         self._others = max(0, collected.unfinished - len(self._waiting))
@@ -126,6 +163,8 @@ class Replica:
         future = self._waiting.pop(answer.id, None)
         if answer.failed is not None:
             self._lost(answer.failed)
+        else:
+            self._pieces.pop(answer.id, None)
         if future is None or future.done():
             return
         if answer.output is not None:
@@ -141,3 +180,13 @@ class Replica:
             if not future.done():
                 future.set_exception(EngineLost(why))
         self._on_lost(why)
+
+
+def _joined(first: Output | None, then: Output) -> Output:
+    """Two pieces of one answer."""
+    if first is None:
+        return then
+    joined = Output(first.token_ids + then.token_ids, first.log_probs + then.log_probs, first.versions + then.versions)
+    unknown = [math.nan] * (len(first.token_ids) - len(first.sampled_log_probs))
+    joined.sampled_log_probs = first.sampled_log_probs + unknown + then.sampled_log_probs
+    return joined

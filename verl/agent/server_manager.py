@@ -1,5 +1,6 @@
 """ServerManager: what a loop generates with. Turns of one request_id stay on one replica, whose cache has their prefix;
-a first turn goes where the least is to do. An answer that fails fails its trajectory."""
+a first turn goes where the least is to do. An answer that fails fails its trajectory; one whose replica is lost may go
+on elsewhere, from the tokens that were heard of it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from typing import Any
 
 from verl.agent.loop import TokenOutput
 from verl.agent.record import Call, Record, current
-from verl.agent.replicas import Replica
+from verl.agent.replicas import EngineLost, Replica
+from verl.single_controller.base.handle import RankHandle
 from verl.types.request import Output, Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
 
@@ -41,11 +43,14 @@ class ServerManager:
         client: str,
         first: int = 0,
         vocabulary: int | None = None,
+        outlives_replicas: bool = False,
     ) -> None:
         """`params` are the run's; what a loop does not say is theirs. `first`: whose turn it is among equals.
         `vocabulary`: how many tokens the model has; others would break the engine for all.
+        `outlives_replicas`: requests of a lost one go on at others, or wait for `renew`.
         """
-        self._vocabulary = vocabulary
+        self._vocabulary, self._outlives = vocabulary, outlives_replicas
+        self._renewed = asyncio.Event()
         self._replicas, self._params, self._max_model_len, self._client = replicas, params, max_model_len, client
         self._home: dict[str, Replica] = {}
         self._group_home: dict[str, Replica] = {}
@@ -114,31 +119,50 @@ class ServerManager:
             replica = self._under_way[request.id] = self._replica_of(request_id, record.group)
             try:
                 output = await replica.answer(request)
+                is_whole = output.finish_reason != "abort" or request.id not in self._noting
+            except EngineLost:
+                if not self._outlives:
+                    raise
+                output, is_whole = replica.heard_of(request), False
             finally:
                 self._under_way.pop(request.id)
-                noted = request.id in self._noting
                 self._noting.discard(request.id)
-            if output.finish_reason != "abort" or not noted:
+            if is_whole:
                 return output
             so_far = output if output.token_ids else request.resume_from
             if so_far is not None:
                 record.note(list(request.prompt_ids), so_far)
             request = replace(request, id=self._new_id(), resume_from=so_far)
+            while all(each.lost for each in self._replicas):
+                await self._renewed.wait()
+
+    def renew(self, handles: Sequence[RankHandle]) -> None:
+        """Those that were lost are there again, at these handles (one for each replica)."""
+        pairs = zip(self._replicas, handles, strict=True)
+        self._replicas = [replica.successor(handle) if replica.lost else replica for replica, handle in pairs]
+        self._renewed.set()
+        self._renewed = asyncio.Event()
+
+    def close(self) -> None:
+        """No more answers are waited for."""
+        for replica in self._replicas:
+            replica.close()
 
     def _new_id(self) -> str:
         return f"{self._client}/{next(self._serial)}"
 
     def _replica_of(self, request_id: str, group: str) -> Replica:
         """Where its turns are; at first where the least is to do, or nearly: answers of a group share their prompt."""
-        if request_id not in self._home:
-            count = len(self._replicas)
-            order = [self._replicas[(self._turn + step) % count] for step in range(count)]
+        home = self._home.get(request_id)
+        if home is None or home.lost:
+            living = [replica for replica in self._replicas if not replica.lost] or self._replicas
+            order = [living[(self._turn + step) % len(living)] for step in range(len(living))]
             self._turn += 1
             least = min(order, key=lambda replica: replica.load)
             neighbour = self._group_home.get(group, least)
-            chosen = neighbour if neighbour.load <= least.load + _NEARLY else least
-            self._home[request_id] = self._group_home[group] = chosen
-        return self._home[request_id]
+            near = not neighbour.lost and neighbour.load <= least.load + _NEARLY
+            home = self._home[request_id] = self._group_home[group] = neighbour if near else least
+        return home
 
     def _params_of(self, given: Mapping[str, Any]) -> SamplingParams:
         values: dict[str, Any] = {}

@@ -27,8 +27,10 @@ class Finished:
     trajectories: list[Trajectory]
     pulses: int
     """A number that changes as long as the process moves."""
+    ended: bool = False
+    """No more will come."""
     lost: str | None = None
-    """Why no more will come."""
+    """Why a replica is gone, told once: what it was asked goes on elsewhere, or waits for new ones."""
 
 
 class TrajectoryStream:
@@ -40,6 +42,7 @@ class TrajectoryStream:
         self._loop, self._changed = loop, threading.Condition()
         self._finished: list[Trajectory] = []
         self._lost: str | None = None
+        self._ended = False
         self._answering = Answering(host, meta, replicas, self._done)
         self._do(lambda: self._answering.open(loop, self._lose))
 
@@ -51,9 +54,14 @@ class TrajectoryStream:
     def collect(self, within: float) -> Finished:
         """What has ended since this was last asked; waits so many seconds for something."""
         with self._changed:
-            self._changed.wait_for(lambda: self._finished or self._lost is not None, within)
+            self._changed.wait_for(lambda: self._finished or self._lost is not None or self._ended, within)
             finished, self._finished = self._finished, []
-            return Finished(finished, pulses(), self._lost)
+            lost, self._lost = self._lost, None
+            return Finished(finished, pulses(), self._ended, lost)
+
+    def renew(self, replicas: Sequence[RankHandle]) -> None:
+        """Those that were lost are there again, at these handles (one for each replica)."""
+        self._do(lambda: self._answering.renew(replicas))
 
     def drop(self, names: Iterable[str]) -> None:
         """End these; what became of them is not told."""
@@ -66,7 +74,9 @@ class TrajectoryStream:
     def close(self) -> None:
         """End what is left, and tell whoever collects."""
         self._wait(self._answering.close())
-        self._lose("the stream was ended")
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
     def _done(self, row: AskedRow, trajectory: Trajectory) -> None:
         with self._changed:

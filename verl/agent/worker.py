@@ -119,7 +119,13 @@ class AgentLoopWorker(Worker):
     def collect_trajectories(self, within: float) -> Finished:
         """What has ended since this was last asked; waits so many seconds for something."""
         stream = self._stream
-        return Finished([], 0, "the stream was ended") if stream is None else stream.collect(within)
+        return Finished([], 0, ended=True) if stream is None else stream.collect(within)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def renew_replicas(self, replicas: Sequence[RankHandle]) -> None:
+        """Those of the stream's that were lost are there again, at these handles (one for each)."""
+        if self._stream is not None:
+            self._stream.renew(replicas)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def drop_trajectories(self, names: Sequence[str]) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.agents import ROLLOUT, TOOL, House, Waiting, house, loop_worker, prompts_of, tokens_of
+from tests.support.agents import ROLLOUT, TOOL, House, Noting, Waiting, house, loop_worker, prompts_of, tokens_of
 from tests.support.training_harness import make_task
 from verl.agent.loop import LoopSpec
 from verl.protocol import DataProto, object_array
-from verl.single_controller.base.errors import CallCancelled, WorkerCallError
+from verl.single_controller.base.errors import CallCancelled, WorkerCallError, WorkerDiedError
 from verl.utils.import_utils import ImportPath
 
 HERE = "tests.support.agents"
@@ -194,4 +194,56 @@ def test_a_stream_answers_rows_as_they_come_and_goes_on_from_partial_answers(two
         assert collected(two, 12) == whole
         two.agents.end_stream()
     (told,) = two.agents.collect_trajectories(30.0)
-    assert told.lost == "the stream was ended"
+    assert told.ended
+
+
+class Mortal(Noting):
+    """A replica that dies when it was asked for answers so many times. `resumed`: tokens that others had sampled."""
+
+    lives, resumed = 3, 0
+
+    def tell(self, method: str, *args: Any) -> None:
+        if self.lives <= 0:
+            return
+        if method == "submit_requests":
+            self.resumed += sum(len(each.resume_from.token_ids) for each in args[1] if each.resume_from)
+        super().tell(method, *args)
+
+    def ask(self, method: str, *args: Any) -> Any:
+        self.lives -= 1
+        if self.lives <= 0:
+            raise WorkerDiedError("worker process died", "rollout", 0, "here", method)
+        return super().ask(method, *args)
+
+
+def test_a_dead_replica_costs_its_requests_only_and_they_go_on_from_what_was_heard_of_them(
+    two: House, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("verl.agent.replicas._PIECES_S", 0.0)
+    monkeypatch.setattr("verl.agent.replicas._STANDING_S", 0.02)
+    prompts = prompts_of(task, 6, "single_turn_agent")
+    prompts.meta_info["ignore_eos"] = True
+    whole = {name: rows[0][0] for name, rows in tokens_of(two.answer(prompts)).items()}
+    first, second = (Mortal(replica.handle(0)) for replica in two.replicas)
+    second.lives = 1 << 30
+    with two.open_engines():
+        two.agents.begin_stream([first, second], prompts.meta_info)
+        two.agents.add_rows(prompts, {})
+        made: dict[str, list[int]] = {}
+        lost: list[str] = []
+        while len(made) < len(prompts):
+            (told,) = two.agents.collect_trajectories(30.0)
+            made |= {each.name: each.last_tokens.tolist() for each in told.trajectories}
+            lost += [told.lost] if told.lost else []
+        assert made == whole
+        assert (len(lost), second.resumed > 0) == (1, True)
+        assert "worker process died" in lost[0]
+        assert first.prompts
+        # Nobody is left: what is asked waits until one is there again.
+        second.lives = 0
+        two.agents.add_rows(prompts, {})
+        while not (told := two.agents.collect_trajectories(30.0)[0]).lost:
+            assert not told.trajectories
+        two.agents.renew_replicas(two.handles)
+        assert collected(two, 12) == whole
+        two.agents.end_stream()
