@@ -47,6 +47,14 @@ def test_processes_are_started_anew_under_the_same_groups_and_batches_outlive_th
     summer.setup()
     assert summer.add_total(DataProto.from_dict({"x": torch.arange(2)})).batch["total"].tolist() == [1] * 2
 
+    os.kill(after[1], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="rank 1"):
+        call(1)
+    assert group.restart(alone=True) == [1]
+    assert counter.whoami()[0][3] == after[0]
+    assert call(1)[1] == 6, "what it was constructed with"
+    assert call(1)[0] > 7, "the other one goes on with what it had"
+
 
 def test_the_first_failure_of_a_expendable_group_ends_the_wait_too(group):
     summer = group.spawn(["summer"])["summer"]

@@ -75,6 +75,14 @@ class RayRankHandle(RankHandle):
         return on(self.actor, "call", "control").remote(self.role, method, list(args), {}, "control")
 
 
+def dead_among(workers: Sequence[Any]) -> list[int]:
+    """Those that are gone, or say nothing for as long as that takes to be known."""
+    refs = [on(worker, "describe", "control").remote() for worker in workers]
+    ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_DEAD_S)
+    alive = {ref for ref in ready if not isinstance(outcomes_of([ref])[0], Exception)}
+    return [rank for rank, ref in enumerate(refs) if ref not in alive]
+
+
 def wait_until_dead(workers: Sequence[Any], processes: Sequence[RankProcess]) -> None:
     """Their names are free when Ray has given them up, their devices when the processes are gone, soon after."""
     alive, give_up = list(workers), time.monotonic() + _DEAD_S

@@ -21,6 +21,7 @@ from verl.single_controller.base.worker_group import ClassWithInitArgs, WorkerGr
 from verl.single_controller.ray.actors import (
     NAMESPACE,
     RayRankHandle,
+    dead_among,
     death,
     named_actor,
     on,
@@ -102,7 +103,8 @@ class RayWorkerGroup(WorkerGroup):
         self._questions = Questions(self._workers)
         self._hosts = ["?"] * resource_pool.world_size
         self._set_roles(specs_of(ray_cls_with_init), resource_pool.world_size)
-        self._start_processes()
+        self._workers += [None] * resource_pool.world_size
+        self._start_processes(range(resource_pool.world_size))
 
     @classmethod
     def reserve(cls, pools: Sequence[Any]) -> None:
@@ -162,23 +164,29 @@ class RayWorkerGroup(WorkerGroup):
         for worker in self._workers:
             ray.kill(worker, no_restart=True)
 
-    def restart(self) -> None:
+    def restart(self, alone: bool = False) -> list[int]:
         """End what is left of the processes and start new ones in their places, roles constructed and no more.
+
+        `alone`: of ranks that do not form a process group, those that live go on. Returns the ranks that are new.
 
         The group and its roles' groups stay the same objects. Raises a WorkerError or a ResourceError where a new one
         does not start; the group is then as broken as before.
         """
-        lost = self._broken[:]
-        self.shutdown()
-        wait_until_dead(self._workers, self.processes)
+        lost, processes = self._broken[:], self.processes
+        ranks = dead_among(self._workers) if alone else list(range(self.world_size))
+        gone = [self._workers[rank] for rank in ranks]
+        for worker in gone:
+            ray.kill(worker, no_restart=True)
+        wait_until_dead(gone, [processes[rank] for rank in ranks])
         if lost_ranks(self._nodes) is not None:
             raise ResourceError(f"{self.role}: a node of its ranks is gone. {describe_cluster()}")
         self._broken.clear()
         try:
-            self._start_processes(_RESTART_S)
+            self._start_processes(ranks, _RESTART_S)
         except BaseException:
             self._broken += lost
             raise
+        return ranks
 
     @property
     def processes(self) -> list[RankProcess]:
@@ -203,19 +211,20 @@ class RayWorkerGroup(WorkerGroup):
 
     # ---------------------------------------------------------------- starting
 
-    def _start_processes(self, within: float | None = None) -> None:
-        self._workers[:] = self._start_actors(self._plan.pool, self._plan.env)
+    def _start_processes(self, ranks: Sequence[int], within: float | None = None) -> None:
+        for rank, actor in zip(ranks, self._start_actors(self._plan.pool, self._plan.env, ranks), strict=True):
+            self._workers[rank] = actor
         self._nodes[:] = self._plan.pool.nodes_by_rank()
         self._questions.drop()
         try:
             if within is not None:
                 wait_until_alive(self._workers, within, self._plan.pool.name_prefix)
-            self._construct(self._plan)
+            self._construct(self._plan, ranks)
         except BaseException:
             self.shutdown()
             raise
 
-    def _start_actors(self, pool: RayResourcePool, env: dict[str, str]) -> list[Any]:
+    def _start_actors(self, pool: RayResourcePool, env: dict[str, str], ranks: Sequence[int]) -> list[Any]:
         # User files that were loaded before Ray was imported travel by content, too.
         register_user_modules_by_value()
         host = ray.remote(concurrency_groups={"compute": 1, "control": _CONTROL_THREADS, "beat": 1})(RayRankHost)
@@ -232,16 +241,18 @@ class RayWorkerGroup(WorkerGroup):
                 num_cpus=0,
                 num_gpus=1.0 / pool.max_colocate_count if pool.use_gpu else 0,
                 runtime_env={"env_vars": env} if env else None,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(*places[rank]),
             ).remote()
-            for rank, (group, bundle) in enumerate(places)
+            for rank in ranks
         ]
 
-    def _construct(self, plan: _Start) -> None:
+    def _construct(self, plan: _Start, ranks: Sequence[int]) -> None:
         pool = plan.pool
         self._hosts[:] = self._ask_hosts(self._workers)
-        started = self._wait("start", {0: on(self._workers[0], "prepare", "control").remote()})
-        address, port = self.master_address, self.master_port = started[0]
+        if 0 in ranks:
+            started = self._wait("start", {0: on(self._workers[0], "prepare", "control").remote()})
+            self.master_address, self.master_port = started[0]
+        address, port = self.master_address, self.master_port
         infos = [
             RankInfo(rank, pool.world_size, local_rank, local_size, address, port, plan.device, plan.collective_timeout)
             for rank, (local_rank, local_size) in enumerate(
@@ -249,7 +260,7 @@ class RayWorkerGroup(WorkerGroup):
             )
         ]
         roles = plan.cls_with_init
-        refs = {i.rank: on(self._workers[i.rank], "construct", "compute").remote(i, roles) for i in infos}
+        refs = {rank: on(self._workers[rank], "construct", "compute").remote(infos[rank], roles) for rank in ranks}
         self._wait("__init__", refs)
 
     def _ask_hosts(self, workers: list[Any]) -> list[str]:

@@ -175,7 +175,9 @@ class WorkerGroups:
         if Role.Rollout in roles:
             self.replicas.hear(Event.DIED)
             self.replicas.hear(Event.RESTART)
-        self._started[self._pools.mapping[next(iter(roles))]].restart()
+        # Replicas of one rank each know nothing of each other: those that live go on with what they were asked.
+        alone = roles == {Role.Rollout} and self._ranks_per_replica == 1
+        self._started[self._pools.mapping[next(iter(roles))]].restart(alone)
         self._load(roles)
         if Role.Rollout in roles:
             self.replicas.hear(Event.STARTED)

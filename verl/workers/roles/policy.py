@@ -58,15 +58,26 @@ class ActorRolloutRefWorker(SavingWorker):
             raise ValueError(f"ActorRolloutRefWorker: role {role!r}; use one of {sorted(PARTS)}.")
         self.config = as_config(ActorRolloutRefConfig, config)
         self.parts = PARTS[str(role)]
+        self.rollout: Any = None
         self._rollout_version = -1
         self._sender: BroadcastSender | None = None
+        self._receiver: BroadcastReceiver | None = None
         self._finished: deque[tuple[int, Sequence[int]]] = deque()
         self._requests: OpenRequests | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load what this worker's parts need; the engines of all ranks form one model."""
-        self.init_process_group()
+        """Load what this worker's parts need; the engines of all ranks form one model.
+
+        A rank that is a replica of its own has no part in that: it is started, and started anew, without the others.
+        """
+        alone = self.parts == {"rollout"} and self.config.rollout.tensor_model_parallel_size == 1
+        if alone and self.rollout is not None:
+            return  # it lives, and another was started anew
+        if not alone:
+            self.init_process_group()
+        elif self.device_name == "cuda":
+            torch.cuda.set_device(self.device)
         self.model_path = resolve_model_path(self.config.model.path, "actor_rollout_ref.model.path")
         if "actor" in self.parts:
             self._init_actor()
@@ -288,6 +299,8 @@ class ActorRolloutRefWorker(SavingWorker):
             dtype = resolve_dtype(self.config.rollout.dtype, self.device)
             self._sender = BroadcastSender(group, dtype, self._bucket_bytes)
         else:
+            if self._receiver is not None:
+                self._receiver.group.abort()
             group = TransferGroup(address, 1 + self.rank, 1 + receivers, backend, self.device)
             self._receiver = BroadcastReceiver(group)
 
@@ -307,6 +320,7 @@ class ActorRolloutRefWorker(SavingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, version: int, kv: str = "recompute") -> None:
         """The engine's half; `kv` as in `update_rollout_weights`."""
+        assert self._receiver is not None, "join_transfer comes first"
         with self._kv_of_requests(kv):
             self._receiver.receive(self.rollout)
         self._rollout_version = version

@@ -59,7 +59,9 @@ def _joined(model_path: str, model_config: ModelConfig, config: RolloutConfig, d
     from verl.workers.rollout.url_rollout import URLRollout
 
     size, urls = config.tensor_model_parallel_size, config.server_urls
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, size)
+    here = RankInfo.from_environment()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (here.rank, here.world_size)
+    ranks = max(ranks, size)
     if len(urls) * size != ranks:
         raise ValueError(
             f"server_urls: {len(urls)} servers for {ranks} ranks, of which tensor_model_parallel_size={size} share one."
