@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _overlap_profile import covered
 from _training_work import Work
 
 from verl.utils.process_tree import kill_family
@@ -124,16 +125,7 @@ def _busy(clock: Path, whole: bool) -> list[float]:
         if call["method"] not in ("init_model", "save_checkpoint"):
             steps.setdefault(step, []).append((call["begin"], call["end"]))
         of_rank[call["rank"]] += call["method"] == "update_actor"
-    return [_covered(spans) for step, spans in sorted(steps.items()) if step < min(of_rank.values())]
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
+    return [covered(spans) for step, spans in sorted(steps.items()) if step < min(of_rank.values())]
 
 
 def _phase_rows(

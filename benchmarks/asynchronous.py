@@ -1,0 +1,252 @@
+"""Training that does not wait: samples per second of `trainer.mode` sync, one_step_off and async on one device, through
+`main_ppo` on Ray with the native engine, one after the other in one run.
+
+    python benchmarks/asynchronous.py --json FILE                        # 0.5B, case (b) of training_step.py
+    python benchmarks/asynchronous.py --profile --modes async --json FILE   # what the device does during an update
+    python benchmarks/asynchronous.py --shape qwen2.5-7b --modes sync --json FILE    # 64 samples of up to 4,096 tokens
+    python benchmarks/asynchronous.py --shape qwen2.5-7b --modes async --json FILE
+    python benchmarks/asynchronous.py --learn MODEL DATA --seeds 1 --json FILE   # SmolLM2: accuracy by wall-clock time
+    python benchmarks/asynchronous.py --summary --json FILE              # all of FILE side by side, times sync
+
+Work and lengths are `_training_work`'s: the same answers have the same lengths in every mode. What is counted lies
+between two steps in the middle of a run: before the first of them compilers and graphs are warm and the stream is full;
+after the last of them prompts still go out. `--learn` needs the folders of examples/smollm2 (its README says how they
+are made) and runs that example's script. Without a GPU everything is tiny: it can be tried, the figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from _ours_step import command, run_limited
+from _report import report
+from _training_work import Work
+from _variants import ACTOR, ROLLOUT, base
+
+HERE = Path(__file__).parent
+MODES: dict[str, list[str]] = {
+    "sync": ["trainer.mode=sync"],
+    "one_step_off": ["trainer.mode=one_step_off"],
+    "async": ["trainer.mode=async"],
+    # The log-probs that answers were drawn with are the old ones: no pass of the trainer's for them.
+    "async, bypass": ["trainer.mode=async", "algorithm.rollout_correction.bypass_mode=True"],
+}
+# What shows of a step, by metric; shares as they are, seconds as means.
+_SHOWN = {
+    "wait s": "timing_s/gen",
+    "hand over s": "timing_s/update_weights",
+    "old log-probs s": "timing_s/old_log_prob",
+    "update s": "timing_s/update_actor",
+    "trainer idle": "trainer/idle_ratio",
+    "rollout idle": "rollouter/idle_ratio",
+    "partial": "fully_async/partial/partial_ratio",
+}
+# A model of 7B fits on one device with these, in every mode.
+_LARGE = [
+    f"{ACTOR}.optim.state_dtype=bf16",
+    f"{ACTOR}.fsdp_config.optimizer_offload=True",
+    f"{ROLLOUT}.gpu_memory_utilization=0.3",
+    f"{ROLLOUT}.max_num_seqs=128",
+]
+_ACCURACY = "val/two_step/accuracy"
+
+
+def work_of(shape: str, steps: int) -> Work:
+    """Case (b), or 8 prompts × 8 answers with sequences of up to 4,096 tokens for a 7B model; tiny without a GPU."""
+    if shape == "tiny":
+        return Work("b", shape, prompts=4, n=4, prompt_length=32, mean=16, longest=64, steps=steps)
+    if shape == "qwen2.5-7b":
+        return Work("b", shape, prompts=8, n=8, prompt_length=1024, mean=1024, longest=3072, steps=steps)
+    return Work("b", shape, prompts=32, n=8, prompt_length=128, mean=256, longest=2048, steps=steps)
+
+
+def window(steps: int, warm: int, ahead: int) -> tuple[int, int]:
+    """The steps (0 is the first) whose ends the measurement lies between."""
+    first, last = min(warm, steps - 2) - 1, steps - 1 - ahead
+    return max(0, first), max(first + 1, last, 1)
+
+
+def measured(records: Sequence[Mapping[str, Any]], samples: int, warm: int, ahead: int) -> dict[str, Any]:
+    """A row of what a run's log says: `records` have `time` and `data` of every step."""
+    first, last = window(len(records), warm, ahead)
+    inside = [record["data"] for record in records[first + 1 : last + 1]]
+    seconds = records[last]["time"] - records[first]["time"]
+    row: dict[str, Any] = {
+        "samples/s": samples * len(inside) / seconds,
+        "samples/min": 60 * samples * len(inside) / seconds,
+        "s/step": seconds / len(inside),
+    }
+    for title, key in _SHOWN.items():
+        if any(key in data for data in inside):
+            row[title] = sum(float(data.get(key, 0.0)) for data in inside) / len(inside)
+    peaks = [value for data in inside for key, value in data.items() if key.startswith("memory_gb/")]
+    return row | {"peak GB": max(peaks, default=None), "steps": len(inside)}
+
+
+def run_mode(options: argparse.Namespace, work: Work, folder: Path, mode: str) -> dict[str, Any]:
+    """One run, in a process of its own with a time limit; its row."""
+    name = mode.replace(", ", "-")
+    profile = folder / f"{name}-profile.json"
+    overrides = [*base(work, options.budget, options.checkpointing, options.compile), *MODES[mode], *options.more]
+    overrides += _LARGE if work.shape == "qwen2.5-7b" else []
+    environment = _environment()
+    if options.profile:
+        overrides.append("external_libs=[_worker_clock,_overlap_profile]")
+        environment |= {"OVERLAP_PROFILE": str(profile), "OVERLAP_UPDATE": str(min(options.warm + 2, work.steps - 1))}
+    metrics = folder / "runs" / "training_step" / name / "metrics.jsonl"
+    for old in (metrics, profile):
+        old.unlink(missing_ok=True)
+    problem = run_limited(
+        command(work, folder, name, overrides), folder, environment, folder / f"{name}.log", options.limit
+    )
+    records = records_of(metrics, "timing_s/step")
+    head = {"mode": mode, "shape": work.shape}
+    if len(records) < 3:
+        return head | {"note": problem or "fewer than three steps"}
+    if profile.exists():
+        _show_profile(mode, json.loads(profile.read_text()), options.json)
+    return head | measured(records, work.samples, options.warm, options.ahead) | ({"note": problem} if problem else {})
+
+
+def records_of(metrics: Path, key: str) -> list[dict[str, Any]]:
+    """Of a run's log, the lines that have `key`."""
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return [record for record in map(json.loads, lines) if key in record["data"]]
+
+
+def learn(options: argparse.Namespace, folder: Path, mode: str, seed: int) -> dict[str, Any]:
+    """SmolLM2's example in one mode: when it reached which accuracy, on a clock that starts before the first step."""
+    model, data = (Path(path).resolve() for path in options.learn)
+    name = f"{mode.replace(', ', '-')}-{seed}"
+    given = [
+        *MODES[mode],
+        f"data.seed={seed}",
+        f"trainer.total_training_steps={options.steps}",
+        "trainer.test_freq=5",
+        "trainer.val_before_train=True",
+        "trainer.logger=[file]",
+        f"trainer.experiment_name={name}",
+        f"trainer.default_local_dir={folder / name}",
+        f"trainer.validation_data_dir={folder / name / 'answers'}",
+        "trainer.resume_mode=disable",
+        "trainer.used_dir=move_aside",
+        *options.more,
+    ]
+    environment = _environment() | {"MODEL": str(model), "DATA": str(data)}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    script = ["bash", str(HERE.parent / "examples" / "smollm2" / "run.sh"), *given]
+    metrics = folder / "runs" / "smollm2" / name / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    problem = run_limited(script, folder, environment, folder / f"{name}.log", options.limit)
+    head = {"mode": mode, "seed": seed}
+    found = reached(records_of(metrics, _ACCURACY))
+    return head | (found or {"note": "no validation was logged"}) | ({"note": problem} if problem else {})
+
+
+def reached(records: Sequence[Mapping[str, Any]], goals: Sequence[float] = (0.5, 0.8)) -> dict[str, Any]:
+    """Seconds from the first validation to each goal (None: never), and where the run ended."""
+    if len(records) < 2:
+        return {}
+    start, last = records[0]["time"], records[-1]
+    row: dict[str, Any] = {}
+    for goal in goals:
+        hit = next((record for record in records if float(record["data"][_ACCURACY]) >= goal), None)
+        row[f"s to {goal:.0%}"] = None if hit is None else hit["time"] - start
+    return row | {"accuracy": float(last["data"][_ACCURACY]), "steps": last["step"], "s": last["time"] - start}
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every mode beside sync of the same shape; of a measurement taken again, the last."""
+    found = {(row["shape"], row["mode"]): row for row in rows if "samples/s" in row and "shape" in row}
+    table = []
+    for (shape, mode), row in found.items():
+        sync = found.get((shape, "sync"))
+        times = row["samples/s"] / sync["samples/s"] if sync else None
+        table.append({"shape": shape, "mode": mode, "samples/s": row["samples/s"], "times sync": times})
+    return table
+
+
+def _show_profile(mode: str, found: Mapping[str, Any], path: str | None) -> None:
+    """Shares of an update's time: any stream busy, several at once, and each stream with its costliest kernel."""
+    wall = found["wall s"]
+    rows: list[dict[str, Any]] = [
+        {"what": "update", "s": wall, "share": 1.0},
+        {"what": "device busy", "s": found["busy s"], "share": found["busy s"] / wall},
+        {
+            "what": "several streams at once",
+            "s": found["several at once s"],
+            "share": found["several at once s"] / wall,
+        },
+    ]
+    for stream in found["streams"][:6]:
+        costliest = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stream["kernels"][:3])
+        row = {"what": f"stream {stream['stream']}", "s": stream["s"], "share": stream["s"] / wall}
+        rows.append({**row, "events": stream["events"], "costliest": costliest})
+    report(f"{mode}: the device during one update", rows, path)
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
+    return {"RAY_ADDRESS": "local", **os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "WORKER_CLOCK": os.devnull}
+
+
+def _parser() -> argparse.ArgumentParser:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shape", choices=("qwen2.5-0.5b", "qwen2.5-7b", "tiny"), default="qwen2.5-0.5b" if cuda else "tiny")
+    add("--modes", nargs="+", choices=list(MODES), default=["sync", "one_step_off", "async"])
+    add("--steps", type=int, help="of a run; default 14 (7B: 5; --learn: 60; without a GPU: 5)")
+    add("--warm", type=int, default=4, help="steps that are not counted at the beginning")
+    add("--ahead", type=int, default=2, help="steps that are not counted at the end")
+    add("--budget", type=int, default=8192 if cuda else 256, help="tokens of a micro-batch")
+    add("--checkpointing", action="store_true", help="checkpoint activations (always with 7B)")
+    add("--no-compile", dest="compile", action="store_false", help="without torch.compile")
+    add("--profile", action="store_true", help="and what the device does during one update")
+    add("--learn", nargs=2, metavar=("MODEL", "DATA"), help="accuracy by time, with these folders of examples/smollm2")
+    add("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of --learn")
+    add("--limit", type=float, default=280.0, help="seconds a run may take")
+    add("--folder", type=Path, help="keeps models and logs; default: a temporary one")
+    add("--more", nargs="+", default=[], help="overrides for every run: trainer.max_staleness=2 …")
+    add("--summary", action="store_true", help="nothing but the comparison, from --json")
+    add("--json", help="append every table to this file")
+    return parser
+
+
+def main() -> None:
+    options = _parser().parse_args()
+    large = options.shape == "qwen2.5-7b"
+    if options.steps is None:
+        options.steps = 60 if options.learn else 5 if large or options.shape == "tiny" else 14
+    options.warm, options.ahead = min(options.warm, options.steps // 3), min(options.ahead, options.steps // 5)
+    options.checkpointing = options.checkpointing or large
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.folder or Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        if options.learn:
+            for seed in options.seeds:
+                for mode in options.modes:
+                    report(f"{mode}, seed {seed}", [learn(options, folder, mode, seed)], options.json)
+        elif not options.summary:
+            work = work_of(options.shape, options.steps)
+            place = work.write(folder / options.shape)
+            rows = []
+            for mode in options.modes:
+                rows.append(run_mode(options, work, place, mode))
+                report(f"{mode}: {work.title()}", rows[-1:], options.json)
+    if options.json and Path(options.json).exists():
+        lines = [json.loads(line)["rows"] for line in Path(options.json).read_text().splitlines()]
+        if table := summary([row for rows in lines for row in rows]):
+            report("samples per second beside sync", table)
+
+
+if __name__ == "__main__":
+    main()
