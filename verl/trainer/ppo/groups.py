@@ -178,6 +178,8 @@ class WorkerGroups:
         # Replicas of one rank each know nothing of each other: those that live go on with what they were asked.
         alone = roles == {Role.Rollout} and self._ranks_per_replica == 1
         self._started[self._pools.mapping[next(iter(roles))]].restart(alone)
+        if alone:
+            self.rollout.cancel()  # a whole batch is asked again
         self._load(roles)
         if Role.Rollout in roles:
             self.replicas.hear(Event.STARTED)
