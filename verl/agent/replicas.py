@@ -175,11 +175,12 @@ class Replica:
             future.set_exception(EngineLost(answer.failed))
 
     def _lost(self, why: str) -> None:
-        self._ended = why
+        known, self._ended = self.lost, self._ended or why
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(EngineLost(why))
-        self._on_lost(why)
+        if not known:
+            self._on_lost(why)
 
 
 def _joined(first: Output | None, then: Output) -> Output:
