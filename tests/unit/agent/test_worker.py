@@ -198,34 +198,35 @@ def test_a_stream_answers_rows_as_they_come_and_goes_on_from_partial_answers(two
 
 
 class Mortal(Noting):
-    """A replica that dies when it was asked for answers so many times. `resumed`: tokens that others had sampled."""
+    """A replica that dies when it has told what it has of answers under way. `resumed`: tokens that others sampled."""
 
-    lives, resumed = 3, 0
+    dies, dead, resumed = True, False, 0
 
     def tell(self, method: str, *args: Any) -> None:
-        if self.lives <= 0:
+        if self.dead:
             return
         if method == "submit_requests":
             self.resumed += sum(len(each.resume_from.token_ids) for each in args[1] if each.resume_from)
         super().tell(method, *args)
 
     def ask(self, method: str, *args: Any) -> Any:
-        self.lives -= 1
-        if self.lives <= 0:
+        if self.dead:
             raise WorkerDiedError("worker process died", "rollout", 0, "here", method)
-        return super().ask(method, *args)
+        collected = super().ask(method, *args)
+        self.dead |= self.dies and any(len(piece.token_ids) > 1 for piece in collected.pieces.values())
+        return collected
 
 
 def test_a_dead_replica_costs_its_requests_only_and_they_go_on_from_what_was_heard_of_them(
     two: House, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("verl.agent.replicas._PIECES_S", 0.0)
-    monkeypatch.setattr("verl.agent.replicas._STANDING_S", 0.02)
+    monkeypatch.setattr("verl.agent.replicas._STANDING_S", 0.005)
     prompts = prompts_of(task, 6, "single_turn_agent")
     prompts.meta_info["ignore_eos"] = True
     whole = {name: rows[0][0] for name, rows in tokens_of(two.answer(prompts)).items()}
     first, second = (Mortal(replica.handle(0)) for replica in two.replicas)
-    second.lives = 1 << 30
+    second.dies = False
     with two.open_engines():
         two.agents.begin_stream([first, second], prompts.meta_info)
         two.agents.add_rows(prompts, {})
@@ -240,7 +241,7 @@ def test_a_dead_replica_costs_its_requests_only_and_they_go_on_from_what_was_hea
         assert "worker process died" in lost[0]
         assert first.prompts
         # Nobody is left: what is asked waits until one is there again.
-        second.lives = 0
+        second.dead = True
         two.agents.add_rows(prompts, {})
         while not (told := two.agents.collect_trajectories(30.0)[0]).lost:
             assert not told.trajectories
