@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def run_rank(rank: int, world: int, port: int, ranks: int, family: str, changes:
         rollout.load_bucket(new)
         rollout.finish_update(fingerprints(new, torch.float32))
         rollout.release(["kv_cache"])
+        time.sleep(0.3 * (rank % ranks))  # the first rank asks while the others still have no memory
         rollout.resume()
         found[f"updated {version}"] = generated(rollout)
     try:

@@ -133,12 +133,18 @@ class LeadingEngine(AsyncEngine):
 
 
 class FollowingEngine:
-    """The others' loop: receives plans and carries them out. It has the leader's surface; requests are the leader's."""
+    """The others' loop: receives plans and carries them out. It has the leader's surface; requests are the leader's.
+
+    The leader may go on sooner than this rank has its memory or its new weights: plans wait here from a halt to its end.
+    """
 
     def __init__(self, runner: Runner, parallel: TensorParallel) -> None:
         self.version = 0
         self._runner, self._parallel = runner, parallel
         self._marks: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._unheard = 0  # marks that nobody here has waited for yet
+        self._halted: set[str] = set()
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="rollout-follower", daemon=True)
         self._thread.start()
 
@@ -146,15 +152,23 @@ class FollowingEngine:
         raise RuntimeError("rollout: requests go to the first of the ranks that share an engine, not to this one.")
 
     def halt(self, reason: str) -> None:
-        """Return when the leader has come to rest and so has this rank."""
+        """Return when the leader has come to rest and so has this rank; no plan is carried out until `go`."""
         error = self._marks.get()
+        with self._changed:
+            self._unheard -= 1
+            self._halted.add(reason)
         if error is not None:
             raise RuntimeError("rollout: this tensor-parallel rank could not carry out a step.") from error
+
+    def go(self, reason: str) -> None:
+        """Carry out plans again, unless halted for another reason."""
+        with self._changed:
+            self._halted.discard(reason)
+            self._changed.notify_all()
 
     # Requests, pauses and the queue are the leader's affair.
 
     def abort(self, ids: Iterable[str] | None) -> None: ...
-    def go(self, reason: str) -> None: ...
     def pause(self, mode: str) -> None: ...
     def unpause(self) -> None: ...
     def recompute(self, running: bool = True) -> None: ...
@@ -176,10 +190,17 @@ class FollowingEngine:
                     while pending:
                         pending.popleft().wait()
                 elif failure is None:
+                    self._wait_until_ready()
                     pending.append(self._runner.launch(message))
                     if len(pending) > self._runner.lag:
                         pending.popleft().wait()
             except Exception as error:  # noqa: BLE001 - raised where the next mark is waited for
                 failure = error
             if message == _MARK:
+                with self._changed:
+                    self._unheard += 1
                 self._marks.put(failure)
+
+    def _wait_until_ready(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unheard and not self._halted)

@@ -51,6 +51,7 @@ class NativeRollout(EmbeddedRollout):
         """One answer per row. Of ranks that share a model the first one answers; the others return nothing."""
         if isinstance(self._loop, FollowingEngine):
             self._loop.halt("batch")
+            self._loop.go("batch")
             return DataProto()
         try:
             return super().generate_sequences(prompts, on_finished, **sampling_overrides)
