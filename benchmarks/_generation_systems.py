@@ -150,7 +150,7 @@ class Sglang:
         import sglang
 
         self._vocab = config.vocab_size
-        keys: dict[str, Any] = {"cuda_graph_max_bs": min(slots, 1024), "mem_fraction_static": 0.8}
+        keys: dict[str, Any] = {"cuda_graph_max_bs_decode": min(slots, 1024), "mem_fraction_static": 0.8}
         if importlib.util.find_spec("sgl_kernel.flash_ops") is None:  # what its own choice stands on
             keys["attention_backend"] = "triton"
         if device == "cpu":

@@ -135,7 +135,7 @@ class LeadingEngine(AsyncEngine):
 class FollowingEngine:
     """The others' loop: receives plans and carries them out. It has the leader's surface; requests are the leader's.
 
-    The leader may go on sooner than this rank has its memory or its new weights: plans wait here from a halt to its end.
+    The leader may go on before this rank has its memory or its new weights: plans wait from a halt to its end.
     """
 
     def __init__(self, runner: Runner, parallel: TensorParallel) -> None:
