@@ -1,4 +1,4 @@
-"""Megatron-Core on the CPU, here and in every process that a test starts."""
+"""Megatron-Core on the CPU, here and in every process that a test starts; how far layouts are from one rank."""
 
 from __future__ import annotations
 
@@ -23,6 +23,47 @@ def ray_cluster() -> Iterator[None]:
     ray.init(num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False, object_store_memory=512 * 1024**2)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cases(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
+    """The layouts and models that the chosen tests of a module ask for: its ranks start once, and do no more."""
+    here = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    return list(dict.fromkeys((params["layout"], params["model"]) for params in here if "model" in params))
+
+
+@pytest.fixture
+def gap(request: pytest.FixtureRequest) -> Any:
+    """`gap(quantity, how far)`: noted for the table, and held to be rounding."""
+
+    def note(quantity: str, value: float) -> None:
+        layout, model = (request.node.callspec.params[name] for name in ("layout", "model"))
+        request.node.user_properties.append(("gap", (layout, model, quantity, value)))
+        assert value <= 1e-5, quantity
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The largest gap to FSDP on one rank, by layout, model and quantity."""
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for report in reports:
+        for layout, model, quantity, value in (each for name, each in report.user_properties if name == "gap"):
+            row = found.setdefault((layout, model), {})
+            row[quantity] = max(value, row.get(quantity, 0.0))
+    if not found:
+        return
+    quantities = list(dict.fromkeys(quantity for row in found.values() for quantity in row))
+    terminalreporter.section("largest gap to FSDP on one rank, float32")
+    terminalreporter.line(f"{'layout':22}{'model':14}" + "".join(f"{quantity:>16}" for quantity in quantities))
+    for (layout, model), row in found.items():
+        shown = (f"{row[quantity]:16.1e}" if quantity in row else " " * 16 for quantity in quantities)
+        terminalreporter.line(f"{layout:22}{model:14}" + "".join(shown).rstrip())
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:

@@ -26,9 +26,9 @@ OTHERS = ["DP4", "TP2 PP2"]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, cases: list[tuple[str, str]]) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    run_ranks(saved_and_loaded, folder, CASES, OTHERS, ranks=RANKS)
+    run_ranks(saved_and_loaded, folder, cases, OTHERS, ranks=RANKS)
     return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForSequenceClassification
 
 from tests.support.engine_cases import make_batch, make_engine, token_loss
 from tests.support.megatron_cases import make_megatron
 from tests.support.megatron_ranks import EXPERTS
-from tests.support.tiny import tiny_model
+from tests.support.tiny import tiny_config, tiny_model
 from verl.workers.engine.megatron.experts import Experts
 
 BOTH = ["log_probs", "entropy"]
@@ -119,7 +120,7 @@ def test_weights_that_are_lost_are_noticed():
     assert not engine.sound(thorough=False)
 
 
-def test_what_core_does_not_know_is_refused_by_name():
+def test_what_the_engine_cannot_do_is_refused_by_name():
     with pytest.raises(ValueError, match=r"override_transformer_config.*no_such_key"):
         make_megatron(tiny_model(), override_transformer_config={"no_such_key": 1})
     with pytest.raises(ValueError, match=r"override_ddp_config.*no_such_key"):
@@ -129,5 +130,8 @@ def test_what_core_does_not_know_is_refused_by_name():
         make_megatron(tiny_model(), override_transformer_config=for_engine)
     with pytest.raises(ValueError, match="frozen"):
         make_megatron(tiny_model(), train=False).forward_backward(make_batch(), token_loss, BOTH)
+    several = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=2))
+    with pytest.raises(ValueError, match=r"the model has 2 labels"):
+        make_megatron(several, "sequence_classification", train=False)
     with pytest.raises(ValueError, match=r"values.*of a causal_lm model"):
         make_megatron(tiny_model(), train=False).infer(make_batch(), ["values"])

@@ -32,9 +32,9 @@ EVERY = pytest.mark.parametrize(("layout", "model"), CASES)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, cases: list[tuple[str, str]]) -> Path:
     place = tmp_path_factory.mktemp("weights")
-    run_ranks(handed_over, place, CASES, ranks=RANKS)
+    run_ranks(handed_over, place, cases, ranks=RANKS)
     return place
 
 

@@ -31,6 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP4": {},
     "DP4, whole optimizer": {"use_distributed_optimizer": False},
     "TP2": {T: 2},
+    "TP4": {T: 4},
     "TP2, whole sequences": {T: 2, "sequence_parallel": False},
     "PP2": {P: 2},
     "PP4": {P: 4},
@@ -50,7 +51,7 @@ KINDS = {
     "sequence_classification": ["scores"],
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
-# Kind, family and changes: heads tied or not, biases, norms of queries, key heads fewer than tensor ranks' shares.
+# Kind, family and changes: heads tied or not, biases, norms of queries, fewer key heads than four tensor ranks.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("causal_lm", "qwen2", {}),
     "tied": ("causal_lm", "qwen2", {"tie_word_embeddings": True, "vocab_size": 261}),
@@ -58,6 +59,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "window": ("causal_lm", "mistral", {"sliding_window": 5, "num_key_value_heads": 4}),
     "experts": ("causal_lm", "qwen3_moe", {**EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": True}),
     "unnormalized": ("causal_lm", "qwen3_moe", {**EXPERTS, "norm_topk_prob": False}),
+    "shared": ("causal_lm", "qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 48, "norm_topk_prob": True}),
     "mixtral": ("causal_lm", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "value": ("value", "llama", {}),
     "scores": ("sequence_classification", "qwen2", {"num_labels": 1}),

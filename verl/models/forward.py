@@ -83,11 +83,7 @@ class ResponseModel(nn.Module):
         self.kind = kind
         config = self.hf.config
         self.pad_token_id = getattr(config.get_text_config(), "pad_token_id", None) or 0
-        if kind == "sequence_classification" and config.num_labels != 1:
-            raise ValueError(
-                f"reward_model.path: the model has {config.num_labels} labels; a score is one number. "
-                "Give a model with num_labels=1."
-            )
+        check_labels(kind, config)
 
     def forward(
         self, rows: Rows, fields: Sequence[str], shape: tuple[int, int], temperature: float = 1.0
@@ -149,6 +145,15 @@ class ResponseModel(nn.Module):
         assert isinstance(rows, FrontRows), "an encoder runs with padding"
         logits = self.hf(input_ids=rows.input_ids, attention_mask=rows.attention_mask).logits
         return logits.squeeze(-1).float()
+
+
+def check_labels(kind: str, config: Any) -> None:
+    """ValueError for a classifier that gives several numbers."""
+    if kind == "sequence_classification" and config.num_labels != 1:
+        raise ValueError(
+            f"reward_model.path: the model has {config.num_labels} labels; a score is one number. "
+            "Give a model with num_labels=1."
+        )
 
 
 def of_rows(values: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -30,7 +30,7 @@ from torch.nn.functional import gelu, linear, rms_norm, silu
 
 from verl.config.engine import RECOMPUTE, MegatronConfig
 from verl.models.core.architecture import CoreArchitecture, padded_vocab
-from verl.models.forward import of_rows, scattered
+from verl.models.forward import check_labels, of_rows, scattered
 from verl.models.heads import logit_adjustment
 from verl.models.loading import ModelKind
 from verl.models.packing import PackedRows
@@ -103,6 +103,7 @@ class CoreModel(LanguageModule):
     ) -> None:
         super().__init__(config=config)
         assert config.arch is not None
+        check_labels(kind, hf_config)
         arch = config.arch
         self.kind = kind
         self.model_type = ModelType.encoder_or_decoder
