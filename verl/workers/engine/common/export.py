@@ -32,10 +32,12 @@ class HFExport:
     A value model is written as a token classifier with one label.
     """
 
-    def __init__(self, skeleton: nn.Module, dtype: torch.dtype, source: str = "") -> None:
+    def __init__(
+        self, skeleton: nn.Module, dtype: torch.dtype, source: str = "", max_shard_size: int | str = "5GB"
+    ) -> None:
         """`dtype` is that of the files, `source` where the model was loaded from."""
         self._model: Any = skeleton
-        self.dtype, self._source = dtype, source
+        self.dtype, self._source, self._max_shard_size = dtype, source, max_shard_size
 
     def write(self, whole: Whole, folder: Path, group: dist.ProcessGroup | None) -> None:
         """`whole` gives a weight by the name it has in memory, in `dtype`, on rank 0; a collective of `group`."""
@@ -43,7 +45,7 @@ class HFExport:
         with groups.failing_together(group):
             try:
                 if dist.get_rank() == 0:
-                    self._write_configs(folder)
+                    self.write_configs(folder)
                     self.files.write(tensors, folder)
             finally:
                 for _ in tensors:  # rank 0 is still sent what it cannot write
@@ -52,32 +54,38 @@ class HFExport:
     @cached_property
     def files(self) -> WeightFiles:
         """What is written, known beforehand."""
-        return WeightFiles.of({name: like for name, (like, _) in self._stored.items()})
+        return WeightFiles.of({name: like for name, (like, _) in self.stored.items()}, self._max_shard_size)
 
     def _tensors(self, whole: Whole) -> Iterator[Any]:
         """In the order of the files; on other ranks nothing, at the same pace."""
         made: dict[str, Any] = {}
         sources: tuple[str, ...] = ()
         for name in self.files.order:
-            if self._stored[name][1] != sources:
-                made, sources = {}, self._stored[name][1]
+            if self.stored[name][1] != sources:
+                made, sources = {}, self.stored[name][1]
                 found = {each: whole(each) for each in sources}
-                made = self._converted(found) if dist.get_rank() == 0 else {}
+                made = self.converted(found) if dist.get_rank() == 0 else {}
             yield made.pop(name, None)
 
     @cached_property
-    def _stored(self) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
-        """By name in the files: what it is like, and the tensors in memory it is made of.
-
-        Weights are cut as finely as gives the same files as all of them at once.
-        """
-        memory = {
+    def memory(self) -> dict[str, torch.Tensor]:
+        """By name in memory: what it is like in `dtype`."""
+        return {
             name: torch.empty(
                 value.shape, dtype=self.dtype if value.is_floating_point() else value.dtype, device="meta"
             )
             for name, value in self._in_memory().items()
         }
-        wanted = {name: value.shape for name, value in self._converted(memory).items()}
+
+    @cached_property
+    def stored(self) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
+        """By name in the files: what it is like, and the tensors in memory it is made of.
+
+        Weights are cut as finely as gives the same files as all of them at once. What is the same in memory is the
+        same object there.
+        """
+        memory = self.memory
+        wanted = {name: value.shape for name, value in self.converted(memory).items()}
         for cut in _CUTS:
             parts: dict[str, list[str]] = {}
             for name in memory:
@@ -85,7 +93,7 @@ class HFExport:
             found = {
                 name: (value, tuple(names))
                 for names in parts.values()
-                for name, value in self._converted({each: memory[each] for each in names}).items()
+                for name, value in self.converted({each: memory[each] for each in names}).items()
             }
             if {name: value.shape for name, (value, _) in found.items()} == wanted:
                 return found
@@ -101,7 +109,7 @@ class HFExport:
         state = {name: value for name, value in self._model.state_dict().items() if name not in ignored}
         return remove_tied_weights_from_state_dict(state, self._model)
 
-    def _converted(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def converted(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As `save_pretrained` would store them: what is fused in memory is taken apart."""
         if isinstance(self._model, ValueModel):
             return state
@@ -109,7 +117,7 @@ class HFExport:
 
         return dict(revert_weight_conversion(self._model, state))
 
-    def _write_configs(self, folder: Path) -> None:
+    def write_configs(self, folder: Path) -> None:
         """And the code of a model that brings its own."""
         model = self._model
         if isinstance(model, ValueModel):

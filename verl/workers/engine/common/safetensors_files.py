@@ -13,7 +13,7 @@ import torch
 
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 
-_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -79,18 +79,22 @@ def write_safetensors(
 
     `like` says what each will be; those with wide elements come first. `tensors` may hold more than these.
     """
-    unknown = sorted({str(value.dtype) for value in like.values() if value.dtype not in _NAMES})
+    unknown = sorted({str(value.dtype) for value in like.values() if value.dtype not in DTYPE_NAMES})
     if unknown:
         raise ValueError(f"safetensors: no name is known for the dtype {', '.join(unknown)}. Convert these weights.")
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, value in like.items():
         begin, end = end, end + value.nbytes
-        header[name] = {"dtype": _NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPE_NAMES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     stream.write(len(text).to_bytes(8, "little"))
     stream.write(text)
-    for _, tensor in zip(like, tensors, strict=False):  # in this order: none is taken that belongs to the next file
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        stream.write(flat.view(torch.uint8).numpy().data)
+    given = iter(tensors)
+    for _ in like:
+        stream.write(_bytes_of(next(given)))  # and no name for it: it goes before the next is made
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
