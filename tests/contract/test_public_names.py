@@ -100,6 +100,7 @@ CALLABLES: list[tuple[str, str, str]] = [
     ("verl.trainer.main_generation", "run_generation", "config"),
     ("verl.trainer.main_eval", "run_eval", "config"),
     ("verl.inference.server", "main", "arguments"),
+    ("verl.model_merger.__main__", "main", "arguments"),
     ("verl.trainer.ppo.utils", "need_critic", "config"),
     ("verl.trainer.ppo.utils", "need_reference_policy", "role_worker_mapping"),
     ("verl.trainer.ppo.utils", "need_reward_model", "role_worker_mapping"),

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 # From the roof down; packages on one floor do not import each other.
 FLOORS: list[list[str]] = [
-    ["verl.trainer"],
+    ["verl.trainer", "verl.model_merger"],
     ["verl.agent"],
     ["verl.tools", "verl.interactions"],
     ["verl.workers.fsdp_workers", "verl.workers.megatron_workers", "verl.workers.roles"],

@@ -22,6 +22,7 @@ HEAVY = ("torch", "ray", "tensordict", "transformers", "datasets", "numpy")
         ("verl.utils", HEAVY),
         ("verl.inference.engine", HEAVY),
         ("verl.inference.async_engine", HEAVY),
+        ("verl.model_merger.__main__", HEAVY),
     ],
 )
 def test_module_imports_nothing_heavy(module, heavy):

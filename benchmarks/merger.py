@@ -1,0 +1,169 @@
+"""The merger: seconds and peak memory, beside transformers' load and save, and what the disk allows.
+
+A checkpoint of random float32 weights as FSDP ranks write it (`model_world_size_W_rank_R.pt`) becomes a bf16 model. The
+other way, in the same run, is the one people take whose memory allows it: load that model whole, and save it. Each runs
+in a process of its own; memory is what it has resident beyond its imports.
+
+    python benchmarks/merger.py --shape smollm2-135m
+    python benchmarks/merger.py --shape qwen2.5-7b --ranks 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import multiprocessing
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _report import report
+from _shapes import SHAPES, shape_config
+
+GB = 1e9
+
+
+def write_checkpoint(shape: str, folder: Path, ranks: int) -> int:
+    """Of each rank a file; returns the bytes of the largest tensor of the model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from verl.models.loading import empty_model
+
+    config = shape_config(shape)
+    config.dtype = torch.bfloat16
+    skeleton = empty_model(config, "causal_lm", torch.float32)
+    config.save_pretrained(folder / "huggingface")
+    state = dict(skeleton.named_parameters())
+    for rank in range(ranks):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        mesh, parts = init_device_mesh("cpu", (ranks,)), {}
+        for name, like in state.items():
+            each = math.ceil(like.shape[0] / ranks)
+            rows = max(0, min(like.shape[0] - rank * each, each))
+            local = torch.empty(rows, *like.shape[1:]).uniform_(-0.02, 0.02)
+            size, stride = like.shape, like.stride()
+            parts[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=size, stride=stride)
+        torch.save(parts, folder / f"model_world_size_{ranks}_rank_{rank}.pt")
+        dist.destroy_process_group()
+    return max(value.numel() for value in state.values()) * 2
+
+
+def merged(source: Path, target: Path) -> None:
+    from verl.model_merger.__main__ import main
+
+    assert main(["merge", "--backend", "fsdp", "--local_dir", str(source), "--target_dir", str(target)]) == 0
+
+
+def loaded_and_saved(source: Path, target: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(source, dtype="auto").save_pretrained(target)
+    _to_disk(target)
+
+
+def measured(work: Callable[[Path, Path], None], source: Path, target: Path) -> dict[str, Any]:
+    """In a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    process = context.Process(target=_measure, args=(work, source, target, results))
+    process.start()
+    process.join()
+    if process.exitcode:
+        return {"failed": f"exit code {process.exitcode}"}
+    return results.get()
+
+
+def _measure(work: Callable[[Path, Path], None], source: Path, target: Path, results: Any) -> None:
+    import transformers.modeling_utils  # noqa: F401
+
+    import verl.model_merger.merging  # noqa: F401
+
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before, begin = _resident("VmRSS"), time.perf_counter()
+    work(source, target)
+    spent = time.perf_counter() - begin
+    results.put({"seconds": spent, "peak GB": (_resident("VmHWM") - before) / GB})
+
+
+def _resident(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _to_disk(folder: Path) -> None:
+    """As the merger does it: what is not on the disk yet is not done."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def disk(folder: Path, size: int) -> dict[str, float]:
+    """GB per second: written and brought to disk, and read again from there."""
+    data, path = os.urandom(2**20) * (size // 2**20), folder / "disk.bin"
+    begin = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        file.write(data)
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dropped = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.read(2**24):
+            pass
+    read = time.perf_counter()
+    path.unlink()
+    return {"write GB/s": len(data) / (written - begin) / GB, "read GB/s": len(data) / (read - dropped) / GB}
+
+
+def size_of(folder: Path, pattern: str) -> float:
+    return sum(path.stat().st_size for path in folder.glob(pattern)) / GB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*SHAPES, "7b"], default="tiny", help="7b: qwen2.5-7b")
+    parser.add_argument("--ranks", type=int, default=8, help="how many wrote the checkpoint")
+    parser.add_argument(
+        "--folder", default=None, help="where files go (and are deleted again): 8 bytes for each weight"
+    )
+    parser.add_argument("--json", default=None)
+    options = parser.parse_args()
+    shape = "qwen2.5-7b" if options.shape == "7b" else options.shape
+    folder = Path(tempfile.mkdtemp(prefix="merger-", dir=options.folder))
+    try:
+        source = folder / "actor"
+        source.mkdir()
+        largest = write_checkpoint(shape, source, options.ranks)
+        limit = disk(folder, 2**30 if size_of(source, "*.pt") > 1 else 2**26)
+        read, row = size_of(source, "*.pt"), measured(merged, source, folder / "merged")
+        written = size_of(folder / "merged", "*.safetensors")
+        shutil.rmtree(source)
+        table = [
+            {"way": "merger", **row, "2 x largest tensor GB": 2 * largest / GB, "GB read": read, "GB written": written},
+            {
+                "way": "transformers load + save of the result",
+                **measured(loaded_and_saved, folder / "merged", folder / "saved"),
+                "GB read": written,
+                "GB written": written,
+            },
+            {"way": "limit: the disk", "seconds": read / limit["read GB/s"] + written / limit["write GB/s"], **limit},
+        ]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report(f"merger {shape}, {options.ranks} ranks, float32 into bf16", table, options.json)
+
+
+if __name__ == "__main__":
+    main()

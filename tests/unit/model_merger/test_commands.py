@@ -1,0 +1,128 @@
+"""The commands: what `test` finds, where `merge` writes, and how much memory it takes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from tests.support.engine_cases import make_engine
+from tests.support.merger_cases import assert_holds, merge, tensors
+from tests.support.tiny import tiny_config, tiny_model
+from verl.model_merger.__main__ import main
+from verl.workers.engine.common.safetensors_files import WeightFiles
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def actor(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("step") / "actor"
+    make_engine(tiny_model(num_hidden_layers=1)).save(folder, ("model",))
+    return folder
+
+
+def test_all_differences_are_listed_at_once(actor, model, tmp_path, capsys):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    compare = ["test", "--backend", "fsdp", "--local_dir", str(actor), "--test_hf_dir", str(tmp_path)]
+    save_file(state, tmp_path / "model.safetensors")
+    assert main(compare) == 0
+    state["lm_head.weight"][3, 5] += 0.5
+    state["lm_head.weight"][0, 0] -= 0.25
+    state["model.norm.weight"] = state["model.norm.weight"].bfloat16()
+    state["model.layers.0.mlp.up_proj.weight"] = torch.zeros(2, 2)
+    state["more"] = state.pop("model.embed_tokens.weight")
+    save_file(state, tmp_path / "model.safetensors")
+    capsys.readouterr()
+    assert main(compare) == 1
+    told = capsys.readouterr().err
+    for words in (
+        "lm_head.weight: 2 of 16896 values differ, by 0.5 at most",
+        "model.norm.weight: float32, in the other bfloat16",
+        "model.layers.0.mlp.up_proj.weight: [128, 64], in the other [2, 2]",
+        "more: only in the other",
+        "model.embed_tokens.weight: missing in the other",
+    ):
+        assert words in told
+    assert len(told.strip().splitlines()) == 5
+    only = {"lm_head.weight": tensors(tmp_path)["lm_head.weight"]}
+    for tolerance, code in (("0.6", 0), ("0.4", 1)):
+        (tmp_path / tolerance).mkdir()
+        save_file(model.state_dict() | only, tmp_path / tolerance / "model.safetensors")
+        assert main([*compare[:-1], str(tmp_path / tolerance), "--tolerance", tolerance]) == code
+
+
+def test_a_folder_is_there_whole_or_not_at_all(actor, model, tmp_path, capsys, monkeypatch):
+    target = tmp_path / "merged"
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightFiles, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert merge(actor, target) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    left = tmp_path / ".merged.unfinished"  # of one that was killed
+    left.mkdir()
+    (left / "model-00001-of-00009.safetensors").write_bytes(b"half")
+    target.mkdir()
+    assert merge(actor, target) == 0
+    assert_holds(target, model.state_dict())
+    assert not left.exists()
+    (target / "mine").write_text("kept")
+    assert merge(actor, target) == 1
+    assert "is not empty" in capsys.readouterr().err
+    assert (target / "mine").read_text() == "kept"
+    assert merge(actor, target, "--overwrite") == 0
+    assert not (target / "mine").exists()
+    assert_holds(target, model.state_dict())
+    assert {path.name for path in tmp_path.iterdir()} == {"merged"}
+    assert merge(actor, actor, "--overwrite") == 1
+    assert "is, or holds, the checkpoint itself" in capsys.readouterr().err
+
+
+def test_a_missing_file_of_a_step_is_named(actor, tmp_path, capsys):
+    import shutil
+
+    from verl.utils.checkpoint.manifest import write_manifest
+
+    step = tmp_path / "global_step_3"
+    shutil.copytree(actor, step / "actor")
+    write_manifest(step, 3, 1)
+    (step / "actor" / "model" / "__0_0.distcp").unlink()
+    assert merge(step / "actor", tmp_path / "merged") == 1
+    assert "actor/model/__0_0.distcp: missing" in capsys.readouterr().err
+
+
+LIMITED = """
+import re, resource, sys
+from pathlib import Path
+from verl.model_merger.__main__ import main
+
+def data():
+    return int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+small, large, target, room = sys.argv[1:]
+options = ["merge", "--backend", "fsdp", "--target_dir"]
+assert main([*options, target + "-small", "--local_dir", small]) == 0  # everything is imported
+limit = data() + int(room)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+sys.exit(main([*options, target, "--local_dir", large]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit counts what Linux counts")
+def test_a_merge_takes_two_of_the_largest_tensors_of_memory(actor, tmp_path):
+    """The limit is hard: an allocation over it fails."""
+    config = tiny_config(vocab_size=8192, hidden_size=256, intermediate_size=2048, num_hidden_layers=12)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    sizes = [value.nbytes for value in model.state_dict().values()]
+    make_engine(model, snapshots=False).save(tmp_path / "actor", ("model",))
+    spare = 12 * 2**20
+    assert sum(sizes) > 3 * (2 * max(sizes) + spare)
+    arguments = [str(actor), str(tmp_path / "actor"), str(tmp_path / "merged"), str(2 * max(sizes) + spare)]
+    subprocess.run([sys.executable, "-c", LIMITED, *arguments], check=True, timeout=300)
+    assert_holds(tmp_path / "merged", model.state_dict())

@@ -1,0 +1,120 @@
+"""The two commands: a checkpoint becomes a model on disk, or is compared with one, two tensors in memory at a time."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from verl.model_merger.checkpoint import Checkpoint, open_checkpoint
+from verl.model_merger.comparing import differences
+from verl.model_merger.merged import Result, result_of
+from verl.model_merger.model_folder import folder_tensors
+from verl.model_merger.options import MergeOptions
+from verl.model_merger.stored import whole
+from verl.model_merger.target_folder import check_target, new_folder
+from verl.utils.checkpoint.disk import describe_disk, show_bytes
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
+    *("chat_template*", "preprocessor_config.json", "processor_config.json"),
+)
+_SAID_EVERY_S = 5.0
+
+
+def merge(options: MergeOptions) -> list[str]:
+    """Write `target_dir`; returns how it differs from `test_hf_dir`, where that is given."""
+    assert options.target_dir is not None
+    target = Path(options.target_dir).expanduser().resolve()
+    check_target(target, Path(options.local_dir).expanduser().resolve(), options.overwrite)
+    checkpoint = open_checkpoint(options)
+    result = result_of(checkpoint, options)
+    size = _size(result)
+    _check_room(target, size)
+    begin = time.monotonic()
+    with new_folder(target) as folder:
+        result.write_configs(folder)
+        result.files.write(_read_ahead(result), folder)
+        _copy_tokenizer(checkpoint, folder)
+    spent = time.monotonic() - begin
+    logger.info("merged %s into %s: %s in %.1f s", checkpoint.folder, target, show_bytes(size), spent)
+    if options.hf_upload_path:
+        _upload(target, options)
+    return test(options) if options.test_hf_dir else []
+
+
+def test(options: MergeOptions) -> list[str]:
+    """How the checkpoint (or `target_dir`, where that is given) differs from `test_hf_dir`."""
+    assert options.test_hf_dir is not None
+    theirs = folder_tensors(Path(options.test_hf_dir).expanduser())
+    if options.target_dir is not None:
+        ours = folder_tensors(Path(options.target_dir).expanduser())
+        found = differences(ours, ours, theirs, options.tolerance, {})
+    else:
+        result = result_of(open_checkpoint(options), options)
+        like = {name: each for part in result.files.files.values() for name, each in part.items()}
+        found = differences(result.tensors, like, theirs, options.tolerance, result.aliases)
+    if not found:
+        logger.info("no difference to %s in %d tensors", options.test_hf_dir, len(theirs))
+    return found
+
+
+def _read_ahead(result: Result) -> Iterator[torch.Tensor]:
+    """In the order of the files; the next one is read while one is written."""
+    waiting: Future[torch.Tensor] | None = None
+    said = time.monotonic()
+    done, total = 0, _size(result)
+    with ThreadPoolExecutor(1, "reading") as thread:
+        for part in result.files.files.values():
+            for name, like in part.items():
+                reading = thread.submit(whole, result.tensors[name], like.dtype)
+                if waiting is not None:
+                    yield waiting.result()
+                waiting = reading
+                if time.monotonic() - said > _SAID_EVERY_S:
+                    said = time.monotonic()
+                    logger.info("%s of %s (%d %%)", show_bytes(done), show_bytes(total), 100 * done // total)
+                done += like.nbytes
+        if waiting is not None:
+            yield waiting.result()
+
+
+def _size(result: Result) -> int:
+    return sum(like.nbytes for part in result.files.files.values() for like in part.values())
+
+
+def _check_room(target: Path, size: int) -> None:
+    place = next(folder for folder in target.parents if folder.exists())
+    free = shutil.disk_usage(place).free
+    if free < size:
+        raise ValueError(
+            f"--target_dir: {describe_disk(place)} has {show_bytes(free)} free, and {target} takes {show_bytes(size)}. "
+            "Free some, or give a folder on another disk."
+        )
+
+
+def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """And what else belongs to the inputs of a model."""
+    beside = checkpoint.beside
+    files = {path for pattern in _TOKENIZER for path in beside.glob(pattern)} if beside is not None else set()
+    for path in sorted(files):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
+    if not any(path.name.startswith("tokenizer") for path in files):
+        logger.warning("no tokenizer beside %s: copy the one of its model into the result", checkpoint.folder)
+
+
+def _upload(folder: Path, options: MergeOptions) -> None:
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    repository = api.create_repo(options.hf_upload_path, private=options.private, exist_ok=True).repo_id
+    api.upload_folder(repo_id=repository, folder_path=folder)
+    logger.info("uploaded %s to %s", folder, repository)

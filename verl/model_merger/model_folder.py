@@ -1,0 +1,44 @@
+"""A folder in Hugging Face form: the tensors in its safetensors files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from verl.model_merger.stored import FileTensor, Stored
+from verl.workers.engine.common.safetensors_files import DTYPE_NAMES
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+def folder_tensors(folder: Path, pattern: str = "*.safetensors") -> dict[str, Stored]:
+    """By name, of all files; ValueError where there are none."""
+    files = sorted(folder.glob(pattern))
+    if not files:
+        others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:2]) or "nothing of the kind"
+        raise ValueError(f"{folder}: no safetensors files (found: {others}). Give a folder that save_pretrained wrote.")
+    found: dict[str, Stored] = {}
+    for path in files:
+        found |= _file_tensors(path)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        missing = sorted({file for name, file in listed.items() if name not in found})
+        if missing:
+            raise ValueError(f"{folder}: {', '.join(missing[:4])} missing or not whole. Copy the folder again.")
+    return found
+
+
+def _file_tensors(path: Path) -> dict[str, FileTensor]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(size))
+            begin = 8 + size
+            return {
+                name: FileTensor(path, begin + each["data_offsets"][0], tuple(each["shape"]), _DTYPES[each["dtype"]])
+                for name, each in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, KeyError, TypeError, MemoryError, OverflowError) as error:
+            raise ValueError(f"{path}: is no whole safetensors file ({error}).") from error
