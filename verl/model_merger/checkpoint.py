@@ -24,6 +24,7 @@ _KINDS: Mapping[str, ModelKind] = {
     "ForTokenClassification": "value",
     "ForSequenceClassification": "sequence_classification",
 }
+_USUAL: ModelKind = "causal_lm"
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ def _kind(config: Any, about: Mapping[str, Any], options: MergeOptions) -> Model
     said = about.get("kind")
     if said is None:
         names = config.architectures or [""]
-        said = next((kind for ending, kind in _KINDS.items() if names[0].endswith(ending)), "causal_lm")
-        return "value" if options.is_value_model else said
+        found = next((kind for ending, kind in _KINDS.items() if names[0].endswith(ending)), _USUAL)
+        return "value" if options.is_value_model else found
     if options.is_value_model and said != "value":
         raise ValueError(f"--is-value-model: {options.local_dir}/{ABOUT} says that it is a {said} model. Leave it out.")
     return said

@@ -46,7 +46,7 @@ def merge(options: MergeOptions) -> list[str]:
     spent = time.monotonic() - begin
     logger.info("merged %s into %s: %s in %.1f s", checkpoint.folder, target, show_bytes(size), spent)
     if options.hf_upload_path:
-        _upload(target, options)
+        _upload(target, options.hf_upload_path, options.private)
     return test(options) if options.test_hf_dir else []
 
 
@@ -111,10 +111,10 @@ def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
         logger.warning("no tokenizer beside %s: copy the one of its model into the result", checkpoint.folder)
 
 
-def _upload(folder: Path, options: MergeOptions) -> None:
+def _upload(folder: Path, name: str, private: bool) -> None:
     from huggingface_hub import HfApi
 
     api = HfApi()
-    repository = api.create_repo(options.hf_upload_path, private=options.private, exist_ok=True).repo_id
+    repository = api.create_repo(name, private=private, exist_ok=True).repo_id
     api.upload_folder(repo_id=repository, folder_path=folder)
     logger.info("uploaded %s to %s", folder, repository)
