@@ -35,7 +35,7 @@ test-slow: setup lint
 test-engines: setup
 	@rm -rf build/engines && mkdir -p build/engines
 	@failed=; for run in "$(VENV) --engine native --engine hf" ".venv-vllm --engine vllm" ".venv-sglang --engine sglang"; do \
-		set -- $$run; test -x $$1/bin/python || continue; python=$$1/bin/python; shift; \
+		set -- $$run; test -x $$1/bin/python || { echo "no $$1: make setup$${1#.venv}"; continue; }; python=$$1/bin/python; shift; \
 		ENGINE_RESULTS=build/engines $$python -m pytest tests/engines "$$@" || failed=1; \
 	done; $(BIN)/python -m tests.engines.table build/engines; test -z "$$failed"
 

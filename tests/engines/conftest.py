@@ -16,7 +16,7 @@ from tests.engines.engines import ENGINES, MODELS, EngineRow, installed
 from tests.engines.table import table
 from tests.support.tiny import save_tiny_model
 
-_RESULTS: dict[tuple[str, str], str] = {}
+_RESULTS: dict[tuple[str, str], tuple[str, str]] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -131,8 +131,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if "engine_name" in parameters and (report.when == "call" or report.outcome != "passed"):
         name = item.nodeid.split("::")[-1].partition("[")[0]
         key = f"{item.path.stem.removeprefix('test_')}: {name.removeprefix('test_')}", parameters["engine_name"]
+        why = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else ""
         worse = ["passed", "skipped", "failed"]
-        _RESULTS[key] = max(_RESULTS.get(key, "passed"), report.outcome, key=worse.index)
+        before = _RESULTS.get(key, ("passed", ""))
+        _RESULTS[key] = max(before, (report.outcome, why), key=lambda found: worse.index(found[0]))
     return report
 
 
@@ -141,5 +143,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line("")
         terminalreporter.write_line(table(_RESULTS))
     if "ENGINE_RESULTS" in os.environ:
-        found = [[*key, outcome] for key, outcome in _RESULTS.items()]
+        found = [[*key, *outcome] for key, outcome in _RESULTS.items()]
         Path(os.environ["ENGINE_RESULTS"], f"{os.getpid()}.json").write_text(json.dumps(found))
