@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,6 +240,11 @@ def test_what_sglang_streams_is_read_whether_it_repeats_itself_or_not():
 def test_nobody_there_or_another_engine_is_said_at_start(server, join):
     with pytest.raises(ServerError, match=r"runs vllm, and rollout\.name is sglang"):
         join(server, name="sglang")
+    with pytest.raises(ServerError, match=r"/v1 has neither /version.*without a path such as /v1"):
+        join(SimpleNamespace(url=f"{server.url}/v1"))
+    del server.info["device_config"]
+    with pytest.raises(ServerError, match=r"says of itself cannot be read \(KeyError: 'device_config'\)"):
+        join(server)
     server.stop()
     with pytest.raises(ServerError, match=f"{server.url} does not answer: .*refused"):
         join(server)

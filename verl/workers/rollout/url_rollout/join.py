@@ -30,11 +30,25 @@ def join(
 ) -> Joined:
     """Raises ServerError, which names the URL, the cause and what to do. `ends`: the model's own end tokens."""
     server = Server(url)
-    kind = "sglang" if server.knows("/model_info") else "vllm" if server.knows("/version") else "neither of both"
+    kind = "sglang" if server.knows("/model_info") else "vllm" if server.knows("/version") else None
+    if kind is None:
+        raise ServerError(
+            f"rollout.server_urls: {server.url} has neither /version, as vLLM has, nor /model_info, as SGLang has. Name"
+            " the server itself, without a path such as /v1."
+        )
     if config.name != kind:
-        raise ServerError(f"rollout.server_urls: at {server.url} runs {kind}, and rollout.name is {config.name}.")
-    if kind == "vllm":
-        vllm = VllmDialect(server, model_path, config, hf_config)
-        return Joined(vllm, VllmLine(vllm, device))
-    sglang = SGLangDialect(server, model_path, config, hf_config, ends)
-    return Joined(sglang, SGLangLine(sglang, device))
+        raise ServerError(
+            f"rollout.server_urls: at {server.url} runs {kind}, and rollout.name is {config.name}. Set it to {kind}, or"
+            " name another server."
+        )
+    try:
+        if kind == "vllm":
+            vllm = VllmDialect(server, model_path, config, hf_config)
+            return Joined(vllm, VllmLine(vllm, device))
+        sglang = SGLangDialect(server, model_path, config, hf_config, ends)
+        return Joined(sglang, SGLangLine(sglang, device))
+    except (LookupError, TypeError) as error:
+        raise ServerError(
+            f"rollout.server_urls: what {server.url} says of itself cannot be read ({type(error).__name__}: {error})."
+            " docs/servers.md names the versions that were tried."
+        ) from error
