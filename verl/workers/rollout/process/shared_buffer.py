@@ -65,9 +65,12 @@ class SharedBuffer:
                 os.posix_fallocate(file, 0, size)  # too little memory is an error here, not a signal at a write
                 self._map(file, size)
                 self._file = file
-            except OSError:
+            except OSError as error:
                 os.close(file)
-                raise
+                raise OSError(
+                    f"weights: no {size / 2**30:.1f} GB of host memory to share with the engine ({error.strerror})."
+                    " Lower update_weights_bucket_megabytes."
+                ) from error
             self.handle = BufferHandle(f"/proc/{os.getpid()}/fd/{file}", size)
 
     @classmethod

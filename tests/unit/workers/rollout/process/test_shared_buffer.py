@@ -1,6 +1,7 @@
 """Weights in memory that two processes share: what one puts there the other sees, and nothing is left behind."""
 
 import pickle
+import resource
 import subprocess
 import sys
 
@@ -20,6 +21,16 @@ from verl.workers.rollout.process.shared_buffer import BufferReader
 bucket = BufferReader().bucket(pickle.load(sys.stdin.buffer))
 pickle.dump({key: tensor.clone() for key, tensor in bucket.items()}, sys.stdout.buffer)
 """
+
+
+def test_memory_that_cannot_be_had_is_named_with_the_key():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"no 1\.0 GB of host memory .*Lower update_weights_bucket_megabytes"):
+            SharedBuffer(1 << 30, "cpu")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_another_process_sees_the_tensors_bit_for_bit():
