@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -20,7 +21,11 @@ BREAKS = "breaks the device"
 
 class BreakingRollout(NativeRollout):
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+        try:
+            super().__init__(*args)
+        except ValueError:
+            sys.stderr.write("as a process of its own would say it\n")
+            raise
         self._worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=[1000], name="Worker_TP1")
         self._worker.start()
         self._memory = SharedMemory(f"verl-{os.getpid()}", create=True, size=64)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import connection
 from pathlib import Path
 
@@ -104,20 +104,34 @@ def kill_family(pid: int) -> None:
             os.kill(member, signal.SIGKILL)
 
 
+def end_family(pid: int) -> None:
+    """As `kill_family`, for programs of ours: Python's trackers of resources are left. When all others have ended they
+    remove what those have left in shared memory, and end."""
+    members = {*family(pid), *_group(pid)}
+    _kill_but_trackers([*members - {pid}, pid])  # itself last: it may be the caller
+
+
 def end_group(pid: int, within: float = 2.0) -> None:
-    """SIGKILL to the process group that `pid` leads or led, but Python's trackers of resources: when all others have
-    ended they remove what those have left in shared memory, and end."""
-    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc/self") else ()):
-        stat = _stat(name)
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            if stat is not None and stat[2] == str(pid) and b"resource_tracker" not in command_of(int(name)):
-                os.kill(int(name), signal.SIGKILL)
+    """SIGKILL to the process group that `pid` leads or led; its trackers of resources have `within` seconds to end."""
+    _kill_but_trackers(_group(pid))
     deadline = time.monotonic() + within
     with contextlib.suppress(ProcessLookupError, PermissionError):
         while time.monotonic() < deadline:
             os.killpg(pid, 0)
             time.sleep(0.01)
         os.killpg(pid, signal.SIGKILL)
+
+
+def _group(pid: int) -> list[int]:
+    found = filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc/self") else ())
+    return [int(name) for name in found if (_stat(name) or [])[2:3] == [str(pid)]]
+
+
+def _kill_but_trackers(pids: Iterable[int]) -> None:
+    for pid in pids:
+        if b"resource_tracker" not in command_of(pid):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
 
 
 def ended_how(code: int | None) -> str:

@@ -17,14 +17,16 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout  # another class before Python 3.11
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
+from verl.utils.exceptions import RemoteTraceback
 from verl.utils.helper_processes import add_helper, remove_helper
-from verl.utils.process_tree import end_group, ended_how, kill_family
+from verl.utils.process_tree import end_family, end_group, ended_how
 from verl.utils.progress import pulse
 from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.process.channel import Channel
@@ -50,16 +52,17 @@ class EngineProcess:
         self._answers: dict[int, Future[Output]] = {}
         self._arrived: queue.SimpleQueue[Answers | None] = queue.SimpleQueue()
         self._ended = threading.Event()
+        self._dismissed = False
         self.death: EngineDiedError | None = None
         file, self.log = tempfile.mkstemp(prefix="verl-engine-", suffix=".log")
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
-        started: Future[int] = Future()
+        started: Future[None] = Future()
         with theirs, os.fdopen(file, "wb") as log:
             command = [sys.executable, "-m", _HOST, str(theirs.fileno()), str(os.getpid())]
             options = {"env": dict(environment), "pass_fds": [theirs.fileno()], "stdout": log, "stderr": log}
             self._start_thread(self._keep_process, started, command, options)
-            self.pid = started.result()
+            started.result()
         add_helper(self.pid, lambda: bool(self._replies or self._answers))
         self._start_thread(self._keep_receiving)
         self._start_thread(self._keep_answering)
@@ -103,31 +106,40 @@ class EngineProcess:
 
     def close(self) -> None:
         """End it, kindly if it answers."""
+        self._dismissed = True
         self._fail_all(RuntimeError("the rollout engine was closed before this request was finished."))
-        with contextlib.suppress(EngineDiedError, TimeoutError):
-            self.begin("close").result(_ENDING_S)
-            self._ended.wait(_ENDING_S)
-        self.discard()
+        self._end()
 
     def discard(self) -> None:
-        """End it unasked. Its log tells nothing that anybody waits for."""
-        self.kill()
-        with contextlib.suppress(OSError):
-            os.unlink(self.log)
+        """End it unasked."""
+        self._dismissed = True
+        self._kill()
 
-    def kill(self) -> None:
-        """End it, and what it has started; returns when it has ended."""
+    def _end(self) -> None:
+        try:
+            with contextlib.suppress(EngineDiedError, FutureTimeout):
+                self.begin("close").result(_ENDING_S)
+                self._ended.wait(_ENDING_S)
+        finally:
+            self._kill()
+
+    def _kill(self) -> None:
+        """End it, and what it has started; returns when it has ended, or does not."""
         if not self._ended.is_set():
-            kill_family(self.pid)
-            self._ended.wait(_ENDING_S)
+            end_family(self.pid)
+            if not self._ended.wait(_ENDING_S):
+                self._die(f"rollout: the engine's process {self.pid} was killed and does not end. A device that hangs?")
 
     def _built(self, recipe: Recipe) -> Facts:
         try:
             return self.ask("build", recipe)
         except EngineDiedError:
             raise
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self._dismissed = not os.path.getsize(self.log)
+            if not self._dismissed:  # the processes that it has started tell it that they failed, and their log why
+                error.__cause__ = RemoteTraceback(f"{error.__cause__ or ''}\n{_said(self.log)}")
+            self._end()
             raise
 
     def _forget(self, numbers: Iterable[int]) -> list[Future[Output]]:
@@ -153,25 +165,32 @@ class EngineProcess:
     def _start_thread(self, run: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=run, args=args, name="rollout-process", daemon=True).start()
 
-    def _keep_process(self, started: Future[int], command: list[str], options: dict[str, Any]) -> None:
+    def _keep_process(self, started: Future[None], command: list[str], options: dict[str, Any]) -> None:
         """The process ends with the thread that started it: this one, which lives as long as it does."""
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             started.set_exception(error)
             return
-        started.set_result(process.pid)
-        code = process.wait()
-        told = _told(process.pid, code, Path(self.log))
+        self.pid = process.pid
+        started.set_result(None)
+        how = ended_how(process.wait())
+        told = f"rollout: the engine's process {process.pid} {how}. {_said(self.log)}"
         end_group(process.pid)  # what it started, and left
+        if self._dismissed:  # else it was named to those who waited for an answer
+            Path(self.log).unlink(missing_ok=True)
+        self._die(told)
+
+    def _die(self, told: str) -> None:
+        """Whoever waits, or asks, hears this."""
         with self._lock:
-            self.death = EngineDiedError(told)
+            self.death = death = self.death or EngineDiedError(told)
             replies, self._replies = self._replies, {}
-        remove_helper(process.pid)
+        remove_helper(self.pid)
         self._ended.set()
         self._channel.close()
         for reply in replies.values():
-            reply.set_exception(self.death)
+            reply.set_exception(death)
 
     def _keep_receiving(self) -> None:
         try:
@@ -185,7 +204,7 @@ class EngineProcess:
                     pulse()
         except (EOFError, OSError):
             if not self._ended.wait(_ENDING_S):
-                self.kill()  # it has closed its end, and stays
+                self._kill()  # it has closed its end, and stays
         self._arrived.put(None)
 
     def _hear(self, reply: Reply) -> None:
@@ -217,8 +236,8 @@ def _settle(future: Future[Output], outcome: Output | Exception) -> None:
             future.set_result(outcome)
 
 
-def _told(pid: int, code: int, log: Path) -> str:
-    text = log.read_text(errors="replace") if log.exists() else ""
+def _said(log: str) -> str:
+    text = Path(log).read_text(errors="replace") if os.path.exists(log) else ""
     lines = list(filter(str.strip, text.splitlines()))[-_LAST_LINES:]
     said = "\n".join(["Its last lines:", *(f"  {line}" for line in lines)]) if lines else "It said nothing."
-    return f"rollout: the engine's process {pid} {ended_how(code)}. Its log is {log}. {said}"
+    return f"Its log is {log}. {said}"

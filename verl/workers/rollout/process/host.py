@@ -24,7 +24,7 @@ from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
 from verl.utils.exceptions import causes
 from verl.utils.logging_setup import setup_logging
-from verl.utils.process_tree import end_with_parent, kill_family, watch_workers
+from verl.utils.process_tree import end_family, end_with_parent, watch_workers
 from verl.utils.progress import pulses
 from verl.workers.rollout.base import BaseRollout, EngineBrokenError
 from verl.workers.rollout.process.channel import Channel
@@ -57,7 +57,7 @@ class Host:
         self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._closing = False
         for run in (self._keep_receiving, self._keep_answering, self._keep_pulsing):
-            threading.Thread(target=run, name=run.__name__.strip("_"), daemon=True).start()
+            threading.Thread(target=_keep, args=[run], name=run.__name__.strip("_"), daemon=True).start()
 
     def run(self) -> None:
         """Until `close` is called."""
@@ -125,17 +125,14 @@ class Host:
     # ---------------------------------------------------------------- threads
 
     def _keep_receiving(self) -> None:
-        try:
-            while True:
-                call: Call = self._channel.receive()
-                if call.method in _AT_ONCE:
-                    self._carry_out(call)
-                elif call.method in _BESIDE:
-                    threading.Thread(target=self._carry_out, args=[call], name=call.method, daemon=True).start()
-                else:
-                    self._calls.put(call)
-        except (EOFError, OSError):
-            kill_family(os.getpid())  # nobody is there any more; what the engine started ends with it
+        while True:
+            call: Call = self._channel.receive()
+            if call.method in _AT_ONCE:
+                self._carry_out(call)
+            elif call.method in _BESIDE:
+                threading.Thread(target=self._carry_out, args=[call], name=call.method, daemon=True).start()
+            else:
+                self._calls.put(call)
 
     def _done(self, number: int, future: Future[Output]) -> None:
         """In the engine's thread."""
@@ -158,6 +155,16 @@ class Host:
             if (now := pulses()) != told:
                 told = now
                 self._channel.send(Moved())
+
+
+def _keep(run: Callable[[], None]) -> None:
+    """Run a thread without which others would wait for ever: the process ends with it."""
+    try:
+        run()
+    except (EOFError, OSError):
+        end_family(os.getpid())  # nobody is there any more; what the engine started ends with it
+    except Exception as error:  # noqa: BLE001 - it is told by the end
+        _end("".join(traceback.format_exception(error)))
 
 
 def _outcome(future: Future[Output]) -> Output | Failure:

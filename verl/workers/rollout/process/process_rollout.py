@@ -139,8 +139,10 @@ class ProcessRollout(BaseRollout):
 
     def close(self) -> None:
         self._end.detach()
-        self._engine.close()
-        self._close_buffers()
+        try:
+            self._engine.close()
+        finally:
+            self._close_buffers()
 
     def _close_buffers(self) -> None:
         """Only when no process of the engine's is left."""

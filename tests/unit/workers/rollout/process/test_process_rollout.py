@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -24,6 +26,9 @@ from verl.utils.progress import pulses
 from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.sharding_manager import InProcessTransfer
+
+# Orphans are the system's to bury.
+_OVER = {"gone", "ended"}
 
 
 def requests(count: int, tokens: int = 24, **params: Any) -> list[Request]:
@@ -156,10 +161,17 @@ def workers(rollout: Any) -> list[int]:
     return [pid for pid in found if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def fail_with(cause: str, futures: list[Any]) -> None:
+def fail_with(cause: str, futures: list[Any]) -> str:
+    """Returns where the log is."""
     for future in futures:
-        with pytest.raises(EngineDiedError, match=f"(?s){cause}"):
+        with pytest.raises(EngineDiedError, match=rf"(?s){cause}") as told:
             future.result(10)
+    return log_of(str(told.value))
+
+
+def log_of(told: str) -> str:
+    (found,) = re.findall(r"Its log is (\S+)\.", told)
+    return found
 
 
 def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_starts_anew(hosted, inside):
@@ -173,7 +185,7 @@ def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_sta
     assert os.path.exists(f"/dev/shm/verl-{first}")
     os.kill(worker, signal.SIGKILL)
     start = time.monotonic()
-    fail_with(rf"process {first} ended with .*process {worker} \(Worker_TP1\) was killed by SIGKILL", futures)
+    log = fail_with(rf"process {first} ended with .*process {worker} \(Worker_TP1\) was killed by SIGKILL", futures)
     assert time.monotonic() - start < 5
     assert not os.path.exists(f"/dev/shm/verl-{first}")
     with pytest.raises(EngineDiedError):
@@ -190,13 +202,31 @@ def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_sta
     members, start = [hosted.pid, *children(hosted.pid)], time.monotonic()
     hosted.close()
     assert time.monotonic() - start < 3
-    assert {standstill(pid) for pid in members} == {"gone"}
+    assert "was killed by SIGKILL" in Path(log).read_text(), "what was named stays"
+    os.unlink(log)
+    assert {standstill(pid) for pid in members} <= _OVER
     assert not os.path.exists(f"/dev/shm/verl-{members[0]}")
+
+
+@pytest.mark.slow
+def test_one_that_does_not_answer_is_killed_and_leaves_nothing(start_hosted, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("verl.workers.rollout.process.engine_process._ENDING_S", 3.0)
+    rollout = start_hosted()
+    pid, (worker,) = rollout.pid, workers(rollout)
+    assert len(list(tmp_path.glob("verl-engine-*.log"))) == 1
+    os.kill(pid, signal.SIGSTOP)
+    rollout.close()
+    assert {standstill(pid), standstill(worker)} <= _OVER
+    assert not os.path.exists(f"/dev/shm/verl-{pid}")
+    assert not list(tmp_path.glob("verl-engine-*.log"))
 
 
 @pytest.mark.slow
 def test_an_engine_that_cannot_be_made_says_why_and_leaves_no_process(start_hosted):
     before = children(os.getpid())
-    with pytest.raises(ValueError, match=r"engine_kwargs\.native\.no_such_key"):
+    with pytest.raises(ValueError, match=r"engine_kwargs\.native\.no_such_key") as told:
         start_hosted(engine_kwargs={"native": {"no_such_key": 1}})
+    assert "as a process of its own would say it" in str(told.value.__cause__)
+    os.unlink(log_of(str(told.value.__cause__)))
     assert children(os.getpid()) == before
