@@ -18,6 +18,7 @@ from verl.protocol import DataProto
 from verl.types.request import Output, Request
 from verl.types.trajectory import Trajectory, Turn
 from verl.types.weights import Bucket, Manifest, Wanted
+from verl.utils.process_tree import watch_workers
 from verl.utils.progress import counted
 from verl.utils.weight_fingerprint import tensor_fingerprint
 from verl.workers.rollout.output import rows_from_trajectories
@@ -218,6 +219,10 @@ class BaseRollout(ABC):
     @abstractmethod
     def resume(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
         """Take it again."""
+
+    def watch_processes(self, on_end: Callable[[str], None]) -> None:
+        """Tell of the first of the processes that the engine has started that ends, in a thread of its own."""
+        watch_workers(on_end)
 
     def revive(self) -> bool:
         """After an EngineDiedError: start the engine anew. False: it lives, as one in this process always does."""

@@ -1,6 +1,9 @@
 """Our side of every call to TensorRT-LLM, which does not install here: by its documented signatures."""
 
 import importlib.machinery
+import os
+import queue
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -155,3 +158,26 @@ def test_without_the_package_the_install_line_is_said(model_path):
     model = as_config(ModelConfig, {"path": str(model_path)}, "actor_rollout_ref.model")
     with pytest.raises(ImportError, match="pip install tensorrt-llm"):
         TRTLLMRollout(str(model_path), model, as_config(RolloutConfig, {"name": "trtllm"}), "cpu")
+
+
+class Worker:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_worker_that_is_killed_is_told_of(start):
+    """Its workers are actors of Ray: real ones here."""
+    import ray
+
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        rollout, workers = start(), [ray.remote(Worker).remote() for _ in range(2)]
+        pids = ray.get([worker.pid.remote() for worker in workers])
+        rollout.watch_processes(told.put)
+        os.kill(pids[1], signal.SIGKILL)
+        assert told.get(timeout=60) == f"process {pids[1]} (Worker, an actor of Ray) has ended"
+    finally:
+        ray.shutdown()

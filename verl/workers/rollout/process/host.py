@@ -24,7 +24,7 @@ from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
 from verl.utils.exceptions import causes
 from verl.utils.logging_setup import setup_logging
-from verl.utils.process_tree import end_family, end_with_parent, watch_workers
+from verl.utils.process_tree import end_family, end_with_parent
 from verl.utils.progress import pulses
 from verl.workers.rollout.base import BaseRollout, EngineBrokenError
 from verl.workers.rollout.process.channel import Channel
@@ -74,7 +74,7 @@ class Host:
         self._device = torch.device(recipe.device)
         make: Callable[..., BaseRollout] = resolve_name(recipe.at)
         self._rollout = rollout = make(recipe.model_path, recipe.model_config, recipe.config, self._device)
-        watch_workers(self._worker_ended)
+        rollout.watch_processes(self._worker_ended)
         return Facts(
             rollout.version, rollout.weight_dtype, rollout.eos_token_ids, rollout.pad_token_id, rollout.wanted()
         )

@@ -14,9 +14,8 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.models.loading import end_tokens, read_model_config
 from verl.models.loading import empty_model
 from verl.utils.device import resolve_dtype
-from verl.utils.process_tree import watch_workers
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.rollout.base import RELEASE_TAGS, EngineBrokenError
+from verl.workers.rollout.base import RELEASE_TAGS
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 from verl.workers.rollout.sglang_rollout.engine_args import engine_arguments
 from verl.workers.rollout.sglang_rollout.engine_thread import EngineThread
@@ -66,7 +65,6 @@ class SGLangRollout(EmbeddedRollout):
             eos_token_ids=eos_token_ids,
             pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
         )
-        watch_workers(self._worker_ended)
 
     def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
         """SGLang gives nothing back while somebody runs: what is under way begins again from its tokens."""
@@ -75,11 +73,6 @@ class SGLangRollout(EmbeddedRollout):
             self._loop.recompute()
             self.steps.server.drop_kv()
         super().release(tags)
-
-    def _worker_ended(self, told: str) -> None:
-        """Nobody else says so to those who wait for its answers."""
-        self._unfit = f"SGLang's {told}."
-        self._loop.fail(EngineBrokenError(f"rollout: {self._unfit}"))
 
     def close(self) -> None:
         super().close()

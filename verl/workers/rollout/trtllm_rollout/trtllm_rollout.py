@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from verl.workers.rollout.streamed_server import RestartingSteps, StreamedServer
 from verl.workers.rollout.trtllm_rollout.engine_args import engine_arguments
 from verl.workers.rollout.trtllm_rollout.environment import environment
 from verl.workers.rollout.trtllm_rollout.source import TRTLLMSource
+from verl.workers.rollout.trtllm_rollout.watch import watch_actors
 from verl.workers.rollout.trtllm_rollout.weights import TRTLLMMemory, TRTLLMWeights
 
 __all__ = ["TRTLLMRollout"]
@@ -92,6 +93,9 @@ class TRTLLMRollout(EmbeddedRollout):
                 dtype=self.weight_dtype,
             )
         return super().submit(requests)
+
+    def watch_processes(self, on_end: Callable[[str], None]) -> None:
+        watch_actors(on_end)
 
     def close(self) -> None:
         super().close()
