@@ -217,9 +217,11 @@ def test_one_that_does_not_answer_is_killed_and_leaves_nothing(start_hosted, mon
     assert len(list(tmp_path.glob("verl-engine-*.log"))) == 1
     os.kill(pid, signal.SIGSTOP)
     rollout.close()
-    assert {standstill(pid), standstill(worker)} <= _OVER
+    deadline = time.monotonic() + 60  # a machine without a moment to spare takes as long to bury it
+    while not {standstill(pid), standstill(worker)} <= _OVER or list(tmp_path.glob("verl-engine-*.log")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert not os.path.exists(f"/dev/shm/verl-{pid}")
-    assert not list(tmp_path.glob("verl-engine-*.log"))
 
 
 @pytest.mark.slow
