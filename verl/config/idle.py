@@ -230,6 +230,16 @@ RULES: tuple[Rule, ...] = (
         "no answer searches; do_search=True lets them",
     ),
     Rule(
+        ("trainer.max_staleness", "trainer.staleness_strategy", "trainer.partial_rollout"),
+        _is("trainer.mode", "async"),
+        "only trainer.mode=async reads it",
+    ),
+    Rule(
+        ("trainer.partial_kv",),
+        lambda config: config.trainer.mode == "async" and config.trainer.partial_rollout,
+        "no answer goes on through an update of the weights; trainer.mode=async with partial_rollout=True does that",
+    ),
+    Rule(
         ("critic.*", "trainer.max_critic_ckpt_to_keep"),
         _is_set("critic.enable"),
         "no critic runs; algorithm.adv_estimator=gae needs one, critic.enable=True trains one",

@@ -83,6 +83,7 @@ def as_config(cls: type[B], cfg: B | DictConfig | Mapping[str, Any] | None, at: 
 
 def _build(kind: Root, values: dict[str, Any], defaults: Mapping[str, Any], report: Report) -> Any:
     """Plain merged values -> resolved blocks; problems go to the report."""
+    kind.old_spellings(values, report)
     _move_aliases(values, alias_table(kind.cls), defaults, report)
     values = _interpolated(values, defaults, report)
     config: Any = Converter(kind.cls, defaults, report, extended=bool(values.get("external_libs"))).convert(values)

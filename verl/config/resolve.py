@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.config import names
 from verl.config.actor import ActorConfig
+from verl.config.asynchronous import resolve_asynchronous
 from verl.config.devices import visible_gpus
 from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, layout_of, shares_devices
 from verl.config.ppo import PPOConfig
@@ -26,6 +27,7 @@ def resolve(config: PPOConfig, report: Report) -> None:
     """Fill in every null that stands for something; the order follows who depends on whom."""
     resolve_run(config.trainer)
     resolve_search(config, report)
+    resolve_asynchronous(config, report)
     _shown_answers(config)
     _precisions(config)
     _sampling(config, report)

@@ -146,8 +146,18 @@ class RolloutConfig(GeneratorConfig):
         "The engine says which experts each token went through (native, vllm): column routed_experts.",
         null="true where the actor replays them (router_replay.mode R3)",
     )
-    nnodes: int = key("Nodes of a pool of the engine's own; 0: it shares the trainer's devices.", min=0)
-    n_gpus_per_node: int = key("Devices of each of those.", null="", follows="trainer.n_gpus_per_node", min=1)
+    nnodes: int = key(
+        "Nodes of a pool of the engine's own; 0: it shares the trainer's devices.",
+        min=0,
+        aliases=("../../rollout.nnodes",),
+    )
+    n_gpus_per_node: int = key(
+        "Devices of each of those.",
+        null="",
+        follows="trainer.n_gpus_per_node",
+        min=1,
+        aliases=("../../rollout.n_gpus_per_node",),
+    )
     checkpoint_engine: CheckpointEngineConfig = key("The hand-over of weights.")
     prometheus: PrometheusConfig = key("What the engine counts, for a Prometheus server.")
     log_prob_micro_batch_size_per_gpu: int = key(

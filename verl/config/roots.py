@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import files, generation_rules, idle, resolve, sft_rules, validate
+from verl.config import asynchronous, files, generation_rules, idle, resolve, sft_rules, validate
 from verl.config.generation import EvalConfig, GenerationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
@@ -27,9 +27,18 @@ class Root:
     validate: Rule  # rules between keys
     check_environment: Rule  # what must exist on this machine
     check_built: Rule = lambda config, report: None  # what this version cannot do yet; said before anything else
+    old_spellings: Rule = lambda values, report: None  # of plain values: keys whose numbers meant something else
 
 
-PPO = Root(PPOConfig, "ppo_trainer", resolve.resolve, validate.validate, files.check_environment, idle.check_built)
+PPO = Root(
+    PPOConfig,
+    "ppo_trainer",
+    resolve.resolve,
+    validate.validate,
+    files.check_environment,
+    idle.check_built,
+    asynchronous.old_spellings,
+)
 SFT = Root(SFTConfig, "sft_trainer", sft_rules.resolve, sft_rules.validate, sft_rules.check_environment)
 GENERATION = Root(
     GenerationConfig,

@@ -65,8 +65,34 @@ class RunConfig(Block):
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig(RunConfig):
+    mode: str = key(
+        "sync: generate, then train. one_step_off: generate the next batch while training on this one. async: prompts"
+        " go out and scored groups come in all the time, and training takes a batch whenever there is one.",
+        choices=("sync", "one_step_off", "async"),
+        synonyms={"colocate_async": "async", "separate_async": "async"},
+        aliases=("v1.trainer_mode",),
+    )
+    max_staleness: int = key(
+        "With mode=async: training steps since the oldest token of an answer was sampled, at most. 0: as sync.",
+        min=0,
+        aliases=("v1.sampler.max_off_policy_threshold",),
+    )
+    staleness_strategy: str = key(
+        "What becomes of answers that would be staler: training waits for them in time, or they are dropped, and their"
+        " prompts asked again (then waited for). drop favours short answers.",
+        choices=("wait", "drop"),
+        aliases=("v1.sampler.max_off_policy_strategy",),
+    )
+    partial_rollout: bool = key(
+        "With mode=async: answers under way go on through an update of the weights; else the update waits for them.",
+        aliases=("../async_training.partial_rollout",),
+    )
+    partial_kv: str = key(
+        "KV of such answers: computed again with the new weights, or kept (cheaper, and another distribution).",
+        choices=("recompute", "keep"),
+    )
     save_freq: int = key("Steps between checkpoints; 0 or less: only the last.")
-    test_freq: int = key("Steps between validations; 0 or less: only the last.")
+    test_freq: int = key("Steps between validations; 0 or less: only the last.", aliases=("../rollout.test_freq",))
     cls_path: str | None = key(
         "Your subclass of RayPPOTrainer: file.py:Class or package.module.Class.", null="RayPPOTrainer"
     )

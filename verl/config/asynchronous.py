@@ -1,0 +1,80 @@
+"""Training that does not wait: what the modes mean, what they turn on, and how other versions' scripts spell them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from verl.config.plan import ROLLOUT
+from verl.config.ppo import PPOConfig
+from verl.config.problems import Report
+from verl.config.trainer import TrainerConfig
+
+
+class Ahead(NamedTuple):
+    """How far answers may be ahead of training."""
+
+    max_staleness: int
+    strategy: str
+    in_order: bool
+    """Groups are trained in the order in which they were asked for."""
+    partial: bool
+    """Answers under way go on through a hand-over of weights; else it waits for them."""
+
+
+def ahead_of(trainer: TrainerConfig) -> Ahead:
+    """What a mode other than sync means."""
+    if trainer.mode == "one_step_off":
+        return Ahead(1, "wait", in_order=True, partial=False)
+    exact = trainer.max_staleness == 0
+    return Ahead(trainer.max_staleness, trainer.staleness_strategy, in_order=exact, partial=trainer.partial_rollout)
+
+
+def resolve_asynchronous(config: PPOConfig, report: Report) -> None:
+    """Answers that are generated beside training proceed on their own."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    if trainer.mode != "sync" and rollout.mode == "sync":
+        rollout.mode = "async"
+        report.notice(f"trainer.mode = {trainer.mode}: {ROLLOUT}.mode is async, answers are generated one by one.")
+
+
+def old_spellings(values: dict[str, Any], report: Report) -> None:
+    """`async_training.*` and `rollout.total_rollout_steps`, whose numbers mean something else here, in `values`."""
+    old, rollout = dict(values.get("async_training") or {}), dict(values.get("rollout") or {})
+    threshold, steps = old.pop("staleness_threshold", None), rollout.pop("total_rollout_steps", None)
+    per_update = [_number(old.get(name)) for name in ("require_batches", "trigger_parameter_sync_step")]
+    try:
+        if threshold is not None:
+            _set(
+                values,
+                report,
+                "async_training.staleness_threshold",
+                "trainer",
+                max_staleness=math.ceil(float(threshold)),
+            )
+        if old and _number(values["data"].get("train_batch_size")) == 0:
+            mini = _number(values["actor_rollout_ref"]["actor"].get("ppo_mini_batch_size"))
+            prompts = math.prod(each or 1 for each in (*per_update, mini))
+            _set(values, report, "data.train_batch_size=0", "data", train_batch_size=prompts, gen_batch_size=None)
+        if steps is not None:
+            total = _number(steps) // max(1, _number(values["data"].get("train_batch_size")))
+            _set(values, report, "rollout.total_rollout_steps", "trainer", total_training_steps=total)
+    except (TypeError, ValueError) as error:
+        report.problem("async_training", old, f"cannot be read ({error})", "Set trainer.mode and trainer.max_staleness")
+    for name, block in (("async_training", old), ("rollout", rollout)):
+        if name in values:
+            values[name] = block
+            if not block:
+                del values[name]
+
+
+def _number(value: Any) -> int:
+    return int(value) if value is not None else 0
+
+
+def _set(values: dict[str, Any], report: Report, spelled: str, block: str, **keys: Any) -> None:
+    known: Mapping[str, Any] = values.get(block) or {}
+    values[block] = {**known, **keys}
+    name, value = next(iter(keys.items()))
+    report.notice(f"{spelled} is read as {block}.{name} = {value}.")
