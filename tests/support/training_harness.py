@@ -73,7 +73,6 @@ def make_trainer(arguments: list[str], group_cls: Any = None, trainer_cls: Any =
     from verl.config import load_config
     from verl.single_controller.local import LocalWorkerGroup
     from verl.trainer.main_ppo import TaskRunner, create_rl_dataset, create_rl_sampler
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.reward import load_reward_manager
     from verl.utils import hf_tokenizer
 
@@ -83,7 +82,7 @@ def make_trainer(arguments: list[str], group_cls: Any = None, trainer_cls: Any =
         getattr(runner, f"add_{register}_worker")(config)
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
 
-    class Recording(trainer_cls or RayPPOTrainer):
+    class Recording(trainer_cls or runner._trainer_class(config)):
         history: list[dict[str, float]]
 
         def _log_metrics(self, metrics: dict[str, float], step: int) -> None:

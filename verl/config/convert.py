@@ -65,6 +65,12 @@ class Converter:
             self.report.broken(path, value, unreadable.why, unreadable.fix)
             return read(entry, default, self.extended)
 
+    def _is_obsolete(self, path: str) -> bool:
+        reason = why_obsolete(path)
+        if reason is not None:
+            self.report.notice(f"{path} is not needed and ignored: {reason}.")
+        return reason is not None
+
     def _unknown(self, cls: type[Block], block: str, name: str, value: Any) -> None:
         """Report a name that no block has, or each key below it of which a full key is known that ends in it."""
         path = join(block, name)
@@ -73,12 +79,12 @@ class Converter:
             if value not in (fixed.value, str(fixed.value), None):
                 self.report.problem(path, value, fixed.why, fixed.fix)
             return
-        reason = why_obsolete(path)
-        if reason is not None:
-            self.report.notice(f"{path} is not needed and ignored: {reason}.")
+        if self._is_obsolete(path):
             return
         rest: dict[str, Any] = {}
         for leaf, item in leaves(value, path):
+            if self._is_obsolete(leaf):
+                continue
             full = [] if block else keys_ending_in(self._root, leaf)
             if full:
                 self.report.problem(leaf, item, "unknown key", f"Did you mean {_alternatives(full)}?")

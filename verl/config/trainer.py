@@ -66,25 +66,23 @@ class RunConfig(Block):
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig(RunConfig):
     mode: str = key(
-        "sync: generate, then train. one_step_off: generate the next batch while training on this one. async: prompts"
-        " go out and scored groups come in all the time, and training takes a batch whenever there is one.",
+        "Training waits for its batch (sync), is one batch behind generation, or takes what a stream has (async).",
         choices=("sync", "one_step_off", "async"),
         synonyms={"colocate_async": "async", "separate_async": "async"},
         aliases=("v1.trainer_mode",),
     )
     max_staleness: int = key(
-        "With mode=async: training steps since the oldest token of an answer was sampled, at most. 0: as sync.",
+        "With mode=async: steps since the oldest token of an answer was sampled, at most; 0: as sync.",
         min=0,
         aliases=("v1.sampler.max_off_policy_threshold",),
     )
     staleness_strategy: str = key(
-        "What becomes of answers that would be staler: training waits for them in time, or they are dropped, and their"
-        " prompts asked again (then waited for). drop favours short answers.",
+        "Answers about to be staler are waited for, or dropped and asked again (which favours short ones).",
         choices=("wait", "drop"),
         aliases=("v1.sampler.max_off_policy_strategy",),
     )
     partial_rollout: bool = key(
-        "With mode=async: answers under way go on through an update of the weights; else the update waits for them.",
+        "With mode=async: answers under way go on through updates of the weights; else these wait for them.",
         aliases=("../async_training.partial_rollout",),
     )
     partial_kv: str = key(

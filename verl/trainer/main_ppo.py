@@ -278,12 +278,14 @@ class TaskRunner:
         return ResourcePoolManager(config.resource_pool_spec, self.mapping, use_gpu=config.trainer.device == "cuda")
 
     def _trainer_class(self, config: PPOConfig) -> Any:
+        from verl.trainer.asynchronous.trainer import AsyncPPOTrainer
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.utils.import_utils import load_user_object
 
         key, cls_path = "trainer.cls_path", config.trainer.cls_path
         if cls_path is None:
-            return RayPPOTrainer if self.trainer_cls is None else self.trainer_cls
+            ours = RayPPOTrainer if config.trainer.mode == "sync" else AsyncPPOTrainer
+            return ours if self.trainer_cls is None else self.trainer_cls
         path, _, name = cls_path.rpartition(":" if ":" in cls_path.removeprefix("pkg://") else ".")
         if not path or not name:
             raise ValueError(f"{key}: {cls_path!r} names no class. Write file.py:Class or package.module.Class.")

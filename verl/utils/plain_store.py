@@ -30,6 +30,15 @@ def save_plain(value: Any, path: str | os.PathLike, what: str = "value") -> None
     _write({"format": _FORMAT, "value": encoder.encode(value, what), "bytes": encoder.joined_bytes()}, Path(path))
 
 
+def is_plain(value: Any) -> bool:
+    """Whether `save_plain` could write it."""
+    try:
+        _Encoder().encode(value, "value")
+    except TypeError:
+        return False
+    return True
+
+
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike) -> None:
     """Write names and tensors, and nothing around them: `torch.load(path, weights_only=True)` gives the same dict."""
     encoder = _Encoder()

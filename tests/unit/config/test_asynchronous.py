@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+
 import pytest
 
 from verl.config import ConfigError, load_config
@@ -52,3 +55,15 @@ def test_scripts_of_other_versions_mean_the_same():
     assert (newer.trainer.mode, newer.trainer.max_staleness, newer.trainer.staleness_strategy) == ("async", 8, "drop")
     with pytest.raises(ConfigError, match=r"async_training.*cannot be read.*Set trainer\.mode"):
         load("async_training.staleness_threshold=some")
+
+
+@pytest.mark.parametrize(
+    ("module", "mode"),
+    [("fully_async_policy.fully_async_main", "async"), ("one_step_off_policy.main_ppo", "one_step_off")],
+)
+def test_commands_of_other_versions_set_the_mode(module: str, mode: str, monkeypatch: pytest.MonkeyPatch):
+    typed = ["--config-path=config", "--config-name='fully_async_ppo_megatron_trainer.yaml'", "trainer.nnodes=2"]
+    monkeypatch.setattr("sys.argv", ["face", *typed])
+    monkeypatch.setattr("verl.trainer.main_ppo.main", lambda: None)
+    runpy.run_module(f"verl.experimental.{module}", run_name="__main__")
+    assert sys.argv[1:] == [f"trainer.mode={mode}", "--config-name=ppo_megatron_trainer", "trainer.nnodes=2"]

@@ -12,7 +12,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from verl.trainer.common.guard import no_samples
 from verl.trainer.ppo.advantage import value_per_answer
 from verl.trainer.ppo.agent_metrics import COUNTED
 from verl.trainer.ppo.arrange import concat_rows
-from verl.trainer.ppo.prompts import PromptStream
 from verl.workers.reward_manager.naive import FAILED
 
 logger = logging.getLogger(__name__)
@@ -39,11 +38,26 @@ RollOut = Callable[[DataProto, dict[str, float]], DataProto]
 """Scored answers to prompts; metrics of theirs are added to the dict."""
 
 
+class PromptSource(Protocol):
+    """Where prompts come from: the data, or a stream that has their answers."""
+
+    @property
+    def batches_per_epoch(self) -> int: ...
+
+    def take(self, count: int) -> DataProto: ...
+
+    def put_back(self, prompts: DataProto) -> None: ...
+
+    def reject(self, prompts: DataProto) -> None: ...
+
+    def learn_from(self, batch: DataProto) -> None: ...
+
+
 def fill_batch(
     prompts: DataProto,
     metrics: dict[str, float],
     roll_out: RollOut,
-    source: PromptStream,
+    source: PromptSource,
     reward_fn: Any,
     config: PPOConfig,
     step: int,
@@ -60,9 +74,11 @@ def fill_batch(
         groups = own_groups(prompts, times)
         batch = roll_out(groups, answers_metrics)
         source.learn_from(batch)
-        surplus = found.add(batch, groups.non_tensor_batch["uid"], rule.metric, answers_metrics)
+        surplus, dull = found.add(batch, groups.non_tensor_batch["uid"], rule.metric, answers_metrics)
         if len(surplus):
             source.put_back(prompts.select_idxs(surplus))
+        if len(dull):
+            source.reject(prompts.select_idxs(dull))
         if found.unscored_in_a_row >= config.trainer.max_nonfinite_steps:
             _stop_in_an_outage(found.unscored_in_a_row, reward_fn)
         # Without a limit: a whole epoch that added no group will not do so a second time either.
@@ -105,8 +121,11 @@ class _Found:
     def missing(self) -> int:
         return self.wanted - self.taken
 
-    def add(self, batch: DataProto, uids: np.ndarray, metric: str, metrics: dict[str, float]) -> np.ndarray:
-        """Take what is missing from one generation batch; places in `uids` of prompts that were not needed any more."""
+    def add(
+        self, batch: DataProto, uids: np.ndarray, metric: str, metrics: dict[str, float]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Take what is missing from one generation batch; places in `uids` of prompts that were not needed any more,
+        and of those whose answers do not differ."""
         row_uids = np.asarray(batch.non_tensor_batch["uid"])
         answer_uids = row_uids[Trajectories.of(batch).last_rows]
         differ = differing_answers(batch, answer_uids, metric)
@@ -126,7 +145,7 @@ class _Found:
         self.dropped_scores.append(scores[~differ])
         for name, value in metrics.items():
             self.per_batch[name].append(value)
-        return surplus
+        return surplus, np.setdiff1d(np.arange(len(uids)), kept)
 
     def metrics(self) -> dict[str, float]:
         """Means and counts over everything that was generated, and what became of it."""

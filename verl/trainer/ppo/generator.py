@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,9 +22,8 @@ from verl.trainer.common.answer_ends import answer_ends
 from verl.trainer.common.dumps import decode
 from verl.trainer.ppo.agent_metrics import ToolUse, agent_metrics
 from verl.trainer.ppo.agents import require_some_finished, spread_fields
-from verl.trainer.ppo.dynamic_sampling import RollOut, fill_batch, own_groups
+from verl.trainer.ppo.dynamic_sampling import PromptSource, RollOut, fill_batch, own_groups
 from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
-from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.reward import compute_reward, reward_metrics, say_right_of_step
 from verl.trainer.ppo.utils import Role
 from verl.types.schema import columns_read_by
@@ -63,10 +62,29 @@ class Generator:
         """The rows to be answered: `rollout.n` of each prompt, together; for some estimators one more, greedily."""
         return answer_rows(prompts, self._config.actor_rollout_ref.rollout.n, self._greedy)
 
+    @property
+    def answers_per_prompt(self) -> int:
+        """Rows that `answer_rows` gives for each."""
+        return self._config.actor_rollout_ref.rollout.n + self._greedy
+
     def answer(self, batch: DataProto, step: int, validate: bool, reward_fn: Any) -> DataProto:
         """An answer to every row; meanwhile `reward_fn` gets those that are finished."""
+        request = self.request(batch, step, validate)
+        if self._groups.rollout is not self._groups.actor:
+            self._groups.replicas.require_all()
+        with self._overlap(reward_fn, self._groups.answering[-1], request, batch):
+            generated = self._groups.generate(request)
+        return self.joined(batch, generated, validate)
+
+    def request(self, batch: DataProto, step: int, validate: bool) -> DataProto:
+        """What goes to whoever answers these rows."""
         request = self._request(batch)
-        request.meta_info = {
+        request.meta_info = self.meta(step, validate)
+        return request
+
+    def meta(self, step: int, validate: bool) -> dict[str, Any]:
+        """What is to be known of a generation, beside its rows."""
+        return {
             "step": step,
             "seed": self._config.actor_rollout_ref.rollout.seed,
             "validate": validate,
@@ -75,15 +93,22 @@ class Generator:
             "eos_token_id": self._end_token_ids,
             "pad_token_id": self._tokenizer.pad_token_id,
         }
-        if self._groups.rollout is not self._groups.actor:
-            self._groups.replicas.require_all()
-        with self._overlap(reward_fn, self._groups.answering[-1], request, batch):
-            generated = self._groups.generate(request)
+
+    def joined(self, batch: DataProto, generated: DataProto, validate: bool) -> DataProto:
+        """The answers with the columns of the rows that they answer."""
         if not validate:  # a validation says itself what it could not measure
             require_some_finished(generated)
         answers = generated.union(batch.select_idxs(answered_rows(batch, generated)).select([], None, []))
         spread_fields(answers)
         return answers
+
+    def score_ahead(self, rows: DataProto) -> Any:
+        """Where answers to these rows are scored as they are finished; None where that is not done."""
+        return self._overlap.ahead(self.reward_fn, rows)
+
+    def scored_ahead(self, rows: DataProto, parts: Sequence[Any]) -> None:
+        """The rows' answers are to be scored; `parts` are of the prompts they answer, in order, from `score_ahead`."""
+        self._overlap.use(self.reward_fn, rows, parts, self.answers_per_prompt)
 
     def _request(self, batch: DataProto) -> DataProto:
         """What whoever answers reads: an engine a few columns, an agent all that its row has."""
@@ -137,7 +162,7 @@ class Generator:
         return batch
 
     def fill(
-        self, prompts: DataProto, metrics: dict[str, float], roll_out: RollOut, source: PromptStream, step: int
+        self, prompts: DataProto, metrics: dict[str, float], roll_out: RollOut, source: PromptSource, step: int
     ) -> DataProto:
         """Dynamic sampling: as many prompts as the step wants whose answers differ, each asked by `roll_out`."""
         pad = self._tokenizer.pad_token_id
@@ -194,6 +219,18 @@ class RewardOverlap:
         self.share: float | None = None
         """Of the last generation's answers, those that were being scored when it ended; None: it was not watched."""
 
+    def ahead(self, reward_fn: Any, batch: DataProto) -> Any:
+        """Where answers to these rows can be scored as they are finished; None where they cannot."""
+        can = self._enabled and hasattr(reward_fn, "score_ahead")
+        return reward_fn.score_ahead(batch.non_tensor_batch) if can else None
+
+    def use(self, reward_fn: Any, batch: DataProto, parts: Sequence[Any], size: int) -> None:
+        """The batch to be scored next has been scored in `parts`, each of `size` rows."""
+        self.share = None
+        if parts and all(part is not None for part in parts) and hasattr(reward_fn, "use_ahead"):
+            batch.non_tensor_batch[ROW] = object_array(list(range(len(batch))))
+            self.share = reward_fn.use_ahead(parts, size) / max(1, len(batch))
+
     @contextmanager
     def __call__(self, reward_fn: Any, group: Any, request: DataProto, batch: DataProto) -> Iterator[None]:
         """`request` goes to `group`; its rows are those of `batch`, which has the columns for the reward function.
@@ -201,8 +238,7 @@ class RewardOverlap:
         Both get a column that numbers the rows: by it the reward manager finds what it has scored already.
         """
         self.share = None
-        can = self._enabled and hasattr(reward_fn, "score_ahead") and hasattr(group, "finished_samples")
-        ahead = reward_fn.score_ahead(batch.non_tensor_batch) if can else None
+        ahead = self.ahead(reward_fn, batch) if hasattr(group, "finished_samples") else None
         if ahead is None:
             yield
             return

@@ -100,6 +100,9 @@ class PromptStream:
         """Prompts that were taken and are to be handed out again, before all others."""
         self._waiting = prompts if self._waiting is None else DataProto.concat([prompts, self._waiting])
 
+    def reject(self, prompts: DataProto) -> None:
+        """Prompts that were taken and taught nothing: they are used up."""
+
     def learn_from(self, batch: DataProto) -> None:
         """Show a finished batch to the dataloader's sampler, if that is one that learns."""
         sampler = getattr(self._dataloader, "sampler", None)

@@ -31,6 +31,7 @@ from verl.trainer.ppo.advantage import (
     reward_column,
 )
 from verl.trainer.ppo.agent_metrics import TOOL_SHARE
+from verl.trainer.ppo.dynamic_sampling import PromptSource
 from verl.trainer.ppo.engine_probe import EngineProbe
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.groups import WorkerGroups, local_columns
@@ -74,6 +75,9 @@ class RayPPOTrainer:
     Where they need a phase they were given it as a callable, and so meet what a subclass makes of it.
     """
 
+    modes: tuple[str, ...] = ("sync",)
+    """Values of `trainer.mode` that this class is for."""
+
     actor_wg = actor_rollout_wg = _held_by("groups", "actor")
     rollout_wg = _held_by("groups", "rollout")
     critic_wg = _held_by("groups", "critic")
@@ -104,6 +108,7 @@ class RayPPOTrainer:
         device_name: str | None = None,
     ) -> None:
         self.config: PPOConfig = load_config(config)
+        self._check_mode()
         self.tokenizer, self.processor = tokenizer, processor
         self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
@@ -128,6 +133,14 @@ class RayPPOTrainer:
 
     # ---------------------------------------------------------------- setting up
 
+    def _check_mode(self) -> None:
+        mode, name = self.config.trainer.mode, type(self).__name__
+        if mode not in self.modes:
+            other = "ppo.ray_trainer.RayPPOTrainer" if mode == "sync" else "asynchronous.trainer.AsyncPPOTrainer"
+            raise ValueError(
+                f"trainer.mode: {mode}, and {name} is for {' or '.join(self.modes)}. Use verl.trainer.{other}."
+            )
+
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         data, trainer = self.config.data, self.config.trainer
         self.train_dataloader = make_dataloader(train_dataset, data, collate_fn, train_sampler)
@@ -151,7 +164,7 @@ class RayPPOTrainer:
         self.groups = groups = WorkerGroups(
             config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
         )
-        self.weight_sync = WeightSync(groups, EngineProbe(config, tokenizer, groups))
+        self.weight_sync = WeightSync(groups, EngineProbe(config, tokenizer, groups), config.trainer.partial_kv)
         self._again = Revival(
             groups, self.weight_sync, step=lambda: self.global_steps, phase=lambda name: self.status.phase(name)
         )
@@ -214,7 +227,7 @@ class RayPPOTrainer:
         logger.info("Starting training...")
         self._keep_state()
         while self.global_steps < self.total_training_steps:
-            batch = self.prompts.take(self.config.data.gen_batch_size)
+            batch = self._next_prompts()
             self.global_steps += 1
             with explained(self.global_steps, self.config.trainer), self.state.saver.settled():
                 if self._step(batch):
@@ -240,6 +253,7 @@ class RayPPOTrainer:
         found, stopping = self._end_step(step, saves, tests, step >= last, self.phases)
         metrics |= found | {"training/global_step": step, "training/epoch": self.prompts.epoch}
         metrics |= self._again.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
+        metrics |= self._flow_metrics()
         metrics |= self.watch.step_done(self.phases.seconds["step"])
         if TOOL_SHARE in metrics:
             self._tool_shares.append(metrics[TOOL_SHARE])
@@ -252,6 +266,10 @@ class RayPPOTrainer:
         if step >= last or stopping:
             self.setbacks.refuse_an_unsaved_end(step)
         return stopping
+
+    def _flow_metrics(self) -> dict[str, float]:
+        """Who waited for whom in the step, where generation and training do not take turns."""
+        return {}
 
     def _keep_state(self) -> None:
         """Between steps: what is saved if the next one is given up."""
@@ -282,10 +300,7 @@ class RayPPOTrainer:
         metrics: dict[str, float] = {}
         with self.phases("update_weights", self.actor_wg):
             self._hand_over_weights()
-        if self.config.algorithm.filter_groups.enable:
-            batch = self.generator.fill(batch, metrics, self._roll_out, self.prompts, self.global_steps)
-        else:
-            batch = self._roll_out(batch, metrics)
+        batch = self._answers(batch, metrics)
         self._again(self.weight_sync.let_go)
         self._old_log_probs_follow = self._update_gives_old_log_probs(batch)
         if not self._old_log_probs_follow:
@@ -321,6 +336,20 @@ class RayPPOTrainer:
 
     def _hand_over_weights(self) -> None:
         self._again(lambda: self.weight_sync.hand_over(self.policy_version))
+
+    @property
+    def _source(self) -> PromptSource:
+        """Where the step's prompts come from."""
+        return self.prompts
+
+    def _next_prompts(self) -> DataProto:
+        return self.prompts.take(self.config.data.gen_batch_size)
+
+    def _answers(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
+        """The step's batch: scored answers to these prompts, or to as many that teach something."""
+        if self.config.algorithm.filter_groups.enable:
+            return self.generator.fill(prompts, metrics, self._roll_out, self._source, self.global_steps)
+        return self._roll_out(prompts, metrics)
 
     def _roll_out(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         """Scored answers to the prompts."""

@@ -5,15 +5,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from verl.algos import get_kl_controller
 from verl.config import PPOConfig
+from verl.protocol import DataProto
+from verl.trainer.asynchronous.asked import prompts_of
 from verl.trainer.common.checkpoint import Saver, background_part, load_step
 from verl.trainer.common.run_start import RunStart, run_parts
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.utils import Role
+
+
+class Answers(Protocol):
+    """Prompts that are neither waiting nor trained: with their answers, as far as there are any."""
+
+    def state(self, partials: bool) -> dict[str, Any]:
+        """Plain data; with `partials`, unfinished answers too, which takes a moment."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+
 
 _POLICIES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 
@@ -22,6 +35,8 @@ class TrainerState:
     """What changes from step to step on the controller, with the folder it is saved in."""
 
     prompts: PromptStream
+    answers: Answers | None = None
+    """With `trainer.mode` other than sync: what was asked ahead."""
 
     def __init__(self, config: PPOConfig, workers: Mapping[Role, type], tokenizer: Any) -> None:
         """`workers` are the classes of the roles."""
@@ -70,12 +85,12 @@ class TrainerState:
         if groups.critic is not None:
             parts["critic"] = background_part(groups.critic, self._workers[Role.Critic])
         exports = "hf_model" in self._config.actor_rollout_ref.actor.checkpoint.save_contents
-        state = self._as_saved() if self._final is None else self._final
+        state = self._as_saved(partials=True) if self._final is None else self._final
         self.saver.begin(state, parts, ["actor/huggingface"] if exports else [])
 
     def keep(self) -> None:
         """Remember the state after this step, for `go_back`."""
-        self._kept = copy.deepcopy(self._as_saved())
+        self._kept = copy.deepcopy(self._as_saved(partials=False))
 
     def go_back(self) -> None:
         """The step under way was given up: what is saved from now on is the state that was kept.
@@ -88,8 +103,9 @@ class TrainerState:
             kept[name] for name in ("global_steps", "policy_version", "kl_coef")
         )
 
-    def _as_saved(self) -> dict[str, Any]:
-        return {
+    def _as_saved(self, partials: bool) -> dict[str, Any]:
+        ahead = {} if self.answers is None else {"answers": self.answers.state(partials)}
+        return ahead | {
             "global_steps": self.step,
             "policy_version": self.policy_version,
             "kl_coef": self.kl_controller.value,
@@ -105,6 +121,10 @@ class TrainerState:
             self.kl_controller.value = state["kl_coef"]
             self._loader.load_state_dict(state["dataloader"])
             self.prompts.load_state_dict(state["prompts"])
+            if (ahead := state.get("answers")) is not None and self.answers is not None:
+                self.answers.load(ahead)
+            elif ahead is not None and (asked := prompts_of(ahead)):  # this run asks for them when it needs them
+                self.prompts.put_back(DataProto.concat(asked))
             groups.actor.load_checkpoint(str(folder / "actor"))
             if groups.critic is not None:
                 groups.critic.load_checkpoint(str(folder / "critic"))

@@ -68,6 +68,15 @@ class ScoresAhead:
             return None
         return found[1], found[2]
 
+    @classmethod
+    def joined(cls, parts: Sequence[ScoresAhead], size: int) -> ScoresAhead:
+        """One of them all, in which the rows of each, `size` of them, come after those of the one before."""
+        whole = cls(parts[0]._describe, parts[0]._submit)
+        for number, part in enumerate(parts):
+            whole._found |= {number * size + row: found for row, found in part._found.items()}
+        whole.submitted = len(whole._found)
+        return whole
+
 
 class NaiveRewardManager:
     """Scores every answer with `compute_score(data_source, solution_str, ground_truth, extra_info)`.
@@ -167,6 +176,11 @@ class NaiveRewardManager:
         if not (own or self.takes_lists) and self._in_processes and self.reward_fn_key in columns:
             self._ahead = ScoresAhead(functools.partial(self._samples, columns), self.submit)
         return self._ahead
+
+    def use_ahead(self, parts: Sequence[ScoresAhead], size: int) -> int:
+        """The next call finds its scores in these, each of which is of `size` rows; how many there are."""
+        self._ahead = ScoresAhead.joined(parts, size)
+        return self._ahead.submitted
 
     @property
     def scored_again(self) -> int:

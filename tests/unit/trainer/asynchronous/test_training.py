@@ -1,0 +1,176 @@
+"""Whole asynchronous runs in one process with the real engine: what they train on, and when."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.support.training_harness import make_task, overrides, run_training
+from verl.inference.async_engine import AsyncEngine
+from verl.inference.engine import Engine
+from verl.protocol import DataProto
+from verl.trainer.asynchronous.trainer import AsyncPPOTrainer
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+ROLLOUT = "actor_rollout_ref.rollout"
+GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "trainer.total_training_steps=3")
+ASYNC = (*GRPO, "trainer.mode=async")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_task(tmp_path_factory.mktemp("stream"))
+
+
+def measured(history: list[dict[str, float]], names: Iterable[str]) -> list[dict[str, float]]:
+    """But for what a clock says."""
+    clocked = ("timing", "perf/", "checkpoint/", "reward/scored_while")
+    return [{name: step[name] for name in names if not name.startswith(clocked)} for step in history]
+
+
+def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(task: dict[str, str], tmp_path: Path):
+    validated = (*GRPO, "trainer.test_freq=2")
+    waits = run_training(overrides(task, tmp_path / "sync", *validated))
+    streams = run_training(overrides(task, tmp_path / "async", *validated, *ASYNC, "trainer.max_staleness=0"))
+    assert len(streams.history) == len(waits.history) == 3
+    for step, names in enumerate(waits.history):
+        assert measured(streams.history[step : step + 1], names) == measured([names], names)
+    assert all(torch.equal(streams.final_weights[name], waits.final_weights[name]) for name in waits.final_weights)
+    assert {step["async/staleness/max"] for step in streams.history} == {0.0}
+
+
+def test_one_step_off_trains_each_batch_with_the_weights_before(task: dict[str, str], tmp_path: Path):
+    trained = run_training(overrides(task, tmp_path, *GRPO, "trainer.mode=one_step_off"))
+    assert [step["async/staleness/mean"] for step in trained.history] == [0.0, 1.0, 1.0]
+    assert all(step["async/partial_share"] == 0 for step in trained.history)
+
+
+class Notes(RayPPOTrainer):
+    """Keeps what each step was trained on: {prompt: {versions of its tokens}}. Stops after a step, if told to."""
+
+    trained: list[dict[str, set[int]]]
+    last: int | None = None
+
+    def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        super()._after_step(batch, metrics)
+        versions, uids = batch.batch["rollout_versions"], batch.non_tensor_batch["uid"]
+        of_rows = [set(row[row >= 0].tolist()) for row in versions]
+        self.trained = [*getattr(self, "trained", []), dict[str, set[int]]()]
+        for uid, found in zip(uids, of_rows, strict=True):
+            self.trained[-1].setdefault(uid, set()).update(found)
+        if self.global_steps == self.last:
+            self.stop_requested.set()
+
+
+class Noting(Notes, AsyncPPOTrainer):
+    pass
+
+
+class Stopping(Noting):
+    last = 2
+
+
+@dataclass
+class Gate:
+    """A request that the engine has alone gets a few tokens of each version of the weights, until it may end."""
+
+    tokens: Counter[int] = field(default_factory=Counter)
+    open: threading.Event = field(default_factory=threading.Event)
+
+    def put_into(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made, step = AsyncEngine.__init__, Engine.step
+
+        def noted(driver: AsyncEngine, engine: Any, *args: Any, **kwargs: Any) -> None:
+            made(driver, engine, *args, **kwargs)
+            engine.driver = driver
+
+        def gated(engine: Any) -> Any:
+            if engine.driver.unfinished == 1 and not self.open.is_set():
+                if self.tokens[engine.version] >= 5:
+                    time.sleep(0.005)
+                    return []
+                self.tokens[engine.version] += 1
+            return step(engine)
+
+        monkeypatch.setattr(AsyncEngine, "__init__", noted)
+        monkeypatch.setattr(Engine, "step", gated)
+
+
+def test_a_long_answer_holds_nobody_up_and_is_trained_when_it_is_there(tmp_path: Path, monkeypatch):
+    """One answer of 80 tokens, all others of 8: it goes on through the updates of four steps."""
+    task, gate = make_task(tmp_path / "task", rows=64), Gate()
+    table = pq.read_table(task["train"])
+    limits = pa.array([80, *([8] * (len(table) - 1))])
+    pq.write_table(table.append_column("max_new_tokens", limits), task["train"])
+    gate.put_into(monkeypatch)
+
+    class Freeing(Noting):
+        def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
+            super()._after_step(batch, metrics)
+            while not gate.open.is_set() and not gate.tokens[self.policy_version - 1]:
+                time.sleep(0.005)
+            if self.global_steps == 4:
+                gate.open.set()
+
+    long = ("data.max_response_length=80", f"{ROLLOUT}.ignore_eos=True", "data.shuffle=False", f"{ROLLOUT}.n=1")
+    steps = ("trainer.mode=async", "trainer.max_staleness=6", "trainer.total_training_steps=7")
+    estimator = "algorithm.adv_estimator=reinforce_plus_plus"
+    run = run_training(overrides(task, tmp_path, estimator, *long, *steps), trainer_cls=Freeing)
+    uids = [uid for step in run.trained for uid in step]
+    assert len(uids) == len(set(uids)) == 56
+    ((trained_in, versions),) = [
+        (number, found) for number, step in enumerate(run.trained, 1) for found in step.values() if len(found) > 1
+    ]
+    assert trained_in > 4
+    assert len(versions) >= 4
+    assert all(step["async/in_flight"] + step["async/queue_depth"] <= 56 - 8 * step["step"] for step in run.history)
+
+
+def test_resume_loses_and_repeats_no_prompt(task: dict[str, str], tmp_path: Path):
+    more = ("trainer.max_staleness=2", "trainer.total_training_steps=4", "trainer.staleness_strategy=drop")
+    run = overrides(task, tmp_path, *ASYNC, *more)
+    first = run_training(run, trainer_cls=Stopping)
+    second = run_training(run, trainer_cls=Noting)
+    uids = [uid for step in (*first.trained, *second.trained) for uid in step]
+    assert [len(first.trained), len(second.trained)] == [2, 2]
+    assert len(uids) == len(set(uids)) == 32
+    assert second.history[0]["async/staleness/max"] > 0, "answers of before are taken up"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("algorithm.filter_groups.enable=True", "data.gen_batch_size=12"),
+        ("algorithm.adv_estimator=remax",),
+        (f"{ROLLOUT}.agent.default_agent_loop=tests.support.agents.TwoTurns", "trainer.staleness_strategy=drop"),
+        ("trainer.partial_rollout=False", f"{ROLLOUT}.name=hf"),
+    ],
+    ids=["dynamic sampling", "greedy baselines", "agents", "hf engine"],
+)
+def test_what_trains_waiting_trains_streaming(task: dict[str, str], tmp_path: Path, more: tuple[str, ...]):
+    checks = ("trainer.test_freq=1", "trainer.save_freq=1", "trainer.max_staleness=2")
+    run = run_training(overrides(task, tmp_path, *ASYNC, *checks, *more), trainer_cls=Noting)
+    assert [len(step) for step in run.trained] == [8, 8, 8]
+    uids = [uid for step in run.trained for uid in step]
+    assert len(set(uids)) == 24
+    assert "val-core/toy/reward/mean@1" in run.history[-1]
+
+
+@pytest.mark.slow
+def test_a_synchronous_run_goes_on_from_an_asynchronous_one(task: dict[str, str], tmp_path: Path):
+    """What was asked ahead, it asks again: no prompt is lost, none comes twice."""
+    first = run_training(overrides(task, tmp_path, *ASYNC, "trainer.total_training_steps=4"), trainer_cls=Stopping)
+    second = run_training(overrides(task, tmp_path, *GRPO, "trainer.total_training_steps=4"), trainer_cls=Notes)
+    uids = [uid for step in (*first.trained, *second.trained) for uid in step]
+    assert len(uids) == len(set(uids)) == 32

@@ -1,0 +1,372 @@
+"""AnswerStream: prompts go out as the buffer has room, trajectories come in as they end, whole groups make batches.
+
+For the trainer it is where prompts come from, as the `PromptStream` is, but their answers are there already. Only the
+loops that collect from the loop workers run in threads of their own; all bookkeeping is the trainer's thread's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from verl.agent.answering import asked_params, trained_rows
+from verl.agent.stream import Finished
+from verl.config import PPOConfig
+from verl.config.asynchronous import ahead_of
+from verl.protocol import DataProto, object_array
+from verl.single_controller.base.errors import CallCancelled, WorkerError
+from verl.single_controller.base.handle import RankHandle
+from verl.trainer.asynchronous.asked import Asked, ages, from_plain, to_plain
+from verl.trainer.asynchronous.buffer import Buffer, Group
+from verl.trainer.asynchronous.idle import IdleTime
+from verl.trainer.ppo.generator import Generator
+from verl.trainer.ppo.groups import WorkerGroups
+from verl.trainer.ppo.prompts import PromptStream
+from verl.trainer.ppo.revival import Revival
+from verl.utils.progress import pulse
+
+__all__ = ["AnswerStream"]
+
+logger = logging.getLogger(__name__)
+
+# So long a call for trajectories stands open.
+_STANDING_S = 2.0
+# The trainer looks up so often while it waits: whether it is to give up.
+_WAKE_S = 0.5
+
+
+class _Lane:
+    """One loop worker: the way to it, and what it has to do."""
+
+    def __init__(self, handle: RankHandle) -> None:
+        self.handle, self.rows, self.closed = handle, 0, False
+
+
+class AnswerStream:
+    """From the first step to the last. It may break and be opened anew: what was under way is asked for again."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        groups: WorkerGroups,
+        generator: Generator,
+        source: Callable[[], PromptStream],
+        total_steps: int,
+        waiting: Callable[[], AbstractContextManager[None]],
+        again: Revival,
+    ) -> None:
+        """`source()` has the run's prompts; while the trainer waits for answers it is inside `waiting()`."""
+        self._config, self._tokenizer, self._groups, self._generator = config, tokenizer, groups, generator
+        self._source, self._wait_phase, self._again = source, waiting, again
+        data, ahead = config.data, ahead_of(config.trainer)
+        self._partial = ahead.partial
+        surplus = max(0, data.gen_batch_size - data.train_batch_size)
+        self._buffer = Buffer(
+            data.train_batch_size, ahead.max_staleness, ahead.strategy, ahead.in_order, surplus, total_steps
+        )
+        self.idle = IdleTime()
+        self._version = 0
+        self._steps: dict[int, int] = {}
+        """By version of the weights: the last version (trained batches) at which the rollout had them."""
+        self._serial = itertools.count()
+        self._live: dict[str, Group] = {}
+        """Groups that are out, finished or taken by the step under way, by the `uid` of their rows."""
+        self._dropped: set[str] = set()
+        """Names of which answers may still come."""
+        self._taken: list[Group] = []
+        self._lanes: list[_Lane] = []
+        self._heard: queue.SimpleQueue[tuple[_Lane, Finished | Exception]] = queue.SimpleQueue()
+        self._under_way, self._counting = 0, threading.Lock()
+        self._renews = False
+        self._cancelled = threading.Event()
+
+    # ---------------------------------------------------------------- for the trainer, step by step
+
+    def begin_step(self, step: int, weights: int) -> None:
+        """The step has begun, and the rollout has these weights: what has become too old goes back."""
+        self._version = step - 1
+        self._steps[weights] = self._version
+        for group in self._taken:
+            del self._live[group.rows.name]
+        self._taken = []
+        old = self._buffer.dropped(self._version)
+        if old:
+            self._put_back(old)
+            names = [name for group in old for name in group.rows.trajectories(group.answers)]
+            for lane in self._lanes:
+                with contextlib.suppress(WorkerError):  # whoever waits for the others hears of it
+                    lane.handle.ask("drop_trajectories", names)
+
+    def take(self, count: int) -> DataProto:
+        """Prompts of groups that are answered, at most `count`: what the step's batch lacks. Waits for them."""
+        with self._wait_phase():
+            groups = self._again(self._next_groups)
+        self._taken += groups
+        return self._prompts(groups)
+
+    def answers(self, prompts: DataProto) -> DataProto:
+        """The answers to prompts that were taken: all rows of one prompt stand together."""
+        groups = [self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]]
+        rows, meta = self._rows(groups), self._generator.meta(self._version + 1, validate=False)
+        names = zip(rows.non_tensor_batch["uid"], rows.non_tensor_batch["sample_index"], strict=True)
+        trajectories = [self._live[uid].rows.made[f"{uid}/{number}"] for uid, number in names]
+        params = asked_params(self._config.actor_rollout_ref.rollout, self._tokenizer, meta)
+        width, pad = rows.batch["input_ids"].shape[1], self._tokenizer.pad_token_id
+        self._generator.scored_ahead(rows, [group.rows.ahead for group in groups])
+        return self._generator.joined(rows, trained_rows(trajectories, width, params, meta, pad), validate=False)
+
+    def reject(self, prompts: DataProto) -> None:
+        """Prompts that were taken and teach nothing: they are used up, and others may go out."""
+        self._buffer.reject([self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]])
+
+    def put_back(self, prompts: DataProto) -> None:
+        """Prompts that were taken and are to be asked again."""
+        groups = [self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]]
+        self._buffer.reject(groups)
+        self._source().put_back(DataProto.concat([group.rows.prompt for group in groups]))
+
+    def learn_from(self, batch: DataProto) -> None:
+        """Show a finished batch to the sampler, if that is one that learns."""
+        self._source().learn_from(batch)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Of the dataloader."""
+        return self._source().batches_per_epoch
+
+    def drain(self) -> None:
+        """Return when nothing is under way: every answer is of the weights that it was begun with."""
+        if self._lanes and self._buffer.in_flight():
+            with self._wait_phase():
+                self._again(self._finish_all)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the batch that the step took, and what became of the others."""
+        return self._buffer.metrics(self._version)
+
+    def cancel(self) -> None:
+        """Whoever waits for answers is to give up. From any thread."""
+        self._cancelled.set()
+
+    def abandon(self) -> None:
+        """The run has failed: nobody collects any more."""
+        for lane in self._lanes:
+            lane.closed = True
+
+    def close(self) -> None:
+        """End what is under way; what broke an engine meanwhile is raised."""
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.closed = True
+        for lane in lanes:
+            with contextlib.suppress(WorkerError):  # one that is gone has nothing to end
+                lane.handle.ask("end_stream")
+        if lanes:
+            self._groups.close_generation()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state(self, partials: bool) -> dict[str, Any]:
+        """Plain data, between steps: groups that are finished, and those that are under way with their answers so far;
+        with `partials`, the unfinished answers among them, too."""
+        if partials and self._partial and not self._groups.takes_turns:  # those stand still now
+            self._note_partials()
+        self._hear_all()
+        saved = self._buffer.state()
+        whole = {group.serial for group in self._buffer.ready() if group.rows.is_plain}
+        saved["finished"] = [serial for serial in saved["finished"] if serial in whole]
+        saved["groups"] = [each | {"rows": to_plain(each["rows"])} for each in saved["groups"]]
+        return {"buffer": saved, "versions": dict(self._steps)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; what was under way is asked for again, from what there was of it."""
+        saved = dict(state["buffer"])
+        saved["groups"] = [each | {"rows": from_plain(each["rows"])} for each in saved["groups"]]
+        self._buffer.load(saved)
+        self._steps = dict(state["versions"])
+        self._serial = itertools.count(saved["last_serial"] + 1)
+        self._live = {group.rows.name: group for group in (*self._buffer.in_flight(), *self._buffer.ready())}
+
+    def _note_partials(self) -> None:
+        for lane in self._lanes:
+            try:
+                for name, output in lane.handle.ask("partial_answers").items():
+                    if (group := self._live.get(name.rpartition("/")[0])) is not None:
+                        group.rows.partials[name] = output
+            except WorkerError as error:  # the next step finds it, too, and mends it
+                logger.warning("answers under way are saved without what there is of them: %s", error)
+
+    # ---------------------------------------------------------------- waiting
+
+    def _next_groups(self) -> list[Group]:
+        """May be called again after an error: the stream is opened anew."""
+        while True:
+            self._open()
+            self._top_up()
+            if (groups := self._buffer.take(self._version)) is not None:
+                return groups
+            self._hear(_WAKE_S)
+
+    def _finish_all(self) -> None:
+        """A stream that broke has nothing under way: its prompts are asked again, with the weights that come."""
+        while self._lanes and self._buffer.in_flight():
+            self._renew()
+            self._hear(_WAKE_S)
+
+    # ---------------------------------------------------------------- out
+
+    def _top_up(self) -> None:
+        """Send as many prompts as there is room for."""
+        if (room := self._buffer.room(self._version)) > 0:
+            drawn = self._source().take(room)
+            self._send([self._new_group(drawn[row : row + 1]) for row in range(len(drawn))])
+
+    def _new_group(self, prompt: DataProto) -> Group:
+        uid, answers = str(prompt.non_tensor_batch["uid"][0]), self._generator.answers_per_prompt
+        names = (uid if times == 1 else f"{uid}~{times}" for times in itertools.count(1))
+        name = next(name for name in names if name not in self._live and name not in self._dropped)
+        group = Group(next(self._serial), uid, answers, self._version, rows=Asked(name, prompt, self._version + 1))
+        self._buffer.sent(group)
+        self._live[name] = group
+        return group
+
+    def _send(self, groups: Sequence[Group]) -> None:
+        """What is not there yet of these groups is asked of the loop workers that have the least to do."""
+        asked: dict[tuple[_Lane, int], list[Group]] = {}
+        for group in groups:
+            lane = min(self._lanes, key=lambda each: each.rows)
+            lane.rows += group.answers - len(group.rows.made)
+            asked.setdefault((lane, group.rows.step), []).append(group)
+        for (lane, step), some in asked.items():
+            rows = self._rows(some)
+            for place, group in enumerate(some):
+                own = slice(place * group.answers, (place + 1) * group.answers)
+                group.rows.ahead = self._generator.score_ahead(rows[own])
+            missing = [
+                row
+                for row, (uid, number) in enumerate(
+                    zip(rows.non_tensor_batch["uid"], rows.non_tensor_batch["sample_index"], strict=True)
+                )
+                if f"{uid}/{number}" not in self._live[uid].rows.made
+            ]
+            self._count(len(missing))
+            partials = {name: output for group in some for name, output in group.rows.partials.items()}
+            lane.handle.ask("add_rows", self._generator.request(rows.select_idxs(missing), step, False), partials)
+
+    def _prompts(self, groups: Sequence[Group]) -> DataProto:
+        """Their prompts, each under the name of its group."""
+        prompts = DataProto.concat([group.rows.prompt for group in groups])
+        prompts.non_tensor_batch["uid"] = object_array([group.rows.name for group in groups])
+        return prompts
+
+    def _rows(self, groups: Sequence[Group]) -> DataProto:
+        """The rows that were asked, all of a group together."""
+        return self._generator.answer_rows(self._prompts(groups))
+
+    def _put_back(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            del self._live[group.rows.name]
+            self._dropped.add(group.rows.name)
+        self._source().put_back(DataProto.concat([group.rows.prompt for group in groups]))
+
+    # ---------------------------------------------------------------- in
+
+    def _open(self) -> None:
+        """Reach the loop workers, at first and after a loss, and ask for all that is not there."""
+        if self._lanes:
+            return self._renew()
+        replicas, agents = self._groups.open_generation(), self._groups.agents
+        meta = self._generator.meta(self._version + 1, validate=False)
+        lanes = [_Lane(agents.handle(rank)) for rank in range(agents.world_size)]
+        for lane in lanes:
+            lane.handle.ask("begin_stream", replicas, meta)
+        self._lanes, self._heard, self._under_way, self._renews = lanes, queue.SimpleQueue(), 0, False
+        for lane in lanes:
+            threading.Thread(
+                target=self._keep_collecting, args=(lane, self._heard), name="answer-stream", daemon=True
+            ).start()
+        self._send(self._buffer.in_flight())
+
+    def _renew(self) -> None:
+        """After the loss of a replica, which is raised here if nobody has mended it: show those that there are now."""
+        if self._renews:
+            self._groups.require_engines()
+            replicas = self._groups.open_generation()
+            for lane in self._lanes:
+                lane.handle.ask("renew_replicas", replicas)
+            self._renews = False
+
+    def _keep_collecting(self, lane: _Lane, heard: queue.SimpleQueue[tuple[_Lane, Finished | Exception]]) -> None:
+        told, moved = None, 0
+        while not lane.closed:
+            try:
+                told = lane.handle.ask("collect_trajectories", _STANDING_S)
+                self._count(-len(told.trajectories))
+                self._score(told)
+            except Exception as error:  # noqa: BLE001 - raised in the trainer's thread
+                heard.put((lane, error))
+                return
+            if told.pulses != moved:
+                moved = told.pulses
+                pulse()
+            if told.trajectories or told.lost or told.ended:
+                heard.put((lane, told))
+            if told.ended:
+                return
+
+    def _score(self, told: Finished) -> None:
+        """Those that are finished, while others are under way."""
+        for made in told.trajectories:
+            group = self._live.get(made.uid)
+            if group is not None and group.rows.ahead and made.status == "finished" and made.score is None:
+                group.rows.ahead.add([(made.sample_index, made.last_tokens)])
+
+    def _hear(self, within: float) -> None:
+        """Take note of what has come, after so many seconds at most; raise what went wrong."""
+        if self._cancelled.is_set():
+            raise CallCancelled("waiting for answers was given up")
+        try:
+            lane, told = self._heard.get(timeout=within)
+        except queue.Empty:
+            return
+        self._note(lane, told)
+        self._hear_all()
+
+    def _hear_all(self) -> None:
+        """Without waiting; what went wrong is left for who waits."""
+        while not self._heard.empty():
+            lane, told = self._heard.get()
+            if isinstance(told, Exception):
+                self._heard.put((lane, told))
+                return
+            self._note(lane, told)
+
+    def _note(self, lane: _Lane, told: Finished | Exception) -> None:
+        if isinstance(told, Exception):
+            self.close()  # what broke the engines says more than what it did to the loop workers
+            raise told
+        lane.rows -= len(told.trajectories)
+        for made in told.trajectories:
+            group = self._live.get(made.uid)
+            if group is None or group.oldest is not None:  # it was dropped meanwhile
+                continue
+            group.rows.made[made.name] = made
+            group.rows.partials.pop(made.name, None)
+            if len(group.rows.made) == group.answers:
+                oldest, partial = ages(group.rows.made.values(), self._steps, group.sent_at)
+                self._buffer.finished(group, oldest, partial)
+        self._renews = self._renews or told.lost is not None
+        if told.ended and not lane.closed:
+            self.close()
+
+    def _count(self, rows: int) -> None:
+        with self._counting:
+            self._under_way += rows
+            self.idle.under_way(self._under_way)

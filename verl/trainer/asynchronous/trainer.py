@@ -1,0 +1,87 @@
+"""AsyncPPOTrainer: training that does not wait. The same step and collaborators; its prompts are answered already."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import Any
+
+from verl.config.asynchronous import ahead_of
+from verl.config.plan import shares_devices
+from verl.protocol import DataProto
+from verl.trainer.asynchronous.idle import verdict
+from verl.trainer.asynchronous.stream import AnswerStream
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+__all__ = ["AsyncPPOTrainer"]
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncPPOTrainer(RayPPOTrainer):
+    """`trainer.mode` one_step_off or async: how far answers may be ahead is all that differs between them."""
+
+    modes = ("one_step_off", "async")
+
+    def _create_dataloader(self, *args: Any, **kwargs: Any) -> None:
+        super()._create_dataloader(*args, **kwargs)
+        self.stream = AnswerStream(
+            self.config,
+            self.tokenizer,
+            self.groups,
+            self.generator,
+            lambda: self.prompts,
+            self.total_training_steps,
+            self._waits_for_answers,
+            self._again,
+        )
+        self.state.answers = self.stream
+
+    def _train(self) -> None:
+        try:
+            super()._train()
+        except BaseException:
+            self.stream.abandon()
+            raise
+        self.stream.close()
+        mode, ahead, own = self.config.trainer.mode, ahead_of(self.config.trainer), not shares_devices(self.config)
+        said = verdict(self.stream.idle.shares(), mode, ahead.max_staleness, ahead.partial, own)
+        logger.info("Who waited for whom: %s.", said)
+
+    @property
+    def _source(self) -> AnswerStream:
+        return self.stream
+
+    def _next_prompts(self) -> DataProto:
+        """They went out long ago: which of them this step trains on is known when it has its weights."""
+        return DataProto()
+
+    def _hand_over_weights(self) -> None:
+        if not ahead_of(self.config.trainer).partial:
+            self.stream.drain()
+        super()._hand_over_weights()
+
+    def _answers(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
+        self.stream.begin_step(self.global_steps, self.policy_version)
+        batch = super()._answers(self.stream.take(self.config.data.train_batch_size), metrics)
+        metrics |= self.stream.metrics()
+        return batch
+
+    def _generate(self, batch: DataProto) -> DataProto:
+        return self.stream.answers(batch)
+
+    def _validate(self) -> dict[str, float]:
+        """Beside the stream, with the weights after the step."""
+        found = super()._validate()
+        self._again(self.weight_sync.let_go)
+        return found
+
+    def _flow_metrics(self) -> dict[str, float]:
+        return self.stream.idle.step(self.phases.seconds)
+
+    def _cancel(self) -> None:
+        self.stream.cancel()
+        super()._cancel()
+
+    def _waits_for_answers(self) -> AbstractContextManager[None]:
+        return self.phases("gen", *self.groups.answering)
