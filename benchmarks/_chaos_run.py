@@ -49,6 +49,8 @@ class Outcome:
     saved: int
     seconds: float = 0.0
     how: str = ""
+    reached: int = 0
+    """The last step that was begun before a restart: a run may go on for a while without what was hit."""
     resumed_at: int | None = None
     redone: int = 0
     said: str = ""
@@ -231,6 +233,8 @@ class Run:
                     if outcome.how != "restarted":
                         outcome.how, beyond, settled = "restarted", None, None
                     outcome.resumed_at = note.get("resumed_at", outcome.resumed_at)
+                elif outcome.how != "restarted":
+                    outcome.reached = max(outcome.reached, note["step"])
                 if place is not None and beyond is None and (hit is None or place > hit) and note["time"] > moment:
                     beyond = note["time"]
                 if settled is None and note["step"] >= outcome.step + _SETTLE_STEPS:
@@ -268,7 +272,9 @@ class Run:
         if outcome.resumed_at is None or outcome.resumed_at < outcome.saved:
             outcome.broken += f"resumed at {outcome.resumed_at}, though {outcome.saved} was saved; "
         starts = outcome.phase in STARTING
-        outcome.redone = 0 if starts or outcome.resumed_at is None else outcome.step - outcome.resumed_at
+        outcome.redone = (
+            0 if starts or outcome.resumed_at is None else max(outcome.step, outcome.reached) - outcome.resumed_at
+        )
 
     def _keep_evidence(self, what: object) -> None:
         lines = [f"{what}", ""]
