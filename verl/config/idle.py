@@ -330,6 +330,11 @@ RULES: tuple[Rule, ...] = (
         f"only {ROLLOUT}.name=native and vllm know them",
     ),
     Rule(
+        _below(ROLLOUT, "free_cache_engine", "free_weights"),
+        lambda config: config.trainer.mode == "sync" or not shares_devices(config),
+        "with trainer.mode other than sync generation goes on while training, and gives nothing back",
+    ),
+    Rule(
         _below(ROLLOUT, "free_weights"),
         lambda config: shares_devices(config) and not config.actor_rollout_ref.rollout.server_urls,
         "the engine has devices of its own, where no training runs",

@@ -180,6 +180,8 @@ def _pools(config: PPOConfig, report: Report) -> None:
         rollout.return_routed_experts = (
             actor.strategy == "megatron" and actor.megatron_config.router_replay.mode == "R3"
         )
+    if config.trainer.mode != "sync" and shares_devices(config):
+        rollout.free_cache_engine = rollout.free_weights = False  # generation goes on while training
     if rollout.free_weights is None:
         rollout.free_weights = rollout.free_cache_engine and shares_devices(config) and not rollout.server_urls
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from verl.config import names
-from verl.config.plan import layout_of
+from verl.config.asynchronous import ahead_of
+from verl.config.plan import layout_of, shares_devices
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import RolloutConfig
 from verl.inference.build import NativeOptions
@@ -41,7 +42,9 @@ def engine_bytes(
     c, ranks = BYTES[rollout.dtype], rollout.tensor_model_parallel_size
     weights = (1 if rollout.quantization else c) * shape.parameters / ranks
     held = weights if phase in _WITH_WEIGHTS or not rollout.free_weights else 0.0
-    running = min(rollout.max_num_seqs, math.ceil(samples(config) / layout_of(config, "rollout").dp_size))
+    goes_on = config.trainer.mode != "sync" and shares_devices(config)  # while training, with what is ahead of it
+    batches = 1 + ahead_of(config.trainer).max_staleness if goes_on else 1
+    running = min(rollout.max_num_seqs, math.ceil(batches * samples(config) / layout_of(config, "rollout").dp_size))
     truncated = not on_gpu or rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
     wide = shape.intermediate // ranks
     step = step_bytes(rollout.max_num_batched_tokens, shape.hidden, wide, c)
@@ -62,7 +65,7 @@ def engine_bytes(
         kv = min(kv, device_room(device.total, free, rollout.gpu_memory_utilization, int(weights), logits))
     elif device is not None:
         kv = min(kv, host_room(device.total))
-    if phase != "gen":
+    if phase != "gen" and not goes_on:
         return held + graphs + (0.0 if rollout.free_cache_engine and rollout.name == "native" else kv)
     return held + graphs + kv + step
 

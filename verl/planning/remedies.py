@@ -143,8 +143,12 @@ def _others_rest(own: str, updating: bool = False) -> list[Remedy]:
 
 _UPDATE = ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
 _LOG_PROB = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz")
-_KV_STAYS = [Remedy(f"{_ROLLOUT}.free_cache_engine", "on")]
-_ENGINE_STAYS = [*_KV_STAYS, Remedy(f"{_ROLLOUT}.free_weights", "on")]
+# Generation that goes on beside training keeps what it has, and may have less.
+_KV_STAYS = [
+    Remedy(f"{_ROLLOUT}.free_cache_engine", "on", ("trainer.mode", "sync")),
+    Remedy(f"{_ROLLOUT}.gpu_memory_utilization", "lower", (f"{_ROLLOUT}.free_cache_engine", False)),
+]
+_ENGINE_STAYS = [*_KV_STAYS, Remedy(f"{_ROLLOUT}.free_weights", "on", ("trainer.mode", "sync"))]
 _BACK = [
     each
     for part in ("param", "grad", "optimizer")

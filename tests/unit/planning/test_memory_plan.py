@@ -8,11 +8,13 @@ from transformers import AutoConfig, PretrainedConfig
 
 from tests.support.tiny import save_tiny_model, tiny_config, tiny_model
 from verl.config import ConfigError, SFTConfig, load_config
+from verl.config.schema import pick
 from verl.planning.advice import cheapest_changes, refuse_what_cannot_fit
 from verl.planning.check import check_memory, check_sft_memory
 from verl.planning.costs import TrainedModel
 from verl.planning.phases import GB, DeviceMemory
 from verl.planning.plan import memory_plan, micro_batch_tokens, sft_memory_plan
+from verl.planning.remedies import helpful
 from verl.planning.shapes import ModelShape
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -153,6 +155,18 @@ def test_kv_follows_the_share_of_the_device_and_leaves_with_training():
     assert phase(big, "update_actor").parts["rollout"] < 1.5 * GB
     kept = plan_of(load(f"{ROLLOUT}.free_cache_engine=False"), 24)
     assert phase(kept, "update_actor").parts["rollout"] > 5 * GB
+
+
+def test_generation_beside_training_gives_nothing_back_and_may_be_told_to_take_less():
+    beside = load("trainer.mode=async")
+    plan = plan_of(beside, 24)
+    taken = phase(plan, "gen").parts["rollout"]
+    assert phase(plan, "update_actor").parts["rollout"] == taken >= phase(plan_of(load(), 24), "gen").parts["rollout"]
+    found = {remedy.key for remedy, _ in helpful("update_actor", lambda key: pick(beside, key))}
+    assert f"{ROLLOUT}.gpu_memory_utilization" in found
+    assert not found & {f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.free_weights"}
+    apart = load("trainer.mode=async", f"{ROLLOUT}.nnodes=1")
+    assert apart.actor_rollout_ref.rollout.free_cache_engine
 
 
 def test_weights_that_are_let_go_leave_with_training_and_not_with_scoring():
