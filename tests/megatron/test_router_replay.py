@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -12,16 +11,15 @@ import torch.distributed as dist
 
 from tests.support.engine_cases import assert_close, gradients_of, plain_fields, run_ranks
 from tests.support.megatron_cases import make_megatron
-from tests.support.megatron_ranks import RANKS, mine, model_of, ranks_that_replay, rows, told_experts
+from tests.support.megatron_ranks import RANKS, TOLD, mine, model_of, ranks_that_replay, rows
+from tests.support.router_cases import UNKNOWN, own_experts, told_experts, with_told
 from verl.config import ModelConfig, RolloutConfig, as_config
-from verl.models.routing import note_routes, routers
 from verl.protocol import DataProto
 from verl.workers.rollout.native_rollout import NativeRollout
 
 pytestmark = pytest.mark.timeout(1800)
 # Tokens shared by tensor ranks, by context ranks and by neither; layers by stages; experts by ranks.
 LAYOUTS = ["EP2", "TP2 PP2", "CP2 EP2"]
-UNKNOWN = 255
 
 
 @pytest.fixture(scope="module")
@@ -29,37 +27,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
     folder = tmp_path_factory.mktemp("replay")
     run_ranks(ranks_that_replay, folder, LAYOUTS, ranks=RANKS)
     return [torch.load(folder / f"replay-{rank}.pt", weights_only=False) for rank in range(RANKS)]
-
-
-def own_experts(model: Any) -> torch.Tensor:
-    """[B, P+R, layers, k] as the routers of transformers choose, row by row; `UNKNOWN` elsewhere."""
-    seen: dict[int, torch.Tensor] = {}
-    note_routes(model, seen.__setitem__)
-    table = torch.full_like(told_experts(), UNKNOWN)
-    for place, ids, mask in zip(table, rows().batch["input_ids"], rows().batch["attention_mask"].bool(), strict=True):
-        with torch.no_grad():
-            model(input_ids=ids[mask][None])
-        for layer, experts in seen.items():
-            place[mask.nonzero()[:, 0], layer] = experts.to(torch.uint8)
-    return table
-
-
-def with_told(model: Any) -> Any:
-    """The model of transformers whose routers do as they are told, one row after the other."""
-    masks, told = rows().batch["attention_mask"].bool(), told_experts()
-    for layer, router in routers(model).items():
-        passes = count()
-
-        def replay(module: Any, _: Any, chosen: Any, layer: int = layer, passes: Any = passes) -> Any:
-            row = next(passes) % len(masks)
-            logits, _, own = chosen
-            wanted = told[row][masks[row]][:, layer].long()
-            wanted = torch.where(wanted < logits.shape[-1], wanted, own)
-            picked = logits.softmax(-1).gather(1, wanted)
-            return logits, picked / picked.sum(-1, keepdim=True), wanted
-
-        router.register_forward_hook(replay)
-    return model
 
 
 def collected(found: Any, layout: str) -> list[tuple[slice, dict[str, Any]]]:
@@ -70,7 +37,7 @@ def collected(found: Any, layout: str) -> list[tuple[slice, dict[str, Any]]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_noted_is_what_the_routers_of_transformers_choose(found, layout):
-    wanted = own_experts(model_of("experts"))
+    wanted = own_experts(model_of("experts"), rows(), told_experts(rows(), *TOLD))
     for part, rank in collected(found, layout):
         noted = rank["noted"]["routed_experts"]
         assert noted.dtype == torch.uint8
@@ -80,9 +47,9 @@ def test_what_is_noted_is_what_the_routers_of_transformers_choose(found, layout)
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_told_is_what_tokens_go_through_in_fields_and_gradients(found, layout):
-    fields = plain_fields(with_told(model_of("experts")), rows(), 0.7)
-    gradients = gradients_of(with_told(model_of("experts")), rows(), 0.7)
-    told, mask = told_experts(), rows().batch["attention_mask"].bool()
+    told, mask = told_experts(rows(), *TOLD), rows().batch["attention_mask"].bool()
+    fields = plain_fields(with_told(model_of("experts"), rows(), told), rows(), 0.7)
+    gradients = gradients_of(with_told(model_of("experts"), rows(), told), rows(), 0.7)
     for part, rank in collected(found, layout):
         assert_close(
             {name: rank["told"][name] for name in fields}, {name: value[part] for name, value in fields.items()}, 1e-5
@@ -119,7 +86,7 @@ def test_with_the_experts_of_the_generation_training_is_nearer_to_it(tmp_path):
         batch = rollout.generate_sequences(DataProto.from_dict(asked, uids, {"eos_token_id": []}))
     finally:
         rollout.close()
-    engine = make_megatron(model, train=False, router_replay={"mode": "R3"})
+    engine = make_megatron(model, train=False, replays=True)
     outputs = ["log_probs", "routed_experts"]
     alike = engine.infer(batch, outputs).batch
     told = batch.batch.pop("routed_experts")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.support.engine_cases import make_batch, make_engine, token_loss
 from tests.support.megatron_cases import make_megatron
+from tests.support.router_cases import told_experts
 from tests.support.tiny import tiny_config, tiny_model
 from verl.models.heads import ValueModel
 from verl.models.loading import empty_model
@@ -51,6 +52,7 @@ KINDS = {
     "sequence_classification": ["scores"],
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
+TOLD = (4, EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"])
 # Kind, family and changes: heads tied or not, biases, norms of queries, fewer key heads than four tensor ranks.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("causal_lm", "qwen2", {}),
@@ -186,13 +188,11 @@ def ranks_that_replay(rank: int, ranks: int, folder: str, layouts: list[str]) ->
     found = {}
     for layout in layouts:
         again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        engine = make_megatron(
-            model_of("experts"), router_replay={"mode": "R2"}, override_transformer_config=again, **LAYOUTS[layout]
-        )
+        engine = make_megatron(model_of("experts"), replays=True, override_transformer_config=again, **LAYOUTS[layout])
         place = mine(engine.dp_rank, engine.dp_size)
         data, outputs = rows()[place], ["log_probs", "entropy"]
         noted = engine.infer(data, [*outputs, "routed_experts"], 0.7, FIXED).batch
-        data.batch["routed_experts"] = told_experts()[place]
+        data.batch["routed_experts"] = told_experts(rows(), *TOLD)[place]
         told = engine.infer(data, [*outputs, "routed_experts"], 0.7, FIXED).batch
         metrics = engine.forward_backward(data, token_loss, outputs, 0.7, FIXED)
         found[layout] = {
@@ -203,12 +203,3 @@ def ranks_that_replay(rank: int, ranks: int, folder: str, layouts: list[str]) ->
             "gradients": whole(engine, gradients=True),
         }
     torch.save(found, Path(folder) / f"replay-{rank}.pt")
-
-
-def told_experts() -> torch.Tensor:
-    """[B, P+R, layers, k] uint8, three different ones for every token; of some tokens nothing is known."""
-    draw = torch.Generator().manual_seed(3)
-    shape = (*rows().batch["attention_mask"].shape, 4, 8)
-    told = torch.rand(shape, generator=draw).argsort(dim=-1)[..., :3].to(torch.uint8)
-    told[torch.rand(shape[:2], generator=draw) < 0.2] = 255
-    return told

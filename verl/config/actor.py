@@ -23,6 +23,15 @@ class PolicyLossConfig(Block):
 
 
 @dataclass(kw_only=True, slots=True)
+class RouterReplayConfig(Block):
+    mode: str = key(
+        "Experts of an update: its own choice, or of all that it knows those of the old log-probs (R2), of the "
+        "generation (R3).",
+        choices=("disabled", "R2", "R3"),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
 class ActorConfig(Block):
     strategy: str = key("Training engine (fsdp and fsdp2 are the same one).", choices=names.STRATEGIES)
     ppo_mini_batch_size: int = key("Prompts per optimizer step, over all ranks; divides data.train_batch_size.", min=1)
@@ -70,6 +79,10 @@ class ActorConfig(Block):
     )
     use_torch_compile: bool = key(
         "Compile the layers with torch.compile (packed tokens on CUDA only): faster passes for half a minute at start."
+    )
+    router_replay: RouterReplayConfig = key(
+        "Mixtures: experts of an update that are those of an earlier pass.",
+        aliases=("megatron_config.router_replay", "megatron.router_replay"),
     )
     optim: OptimConfig = key("Optimizer and schedule.")
     fsdp_config: FSDPConfig = key("The fsdp engine.")

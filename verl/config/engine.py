@@ -77,15 +77,6 @@ class FSDPConfig(Block):
 
 
 @dataclass(kw_only=True, slots=True)
-class RouterReplayConfig(Block):
-    mode: str = key(
-        "Experts of the policy's update: its own choice, those of the old log-probs (R2), of the generation (R3).",
-        null="in ref: the actor's",
-        choices=("disabled", "R2", "R3"),
-    )
-
-
-@dataclass(kw_only=True, slots=True)
 class MegatronConfig(Block):
     tensor_model_parallel_size: int = key("Ranks each layer is split over.", null="in ref: the actor's", min=1)
     pipeline_model_parallel_size: int = key("Stages the layers are split into.", null="in ref: the actor's", min=1)
@@ -139,7 +130,6 @@ class MegatronConfig(Block):
         "Values for Core's DistributedDataParallelConfig, e.g. pad_buckets_for_high_nccl_busbw.",
         null="in ref: the actor's",
     )
-    router_replay: RouterReplayConfig = key("Experts of an update that are those of an earlier pass (actor).")
 
     def outer_stages(self) -> tuple[int | None, int | None]:
         """Layers of the first and of the last stage of the pipeline; None: as many as the others."""

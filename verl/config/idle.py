@@ -189,8 +189,6 @@ def _engine_rules() -> Iterator[Rule]:
         yield Rule(of_fsdp, _is_not(strategy, "megatron"), f"{strategy} = megatron does not read it")
         path = (f"{megatron}.dist_checkpointing_path",)
         yield Rule(path, _is_set(f"{megatron}.use_dist_checkpointing"), f"{megatron}.use_dist_checkpointing = False")
-        if block != ACTOR:
-            yield Rule((f"{megatron}.router_replay.*",), lambda config: False, "only the actor replays experts")
     for block, model in ((ACTOR, _MODEL), ("critic", "critic.model"), ("reward_model", "reward_model.model")):
         packs = f"{block}.strategy = megatron packs every pass"
         yield Rule((f"{model}.use_remove_padding",), _is_not(f"{block}.strategy", "megatron"), packs)

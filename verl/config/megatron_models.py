@@ -12,6 +12,7 @@ from verl.config.megatron_rules import MODEL_OF_ROLE, roles_on_megatron
 from verl.config.plan import BLOCK_OF_ROLE, divisors, layout_of, near_values
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
+from verl.config.router_replay import KEY as REPLAY
 from verl.config.schema import pick
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -49,14 +50,21 @@ def model_layout_rules(config: PPOConfig, report: Report, folders: Mapping[str, 
     """Report the sizes of every role on this engine that its model does not divide into; `folders`: where models that
     are named otherwise are here."""
     for role in roles_on_megatron(config):
-        path = BLOCK_OF_ROLE[role]
-        model = pick(config, MODEL_OF_ROLE.get(role, "actor_rollout_ref.model"))
-        name = (config.reward_model.path if role == "reward_model" else model.path) or ""
-        found = config_of_folder((folders or {}).get(name, name), model.override_config) if name else None
-        numbers = None if found is None else ModelNumbers.of(found)
+        numbers = _numbers(config, role, folders or {})
         if numbers is not None:
-            block = f"{path}.megatron_config"
+            block = f"{BLOCK_OF_ROLE[role]}.megatron_config"
             _Fit(block, pick(config, block), numbers, layout_of(config, role).world_size, report).check()
+    mode, numbers = pick(config, REPLAY), _numbers(config, "actor", folders or {})
+    if mode != "disabled" and numbers is not None and not numbers.experts:
+        report.problem(REPLAY, mode, "the model has no experts", "Leave it out")
+
+
+def _numbers(config: PPOConfig, role: str, folders: Mapping[str, str]) -> ModelNumbers | None:
+    """Of a role's model, where its config.json is here."""
+    model = pick(config, MODEL_OF_ROLE.get(role, "actor_rollout_ref.model"))
+    name = (config.reward_model.path if role == "reward_model" else model.path) or ""
+    found = config_of_folder(folders.get(name, name), model.override_config) if name else None
+    return None if found is None else ModelNumbers.of(found)
 
 
 def refuse_model_layouts(config: PPOConfig, folders: Mapping[str, str]) -> None:
@@ -157,11 +165,6 @@ class _Fit:
         if not model.experts:
             if size > 1:
                 self._problem("expert_model_parallel_size", size, "the model has no experts", [1])
-            mode = self.sizes.router_replay.mode
-            if mode != "disabled":
-                self.report.problem(
-                    f"{self.block}.router_replay.mode", mode, "the model has no experts", "Leave it out"
-                )
             return
         if model.experts % size:
             good = self._fitting(width * self.sizes.pipeline_model_parallel_size, lambda ep: model.experts % ep == 0)

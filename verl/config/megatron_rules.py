@@ -9,15 +9,13 @@ import difflib
 from typing import Any
 
 from verl.config.engine import RECOMPUTE, UNEVEN, MegatronConfig
-from verl.config.plan import BLOCK_OF_ROLE, ROLLOUT, active_roles, divisors, layout_of, near_values
+from verl.config.plan import BLOCK_OF_ROLE, active_roles, divisors, layout_of, near_values
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
 from verl.config.schema import pick
 
 MODEL_OF_ROLE = {"critic": "critic.model", "reward_model": "reward_model.model"}
 _POLICY_MODEL = "actor_rollout_ref.model"
-# Rollout engines that say which experts a token went through.
-_RECORDS_EXPERTS = ("native", "vllm")
 _SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
@@ -92,7 +90,6 @@ def megatron_rules(config: PPOConfig, report: Report) -> None:
             why = f"{block}.use_dist_checkpointing = True begins with the weights of a checkpoint"
             fix = "Set it to a …/global_step_N/actor, or leave use_dist_checkpointing out"
             report.problem(f"{block}.dist_checkpointing_path", None, why, fix)
-    _replay(config, report)
 
 
 def _not_done(config: PPOConfig, role: str, path: str, report: Report) -> None:
@@ -176,16 +173,3 @@ def _recompute(block: str, sizes: MegatronConfig, report: Report) -> None:
     if granularity != "selective" and given.get("recompute_modules") is not None:
         why, fix = "is read with recompute_granularity = selective", "Leave it out, or set recompute_granularity"
         report.problem(f"{key}.recompute_modules", given["recompute_modules"], why, fix)
-
-
-def _replay(config: PPOConfig, report: Report) -> None:
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    mode = actor.megatron_config.router_replay.mode
-    if actor.strategy == "megatron" and mode == "R3" and rollout.name not in _RECORDS_EXPERTS:
-        why = f"{ROLLOUT}.name = {rollout.name} does not say which experts a token went through"
-        fix = f"Set it to R2, or {ROLLOUT}.name to {' or '.join(_RECORDS_EXPERTS)}"
-        key = f"{BLOCK_OF_ROLE['actor']}.megatron_config.router_replay.mode"
-        report.problem(key, mode, why, fix, (f"{ROLLOUT}.name",))
-    elif actor.strategy == "megatron" and mode == "R3" and not rollout.return_routed_experts:
-        why, fix = "they are replayed (router_replay.mode = R3)", "Leave it out"
-        report.problem(f"{ROLLOUT}.return_routed_experts", False, why, fix)

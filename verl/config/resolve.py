@@ -176,10 +176,7 @@ def _pools(config: PPOConfig, report: Report) -> None:
     asked.setdefault("ref", asked.get("actor", usual))
     config.role_mapping = {role: asked.get(role, usual) for role in names.ROLES}
     if rollout.return_routed_experts is None:
-        actor = config.actor_rollout_ref.actor
-        rollout.return_routed_experts = (
-            actor.strategy == "megatron" and actor.megatron_config.router_replay.mode == "R3"
-        )
+        rollout.return_routed_experts = config.actor_rollout_ref.actor.router_replay.mode == "R3"
     if config.trainer.mode != "sync" and shares_devices(config):
         rollout.free_cache_engine = rollout.free_weights = False  # generation goes on while training
     if rollout.free_weights is None:

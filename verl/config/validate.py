@@ -13,6 +13,7 @@ from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, batch_
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
 from verl.config.rollout_rules import engine_rules
+from verl.config.router_replay import router_replay_rules
 from verl.config.schema import Block, entries, join, pick
 from verl.config.search_rules import search_rules
 from verl.config.trainer import RunConfig
@@ -34,6 +35,7 @@ def validate(config: PPOConfig, report: Report) -> None:
         _optimizers,
         _engines,
         megatron_rules,
+        router_replay_rules,
         lambda config, report: engine_rules(ROLLOUT, config.actor_rollout_ref.rollout, report),
         _sequence_parallel,
         _adapters,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -40,3 +41,10 @@ def note_routes(hf: nn.Module, note: Callable[[int, torch.Tensor], None]) -> Non
     """Calls `note(layer, experts [T, k])` for every layer with experts, in each pass from now on."""
     for layer, router in routers(hf).items():
         router.register_forward_hook(lambda _, __, found, layer=layer: note(layer, found[-1]))
+
+
+def expert_weights(router: Any, hidden: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """[T, k] float32: what a router of Mixtral, Qwen2-MoE or Qwen3-MoE weighs these experts [T, k] by."""
+    logits = functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+    weights = logits.softmax(dim=-1, dtype=torch.float32).gather(1, experts)
+    return weights / weights.sum(dim=-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights

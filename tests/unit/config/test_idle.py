@@ -33,8 +33,6 @@ def engine_cases():
         if block != REF:
             model = MODEL if block == ACTOR else f"{block}.model"
             yield f"{model}.use_remove_padding=False", on, run
-    for block in (block for block in STARTED if block != ACTOR):
-        yield f"{block}.megatron_config.router_replay.mode=R2", [ON_MEGATRON[block], *STARTED[block]], None
 
 
 # (what was set, what switches it off if the defaults do not, what switches it on: None for nothing)

@@ -80,11 +80,6 @@ def test_every_key_of_the_convention_is_accepted_and_seed_and_bridge_are_told():
     assert [notice for notice in config.notices if ".seed is not needed" in notice]
 
 
-@pytest.mark.parametrize(("mode", "told"), [("disabled", False), ("R2", False), ("R3", True)])
-def test_the_engine_says_experts_where_the_actor_replays_those_of_the_generation(mode, told):
-    assert load(f"{MEGATRON}.router_replay.mode={mode}").actor_rollout_ref.rollout.return_routed_experts is told
-
-
 def test_a_reference_of_another_layout_keeps_what_it_sets():
     ref = "actor_rollout_ref.ref.megatron_config"
     config = load(*sized(tp=4, pp=2), f"{ref}.tensor_model_parallel_size=2", f"{ACTOR}.use_kl_loss=True")
@@ -102,16 +97,6 @@ def test_a_reference_of_another_layout_keeps_what_it_sets():
         (sized(vpp=2), f"{MEGATRON}.virtual_pipeline_model_parallel_size", "nothing to interleave"),
         (sized(tp=2, ep=3), f"{MEGATRON}.expert_model_parallel_size", "Set it to 2 or 4"),
         ([f"{MEGATRON}.use_dist_checkpointing=True"], f"{MEGATRON}.dist_checkpointing_path", "global_step_N"),
-        (
-            [f"{MEGATRON}.router_replay.mode=R3", f"{ROLLOUT}.name=hf"],
-            f"{MEGATRON}.router_replay.mode",
-            "Set it to R2",
-        ),
-        (
-            [f"{MEGATRON}.router_replay.mode=R3", f"{ROLLOUT}.return_routed_experts=False"],
-            f"{ROLLOUT}.return_routed_experts",
-            "they are replayed",
-        ),
     ],
 )
 def test_what_it_does_not_do_is_refused_with_what_to_set(overrides, key, words):

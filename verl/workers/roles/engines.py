@@ -21,11 +21,15 @@ def start_engine(
     block: Any,
     optim: Any = None,
     grad_clip: float | None = None,
+    replays: bool = False,
 ) -> TrainEngine:
-    """The engine of `block.strategy` for a model, frozen without `optim`. Calls dispatched over `mesh` reach it."""
+    """The engine of `block.strategy` for a model, frozen without `optim`. Calls dispatched over `mesh` reach it.
+
+    `replays`: routers go through the experts that a batch has in `routed_experts`.
+    """
     at = TRAINING_ENGINES[block.strategy].at
     engine: TrainEngine = resolve_name(at).of_block(
-        model_path, kind, model_config, block, worker.device, optim=optim, grad_clip=grad_clip
+        model_path, kind, model_config, block, worker.device, optim=optim, grad_clip=grad_clip, replays=replays
     )
     worker.register_mesh_place(mesh, engine.dp_rank, collect=engine.collects)
     return engine

@@ -93,9 +93,9 @@ class ActorRolloutRefWorker(SavingWorker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropys`: [batch, response], at the sampling temperature."""
         columns = {"log_probs": "old_log_probs", "entropy": "entropys"}
-        actor = self.config.actor
-        if actor.strategy == "megatron" and actor.megatron_config.router_replay.mode == "R2":
+        if self.config.actor.router_replay.mode == "R2":
             columns["routed_experts"] = "routed_experts"
+        self._require_experts(data, ("R3",))
         with self.engine.awake(optimizer=False):
             return inferred(self.engine, data, columns, self._temperature(data), _log_prob_passes(self.config.rollout))
 
@@ -118,6 +118,8 @@ class ActorRolloutRefWorker(SavingWorker):
                     "update_actor: several optimizer steps need old_log_probs. Call compute_log_prob first."
                 )
             data.batch[ROW] = torch.arange(len(data))
+        # One that gives the old log-probs itself goes through the experts of its own pass.
+        self._require_experts(data, ("R3",) if loss.own_old_log_probs else ("R2", "R3"))
         with self.engine.awake():
             result = run_epochs(
                 self.engine,
@@ -349,8 +351,9 @@ class ActorRolloutRefWorker(SavingWorker):
 
     def _init_actor(self) -> None:
         actor, model = self.config.actor, self.config.model
+        replays = actor.router_replay.mode != "disabled"
         self.engine = start_engine(
-            self, "actor", self.model_path, "causal_lm", model, actor, actor.optim, actor.grad_clip
+            self, "actor", self.model_path, "causal_lm", model, actor, actor.optim, actor.grad_clip, replays
         )
         if self._actor_is_reference:
             self.ref_engine = self.engine
@@ -399,6 +402,16 @@ class ActorRolloutRefWorker(SavingWorker):
             return rows_of_mini_batches(len(data), data.meta_info["mini_batches"])
         prompts = self.config.actor.ppo_mini_batch_size if prompts is None else prompts
         return mini_batches_of_prompts(data, prompts, self.config.rollout.n, self.engine)
+
+    def _require_experts(self, data: DataProto, modes: tuple[str, ...]) -> None:
+        """Refuse a batch that does not say what is to be replayed in these modes."""
+        mode = self.config.actor.router_replay.mode
+        if mode in modes and "routed_experts" not in data.batch.keys():
+            giver = "compute_log_prob gives" if mode == "R2" else "the rollout's answers have where its engine says it"
+            raise ValueError(
+                f"actor_rollout_ref.actor.router_replay.mode = {mode}: the batch has no column routed_experts, which"
+                f" {giver}. Pass it on, or set the mode to disabled."
+            )
 
     def _temperature(self, data: DataProto) -> float:
         return (

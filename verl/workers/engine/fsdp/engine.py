@@ -32,6 +32,8 @@ from verl.workers.engine.common import compiling, groups
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches, with_last
 from verl.workers.engine.common.offload import EngineMemory
 from verl.workers.engine.common.optim import LossScale, build_schedule
+from verl.workers.engine.common.routers import COLUMN as ROUTED
+from verl.workers.engine.common.routers import Routes
 from verl.workers.engine.common.same_model import about
 from verl.workers.engine.common.saving import BackgroundSaves
 from verl.workers.engine.common.step_checks import reason_against, step_metrics
@@ -39,6 +41,7 @@ from verl.workers.engine.common.stored_engine import StoredEngine
 from verl.workers.engine.fsdp import sharding
 from verl.workers.engine.fsdp.model_weights import ModelWeights
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
+from verl.workers.engine.fsdp.router_replay import HFRouters
 from verl.workers.engine.fsdp.state import EngineState
 
 
@@ -68,12 +71,14 @@ class FSDPEngine(StoredEngine):
         compile_layers: bool = False,
         snapshots: bool = True,
         saved: Collection[str] = (),
+        replays: bool = False,
     ) -> None:
         """`model` is a local folder or hub name, or a model of that kind in memory (a ValueModel, for `value`).
 
         `compile_layers` has an effect on packed tokens on CUDA only. `snapshots`: what is saved is copied to host
         memory and written while training goes on; memory for `saved`, the contents of checkpoints that are to come, is
-        made beside the first update.
+        made beside the first update. `replays`: the routers of a mixture go through the experts that rows have in
+        `routed_experts`.
         """
         self.device = groups.with_index(torch.device(device))
         groups.ensure_process_group(self.device)
@@ -96,6 +101,10 @@ class FSDPEngine(StoredEngine):
         if self._sharing is not None:
             check_heads(self.hf_config, self._sharing.size)
         self._build_model(model, model_config, engine_config, frozen=optim is None)
+        compiles = compile_layers and self.device.type == "cuda"
+        # Counting costs little, but a layer that is compiled would be left for it.
+        measures = optim is not None and not compiles
+        self._routers = HFRouters.of(self.model.hf, self._sharing, self.device, replays, measures)
         with self._inference():
             check_head(self.model, self.device)
             self._packs = model_config.use_remove_padding and runs_packed(self.model, self.device)
@@ -104,9 +113,16 @@ class FSDPEngine(StoredEngine):
                 "ulysses_sequence_parallel_size: ranks share packed tokens, and this model runs with padding. Set it "
                 "to 1, or model.use_remove_padding=True if that is off."
             )
+        if replays and not self._packs:
+            raise ValueError(
+                "router_replay.mode: experts are told for packed tokens, and this model runs with padding. Set it to"
+                " disabled, or model.use_remove_padding=True if that is off."
+            )
+        if not self._packs:
+            self._routers = None
         if optim is not None and getattr(model_config, "enable_gradient_checkpointing", False):
             sharding.checkpoint_activations(self.model)
-        self._compiled = compile_layers and self._packs and self.device.type == "cuda"
+        self._compiled = compiles and self._packs
         if self._compiled:
             compiling.compile_layers(sharding.outermost_layers(self.model.hf))
         self._optimizer: ShardedAdamW | None = None
@@ -143,6 +159,7 @@ class FSDPEngine(StoredEngine):
         device: torch.device,
         optim: OptimConfig | None = None,
         grad_clip: float | None = None,
+        replays: bool = False,
     ) -> FSDPEngine:
         """As a role's configuration block says."""
         return cls(
@@ -158,6 +175,7 @@ class FSDPEngine(StoredEngine):
             compile_layers=block.use_torch_compile,
             snapshots=optim is not None and block.checkpoint.snapshot is not False,
             saved=block.checkpoint.save_contents if optim is not None else (),
+            replays=replays,
         )
 
     # ---------------------------------------------------------------- training
@@ -187,7 +205,7 @@ class FSDPEngine(StoredEngine):
             if self._one_group and not self._memory.offloads_gradients:
                 sharding.finish_with(self.model, last)
             self._memory.before_micro_batch()
-            fields = self._forward(part, outputs, temperature)
+            fields = self._forward(part, outputs, temperature, filler=rows is None)
             if rows is None:
                 loss = sum((value.sum() for value in fields.values()), start=torch.zeros((), device=self.device)) * 0.0
             else:
@@ -196,6 +214,8 @@ class FSDPEngine(StoredEngine):
                     sums.add(name, total, count)
             (loss * self._loss_scale.value).backward()
             tick(len(rows or ()))
+        for name, value in self._routers.measured().items() if self._routers is not None else ():
+            sums.add(name, value, 1.0)
         return sums.result()
 
     def optimizer_step(self) -> dict[str, float]:
@@ -240,24 +260,32 @@ class FSDPEngine(StoredEngine):
     ) -> DataProto:
         """The fields [B, R] (`FIELDS_OF_ROWS`: [B]) without gradient, float32 on the CPU, in the order of the rows."""
         keys = ["input_ids", "attention_mask"] + (["responses"] if self.kind != "sequence_classification" else [])
+        keys += [ROUTED] if ROUTED in data.batch.keys() else []
         inputs = data.select(batch_keys=keys, non_tensor_batch_keys=[], meta_info_keys=[])
         order: list[int] = []
-        parts: dict[str, list[torch.Tensor]] = {name: [] for name in outputs}
+        fields = [name for name in outputs if name != ROUTED]
+        noting = self._routers if ROUTED in outputs else None
+        if ROUTED in outputs and noting is None:
+            raise ValueError(f"outputs: {ROUTED} of {type(self.model.hf).__name__}, which has no experts.")
+        parts: dict[str, list[torch.Tensor]] = {name: [] for name in fields}
+        routes: list[tuple[list[int] | None, Routes]] = []
         expect(len(data))
         with self._inference():
             for part, rows in self._micro_batches(inputs, micro):
-                fields = self._forward(part, outputs, temperature)
+                values = self._forward(part, fields, temperature, filler=rows is None, notes=noting is not None)
+                if noting is not None:
+                    routes.append((rows, noting.current))
                 if rows is not None:
                     order += rows
-                    for name, value in fields.items():
+                    for name, value in values.items():
                         parts[name].append(value)
                     tick(len(rows))
-        found = {}
-        for name, values in parts.items():
+        found = {} if noting is None else {ROUTED: noting.noted(inputs, routes)}
+        for name, found_parts in parts.items():
             per_row = name in FIELDS_OF_ROWS
             found[name] = torch.zeros(len(data) if per_row else (len(data), inputs.batch["responses"].shape[1]))
             if order:
-                found[name][order] = torch.cat(values).cpu()  # the first time that the host waits for the device
+                found[name][order] = torch.cat(found_parts).cpu()  # the first time that the host waits for the device
         return DataProto.from_dict(found)
 
     @contextmanager
@@ -314,8 +342,10 @@ class FSDPEngine(StoredEngine):
         shared = micro.shared_by(self._sharing.size if self._sharing else 1)
         return micro_batches(data, shared, self._cost, lambda count: groups.largest(count, self.device))
 
-    def _forward(self, part: DataProto, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
-        """The fields of one micro-batch, which stays where it is."""
+    def _forward(
+        self, part: DataProto, outputs: Sequence[str], temperature: float, filler: bool = False, notes: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The fields of one micro-batch, which stays where it is; `notes`: routers keep which experts they chose."""
         unknown = set(outputs) - set(FIELDS_OF_KIND[self.kind])
         if unknown or not outputs:
             raise ValueError(
@@ -329,10 +359,12 @@ class FSDPEngine(StoredEngine):
         rows = without_padding(batch["input_ids"], batch["attention_mask"], shape[1], self.model.pad_token_id)
         if self._sharing is not None:
             rows = shared_rows(rows, self._sharing)
+        if self._routers is not None:
+            self._routers.begin(part, rows.packing.total, filler, notes)
         with compiling.running_compiled(self._compiled, type(self.model.hf).__name__):
             return self.model(rows.to(self.device), tuple(outputs), shape, temperature)
 
     def _on_device(self, part: DataProto) -> DataProto:
-        tensors = dict(part.batch.items())
+        tensors = {name: value for name, value in part.batch.items() if name != ROUTED}  # routers have been told
         moved = zip(tensors, copied_together(list(tensors.values()), self.device), strict=True)
         return DataProto.from_dict(dict(moved), part.non_tensor_batch, part.meta_info)

@@ -20,7 +20,7 @@ class PackedTokens(PackedSeqParams):
     """What a micro-batch tells every layer; to Core's own code it is no packed sequence."""
 
     def __init__(self, packing: Packing, routes: Any = None) -> None:
-        """`routes` are what routers of a mixture are told (`router_replay.Routes`)."""
+        """`routes` are what routers of a mixture are told (`routers.Routes`)."""
         super().__init__(qkv_format="sbhd")
         self.packing = packing
         self.routes = routes

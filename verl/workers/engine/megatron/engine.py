@@ -31,6 +31,8 @@ from verl.workers.engine.common.frozen import checked
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches
 from verl.workers.engine.common.offload import EngineMemory
 from verl.workers.engine.common.optim import LossScale
+from verl.workers.engine.common.routers import COLUMN as ROUTED
+from verl.workers.engine.common.routers import Routers
 from verl.workers.engine.common.same_model import about
 from verl.workers.engine.common.saving import BackgroundSaves
 from verl.workers.engine.common.step_checks import reason_against, step_metrics
@@ -40,8 +42,7 @@ from verl.workers.engine.megatron.filling import fill
 from verl.workers.engine.megatron.layout import CoreLayout, Sizes
 from verl.workers.engine.megatron.model import CoreModel, core_config, core_names, ddp_config
 from verl.workers.engine.megatron.optimizer import CoreAdamW
-from verl.workers.engine.megatron.router_replay import COLUMN as ROUTED
-from verl.workers.engine.megatron.router_replay import Routers
+from verl.workers.engine.megatron.router_replay import core_routers
 from verl.workers.engine.megatron.state import CoreState
 from verl.workers.engine.megatron.steps import MicroBatch, run_micro_batches
 from verl.workers.engine.megatron.weights import CoreWeights
@@ -73,10 +74,11 @@ class MegatronEngine(StoredEngine):
         compile_layers: bool = False,
         snapshots: bool = True,
         saved: Collection[str] = (),
+        replays: bool = False,
     ) -> None:
         """`model` is a local folder or hub name, or a model of that kind in memory (a ValueModel, for `value`).
 
-        `compile_layers` (on CUDA only), `snapshots` and `saved` are as FSDPEngine has them.
+        `compile_layers` (on CUDA only), `snapshots`, `saved` and `replays` are as FSDPEngine has them.
         """
         self.device = groups.with_index(torch.device(device))
         groups.ensure_process_group(self.device)
@@ -104,7 +106,7 @@ class MegatronEngine(StoredEngine):
         self._tokens = 0.0  # of all ranks since the last optimizer step
         self._compiled = compile_layers and self.device.type == "cuda"
         with layout.active():
-            self._build(model_config, engine_config, train=optim is not None)
+            self._build(model_config, engine_config, optim is not None, replays)
             skeleton = empty_model(self.hf_config, kind, self.compute_dtype, self._trust_remote_code)
             named = [(part, core_names(part, layout)) for part in self.models]
             self._weights = CoreWeights(named, layout, self.arch, kind, skeleton, self.device)
@@ -133,7 +135,7 @@ class MegatronEngine(StoredEngine):
         core = self._optimizer.core if self._optimizer is not None else None
         fill(self._weights, model, self.hf_config, self._trust_remote_code, core)
 
-    def _build(self, model_config: Any, engine_config: MegatronConfig, train: bool) -> None:
+    def _build(self, model_config: Any, engine_config: MegatronConfig, train: bool, replays: bool) -> None:
         """Empty, with its buffers."""
         checkpointing = train and bool(getattr(model_config, "enable_gradient_checkpointing", False))
         config = core_config(
@@ -149,8 +151,7 @@ class MegatronEngine(StoredEngine):
             compiling.compile_layers(layer for layer in layers if not layer.is_moe_layer)
         self._routers: Routers | None = None
         if self.arch.experts is not None:
-            replays = engine_config.router_replay.mode != "disabled"
-            self._routers = Routers(self.models, self.arch, self.layout, self.device, replays)
+            self._routers = core_routers(self.models, self.arch, self.layout, self.device, replays)
         self.chunks: list[Any] = list(self.models)
         if train:
             ddp = ddp_config(engine_config)
@@ -172,6 +173,7 @@ class MegatronEngine(StoredEngine):
         device: torch.device,
         optim: OptimConfig | None = None,
         grad_clip: float | None = None,
+        replays: bool = False,
     ) -> MegatronEngine:
         """As a role's configuration block says."""
         config = block.megatron_config
@@ -187,6 +189,7 @@ class MegatronEngine(StoredEngine):
             compile_layers=block.use_torch_compile,
             snapshots=optim is not None and block.checkpoint.snapshot is not False,
             saved=block.checkpoint.save_contents if optim is not None else (),
+            replays=replays,
         )
         if config.use_dist_checkpointing:
             engine.load(config.dist_checkpointing_path, ("model",))
@@ -365,11 +368,7 @@ class MegatronEngine(StoredEngine):
         """[B, P+R, layers, k]: the experts of every token. A collective."""
         if self._routers is None:
             raise ValueError(f"outputs: {ROUTED} of a {self.arch.family} model, which has no experts.")
-        found = self._routers.unknown(data)
-        for part in done:
-            if part.indices is not None and part.routes is not None:
-                found[part.indices] = self._routers.gathered(part.routes, part.part, part.rows.packing.total)
-        return found
+        return self._routers.noted(data, ((part.indices, part.routes) for part in done if part.routes is not None))
 
     def _micro_batches(self, data: DataProto, micro: MicroBatching, notes: bool) -> list[MicroBatch]:
         """As many on every rank. Chunks of stages that take turns want a multiple of the stages, all of one length:

@@ -34,11 +34,12 @@ from verl.models.forward import check_labels, of_rows, scattered
 from verl.models.heads import logit_adjustment
 from verl.models.loading import ModelKind
 from verl.models.packing import PackedRows
+from verl.workers.engine.common.routers import Routes
 from verl.workers.engine.megatron.attention import PackedAttention, PackedTokens
 from verl.workers.engine.megatron.experts import Experts
 from verl.workers.engine.megatron.layout import CoreLayout
 from verl.workers.engine.megatron.rotary import Rotary
-from verl.workers.engine.megatron.router_replay import Router, Routes
+from verl.workers.engine.megatron.router_replay import Router
 from verl.workers.engine.megatron.vocab_head import vocab_parallel_statistics
 
 _ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}

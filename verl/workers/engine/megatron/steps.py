@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from verl.models.packing import PackedRows
 from verl.protocol import DataProto
+from verl.workers.engine.common.routers import Routes
 from verl.workers.engine.megatron.layout import CoreLayout
-from verl.workers.engine.megatron.router_replay import Routes
 
 
 @dataclass(frozen=True)
