@@ -432,3 +432,13 @@ def test_roles_are_spelled_as_users_know_them():
         "rm",
         "actor_rollout_ref",
     }
+
+
+def test_the_merger_takes_the_options_that_scripts_give_it():
+    from verl.model_merger.__main__ import parser
+
+    line = "merge --backend megatron --local_dir D --target_dir T --hf_upload_path R --private --test_hf_dir H"
+    flags = "--tie-word-embedding --is-value-model --trust-remote-code --use_cpu_initialization"
+    found = vars(parser().parse_args([*line.split(), *flags.split(), "--lora", "adapter"]))
+    assert all(found[name] is True for name in ("private", "tie_word_embedding", "is_value_model", "trust_remote_code"))
+    assert (found["command"], found["backend"], found["test_hf_dir"]) == ("merge", "megatron", "H")

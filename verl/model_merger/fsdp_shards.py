@@ -50,12 +50,12 @@ def shard_tensors(files: Mapping[int, Path]) -> dict[str, Stored]:
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, Any] = {}
     pieces: dict[str, dict[tuple[int, ...], Piece]] = {}
-    for path in files.values():
+    for rank, path in files.items():
         state = read_torch_file(path)
         if not isinstance(state, Mapping):
             raise ValueError(f"{path}: holds no weights by name.")
         for stored, value in state.items():
-            for shape, piece in _parts(f"{path}: {stored}", value):
+            for shape, piece in _parts(f"{path}: {stored}", value, rank):
                 name = _WRAPPERS.sub("", str(stored))
                 if shapes.setdefault(name, shape) != shape:
                     raise ValueError(f"{path}: {name} is {list(shape)}, and {list(shapes[name])} in another file.")
@@ -69,10 +69,10 @@ def shard_tensors(files: Mapping[int, Path]) -> dict[str, Stored]:
     }
 
 
-def _parts(where: str, value: Any) -> Iterator[tuple[tuple[int, ...], Piece]]:
+def _parts(where: str, value: Any, rank: int) -> Iterator[tuple[tuple[int, ...], Piece]]:
     """(shape of the whole, part of it) for each part that a file has; nothing for what is no tensor."""
     if isinstance(value, Opaque) and value.kind.endswith(".DTensor"):
-        yield _of_dtensor(where, value)
+        yield _of_dtensor(where, value, rank)
     elif isinstance(value, Opaque) and value.kind.endswith(".ShardedTensor"):
         shards, metadata, *_ = value.state
         for shard in shards:
@@ -88,13 +88,14 @@ def _piece(shape: Sequence[int], at: Sequence[int], tensor: Stored) -> tuple[tup
     return tuple(shape), Piece(tuple(at), tensor.shape, tensor, tuple(0 for _ in at))
 
 
-def _of_dtensor(where: str, value: Opaque) -> tuple[tuple[int, ...], Piece]:
+def _of_dtensor(where: str, value: Opaque, rank: int) -> tuple[tuple[int, ...], Piece]:
     spec, local = value.fields["_spec"].fields, value.fields["_local_tensor"]
     _, shape, *_ = value.args
     mesh = spec["mesh"].fields
-    coordinate, sizes = mesh["_coordinate_on_dim"], _mesh_shape(mesh)
-    if coordinate is None:
-        raise ValueError(f"{where}: the rank that wrote it has no place in its device mesh.")
+    sizes = _mesh_shape(mesh)
+    steps = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
+    by_rank = [rank // step % size for size, step in zip(sizes, steps, strict=True)]
+    coordinate = mesh.get("_coordinate_on_dim") or by_rank
     begin, end = [0] * len(shape), list(shape)
     for dim, size, at in _splits(where, spec["placements"], sizes, coordinate):
         each = math.ceil((end[dim] - begin[dim]) / size)
@@ -113,12 +114,18 @@ def _splits(
     for placement, size, at in zip(placements, sizes, coordinate, strict=True):
         kind = placement.kind.rpartition(".")[2]
         if kind == "_StridedShard":
-            strided.append((placement.fields["dim"], size, at))  # what other axes of the mesh divided already
+            strided.append((_dim(placement), size, at))  # what other axes of the mesh divided already
         elif kind == "Shard":
-            yield placement.fields["dim"], size, at
+            yield _dim(placement), size, at
         elif kind != "Replicate":
             raise ValueError(f"{where}: placed as {kind}. Replicate and Shard are known.")
     yield from reversed(strided)
+
+
+def _dim(placement: Opaque) -> int:
+    """Given by name or by position: versions of torch differ."""
+    state = placement.state if isinstance(placement.state, tuple) else ()
+    return placement.fields["dim"] if "dim" in placement.fields else (*placement.args, *state)[0]
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> list[int]:

@@ -38,6 +38,7 @@ def merge(options: MergeOptions) -> list[str]:
     result = result_of(checkpoint, options)
     size = _size(result)
     _check_room(target, size)
+    logger.info("%s: %d tensors, %s when merged", checkpoint.folder, len(result.tensors), show_bytes(size))
     begin = time.monotonic()
     with new_folder(target) as folder:
         result.write_configs(folder)

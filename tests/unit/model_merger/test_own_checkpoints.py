@@ -65,7 +65,8 @@ CASES = {
 def test_a_checkpoint_of_any_kind_becomes_what_its_engine_exports(case, tmp_path):
     model, kind, auto = CASES[case]
     local = saved(make_engine(model(), kind, train=kind != "sequence_classification"), tmp_path)
-    found = merged(local, tmp_path / "merged", "--max-shard-size", "100KB")
+    compared = ("--test_hf_dir", str(tmp_path / "exported"))
+    found = merged(local, tmp_path / "merged", "--max-shard-size", "100KB", *compared)
     assert len(list(found.glob("*.safetensors"))) > 1
     assert_same(found, tmp_path / "exported")
     _, loading = auto.from_pretrained(found, output_loading_info=True)
