@@ -22,7 +22,7 @@ def dcp_tensors(folder: Path) -> dict[str, Stored]:
     """By name; what is no tensor is left out."""
     fields = read_pickle(folder / METADATA).fields
     places: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {
-        (index.fields["fqn"], tuple(index.fields["offset"] or ())): info.fields
+        (index.fields["fqn"], tuple(index.fields.get("offset") or ())): info.fields
         for index, info in fields["storage_data"].items()
     }
     found: dict[str, Stored] = {}
