@@ -55,6 +55,10 @@ def test_processes_are_started_anew_under_the_same_groups_and_batches_outlive_th
     assert call(1)[1] == 6, "what it was constructed with"
     assert call(1)[0] > 7, "the other one goes on with what it had"
 
+    group.shutdown()  # who was killed may still answer for a moment
+    assert group.restart(alone=True) == [0, 1]
+    assert call(1) == [6, 6]
+
 
 def test_the_first_failure_of_a_expendable_group_ends_the_wait_too(group):
     summer = group.spawn(["summer"])["summer"]

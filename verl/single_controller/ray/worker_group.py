@@ -100,6 +100,7 @@ class RayWorkerGroup(WorkerGroup):
         self._workers: list[Any] = []
         self._nodes: list[Node] = []
         self._broken: list[WorkerDiedError] = []
+        self._killed: set[int] = set()
         self._questions = Questions(self._workers)
         self._hosts = ["?"] * resource_pool.world_size
         self._set_roles(specs_of(ray_cls_with_init), resource_pool.world_size)
@@ -137,6 +138,7 @@ class RayWorkerGroup(WorkerGroup):
         group = object.__new__(cls)
         group.name_prefix = name_prefix or names[0]
         group._detached, group._workers, group._broken, group._nodes = True, workers, [], []
+        group._killed = set()
         group._questions = Questions(workers)
         group._set_roles(specs_of(ray_cls_with_init) if ray_cls_with_init else specs, info.world_size)
         group._hosts = group._ask_hosts(workers)
@@ -161,8 +163,9 @@ class RayWorkerGroup(WorkerGroup):
 
     def shutdown(self) -> None:
         """Kill the actors."""
-        for worker in self._workers:
+        for rank, worker in enumerate(self._workers):
             ray.kill(worker, no_restart=True)
+            self._killed.add(rank)
 
     def restart(self, alone: bool = False) -> list[int]:
         """End what is left of the processes and start new ones in their places, roles constructed and no more.
@@ -173,14 +176,17 @@ class RayWorkerGroup(WorkerGroup):
         does not start; the group is then as broken as before.
         """
         lost, processes = self._broken[:], self.processes
-        ranks = dead_among(self._workers) if alone else list(range(self.world_size))
+        # One that was killed a moment ago may still answer.
+        ranks = sorted({*dead_among(self._workers), *self._killed}) if alone else list(range(self.world_size))
         gone = [self._workers[rank] for rank in ranks]
         for worker in gone:
             ray.kill(worker, no_restart=True)
-        wait_until_dead(gone, [processes[rank] for rank in ranks])
+        # Where they run is not known of those that have not started.
+        wait_until_dead(gone, [processes[rank] for rank in ranks] if processes else [])
         if lost_ranks(self._nodes) is not None:
             raise ResourceError(f"{self.role}: a node of its ranks is gone. {describe_cluster()}")
         self._broken.clear()
+        self._killed.clear()
         try:
             self._start_processes(ranks, _RESTART_S)
         except BaseException:
