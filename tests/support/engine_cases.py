@@ -8,14 +8,44 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from tests.support.tiny import STEADY_EPS, tiny_model
+from tests.support.tiny import STEADY_EPS, tiny_config, tiny_model
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, as_config
+from verl.models.heads import ValueModel
 from verl.protocol import DataProto
+from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.fsdp import FSDPEngine
 
 ACTOR = "actor_rollout_ref.actor"
 _MODEL_CODE = [f"transformers.models.{family}.modeling_{family}" for family in ("qwen2", "llama", "mistral")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+OUTPUTS_OF_KIND = {
+    "causal_lm": ["log_probs", "entropy"],
+    "value": ["values", "last_value"],
+    "sequence_classification": ["scores"],
+}
+
+
+def model_of_kind(kind: str, family: str = "qwen2", **changes: Any) -> Any:
+    """A tiny model, whose head gives numbers that differ."""
+    if kind == "causal_lm":
+        return tiny_model(family, **changes)
+    torch.manual_seed(1)
+    if kind == "value":
+        model = ValueModel(tiny_model(family, **changes).base_model)
+        torch.nn.init.normal_(model.score.weight)
+        return model
+    from transformers import AutoModelForSequenceClassification
+
+    config = tiny_config(family, **{"num_labels": 1, **changes})
+    return AutoModelForSequenceClassification.from_config(config).float().eval()
+
+
+def fields_by_cut(engine: Any, data: DataProto, cuts: dict[str, MicroBatching]) -> dict[str, dict[str, torch.Tensor]]:
+    """All that a model gives at a temperature of 0.7, in micro-batches cut in several ways; {} where it gives none."""
+    found = {cut: engine.infer(data, OUTPUTS_OF_KIND[engine.kind], 0.7, micro).batch for cut, micro in cuts.items()}
+    return {cut: dict(fields.items()) if fields is not None else {} for cut, fields in found.items()}
 
 
 def make_engine(model: Any, kind: str = "causal_lm", train: bool = True, **changes: Any) -> FSDPEngine:

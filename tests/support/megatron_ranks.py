@@ -9,11 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.support.engine_cases import make_batch, make_engine, token_loss
+from tests.support.engine_cases import OUTPUTS_OF_KIND as KINDS
+from tests.support.engine_cases import (
+    fields_by_cut,
+    make_batch,
+    make_engine,
+    model_of_kind,
+    token_loss,
+)
 from tests.support.megatron_cases import make_megatron
 from tests.support.router_cases import told_experts
-from tests.support.tiny import tiny_config, tiny_model
-from verl.models.heads import ValueModel
 from verl.models.loading import empty_model
 from verl.workers.engine.base import MicroBatching
 
@@ -46,11 +51,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2 EP2": {P: 2, E: 2},
     "CP2 EP2": {C: 2, E: 2},
 }
-KINDS = {
-    "causal_lm": ["log_probs", "entropy"],
-    "value": ["values", "last_value"],
-    "sequence_classification": ["scores"],
-}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
 TOLD = (4, EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"])
 # Kind, family and changes: heads tied or not, biases, norms of queries, fewer key heads than four tensor ranks.
@@ -64,23 +64,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "shared": ("causal_lm", "qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 48, "norm_topk_prob": True}),
     "mixtral": ("causal_lm", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "value": ("value", "llama", {}),
-    "scores": ("sequence_classification", "qwen2", {"num_labels": 1}),
+    "scores": ("sequence_classification", "qwen2", {}),
 }
 
 
 def model_of(name: str) -> Any:
     kind, family, changes = MODELS[name]
-    changes = {"num_hidden_layers": 4, **changes}
-    if kind == "causal_lm":
-        return tiny_model(family, **changes)
-    torch.manual_seed(1)
-    if kind == "value":
-        model = ValueModel(tiny_model(family, **changes).base_model)
-        torch.nn.init.normal_(model.score.weight)
-        return model
-    from transformers import AutoModelForSequenceClassification
-
-    return AutoModelForSequenceClassification.from_config(tiny_config(family, **changes)).float().eval()
+    return model_of_kind(kind, family, **{"num_hidden_layers": 4, **changes})
 
 
 def rows() -> Any:
@@ -108,9 +98,7 @@ def trained(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     engine = make_megatron(model_of(name), kind, train=train, lr=1e-3, **changes)
     data = rows()[mine(engine.dp_rank, engine.dp_size)]
     found: dict[str, Any] = {"place": (engine.dp_rank, engine.dp_size, engine.collects)}
-    for cut, micro in (("fixed", FIXED), ("dynamic", DYNAMIC)):
-        fields = engine.infer(data, outputs, 0.7, micro)
-        found[cut] = dict(fields.batch.items()) if fields.batch is not None else {}
+    found |= fields_by_cut(engine, data, {"fixed": FIXED, "dynamic": DYNAMIC})
     if not train:
         return found
     found["metrics"] = engine.forward_backward(data, token_loss, outputs, 0.7, FIXED)

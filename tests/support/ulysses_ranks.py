@@ -9,9 +9,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss, whole_weights
-from tests.support.tiny import tiny_config, tiny_model
-from verl.models.heads import ValueModel
+from tests.support.engine_cases import (
+    OUTPUTS_OF_KIND,
+    engine_gradients,
+    fields_by_cut,
+    make_batch,
+    make_engine,
+    model_of_kind,
+    token_loss,
+    whole_weights,
+)
+from tests.support.tiny import tiny_model
 from verl.models.ulysses import SequenceParallel
 from verl.utils.ulysses import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
 from verl.workers.engine.base import MicroBatching
@@ -26,7 +34,7 @@ MODELS = {
     "sliding window": ("causal_lm", "mistral", {"sliding_window": 5}),
     "adapters": ("causal_lm", "qwen2", {}),
     "value": ("value", "qwen2", {}),
-    "scores": ("sequence_classification", "qwen2", {"num_labels": 1}),
+    "scores": ("sequence_classification", "qwen2", {}),
 }
 # Query heads, key heads, size of a value: the last needs every key head four times.
 HEADS = [(4, 1, 8), (4, 2, 8), (4, 4, 8), (8, 2, 8), (12, 3, 6)]
@@ -61,13 +69,13 @@ def mine(rank, ranks, size):
 
 def trained(name, data, **changes):
     """What an engine finds before it learns, its gradients, and its weights after two steps."""
-    kind, _, _ = MODELS[name]
-    outputs = {"causal_lm": ["log_probs", "entropy"], "value": ["values", "last_value"]}.get(kind, ["scores"])
+    kind, family, shape = MODELS[name]
+    outputs = OUTPUTS_OF_KIND[kind]
     changes |= CHANGES | ({"lora_rank": 4} if name == "adapters" else {})
-    engine = make_engine(model_of(name), kind, train=kind != "sequence_classification", **changes)
+    model = model_of_kind(kind, family, **shape)
+    engine = make_engine(model, kind, train=kind != "sequence_classification", **changes)
     found = {"place": (engine.dp_rank, engine.dp_size, engine.collects)}
-    for cut, micro in (("fixed", FIXED), ("dynamic", DYNAMIC)):
-        found[cut] = dict(engine.infer(data, outputs, 0.7, micro).batch.items())
+    found |= fields_by_cut(engine, data, {"fixed": FIXED, "dynamic": DYNAMIC})
     if kind == "sequence_classification":
         return found
     found["metrics"] = engine.forward_backward(data, token_loss, outputs, 0.7, FIXED)
@@ -86,20 +94,6 @@ def refused(size, heads=4, **changes):
         make_engine(model, sequence_parallel_size=size, **changes)
     except ValueError as error:
         return str(error)
-
-
-def model_of(name):
-    kind, family, changes = MODELS[name]
-    if kind == "causal_lm":
-        return tiny_model(family, **changes)
-    torch.manual_seed(1)
-    if kind == "value":
-        model = ValueModel(tiny_model(family, **changes).base_model)
-        torch.nn.init.normal_(model.score.weight)
-        return model
-    from transformers import AutoModelForSequenceClassification
-
-    return AutoModelForSequenceClassification.from_config(tiny_config(family, **changes)).float().eval()
 
 
 # ---------------------------------------------------------------- parts

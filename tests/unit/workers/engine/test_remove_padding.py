@@ -8,27 +8,17 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests.support.engine_cases import assert_close, engine_gradients, make_batch, make_engine, token_loss
+from tests.support.engine_cases import (
+    OUTPUTS_OF_KIND,
+    assert_close,
+    engine_gradients,
+    make_batch,
+    make_engine,
+    model_of_kind,
+    token_loss,
+)
 from tests.support.tiny import tiny_config, tiny_model
-from verl.models.heads import ValueModel
 from verl.workers.engine.base import MicroBatching
-
-OUTPUTS = {
-    "causal_lm": ["log_probs", "entropy"],
-    "value": ["values", "last_value"],
-    "sequence_classification": ["scores"],
-}
-
-
-def model_of(kind):
-    torch.manual_seed(1)
-    if kind == "sequence_classification":
-        return AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
-    if kind == "causal_lm":
-        return tiny_model()
-    model = ValueModel(tiny_model().base_model)
-    torch.nn.init.normal_(model.score.weight)
-    return model
 
 
 def row_loss(outputs, batch, counts):
@@ -37,16 +27,16 @@ def row_loss(outputs, batch, counts):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", OUTPUTS)
+@pytest.mark.parametrize("kind", OUTPUTS_OF_KIND)
 def test_every_kind_of_model_computes_and_learns_the_same_packed_and_padded(kind, checkpointing):
-    data, model = make_batch(rows=7), model_of(kind)
+    data, model = make_batch(rows=7), model_of_kind(kind)
     loss = row_loss if kind == "sequence_classification" else token_loss
     found = {}
     for packed in (True, False):
         engine = make_engine(model, kind, use_remove_padding=packed, enable_gradient_checkpointing=checkpointing)
         assert (engine.model.hf.config._attn_implementation == "verl_packed") == packed
-        fields = dict(engine.infer(data, OUTPUTS[kind], micro=MicroBatching(size=3)).batch.items())
-        metrics = engine.forward_backward(data, loss, OUTPUTS[kind], micro=MicroBatching(size=3))
+        fields = dict(engine.infer(data, OUTPUTS_OF_KIND[kind], micro=MicroBatching(size=3)).batch.items())
+        metrics = engine.forward_backward(data, loss, OUTPUTS_OF_KIND[kind], micro=MicroBatching(size=3))
         found[packed] = {"loss": torch.tensor(metrics["loss"][0]), **fields, **engine_gradients(engine)}
     assert_close(found[True], found[False])
 

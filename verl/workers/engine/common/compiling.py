@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,11 +33,6 @@ def running_compiled(compiled: bool, name: str) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def eager(compiled: bool) -> Iterator[None]:
+def eager(compiled: bool) -> AbstractContextManager[Any]:
     """For a few tokens: compiling a pass of their kind would take longer than all of them together."""
-    if not compiled:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

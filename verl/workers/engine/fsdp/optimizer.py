@@ -17,13 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl.config.engine import OptimConfig
 from verl.workers.engine.common.half_moments import MOMENTS, WorkingMoments, portions
 from verl.workers.engine.common.offload import local_shard, sharded_like
-from verl.workers.engine.common.optim import build_optimizer
+from verl.workers.engine.common.optim import build_optimizer, build_schedule
 
 
 class ShardedAdamW:
     """AdamW over the sharded parameters `named`; its state comes out and goes in as sharded tensors."""
 
-    def __init__(self, named: Mapping[str, nn.Parameter], optim: OptimConfig, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], optim: OptimConfig, mesh: DeviceMesh, total_steps: int | None = None
+    ) -> None:
         self._named: dict[str, Any] = dict(named)
         # Stand-ins for AdamW; they hold memory only during a step, so that offloading the model really frees it.
         self._shards = {name: nn.Parameter(local_shard(value).new_empty(0)) for name, value in self._named.items()}
@@ -31,10 +33,20 @@ class ShardedAdamW:
         self._half = optim.state_dtype == "bf16"
         self._steps: int | None = 0  # None: as many as a loaded state says
         self.adamw = build_optimizer(self._shards.values(), optim)
+        self.schedule = build_schedule(self.adamw, optim, total_steps)
+
+    @property
+    def lr(self) -> float:
+        return self.schedule.get_last_lr()[0]
 
     def gradients(self) -> list[torch.Tensor]:
         """This rank's shards of all gradients there are."""
         return [local_shard(parameter.grad) for parameter in self._named.values() if parameter.grad is not None]
+
+    def gather_gradients(self) -> None:
+        """They are where the last pass has put them."""
+        if not self.gradients():
+            raise RuntimeError("optimizer_step: there are no gradients; call forward_backward first.")
 
     def norms(self) -> tuple[float, float]:
         """Of the gradients and of the weights, over all ranks' shards: the same on every rank; a collective.
@@ -61,12 +73,13 @@ class ShardedAdamW:
         torch._foreach_mul_(self.gradients(), factor)
 
     def step(self) -> None:
-        """One AdamW step of every parameter that has a gradient."""
+        """One AdamW step of every parameter that has a gradient, and one of the schedule."""
         learning = [name for name, parameter in self._named.items() if parameter.grad is not None]
         if self._half:
             self._step_with_half_moments(learning)
         else:
             self._step(learning)
+        self.schedule.step()
 
     def _step(self, names: Iterable[str]) -> None:
         for name in names:

@@ -13,19 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from verl.config.engine import FSDPConfig
 from verl.models.forward import ResponseModel
 from verl.models.lora import Adapters
 from verl.models.ulysses import SequenceParallel
 from verl.workers.engine.common.groups import NodeGroup
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def compute_dtype(engine_config: FSDPConfig, device: torch.device) -> torch.dtype:
-    """What matrices are multiplied in; unset: bfloat16 on CUDA, float32 on CPU."""
-    name = engine_config.mixed_precision or ("bf16" if device.type == "cuda" else "fp32")
-    return _DTYPES[name]
 
 
 def build_mesh(device: torch.device, fsdp_size: int | None) -> DeviceMesh:

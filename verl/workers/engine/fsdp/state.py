@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from verl.models.lora import ADAPTER_FOLDER
 from verl.utils.checkpoint.manifest import ChecksumRecorder
@@ -33,7 +32,6 @@ class EngineState:
     """What `model.json` says of the model."""
     weights: ModelWeights
     optimizer: ShardedAdamW | None
-    schedule: LambdaLR | None
     loss_scale: LossScale
     device: torch.device
     source: str
@@ -45,7 +43,7 @@ class EngineState:
         moments = self.optimizer.tensors() if "optimizer" in contents and self.optimizer is not None else {}
         extra: dict[str, Any] = {}
         if "extra" in contents:
-            step = self.schedule.last_epoch if self.schedule is not None else 0
+            step = self.optimizer.schedule.last_epoch if self.optimizer is not None else 0
             extra = extra_state(step, self.loss_scale, self.device)
         return Frozen(contents, weights, moments, extra, self._description().about)
 
@@ -90,8 +88,8 @@ class EngineState:
             checkpoint.load_tensors(self.optimizer.prepare(stored), folder / "optimizer")
         if "extra" in contents:
             step = restore_extra(folder, self.loss_scale, self.device)
-            if self.schedule is not None and self.optimizer is not None:
-                restore_schedule(self.schedule, self.optimizer.adamw, step)
+            if self.optimizer is not None:
+                restore_schedule(self.optimizer.schedule, self.optimizer.adamw, step)
 
     def _description(self) -> ModelDescription:
         """What a checkpoint must fit."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,27 +15,17 @@ from torch import nn
 from verl.config.engine import MegatronConfig, OptimConfig
 from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
 from verl.models.core.architecture import CoreArchitecture
-from verl.models.forward import FIELDS_OF_KIND, FIELDS_OF_ROWS
-from verl.models.loading import ModelKind, empty_model, read_config, switch_dropout_off
+from verl.models.loading import ModelKind, empty_model
 from verl.models.packing import PackedRows, packed_rows
 from verl.models.sharing import padded_rows, shared_rows
 from verl.models.ulysses import SequenceParallel
 from verl.protocol import DataProto
-from verl.utils.device_copy import copied_together
-from verl.utils.flops import SequenceCost
-from verl.utils.progress import expect, tick
-from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching
 from verl.workers.engine.common import compiling, groups
 from verl.workers.engine.common.frozen import checked
-from verl.workers.engine.common.micro_batches import MetricSums, local_counts, micro_batches
-from verl.workers.engine.common.offload import EngineMemory
-from verl.workers.engine.common.optim import LossScale
-from verl.workers.engine.common.routers import COLUMN as ROUTED
-from verl.workers.engine.common.routers import Routers
+from verl.workers.engine.common.micro_batches import micro_batches
+from verl.workers.engine.common.routers import Routers, Routes
 from verl.workers.engine.common.same_model import about
-from verl.workers.engine.common.saving import BackgroundSaves
-from verl.workers.engine.common.step_checks import reason_against, step_metrics
-from verl.workers.engine.common.stored_engine import StoredEngine
+from verl.workers.engine.common.trained_engine import Passes, TrainedEngine
 from verl.workers.engine.megatron.core_checkpoints import is_core_checkpoint, load_core_weights
 from verl.workers.engine.megatron.filling import fill
 from verl.workers.engine.megatron.layout import CoreLayout, Sizes
@@ -47,10 +36,8 @@ from verl.workers.engine.megatron.state import CoreState
 from verl.workers.engine.megatron.steps import MicroBatch, run_micro_batches
 from verl.workers.engine.megatron.weights import CoreWeights
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-
-class MegatronEngine(StoredEngine):
+class MegatronEngine(TrainedEngine):
     """See `verl.workers.engine.base.TrainEngine`.
 
     Ranks that share rows: those of a tensor group each have a part of every matrix, the stages of a pipeline their
@@ -80,30 +67,16 @@ class MegatronEngine(StoredEngine):
 
         `compile_layers` (on CUDA only), `snapshots`, `saved` and `replays` are as FSDPEngine has them.
         """
-        self.device = groups.with_index(torch.device(device))
-        groups.ensure_process_group(self.device)
+        self._begin(model, kind, model_config, engine_config.dtype, device, grad_clip)
         self.layout = layout = CoreLayout.of(Sizes.of(engine_config), self.device)
         self.dp_rank, self.dp_size = layout.dp.rank, layout.dp.size
-        self._last_stage = layout.pp.rank == layout.pp.size - 1
-        self.collects = self._last_stage and layout.tp.rank == 0 and layout.cp.rank == 0
-        self.kind: ModelKind = kind
-        self.compute_dtype = _DTYPES[engine_config.dtype or ("bf16" if self.device.type == "cuda" else "fp32")]
+        self._gives = layout.pp.rank == layout.pp.size - 1
+        self.collects = self._gives and layout.tp.rank == 0 and layout.cp.rank == 0
         self._sharing = (
             SequenceParallel(layout.cp.group, layout.cp.size, layout.cp.rank) if layout.cp.size > 1 else None
         )
-        self._grad_clip = grad_clip
-        self._source = "" if isinstance(model, nn.Module) else str(model)
-        self._trust_remote_code = model_config.trust_remote_code
-        if isinstance(model, nn.Module):
-            self.hf_config: Any = copy.deepcopy(model.config)
-            switch_dropout_off(self.hf_config)
-        else:
-            self.hf_config = read_config(self._source, self._trust_remote_code, model_config.override_config)
         self._pad_token_id = getattr(self.hf_config, "pad_token_id", None) or 0
-        self._cost = SequenceCost.of_shape(self.hf_config.to_dict())
         self.arch = CoreArchitecture.of(self.hf_config)
-        self._loss_scale = LossScale(self.compute_dtype)
-        self._tokens = 0.0  # of all ranks since the last optimizer step
         self._compiled = compile_layers and self.device.type == "cuda"
         with layout.active():
             self._build(model_config, engine_config, optim is not None, replays)
@@ -124,11 +97,7 @@ class MegatronEngine(StoredEngine):
             self._loss_scale,
             self.device,
         )
-        moments = lambda: self._optimizer.state_tensors() if self._optimizer is not None else ()  # noqa: E731
-        self._memory = EngineMemory(self.device, nn.ModuleList(self.models), moments, offload_gradients=False)
-        self._offloads = bool(engine_config.param_offload), bool(engine_config.optimizer_offload) and optim is not None
-        self._exports = {}
-        self._saves = BackgroundSaves(self.device, None, saved) if optim is not None and snapshots else None
+        self._store(nn.ModuleList(self.models), engine_config, None, snapshots, saved)
 
     def fill(self, model: str | os.PathLike | nn.Module) -> None:
         """With a Hugging Face model's weights, in files or in memory; a collective."""
@@ -164,156 +133,30 @@ class MegatronEngine(StoredEngine):
                 chunk.requires_grad_(False)
 
     @classmethod
-    def of_block(
-        cls,
-        model: str,
-        kind: ModelKind,
-        model_config: Any,
-        block: Any,
-        device: torch.device,
-        optim: OptimConfig | None = None,
-        grad_clip: float | None = None,
-        replays: bool = False,
-    ) -> MegatronEngine:
+    def of_block(cls, model: str, kind: ModelKind, model_config: Any, block: Any, *more: Any, **further: Any) -> Any:
         """As a role's configuration block says."""
-        config = block.megatron_config
-        engine = cls(
-            model,
-            kind,
-            model_config=model_config,
-            engine_config=config,
-            optim=optim,
-            grad_clip=grad_clip,
-            total_steps=optim.total_training_steps if optim is not None else None,
-            device=device,
-            compile_layers=block.use_torch_compile,
-            snapshots=optim is not None and block.checkpoint.snapshot is not False,
-            saved=block.checkpoint.save_contents if optim is not None else (),
-            replays=replays,
-        )
-        if config.use_dist_checkpointing:
-            engine.load(config.dist_checkpointing_path, ("model",))
+        engine = super().of_block(model, kind, model_config, block, *more, **further)
+        if block.megatron_config.use_dist_checkpointing:
+            engine.load(block.megatron_config.dist_checkpointing_path, ("model",))
         return engine
 
-    # ---------------------------------------------------------------- training
+    @classmethod
+    def _own_arguments(cls, block: Any) -> dict[str, Any]:
+        return {"engine_config": block.megatron_config}
 
-    def forward_backward(
-        self,
-        data: DataProto,
-        loss_fn: LossFn,
-        outputs: Sequence[str],
-        temperature: float = 1.0,
-        micro: MicroBatching = ALL_ROWS,
-        counts: Counts | None = None,
-    ) -> Metrics:
-        """Add the gradient of this rank's rows of one optimizer step; {} before the last stage."""
-        if self._optimizer is None:
-            raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot train.")
-        if self._saves is not None:
-            self._saves.make_room(self._state)
-        if counts is None:
-            mine = local_counts(data) if self.collects else Counts(0.0, 0.0)
-            tokens, sequences = groups.summed([mine.tokens, mine.sequences], self.device)
-            counts = Counts(tokens, sequences)
-        self._tokens += counts.tokens
-        sums = MetricSums()
+    # ---------------------------------------------------------------- passes
 
-        def use(fields: dict[str, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
-            if micro_batch.indices is None:
-                return sum((value.sum() for value in fields.values()), start=torch.zeros((), device=self.device)) * 0.0
-            loss, metrics = loss_fn(fields, self._on_device(micro_batch.part), counts)
-            for name, (total, count) in metrics.items():
-                sums.add(name, total, count)
-            return loss * self._loss_scale.value
+    def _active(self) -> AbstractContextManager[None]:
+        return self.layout.active()
 
-        for chunk in self.chunks:
-            chunk.train()
-        with self.layout.active():
-            self._optimizer.take_gradients()
-            self._run(data, micro, outputs, temperature, use, backward=True)
-            measured = self._routers.measured() if self._routers is not None else {}
-        for name, value in measured.items() if self._last_stage else ():
-            sums.add(name, value, 1.0)
-        return sums.result()
+    def _learn(self, passes: Passes) -> None:
+        assert self._optimizer is not None
+        self._optimizer.take_gradients()
+        self._run(passes, learns=True)
 
-    def optimizer_step(self) -> dict[str, float]:
-        """Clip, step, advance the schedule, zero the gradients; or, on all ranks, only the last (see `step_checks`)."""
-        if self._optimizer is None:
-            raise ValueError("optim: this engine was built without an optimizer (frozen); it cannot step.")
-        self._memory.before_change()
-        with self.layout.active():
-            self._optimizer.gather_gradients()
-            lr = self._optimizer.lr
-            tokens, self._tokens = self._tokens, 0.0
-            scaled_norm, weight_norm = self._optimizer.norms() if tokens else (0.0, 0.0)
-            grad_norm = scaled_norm / self._loss_scale.value
-            weight_rms = weight_norm / math.sqrt(self._optimizer.elements)
-            reason = reason_against(tokens, grad_norm, self._loss_scale.can_fall, lr, weight_rms)
-            if reason is None:
-                clip = min(1.0, self._grad_clip / (grad_norm + 1e-6)) if self._grad_clip is not None else 1.0
-                if clip < 1.0 or self._loss_scale.value != 1.0:
-                    self._optimizer.scale_gradients(clip / self._loss_scale.value)
-                self._optimizer.step()
-            if tokens:
-                self._loss_scale.update(math.isfinite(grad_norm))
-            self._optimizer.zero_grad()
-        return step_metrics(grad_norm, lr, reason)
-
-    def sound(self, thorough: bool) -> bool:
-        """Whether the weights are finite; `thorough`: and what they give for a few tokens, too. Alike on all ranks."""
-        if self._optimizer is not None:
-            with self.layout.active():
-                if not math.isfinite(self._optimizer.weight_norm()):
-                    return False
-        if not thorough:
-            return True
-        ids = torch.arange(1, 9)[None] % self.arch.vocab
-        tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 4:]}
-        with compiling.eager(self._compiled):
-            found = self._inferred(DataProto.from_dict(tokens), FIELDS_OF_KIND[self.kind][:1], 1.0, ALL_ROWS)
-        finite = all(bool(value.isfinite().all()) for value in found.values())
-        return groups.largest(int(not finite), self.device) == 0
-
-    def infer(
-        self, data: DataProto, outputs: Sequence[str], temperature: float = 1.0, micro: MicroBatching = ALL_ROWS
-    ) -> DataProto:
-        """The fields [B, R] (`FIELDS_OF_ROWS`: [B]), float32 on the CPU, in the order of the rows; none before the last
-        stage."""
-        keys = ["input_ids", "attention_mask"] + (["responses"] if self.kind != "sequence_classification" else [])
-        keys += [ROUTED] if ROUTED in data.batch.keys() else []
-        inputs = data.select(batch_keys=keys, non_tensor_batch_keys=[], meta_info_keys=[])
-        expect(len(data))
-        found = self._inferred(inputs, outputs, temperature, micro)
-        return DataProto.from_dict(found) if found else DataProto()
-
-    @torch.no_grad()
-    def _inferred(
-        self, data: DataProto, outputs: Sequence[str], temperature: float, micro: MicroBatching
-    ) -> dict[str, torch.Tensor]:
-        order: list[int] = []
-        fields = [name for name in outputs if name != ROUTED]
-        parts: dict[str, list[torch.Tensor]] = {name: [] for name in fields}
-
-        def use(fields: dict[str, torch.Tensor], micro_batch: MicroBatch) -> torch.Tensor:
-            if micro_batch.indices is not None:
-                order.extend(micro_batch.indices)
-                for name, value in fields.items():
-                    parts[name].append(value)
-            return torch.zeros((), device=self.device)
-
-        for chunk in self.chunks:
-            chunk.eval()
-        with self.layout.active():
-            done = self._run(data, micro, fields, temperature, use, backward=False, notes=ROUTED in outputs)
-            found = {ROUTED: self._noted(data, done)} if ROUTED in outputs else {}
-        if not self._last_stage:
-            return {}
-        for name, values in parts.items():
-            per_row = name in FIELDS_OF_ROWS
-            found[name] = torch.zeros(len(data) if per_row else (len(data), data.batch["responses"].shape[1]))
-            if order:
-                found[name][order] = torch.cat(values).cpu()  # the first time that the host waits for the device
-        return found
+    def _look(self, passes: Passes) -> list[tuple[list[int] | None, Routes]]:
+        done = self._run(passes, learns=False)
+        return [(part.indices, part.routes) for part in done if part.routes is not None]
 
     def base_weights(self) -> AbstractContextManager[None]:
         """There are no adapters here to compute without."""
@@ -332,45 +175,16 @@ class MegatronEngine(StoredEngine):
 
     # ---------------------------------------------------------------- parts
 
-    def _run(
-        self,
-        data: DataProto,
-        micro: MicroBatching,
-        outputs: Sequence[str],
-        temperature: float,
-        use: Any,
-        backward: bool,
-        notes: bool = False,
-    ) -> list[MicroBatch]:
-        """What it ran; `notes`: with the experts that tokens went through."""
-        unknown = set(outputs) - set(FIELDS_OF_KIND[self.kind])
-        if unknown or not outputs:
-            raise ValueError(
-                f"outputs: {sorted(outputs)} of a {self.kind} model; it gives {', '.join(FIELDS_OF_KIND[self.kind])}."
-            )
-        if temperature <= 0:
-            raise ValueError(f"temperature: {temperature} is not above 0; log-probabilities need one that is.")
-        parts = self._micro_batches(data, micro, notes)
+    def _run(self, passes: Passes, learns: bool) -> list[MicroBatch]:
+        """What it ran."""
+        for chunk in self.chunks:
+            chunk.train(learns)
+        parts = self._micro_batches(passes)
         with compiling.running_compiled(self._compiled, self.arch.family):
-            run_micro_batches(
-                self.chunks,
-                self.layout,
-                parts,
-                tuple(outputs),
-                temperature,
-                use,
-                backward=backward,
-                done=lambda micro_batch: tick(len(micro_batch.indices or ())),
-            )
+            run_micro_batches(self.chunks, self.layout, parts, passes, backward=learns)
         return parts
 
-    def _noted(self, data: DataProto, done: Sequence[MicroBatch]) -> torch.Tensor:
-        """[B, P+R, layers, k]: the experts of every token. A collective."""
-        if self._routers is None:
-            raise ValueError(f"outputs: {ROUTED} of a {self.arch.family} model, which has no experts.")
-        return self._routers.noted(data, ((part.indices, part.routes) for part in done if part.routes is not None))
-
-    def _micro_batches(self, data: DataProto, micro: MicroBatching, notes: bool) -> list[MicroBatch]:
+    def _micro_batches(self, passes: Passes) -> list[MicroBatch]:
         """As many on every rank. Chunks of stages that take turns want a multiple of the stages, all of one length:
         each knows what the next message holds."""
         in_turn, stages = self.layout.vpp > 1, self.layout.pp.size
@@ -379,15 +193,15 @@ class MegatronEngine(StoredEngine):
             most = groups.largest(count, self.device)
             return math.ceil(most / stages) * stages if in_turn else most
 
-        parts = list(micro_batches(data, micro.shared_by(self.layout.cp.size), self._cost, wanted))
-        width = data.batch["responses"].shape[1] if self.kind != "sequence_classification" else 0
+        parts = list(micro_batches(passes.data, passes.micro.shared_by(self.layout.cp.size), self._cost, wanted))
+        width = passes.data.batch["responses"].shape[1] if self.kind != "sequence_classification" else 0
         packed = [
             packed_rows(part.batch["input_ids"], part.batch["attention_mask"], width, self._pad_token_id)
             for part, _ in parts
         ]
         longest = max((rows.packing.total for rows in packed), default=0) if in_turn else 0
         return [
-            self._micro_batch(part, indices, self._placed(rows, longest), (len(part), width), notes)
+            self._micro_batch(part, indices, self._placed(rows, longest), (len(part), width), passes.notes)
             for (part, indices), rows in zip(parts, packed, strict=True)
         ]
 
@@ -404,8 +218,3 @@ class MegatronEngine(StoredEngine):
         sharing = self.layout.tp.size * self.layout.cp.size
         rows = padded_rows(rows, math.ceil(max(1, at_least, rows.packing.total) / sharing) * sharing)
         return (rows if self._sharing is None else shared_rows(rows, self._sharing)).to(self.device)
-
-    def _on_device(self, part: DataProto) -> DataProto:
-        tensors = {name: value for name, value in part.batch.items() if name != ROUTED}  # routers have been told
-        moved = zip(tensors, copied_together(list(tensors.values()), self.device), strict=True)
-        return DataProto.from_dict(dict(moved), part.non_tensor_batch, part.meta_info)

@@ -11,7 +11,9 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from verl.models.packing import PackedRows
 from verl.protocol import DataProto
+from verl.utils.progress import tick
 from verl.workers.engine.common.routers import Routes
+from verl.workers.engine.common.trained_engine import Passes
 from verl.workers.engine.megatron.layout import CoreLayout
 
 
@@ -29,36 +31,21 @@ class MicroBatch:
     """Of a mixture of experts."""
 
 
-Use = Callable[[dict[str, torch.Tensor], MicroBatch], torch.Tensor]
-"""What the last stage does with the fields of a micro-batch; the loss, scaled, for the backward pass."""
-
-
 def run_micro_batches(
-    chunks: Sequence[Any],
-    layout: CoreLayout,
-    micro_batches: Sequence[MicroBatch],
-    fields: Sequence[str],
-    temperature: float,
-    use: Use,
-    *,
-    backward: bool,
-    done: Callable[[MicroBatch], None],
+    chunks: Sequence[Any], layout: CoreLayout, micro_batches: Sequence[MicroBatch], passes: Passes, *, backward: bool
 ) -> None:
-    """Each of `micro_batches` forward through this rank's `chunks` and, with `backward`, back again.
-
-    `done` is called on every rank with each micro-batch that has passed its first chunk.
-    """
+    """Each of `micro_batches` forward through this rank's `chunks` and, with `backward`, back again."""
     if not micro_batches:
         return
     no_tokens = torch.zeros((), dtype=torch.int, device=micro_batches[0].rows.input_ids.device)
 
     def forward_step(source: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
         micro = next(source)
-        output = chunk(micro.rows, fields, micro.shape, temperature, micro.routes)
+        output = chunk(micro.rows, passes.fields, micro.shape, passes.temperature, micro.routes)
         if source is sources[0]:
-            done(micro)
+            tick(len(micro.indices or ()))
         # Core adds up tokens to divide gradients by, and leaves the loss of a triple as it is.
-        return output, lambda found: (use(found, micro), no_tokens, None)
+        return output, lambda found: (passes.use(found, micro.part, micro.indices), no_tokens, None)
 
     sources = [iter(micro_batches) for _ in chunks]
     get_forward_backward_func()(
