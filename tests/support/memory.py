@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,14 @@ class TensorBytes(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._known:
                     self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._live = {key: each for key, each in self._live.items() if not each[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        # A thread of gloo lets go of what it sent a moment after the sender may go on.
+        for _ in range(20):
+            if self._bytes() <= self.peak:
+                return made
+            time.sleep(0.001)
+        self.peak = self._bytes()
         return made
+
+    def _bytes(self) -> int:
+        self._live = {key: each for key, each in self._live.items() if not each[0].expired()}
+        return sum(size for _, size in self._live.values())

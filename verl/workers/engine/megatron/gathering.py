@@ -101,16 +101,27 @@ def spread(strips: Sequence[Strip], copy: Copy, shards: Mapping[str, torch.Tenso
     targets = {strip: strip.empty(strip.rows, device) for strip in strips}
     for dtype in dict.fromkeys(strip.dtype for strip in strips):
         alike = [strip for strip in strips if strip.dtype == dtype]
-        for owner, (rank, parts) in enumerate(zip(copy.ranks, _parts(alike, copy, _all_rows), strict=True)):
-            if not parts:
-                continue
-            flat = torch.empty(_elements(parts), dtype=dtype, device=device)
-            if owner == copy.me:
-                _fill(flat, parts, shards)
-            dist.broadcast(flat, src=rank, group=copy.group)
-            for (strip, held, rows), values in zip(parts, _split(flat, parts), strict=True):
-                held.put(targets[strip], strip.rows.start, rows, values)
+        for owner, parts in enumerate(_parts(alike, copy, _all_rows)):
+            if parts:
+                _give(targets, owner, parts, copy, shards)
     return {key: value for strip, target in targets.items() for key, value in strip.keyed(strip.rows, target).items()}
+
+
+def _give(
+    targets: Mapping[Strip, torch.Tensor],
+    owner: int,
+    parts: Sequence[Part],
+    copy: Copy,
+    shards: Mapping[str, torch.Tensor],
+) -> None:
+    """One rank's part into everybody's targets; what it travelled in is let go before the next rank's is made."""
+    like = targets[parts[0][0]]
+    flat = torch.empty(_elements(parts), dtype=like.dtype, device=like.device)
+    if owner == copy.me:
+        _fill(flat, parts, shards)
+    dist.broadcast(flat, src=copy.ranks[owner], group=copy.group)
+    for (strip, held, rows), values in zip(parts, _split(flat, parts), strict=True):
+        held.put(targets[strip], strip.rows.start, rows, values)
 
 
 def _own(strip: Strip, copy: Copy, shards: Mapping[str, torch.Tensor], device: torch.device) -> Found:
@@ -215,19 +226,30 @@ def on_first_rank(
     cpu = torch.device("cpu")
     target = strip.empty(strip.rows, cpu) if rank == 0 else None
     for sender, parts in zip(copy.ranks, _parts([strip], copy, _all_rows), strict=True):
-        if not parts or rank not in (0, sender):
-            continue
-        flat = torch.empty(_elements(parts), dtype=dtype)
-        if rank == sender:
-            _fill(flat, parts, shards)
-        if sender != 0 and rank == 0:
-            dist.recv(flat, src=sender, group=group)
-        elif sender != 0:
-            dist.send(flat, dst=0, group=group)
-        if target is not None:
-            for (_, held, rows), values in zip(parts, _split(flat, parts), strict=True):
-                held.put(target, 0, rows, values)
+        if parts and rank in (0, sender):
+            _bring(target, sender, parts, shards, dtype, group)
     return target
+
+
+def _bring(
+    target: torch.Tensor | None,
+    sender: int,
+    parts: Sequence[Part],
+    shards: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """One rank's part into rank 0's `target`; what it travelled in is let go before the next rank's is made."""
+    flat = torch.empty(_elements(parts), dtype=dtype)
+    if dist.get_rank() == sender:
+        _fill(flat, parts, shards)
+    if target is None:
+        dist.send(flat, dst=0, group=group)
+        return
+    if sender != 0:
+        dist.recv(flat, src=sender, group=group)
+    for (_, held, rows), values in zip(parts, _split(flat, parts), strict=True):
+        held.put(target, 0, rows, values)
 
 
 def _parts(strips: Iterable[Strip], copy: Copy, of: Callable[[Strip], range]) -> list[list[Part]]:
