@@ -37,7 +37,11 @@ MODES: dict[str, list[str]] = {
     "one_step_off": ["trainer.mode=one_step_off"],
     "async": ["trainer.mode=async"],
     # The log-probs that answers were drawn with are the old ones: no pass of the trainer's for them.
-    "async, bypass": ["trainer.mode=async", "algorithm.rollout_correction.bypass_mode=True"],
+    "async, bypass": [
+        "trainer.mode=async",
+        "algorithm.rollout_correction.bypass_mode=True",
+        f"{ACTOR}.old_log_prob_from_update=False",
+    ],
 }
 # What shows of a step, by metric; shares as they are, seconds as means.
 _SHOWN = {
@@ -53,7 +57,7 @@ _SHOWN = {
 _LARGE = [
     f"{ACTOR}.optim.state_dtype=bf16",
     f"{ACTOR}.fsdp_config.optimizer_offload=True",
-    f"{ROLLOUT}.gpu_memory_utilization=0.3",
+    f"{ROLLOUT}.gpu_memory_utilization=0.2",
     f"{ROLLOUT}.max_num_seqs=128",
 ]
 _ACCURACY = "val/two_step/accuracy"
