@@ -36,6 +36,7 @@ MODES: dict[str, list[str]] = {
     "sync": ["trainer.mode=sync"],
     "one_step_off": ["trainer.mode=one_step_off"],
     "async": ["trainer.mode=async"],
+    "async, kept KV": ["trainer.mode=async", "trainer.partial_kv=keep"],
     # The log-probs that answers were drawn with are the old ones: no pass of the trainer's for them.
     "async, bypass": [
         "trainer.mode=async",
@@ -97,7 +98,7 @@ def measured(records: Sequence[Mapping[str, Any]], samples: int, warm: int, ahea
 
 def run_mode(options: argparse.Namespace, work: Work, folder: Path, mode: str) -> dict[str, Any]:
     """One run, in a process of its own with a time limit; its row."""
-    name = mode.replace(", ", "-")
+    name = _name(mode)
     profile = folder / f"{name}-profile.json"
     overrides = [*base(work, options.budget, options.checkpointing, options.compile), *MODES[mode], *options.more]
     overrides += _LARGE if work.shape == "qwen2.5-7b" else []
@@ -129,7 +130,7 @@ def records_of(metrics: Path, key: str) -> list[dict[str, Any]]:
 def learn(options: argparse.Namespace, folder: Path, mode: str, seed: int) -> dict[str, Any]:
     """SmolLM2's example in one mode: when it reached which accuracy, on a clock that starts before the first step."""
     model, data = (Path(path).resolve() for path in options.learn)
-    name = f"{mode.replace(', ', '-')}-{seed}"
+    name = f"{_name(mode)}-{seed}"
     given = [
         *MODES[mode],
         f"data.seed={seed}",
@@ -195,6 +196,10 @@ def _show_profile(mode: str, found: Mapping[str, Any], path: str | None) -> None
         row = {"what": f"stream {stream['stream']}", "s": stream["s"], "share": stream["s"] / wall}
         rows.append({**row, "events": stream["events"], "costliest": costliest})
     report(f"{mode}: the device during one update", rows, path)
+
+
+def _name(mode: str) -> str:
+    return mode.replace(",", "").replace(" ", "-")
 
 
 def _environment() -> dict[str, str]:
