@@ -272,9 +272,18 @@ def asked_params(rollout: RolloutConfig, tokenizer: Any, meta: Mapping[str, Any]
 
 
 def trained_rows(
-    trajectories: Sequence[Trajectory], prompt_width: int, params: SamplingParams, meta: Mapping[str, Any], pad: int
+    trajectories: Sequence[Trajectory],
+    prompt_width: int,
+    params: SamplingParams,
+    meta: Mapping[str, Any],
+    pad: int,
+    no_experts: np.ndarray | None = None,
 ) -> DataProto:
-    """What training reads of trajectories that were asked for with this `meta_info`."""
+    """What training reads of trajectories that were asked for with this `meta_info`.
+
+    `no_experts` [0, layers, k], where engines say experts: the column is there also if no trajectory has any, so that
+    the rows of several workers can be joined.
+    """
     longest = max(len(row.prompt_ids) for trajectory in trajectories for row in trajectory.rows)
     batch = rows_from_trajectories(
         trajectories,
@@ -282,6 +291,8 @@ def trained_rows(
         prompt_length=max(longest, prompt_width),
         response_length=params.max_new_tokens if meta.get("pad_to_max") else None,
         with_drawn=params.reshaped and not meta.get("validate"),
+        with_experts=not meta.get("validate"),
+        no_experts=no_experts,
     )
     batch.pop(non_tensor_batch_keys=["uid", "sample_index"])
     return batch

@@ -203,7 +203,8 @@ class _Said:
         self.versions += output.versions[:count]
         self.drawn += output.sampled_log_probs[:count] or [NAN] * count
         self.knows_drawn &= bool(output.sampled_log_probs)
-        self.routed_experts = output.routed_experts
+        if (experts := output.routed_experts) is not None:  # of all before the answer's last token
+            self.routed_experts = experts[: len(experts) + 1 + count - len(output.token_ids)]
         self.finish_reason = output.finish_reason if count == len(output.token_ids) else "length"
 
     def miss(self, count: int) -> None:

@@ -19,6 +19,7 @@ from verl.agent.tool_files import ToolFiles
 from verl.agent.toolbox import Toolbox
 from verl.config import PPOConfig, as_config
 from verl.models.loading import read_config
+from verl.models.routing import unknown_routes
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -46,6 +47,8 @@ class AgentLoopWorker(Worker):
         self.processor = hf_processor(folder, trust_remote_code=model.trust_remote_code)
         config_of_model = read_config(folder, model.trust_remote_code, model.override_config)
         self.vocabulary: int = config_of_model.get_text_config().vocab_size
+        says_experts = self.rollout_config.return_routed_experts
+        self._no_experts = unknown_routes(config_of_model).numpy() if says_experts else None
         self._loops = dict(loops)
         self._ready: set[type[AgentLoopBase]] = set()
         self._running: asyncio.Task[Any] | None = None
@@ -88,7 +91,7 @@ class AgentLoopWorker(Worker):
             self._finished = deque()  # what nobody has asked for is of this generation alone
         trajectories = [row.made for row in rows if row.made is not None]
         width, pad = prompts.batch["input_ids"].shape[1], self.tokenizer.pad_token_id
-        return trained_rows(trajectories, width, answering.params, meta, pad)
+        return trained_rows(trajectories, width, answering.params, meta, pad, self._no_experts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def cancel(self) -> bool:

@@ -27,6 +27,14 @@ def unrouted(dtype: torch.dtype) -> int:
     return torch.iinfo(dtype).max
 
 
+def unknown_routes(config: Any) -> torch.Tensor:
+    """[0, layers, k]: of no token, for a model with this Hugging Face config."""
+    text = config.get_text_config()
+    if not getattr(text, "num_experts_per_tok", None):
+        raise ValueError(f"return_routed_experts: a model of type {config.model_type} has no experts. Leave it out.")
+    return torch.empty((0, text.num_hidden_layers, text.num_experts_per_tok), dtype=route_dtype(text.num_experts))
+
+
 def routers(hf: nn.Module) -> dict[int, Any]:
     """The routers of a model by layer, counted from 0; they give (logits, weights [T, k], experts [T, k])."""
     found = {}

@@ -75,6 +75,17 @@ def test_a_cut_answer_ended_by_length_and_an_uncut_one_as_the_server_said():
     assert made(told, call).rows[0].finish_reason == "length"
 
 
+def test_experts_are_those_of_tokens_that_were_kept():
+    """What came after the cut was another token: the router chooses for the one that stands there now."""
+    cut = answer([1, 2], [10, 11, 12], -1.0)
+    cut.output.routed_experts = np.arange(1, 5, dtype=np.uint8).reshape(4, 1, 1)
+    trajectory = made(AgentLoopOutput([1, 2], [10, 90, 91], [1, 0, 0]), cut)
+    rows = rows_from_trajectories([trajectory], pad_token_id=0)
+    assert rows.batch["routed_experts"].flatten().tolist() == [1, 2, 3, 255, 255]
+    whole = made(AgentLoopOutput([1, 2], [10, 11, 12, 90], [1, 1, 1, 0]), cut)
+    assert rows_from_trajectories([whole], 0).batch["routed_experts"].flatten().tolist() == [1, 2, 3, 4, 255, 255]
+
+
 def test_own_lists_fill_what_the_server_does_not_know():
     output = AgentLoopOutput([1], [10, 50], [1, 1], response_logprobs=[-9.0, -9.5], response_versions=[1, 2])
     trajectory = made(output, answer([1], [10], -1.0))

@@ -159,6 +159,7 @@ class BaseRollout(ABC):
             "response_length": params.max_new_tokens if pad_to_max else None,
             # Nobody learns from validation's answers, and their parameters are others.
             "with_drawn": params.reshaped and not meta.get("validate"),
+            "with_experts": not meta.get("validate"),
         }
         trajectories = trajectories_from_prompts(prompts)
         requests = requests_of(trajectories, prompts, params, seed)

@@ -23,6 +23,8 @@ def rows_from_trajectories(
     response_length: int | None = None,
     max_model_len: int | None = None,
     with_drawn: bool = False,
+    with_experts: bool = True,
+    no_experts: np.ndarray | None = None,
 ) -> DataProto:
     """The generated batch, on the CPU: every trajectory's rows together, in order.
 
@@ -30,7 +32,9 @@ def rows_from_trajectories(
     or to `response_length`. `response_mask` is 1 exactly on tokens that the model sampled (end tokens included) in
     trajectories that are finished, `attention_mask` also on the environment's. Log-probs that a sampled token lacks are
     NaN, versions -1; on other tokens they are 0 and -1. `with_drawn` adds `rollout_drawn_log_probs`, under the
-    distribution really drawn from. Trajectories with an `extra` are agents': see `_of_agents`.
+    distribution really drawn from. `with_experts` adds `routed_experts` where any turn says them, or where `no_experts`
+    [0, layers, k] tells what the column is like that nobody knows anything for. Trajectories with an `extra` are
+    agents': see `_of_agents`.
     """
     owners = [trajectory for trajectory in trajectories for _ in trajectory.rows]
     rows = [row for trajectory in trajectories for row in trajectory.rows]
@@ -53,8 +57,9 @@ def rows_from_trajectories(
         "response_mask": (sampled & _finished(owners)).astype(np.int64),
         **_sampled_columns(turns, sampled, with_drawn),
     }
-    if any(turn.routed_experts is not None for turn in turns):
-        columns["routed_experts"] = _routed_experts(rows, prompts.shape[1], attention_mask.shape[1])
+    known = next((turn.routed_experts for turn in turns if turn.routed_experts is not None), no_experts)
+    if with_experts and known is not None:
+        columns["routed_experts"] = _routed_experts(rows, known, prompts.shape[1], attention_mask.shape[1])
     by_agents = any(trajectory.extra for trajectory in trajectories)
     if by_agents or any(turn.reward is not None for turn in turns):
         columns["turn_rewards"] = _turn_rewards(trajectories, sampled)
@@ -91,14 +96,13 @@ def _sampled_columns(turns: Sequence[Turn], sampled: np.ndarray, with_drawn: boo
     return columns
 
 
-def _routed_experts(rows: Sequence[Row], prompt_width: int, width: int) -> np.ndarray:
+def _routed_experts(rows: Sequence[Row], like: np.ndarray, prompt_width: int, width: int) -> np.ndarray:
     """[rows, width, layers, k]: as the last model turn that knows them says; the type's largest elsewhere."""
     told = [
         next((turn.routed_experts for turn in reversed(row.turns) if turn.routed_experts is not None), None)
         for row in rows
     ]
-    known = next(experts for experts in told if experts is not None)
-    table = np.full((len(rows), width, *known.shape[1:]), np.iinfo(known.dtype).max, dtype=known.dtype)
+    table = np.full((len(rows), width, *like.shape[1:]), np.iinfo(like.dtype).max, dtype=like.dtype)
     for place, row, experts in zip(table, rows, told, strict=True):
         if experts is not None:
             first, count = prompt_width - len(row.prompt_ids), len(row.prompt_ids) + row.response_length

@@ -220,3 +220,8 @@ def test_experts_stand_beside_the_tokens_they_are_of_and_are_said_to_be_unknown_
         [1, 2, 3, 255, 255, 255],
     ]
     assert "routed_experts" not in rows_from_trajectories(trajectories[2:3], PAD).batch.keys()
+    unknown = rows_from_trajectories(trajectories[2:3], PAD, no_experts=told[:0]).batch["routed_experts"]
+    assert unknown.dtype == torch.uint8
+    assert unknown.shape == (1, unknown.shape[1], *told.shape[1:])
+    assert (unknown == 255).all(), "rows of agents that failed can be joined with others"
+    assert "routed_experts" not in rows_from_trajectories(trajectories, PAD, with_experts=False).batch.keys()
