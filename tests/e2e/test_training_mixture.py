@@ -1,0 +1,77 @@
+"""Whole runs of a mixture: updates go through the experts of the generation (R3) or of the old log-probs (R2)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.mixture_runs import REPLAY, Turned, mixture_run, mixture_task
+from tests.support.router_cases import UNKNOWN
+from tests.support.training_harness import run_training
+from verl.single_controller.ray import RayWorkerGroup, stored
+
+LR = "actor_rollout_ref.actor.optim.lr"
+# Generation in half precision takes other experts than training does.
+HALF = "actor_rollout_ref.rollout.dtype=bfloat16"
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> dict[str, str]:
+    return mixture_task(tmp_path_factory.mktemp("task"))
+
+
+def test_r3_updates_go_through_the_experts_of_the_generation_whatever_became_of_the_routers(task, tmp_path):
+    trainer = run_training(mixture_run(task, tmp_path, f"{REPLAY}=R3"), None, Turned)
+    (row,) = trainer.history
+    told, found = trainer.chosen()
+    assert torch.equal(found, told)
+    assert 0.2 < row["actor/moe/replaced"] < 0.9
+    assert row["actor/moe/busiest"] > 1.0
+    assert 0.0 <= row["actor/moe/idle"] < 1.0
+    assert row["rollout_corr/log_prob_diff"] > 0.0, "routers weigh the same experts otherwise"
+    batch = trainer._last_batch.batch
+    sampled, width = batch["response_mask"].bool(), batch["responses"].shape[1]
+    prompts, answers = batch["routed_experts"].split([batch["prompts"].shape[1], width], dim=1)
+    mask = batch["attention_mask"][:, :-width].bool()
+    assert (prompts[mask][:, 0] != UNKNOWN).all(), "of prompts too, cached or not"
+    last = sampled.long().sum(1) - 1
+    assert (answers[:, :, 0, 0] == UNKNOWN)[torch.arange(len(last)), last].all(), "nothing came after the last token"
+
+
+def test_r2_updates_go_through_the_experts_of_the_old_log_probs(task, tmp_path):
+    alone, told = (
+        run_training(mixture_run(task, tmp_path / mode, f"{REPLAY}={mode}", f"{LR}=3e-2"))
+        for mode in ("disabled", "R2")
+    )
+    assert "routed_experts" not in alone._last_batch.batch.keys()
+    assert alone.history[0]["actor/moe/replaced"] == 0.0
+    assert told.history[0]["actor/moe/replaced"] > 0.01, "routers learn, and are told what they chose before"
+    assert told.history[0]["reward/mean"] == alone.history[0]["reward/mean"]
+
+
+@pytest.mark.slow
+def test_with_r3_training_is_nearer_to_a_generation_in_half_precision(task, tmp_path):
+    alone, told = (
+        run_training(mixture_run(task, tmp_path / mode, f"{REPLAY}={mode}", HALF)).history[0]
+        for mode in ("disabled", "R3")
+    )
+    assert told["reward/mean"] == alone["reward/mean"], "the same answers"
+    assert told["actor/moe/replaced"] > 0.0
+    assert told["rollout_corr/log_prob_diff"] < 0.8 * alone["rollout_corr/log_prob_diff"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_the_controller_never_fetches_the_experts(task, tmp_path, ray_cluster, monkeypatch, mode):
+    fetched, read = set(), stored.read_columns
+
+    def noted(columns):
+        fetched.update(columns)
+        return read(columns)
+
+    monkeypatch.setattr(stored, "read_columns", noted)
+    trainer = run_training(mixture_run(task, tmp_path, f"{REPLAY}={mode}"), RayWorkerGroup)
+    assert "routed_experts" in trainer._last_batch.batch.keys()
+    assert "response_mask" in fetched, "what it reads is noted"
+    assert "routed_experts" not in fetched
+    assert trainer.history[0]["actor/moe/busiest"] > 1.0
