@@ -28,6 +28,8 @@ class Asked:
     """Its trajectories that have ended, by name."""
     partials: dict[str, Output] = field(default_factory=dict)
     """What there was of other answers when they were last noted."""
+    lane: Any = None
+    """The loop worker that answers it."""
     ahead: Any = None
     """Where its answers are scored while others are under way, if they are."""
 

@@ -11,8 +11,8 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from verl.agent.answering import asked_params, trained_rows
@@ -22,6 +22,7 @@ from verl.config.asynchronous import ahead_of
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base.errors import CallCancelled, WorkerError
 from verl.single_controller.base.handle import RankHandle
+from verl.single_controller.base.open_calls import OpenCall
 from verl.trainer.asynchronous.asked import Asked, ages, from_plain, to_plain
 from verl.trainer.asynchronous.buffer import Buffer, Group
 from verl.trainer.asynchronous.idle import IdleTime
@@ -85,6 +86,7 @@ class AnswerStream:
         self._heard: queue.SimpleQueue[tuple[_Lane, Finished | Exception]] = queue.SimpleQueue()
         self._under_way, self._counting = 0, threading.Lock()
         self._renews = False
+        self._calls: list[OpenCall] = []
         self._cancelled = threading.Event()
 
     # ---------------------------------------------------------------- for the trainer, step by step
@@ -98,6 +100,10 @@ class AnswerStream:
         self._taken = []
         old = self._buffer.dropped(self._version)
         if old:
+            for asked in (group.rows for group in old if group.oldest is None and group.rows.lane):
+                missing = self._generator.answers_per_prompt - len(asked.made)
+                asked.lane.rows -= missing
+                self._count(-missing)
             self._put_back(old)
             names = [name for group in old for name in group.rows.trajectories(group.answers)]
             for lane in self._lanes:
@@ -106,7 +112,7 @@ class AnswerStream:
 
     def take(self, count: int) -> DataProto:
         """Prompts of groups that are answered, at most `count`: what the step's batch lacks. Waits for them."""
-        with self._wait_phase():
+        with self._wait_phase(), self._watched():
             groups = self._again(self._next_groups)
         self._taken += groups
         return self._prompts(groups)
@@ -144,7 +150,7 @@ class AnswerStream:
     def drain(self) -> None:
         """Return when nothing is under way: every answer is of the weights that it was begun with."""
         if self._lanes and self._buffer.in_flight():
-            with self._wait_phase():
+            with self._wait_phase(), self._watched():
                 self._again(self._finish_all)
 
     def metrics(self) -> dict[str, float]:
@@ -205,6 +211,17 @@ class AnswerStream:
 
     # ---------------------------------------------------------------- waiting
 
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """The watch for hangs looks at those who answer, and may give them up."""
+        groups = [group for group in self._groups.answering if hasattr(group, "processes")]
+        self._calls = [OpenCall(group, "collect_trajectories") for group in groups]
+        try:
+            yield
+        finally:
+            for call in self._calls:
+                call.close()
+
     def _next_groups(self) -> list[Group]:
         """May be called again after an error: the stream is opened anew."""
         while True:
@@ -243,6 +260,7 @@ class AnswerStream:
         for group in groups:
             lane = min(self._lanes, key=lambda each: each.rows)
             lane.rows += group.answers - len(group.rows.made)
+            group.rows.lane = lane
             asked.setdefault((lane, group.rows.step), []).append(group)
         for (lane, step), some in asked.items():
             rows = self._rows(some)
@@ -258,7 +276,7 @@ class AnswerStream:
             ]
             self._count(len(missing))
             partials = {name: output for group in some for name, output in group.rows.partials.items()}
-            lane.handle.ask("add_rows", self._generator.request(rows.select_idxs(missing), step, False), partials)
+            self._ask(lane, "add_rows", self._generator.request(rows.select_idxs(missing), step, False), partials)
 
     def _prompts(self, groups: Sequence[Group]) -> DataProto:
         """Their prompts, each under the name of its group."""
@@ -299,9 +317,16 @@ class AnswerStream:
         if self._renews:
             self._groups.require_engines()
             replicas = self._groups.open_generation()
-            for lane in self._lanes:
-                lane.handle.ask("renew_replicas", replicas)
+            for lane in list(self._lanes):
+                self._ask(lane, "renew_replicas", replicas)
             self._renews = False
+
+    def _ask(self, lane: _Lane, method: str, *args: Any) -> None:
+        try:
+            lane.handle.ask(method, *args)
+        except WorkerError:
+            self.close()  # with another worker in its place it is opened anew
+            raise
 
     def _keep_collecting(self, lane: _Lane, heard: queue.SimpleQueue[tuple[_Lane, Finished | Exception]]) -> None:
         told, moved = None, 0
@@ -332,6 +357,9 @@ class AnswerStream:
         """Take note of what has come, after so many seconds at most; raise what went wrong."""
         if self._cancelled.is_set():
             raise CallCancelled("waiting for answers was given up")
+        for call in self._calls:
+            if call.given_up is not None:
+                raise call.given_up
         try:
             lane, told = self._heard.get(timeout=within)
         except queue.Empty:

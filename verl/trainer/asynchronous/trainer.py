@@ -9,6 +9,7 @@ from typing import Any
 from verl.config.asynchronous import ahead_of
 from verl.config.plan import shares_devices
 from verl.protocol import DataProto
+from verl.single_controller.base.errors import WorkerError
 from verl.trainer.asynchronous.idle import verdict
 from verl.trainer.asynchronous.stream import AnswerStream
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -43,7 +44,10 @@ class AsyncPPOTrainer(RayPPOTrainer):
         except BaseException:
             self.stream.abandon()
             raise
-        self.stream.close()
+        try:
+            self.stream.close()
+        except WorkerError as error:  # nobody needs the engines any more
+            logger.warning("the stream of answers did not end well: %s", error)
         mode, ahead, own = self.config.trainer.mode, ahead_of(self.config.trainer), not shares_devices(self.config)
         said = verdict(self.stream.idle.shares(), mode, ahead.max_staleness, ahead.partial, own)
         logger.info("Who waited for whom: %s.", said)
@@ -58,6 +62,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
 
     def _hand_over_weights(self) -> None:
         if not ahead_of(self.config.trainer).partial:
+            self._again(self.weight_sync.go_on)
             self.stream.drain()
         super()._hand_over_weights()
 

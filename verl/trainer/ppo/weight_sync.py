@@ -52,10 +52,14 @@ class WeightSync:
             self._groups.actor.update_rollout_weights(version, self._kv)  # whose workers know what they have
         else:
             self._hand_over_between_groups(version)
+        self.go_on()
+        self._probe()
+
+    def go_on(self) -> None:
+        """After `let_go`: an open generation that stands still goes on, with the weights that it has."""
         if self._holds:
             self._groups.rollout.go_on_generating()
             self._holds = False
-        self._probe()
 
     def _hand_over_between_groups(self, version: int) -> None:
         replicas = self._groups.replicas

@@ -15,12 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.support.trained_prompts import Notes
 from tests.support.training_harness import make_task, overrides, run_training
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.engine import Engine
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.trainer import AsyncPPOTrainer
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.groups import WorkerGroups
 
 ROLLOUT = "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "trainer.total_training_steps=3")
@@ -49,27 +50,13 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(task: dict[str,
     assert {step["async/staleness/max"] for step in streams.history} == {0.0}
 
 
-def test_one_step_off_trains_each_batch_with_the_weights_before(task: dict[str, str], tmp_path: Path):
+@pytest.mark.parametrize("takes_turns", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_one_step_off_trains_batches_of_the_weights_before(task, tmp_path: Path, monkeypatch, takes_turns: bool):
+    """Also where the engine stands still while training works on its devices."""
+    monkeypatch.setattr(WorkerGroups, "takes_turns", takes_turns)
     trained = run_training(overrides(task, tmp_path, *GRPO, "trainer.mode=one_step_off"))
     assert [step["async/staleness/mean"] for step in trained.history] == [0.0, 1.0, 1.0]
     assert all(step["async/partial_share"] == 0 for step in trained.history)
-
-
-class Notes(RayPPOTrainer):
-    """Keeps what each step was trained on: {prompt: {versions of its tokens}}. Stops after a step, if told to."""
-
-    trained: list[dict[str, set[int]]]
-    last: int | None = None
-
-    def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
-        super()._after_step(batch, metrics)
-        versions, uids = batch.batch["rollout_versions"], batch.non_tensor_batch["uid"]
-        of_rows = [set(row[row >= 0].tolist()) for row in versions]
-        self.trained = [*getattr(self, "trained", []), dict[str, set[int]]()]
-        for uid, found in zip(uids, of_rows, strict=True):
-            self.trained[-1].setdefault(uid, set()).update(found)
-        if self.global_steps == self.last:
-            self.stop_requested.set()
 
 
 class Noting(Notes, AsyncPPOTrainer):
