@@ -2,10 +2,11 @@
 
 A version is a trained batch: the trainer takes one at every version. A group whose first request left at version `v`
 may be trained at `v + max_staleness` at the latest. That is promised by admission: groups that are out, finished or in
-the batch being trained are never more than `max_staleness + 1` batches, which also bounds memory. What finishes early
-goes first. `wait` holds a batch back as soon as what is still out could not all be trained in time any more; `drop`
-sends prompts of what became too old back to the stream, each once: the next time it is waited for, or long answers
-would never be trained.
+the batch being trained are never more than `max_staleness + 1` batches, which also bounds memory; and none goes out
+while two batches are answered: where training is the slower one, answers do not grow old in the queue. What finishes
+early goes first. `wait` holds a batch back as soon as what is still out could not all be trained in time any more;
+`drop` sends prompts of what became too old back to the stream, each once: the next time it is waited for, or long
+answers would never be trained.
 """
 
 from __future__ import annotations
@@ -91,8 +92,10 @@ class Buffer:
             batches = min(batches, self._batches - version)
         if batches <= 0:
             return 0
-        used = len(self._out) + len(self._finished) + len(self._training(version))
-        return max(0, batches * self._per_batch + self._surplus - used)
+        answered = len(self._finished) + len(self._training(version))
+        most = batches * self._per_batch - len(self._out)
+        # What waits beside the next batch only grows old: nothing is asked for ahead of that.
+        return max(0, min(most, 2 * self._per_batch) + self._surplus - answered)
 
     def sent(self, group: Group) -> None:
         """A prompt went out."""
@@ -200,10 +203,13 @@ class Buffer:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; what was in flight then is for the caller to send again, as the same group."""
+        """Go on where `state` was taken. What is not in its `finished` is in flight: the caller sends it again, as the
+        same group."""
         groups, finished = [Group(**each) for each in state["groups"]], set(state["finished"])
         self._out = {group.serial: group for group in groups if group.serial not in finished}
         self._finished = {group.serial: group for group in groups if group.serial in finished}
+        for group in self._out.values():  # also one whose answers could not be saved
+            group.oldest, group.partial = None, 0
         self._last_serial, self._again = state["last_serial"], set(state["again"])
         self._batch_of, self._batch = -1, {}
         self.counts, self._told = Counter(state["counts"]), Counter(state["counts"])

@@ -244,9 +244,30 @@ def test_nothing_is_lost_or_repeated_or_too_old_whatever_finishes_when_and_over_
         assert max(run.dropped.values(), default=0) <= (0 if strategy == "wait" or in_order else 1)
 
 
+def test_a_finished_group_whose_answers_were_not_saved_is_in_flight_again():
+    buffer, again = Buffer(1, 1), Buffer(1, 1)
+    buffer.finished(send(buffer, 0), 0, partial=1)
+    again.load(buffer.state() | {"finished": []})
+    assert again.take(0) is None
+    (group,) = again.in_flight()
+    assert (group.oldest, group.partial) == (None, 0)
+    again.finished(group, 0)
+    assert serials(again.take(0)) == [0]
+
+
 def test_memory_is_bounded_while_the_trainer_stands_still():
     buffer = Buffer(8, 2, "drop")
     for serial in range(1000):
         if buffer.room(0):
             buffer.finished(send(buffer, serial), 0)
-    assert len(buffer.ready()) == 24
+    assert len(buffer.ready()) == 16, "the next batch and the one after it"
+
+
+def test_answers_do_not_grow_old_in_the_queue_of_a_slow_trainer():
+    buffer, serial = Buffer(4, 8, "wait"), 0
+    for version in range(20):
+        for _ in range(buffer.room(version)):
+            buffer.finished(send(buffer, serial, version), version)
+            serial += 1
+        assert buffer.take(version) is not None
+        assert buffer.metrics(version)["async/staleness/max"] <= 1
