@@ -1,0 +1,133 @@
+"""Rollout replicas on a virtual clock: answers of known lengths, decoded as fast as their replica's load allows."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one device takes, measured: a file of `benchmarks/traces`."""
+
+    decode_ms: tuple[tuple[int, float], ...]
+    """(sequences, ms of a decode step), ascending; straight lines between and beyond, the first one below."""
+    update_tokens_per_s: float
+    log_prob_tokens_per_s: float
+    hand_over_s: float
+    rest_s: float
+    """Rewards, advantages and the controller, a step."""
+
+    @classmethod
+    def read(cls, path: Path) -> Costs:
+        found: dict[str, Any] = json.loads(path.read_text())
+        steps = sorted((int(sequences), float(ms)) for sequences, ms in found.pop("decode_ms").items())
+        return cls(tuple(steps), **{each.name: found[each.name] for each in fields(cls) if each.name in found})
+
+    def token_s(self, sequences: int) -> float:
+        """Seconds of a decode step with so many sequences."""
+        points = self.decode_ms
+        if sequences <= points[0][0]:
+            return points[0][1] / 1e3
+        at = min(max(1, bisect_left([count for count, _ in points], sequences)), len(points) - 1)
+        (low, below), (high, above) = points[at - 1], points[at]
+        return (below + (above - below) * (sequences - low) / (high - low)) / 1e3
+
+
+class Replica:
+    """Sequences that are decoded together: each gets a token a step, and a step takes as long as they are many."""
+
+    def __init__(self, costs: Costs, slots: int) -> None:
+        self._costs, self._slots = costs, slots
+        self._steps, self._at = 0.0, 0.0  # decode steps made until this time
+        self._running: list[tuple[float, int, Any]] = []  # (steps at which it ends, number, whose)
+        self._waiting: deque[tuple[int, Any]] = deque()
+        self._number = 0
+
+    @property
+    def load(self) -> int:
+        """Answers that it has to give."""
+        return len(self._running) + len(self._waiting)
+
+    def add(self, tokens: int, whose: Any, now: float) -> None:
+        """An answer of so many tokens."""
+        self._move(now)
+        self._waiting.append((tokens, whose))
+        self._start()
+
+    def pause(self, now: float, seconds: float) -> None:
+        """Nothing is decoded for a while."""
+        self._move(now)
+        self._at = now + seconds
+
+    def next_end(self) -> float:
+        """When its next answer is finished, if nothing is added."""
+        if not self._running:
+            return float("inf")
+        return self._at + (self._running[0][0] - self._steps) * self._costs.token_s(len(self._running))
+
+    def finish(self) -> tuple[float, Any]:
+        """The next answer: when it is finished, and whose it is."""
+        now = self.next_end()
+        ends, _, whose = heapq.heappop(self._running)
+        self._steps, self._at = ends, now
+        self._start()
+        return now, whose
+
+    def _move(self, now: float) -> None:
+        if now > self._at:
+            if self._running:
+                self._steps += (now - self._at) / self._costs.token_s(len(self._running))
+            self._at = now
+
+    def _start(self) -> None:
+        while self._waiting and len(self._running) < self._slots:
+            tokens, whose = self._waiting.popleft()
+            self._number += 1
+            heapq.heappush(self._running, (self._steps + tokens, self._number, whose))
+
+
+class Pool:
+    """Replicas; answers go to the one that has the fewest to give."""
+
+    def __init__(self, costs: Costs, replicas: int, slots: int) -> None:
+        self._replicas = [Replica(costs, slots) for _ in range(replicas)]
+        self._ends: list[tuple[float, int]] = []
+        self.load = 0
+        """Answers that it has to give."""
+
+    def add(self, answers: list[tuple[int, Any]], now: float) -> None:
+        """Answers of (tokens, whose), all at this time."""
+        loads = [(replica.load, place) for place, replica in enumerate(self._replicas)]
+        heapq.heapify(loads)
+        self.load += len(answers)
+        for tokens, whose in answers:
+            load, place = loads[0]
+            self._replicas[place].add(tokens, whose, now)
+            heapq.heapreplace(loads, (load + 1, place))
+        self._note()
+
+    def pause(self, now: float, seconds: float) -> None:
+        for replica in self._replicas:
+            replica.pause(now, seconds)
+        self._note()
+
+    def next_end(self) -> float:
+        return self._ends[0][0] if self._ends else float("inf")
+
+    def finish(self) -> tuple[float, Any]:
+        """The next answer of all."""
+        _, place = self._ends[0]
+        self.load -= 1
+        found = self._replicas[place].finish()
+        heapq.heapreplace(self._ends, (self._replicas[place].next_end(), place))
+        return found
+
+    def _note(self) -> None:
+        self._ends = [(replica.next_end(), place) for place, replica in enumerate(self._replicas)]
+        heapq.heapify(self._ends)

@@ -1,0 +1,280 @@
+"""Which pool sizes, and what asynchronous training gains: the real buffer and admission on a virtual clock.
+
+    python benchmarks/async_pools.py                                    # the tables of docs/asynchronous.md
+    python benchmarks/async_pools.py --ranks 16 --staleness 4 --lengths mine.json
+    python benchmarks/async_pools.py --count answers.parquet --tokenizer MODEL > mine.json
+
+Devices cost what was measured on one (`--trace`, a file of benchmarks/traces); the batch grows with the devices. In
+the synchronous peer all of them generate, wait for the longest answer, then train. Asynchronously some answer and the
+others train; every batch then also needs a pass for its old log-probs. `bound` is the work alone: every device always
+busy, decoding at full load. Lengths are lognormal with a limit (a tail of `--tail` times the mean), or those of a file:
+{"answers": [[tokens of every answer of a prompt], …]}. Not in it: scaling losses of larger groups of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _pool_clock import Costs, Pool
+from _report import report
+
+from verl.trainer.asynchronous.buffer import Buffer, Group
+from verl.trainer.asynchronous.idle import IdleTime, verdict
+
+TRACE = Path(__file__).parent / "traces" / "qwen2.5-0.5b_h200.json"
+PROMPT_TOKENS = 128
+# The controller looks for finished groups this often.
+COLLECT_S = 0.05
+
+
+@dataclass(frozen=True)
+class Work:
+    """`prompts` per device and step, each with as many answers as its lengths say."""
+
+    prompts: int
+    lengths: list[list[int]]
+    seed: int = 7
+
+    @classmethod
+    def lognormal(cls, prompts: int, n: int, mean: int, longest: int, sigma: float) -> Work:
+        """Answers of this mean with a tail that the limit cuts."""
+        draw = random.Random(11)
+        shares = [draw.lognormvariate(0.0, sigma) for _ in range(4096 * n)]
+        low, high = 0.0, float(longest)
+        for _ in range(50):  # the scale at which the cut lengths have the mean
+            scale = (low + high) / 2
+            found = sum(min(share * scale, longest) for share in shares) / len(shares)
+            low, high = (scale, high) if found < mean else (low, scale)
+        cut = [max(1, min(round(share * scale), longest)) for share in shares]
+        return cls(prompts, [cut[start : start + n] for start in range(0, len(cut), n)])
+
+    @property
+    def mean(self) -> float:
+        return sum(map(sum, self.lengths)) / sum(map(len, self.lengths))
+
+    @property
+    def longest(self) -> int:
+        return max(map(max, self.lengths))
+
+    def stream(self) -> Iterator[list[int]]:
+        """Prompts without end, in a seeded order."""
+        draw = random.Random(self.seed)
+        while True:
+            yield from draw.sample(self.lengths, len(self.lengths))
+
+
+@dataclass
+class Result:
+    """What a run did after its warm-up."""
+
+    samples_per_s: float
+    trainer_idle: float = 0.0
+    rollout_idle: float = 0.0
+    staleness: float = 0.0
+    dropped: int = 0
+    said: str = ""
+
+
+def synchronous(work: Work, costs: Costs, ranks: int, steps: int, slots: int) -> Result:
+    """All ranks answer, then all train."""
+    now, samples, waited, prompts = 0.0, 0, 0.0, work.stream()
+    for _ in range(steps):
+        pool, groups = Pool(costs, ranks, slots), [next(prompts) for _ in range(work.prompts * ranks)]
+        begun = now = now + costs.hand_over_s
+        pool.add([(tokens, None) for group in groups for tokens in group], now)
+        while pool.next_end() < math.inf:
+            now = pool.finish()[0]
+        waited += now - begun
+        tokens = sum(map(sum, groups)) + PROMPT_TOKENS * sum(map(len, groups))
+        now += tokens / (costs.update_tokens_per_s * ranks) + costs.rest_s
+        samples += sum(map(len, groups))
+    return Result(samples / now, trainer_idle=waited / now)
+
+
+class Asynchronous:
+    """`rollout` ranks answer without end, `training` ranks take batches from the buffer."""
+
+    def __init__(
+        self, work: Work, costs: Costs, rollout: int, training: int, staleness: int, slots: int, mode: str = "async"
+    ) -> None:
+        self._work, self._costs, self._training, self._mode, self._staleness = work, costs, training, mode, staleness
+        self._pool = Pool(costs, rollout, slots)
+        in_order = mode == "one_step_off"
+        self._buffer = Buffer(work.prompts * (rollout + training), staleness, "wait", in_order)
+        self._prompts = work.stream()
+        self._now = 0.0
+        self._serial = -1
+        self._left: dict[int, int] = {}
+        self._idle = IdleTime(lambda: self._now)
+
+    def run(self, steps: int, warm_up: int) -> Result:
+        samples, begun, ages = 0, 0.0, []
+        for version in range(warm_up + steps):
+            if version == warm_up:
+                begun, self._idle = self._now, IdleTime(lambda: self._now)
+                self._idle.under_way(self._pool.load)
+            batch, seconds = self._step(version)
+            if version >= warm_up:
+                self._idle.step(seconds)
+                samples += sum(group.answers for group in batch)
+                ages.append(self._buffer.metrics(version)["async/staleness/mean"])
+        shares = self._idle.shares()
+        return Result(
+            samples / (self._now - begun),
+            shares.trainer,
+            shares.rollout,
+            sum(ages) / len(ages),
+            sum(value for name, value in self._buffer.counts.items() if name.startswith("dropped")),
+            verdict(shares, self._mode, self._staleness, self._mode == "async", own_devices=True),
+        )
+
+    def _step(self, version: int) -> tuple[list[Group], dict[str, float]]:
+        begun = self._now
+        if self._mode == "one_step_off":  # what is in flight finishes with the weights it began with
+            while self._pool.load:
+                self._finish(version - 1)
+        self._pool.pause(self._now, self._costs.hand_over_s)
+        self._now += self._costs.hand_over_s
+        assert not self._buffer.dropped(version), "nothing is dropped where batches wait"
+        self._send(version)
+        waiting = self._now
+        while (batch := self._buffer.take(version)) is None:
+            until = max(self._now + COLLECT_S, self._pool.next_end())
+            while self._pool.next_end() <= until:
+                self._finish(version)
+            self._now = until
+        tokens = sum(sum(group.rows) + PROMPT_TOKENS * group.answers for group in batch)
+        costs, trained = self._costs, self._now
+        update = tokens / (costs.update_tokens_per_s * self._training)
+        end = trained + update + tokens / (costs.log_prob_tokens_per_s * self._training) + costs.rest_s
+        while self._pool.next_end() <= end:
+            self._finish(version)
+        self._now = end
+        return batch, {"step": end - begun, "gen": trained - waiting}
+
+    def _send(self, version: int) -> None:
+        answers = []
+        for _ in range(self._buffer.room(version)):
+            self._serial += 1
+            lengths = next(self._prompts)
+            group = Group(self._serial, str(self._serial), len(lengths), version, rows=lengths)
+            self._buffer.sent(group)
+            self._left[group.serial] = len(lengths)
+            answers += [(tokens, group) for tokens in lengths]
+        self._pool.add(answers, self._now)
+        self._idle.under_way(self._pool.load)
+
+    def _finish(self, version: int) -> None:
+        self._now, group = self._pool.finish()
+        self._idle.under_way(self._pool.load)
+        self._left[group.serial] -= 1
+        if not self._left[group.serial]:
+            del self._left[group.serial]
+            self._buffer.finished(group, group.sent_at)
+
+
+def bound(work: Work, costs: Costs, ranks: int) -> float:
+    """Samples a second if no device ever waited: decoding at the largest load measured, then training."""
+    load = costs.decode_ms[-1][0]
+    tokens = work.mean
+    of_answer = tokens * costs.token_s(load) / load + (tokens + PROMPT_TOKENS) / costs.update_tokens_per_s
+    return ranks / of_answer
+
+
+def splits(work: Work, costs: Costs, ranks: int) -> list[int]:
+    """Numbers of rollout ranks to try: around the one at which both sides have the same work."""
+    load = costs.decode_ms[-1][0]
+    answering = work.mean * costs.token_s(load) / load
+    training = (work.mean + PROMPT_TOKENS) * (1 / costs.update_tokens_per_s + 1 / costs.log_prob_tokens_per_s)
+    even = answering / (answering + training)
+    shares = [even * factor for factor in (0.8, 1.0, 1.25, 1.6, 2.0)]
+    return sorted({min(ranks - 1, max(1, round(ranks * share))) for share in shares})
+
+
+def best(
+    work: Work, costs: Costs, ranks: int, staleness: int, options: argparse.Namespace, mode: str = "async"
+) -> tuple[int, Result]:
+    """The split that answers and trains most."""
+    found = []
+    for rollout in splits(work, costs, ranks):
+        run = Asynchronous(work, costs, rollout, ranks - rollout, staleness, options.slots, mode)
+        found.append((rollout, run.run(options.steps, warm_up=staleness + 3)))
+    return max(found, key=lambda each: each[1].samples_per_s)
+
+
+def row(work: Work, costs: Costs, ranks: int, staleness: int, options: argparse.Namespace) -> dict[str, Any]:
+    sync = synchronous(work, costs, ranks, options.steps, options.slots)
+    rollout, found = best(work, costs, ranks, staleness, options)
+    _, one = best(work, costs, ranks, 1, options, "one_step_off")
+    limit = bound(work, costs, ranks)
+    return {
+        "ranks": ranks,
+        "answers": f"mean {work.mean:.0f}, max {work.longest}",
+        "max_staleness": staleness,
+        "rollout : trainer": f"{rollout} : {ranks - rollout}",
+        "sync samples/s": round(sync.samples_per_s),
+        "one_step_off x": round(one.samples_per_s / sync.samples_per_s, 2),
+        "async x": round(found.samples_per_s / sync.samples_per_s, 2),
+        "bound x": round(limit / sync.samples_per_s, 2),
+        "trainer idle": f"{found.trainer_idle:.0%}",
+        "rollout idle": f"{found.rollout_idle:.0%}",
+        "mean staleness": round(found.staleness, 2),
+    }
+
+
+def counted(path: Path, tokenizer: str) -> dict[str, Any]:
+    """Lengths of the answers that `main_generation` wrote, as `--lengths` reads them."""
+    import pyarrow.parquet as pq
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(tokenizer).encode
+    answers = pq.read_table(path)["responses"].to_pylist()
+    lengths = [[len(encode(text, add_special_tokens=False)) + 1 for text in texts] for texts in answers]
+    return {"what": f"{path.name}, {tokenizer}", "answers": lengths}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, default=TRACE, help="what a device costs")
+    parser.add_argument("--lengths", type=Path, help="a JSON file of measured answer lengths")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 128, 512])
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--prompts", type=int, default=8, help="a device and step, with 8 answers each")
+    parser.add_argument("--mean", type=int, default=512)
+    parser.add_argument("--tail", type=int, nargs="+", default=[4, 8, 16, 32], help="longest answer over the mean")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the lognormal lengths")
+    parser.add_argument("--slots", type=int, default=512, help="rollout.max_num_seqs")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--count", type=Path, help="print the lengths of these answers (main_generation), and end")
+    parser.add_argument("--tokenizer", help="for --count")
+    parser.add_argument("--json", help="append the result to this file")
+    options = parser.parse_args()
+    if options.count:
+        print(json.dumps(counted(options.count, options.tokenizer)))
+        return
+    costs = Costs.read(options.trace)
+
+    def work(tail: int) -> Work:
+        if options.lengths:
+            return Work(options.prompts, json.loads(options.lengths.read_text())["answers"])
+        return Work.lognormal(options.prompts, 8, options.mean, options.mean * tail, options.sigma)
+
+    tail, staleness = options.tail[-1], options.staleness[-1]
+    by_ranks = [row(work(tail), costs, ranks, staleness, options) for ranks in options.ranks]
+    report("by devices", by_ranks, options.json)
+    middle = options.ranks[len(options.ranks) // 2]
+    by_age = [row(work(tail), costs, middle, each, options) for each in options.staleness]
+    report("by max_staleness: where the longest answer is the limit", by_age, options.json)
+    if not options.lengths:
+        report("by tail", [row(work(each), costs, middle, staleness, options) for each in options.tail], options.json)
+
+
+if __name__ == "__main__":
+    main()

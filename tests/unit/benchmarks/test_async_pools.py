@@ -1,0 +1,49 @@
+"""The simulator of pools: its clock by hand, and the laws that no schedule breaks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from _pool_clock import Costs, Pool, Replica
+from async_pools import TRACE, Asynchronous, Work, bound, synchronous
+
+# A step of one sequence takes a second, and half a second more for every other one.
+COSTS = Costs(((1, 1000.0), (3, 2000.0)), update_tokens_per_s=1e3, log_prob_tokens_per_s=1e4, hand_over_s=1.0, rest_s=0)
+
+
+def test_answers_slow_each_other_down_and_wait_for_a_slot():
+    replica = Replica(COSTS, slots=2)
+    for name, tokens in {"short": 2, "long": 4, "late": 3}.items():
+        replica.add(tokens, name, now=0.0)
+    assert replica.finish() == (3.0, "short"), "two steps of two sequences"
+    replica.pause(3.0, 1.0)
+    assert replica.finish() == (4.0 + 2 * 1.5, "long"), "late has its slot"
+    assert replica.finish() == (7.0 + 1.0, "late"), "alone"
+    assert replica.next_end() == float("inf")
+
+
+def test_answers_go_to_the_replica_with_the_fewest():
+    pool = Pool(COSTS, replicas=2, slots=4)
+    pool.add([(5, "a"), (1, "b"), (1, "c")], now=0.0)
+    assert pool.load == 3
+    assert [pool.finish() for _ in range(3)] == [(1.0, "b"), (1.5, "c"), (1.5 + 4.0, "a")]
+
+
+@pytest.mark.parametrize("tail", [2, 16])
+def test_no_schedule_beats_the_work_and_no_answer_is_too_old(tail):
+    costs, work = Costs.read(TRACE), Work.lognormal(prompts=4, n=4, mean=200, longest=200 * tail, sigma=1.0)
+    assert work.mean == pytest.approx(200, rel=0.01)
+    sync = synchronous(work, costs, ranks=4, steps=4, slots=512).samples_per_s
+    gains = []
+    for staleness in (0, 1, 4):
+        found = Asynchronous(work, costs, 2, 2, staleness, slots=512).run(steps=8, warm_up=staleness + 3)
+        assert found.staleness <= staleness
+        assert found.samples_per_s < bound(work, costs, 4)
+        gains.append(found.samples_per_s / sync)
+    assert gains[0] < gains[1] < gains[2]
+    one = Asynchronous(work, costs, 2, 2, 1, slots=512, mode="one_step_off").run(steps=8, warm_up=4).samples_per_s
+    assert one <= gains[1] * sync * 1.01, "it waits at hand-overs"
