@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from verl.config import names
+from verl.config.asynchronous import ahead_of
 from verl.config.old_log_probs import old_log_prob_rules
 from verl.config.plan import ACTOR, ROLLOUT
 from verl.config.ppo import PPOConfig
@@ -24,6 +25,7 @@ def algorithm_rules(config: PPOConfig, report: Report) -> None:
     _unread_clip(config, report)
     old_log_prob_rules(config, report)
     _sampling(config, report)
+    _staleness(config, report)
 
 
 def _unread_clip(config: PPOConfig, report: Report) -> None:
@@ -122,6 +124,19 @@ def _sampling(config: PPOConfig, report: Report) -> None:
         f"{said} For on-policy training leave them at top_p=1, top_k=-1 and min_p=0; to correct for it, set "
         f"{_CORRECTION}.denominator=drawn{ways}."
     )
+
+
+def _staleness(config: PPOConfig, report: Report) -> None:
+    """Say that stale answers are off-policy where nothing weighs them."""
+    trainer, rule = config.trainer, config.algorithm.rollout_correction
+    if trainer.mode == "sync" or rule.rollout_is is not None or rule.bypass_mode:
+        return
+    if (oldest := ahead_of(trainer).max_staleness) > 0:
+        report.notice(
+            f"trainer.mode = {trainer.mode}: answers may be {oldest} steps old, and the loss takes them for the present"
+            f" policy's. Set {_CORRECTION}.rollout_is=token to weigh their tokens (docs/asynchronous.md has the bias"
+            " of every way)."
+        )
 
 
 def _truncations(config: PPOConfig) -> list[str]:

@@ -132,5 +132,23 @@ def test_truncated_sampling_is_said_with_what_corrects_for_it(overrides, said):
     assert all(words in notice for words in said), notice
 
 
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["trainer.mode=async", "trainer.max_staleness=3"], 3),
+        (["trainer.mode=one_step_off"], 1),
+        (["trainer.mode=async", "trainer.max_staleness=3", f"{CORRECTION}.rollout_rs=token"], 3),
+        (["trainer.mode=async", "trainer.max_staleness=0"], None),
+        (["trainer.mode=async", f"{CORRECTION}.rollout_is=token"], None),
+        (["trainer.mode=async", f"{CORRECTION}.bypass_mode=True"], None),
+        ([], None),
+    ],
+)
+def test_stale_answers_that_nothing_weighs_are_said(overrides, steps):
+    notices = [notice for notice in load(*overrides).notices if "steps old" in notice]
+    assert len(notices) == (steps is not None)
+    assert all(f"{steps} steps old" in notice and "rollout_is=token" in notice for notice in notices)
+
+
 def test_whole_distributions_need_no_word_and_validation_may_cut_off():
     assert not [notice for notice in load(f"{ROLLOUT}.val_kwargs.top_p=0.7").notices if "denominator" in notice]
