@@ -167,17 +167,17 @@ class Worker:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_worker_that_is_killed_is_told_of(start):
+def test_a_worker_that_is_killed_is_told_of(start, ray_cluster):
     """Its workers are actors of Ray: real ones here."""
     import ray
 
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    rollout, workers = start(), [ray.remote(num_cpus=0)(Worker).remote() for _ in range(2)]
     try:
-        rollout, workers = start(), [ray.remote(Worker).remote() for _ in range(2)]
         pids = ray.get([worker.pid.remote() for worker in workers])
         rollout.watch_processes(told.put)
         os.kill(pids[1], signal.SIGKILL)
         assert told.get(timeout=60) == f"process {pids[1]} (Worker, an actor of Ray) has ended"
     finally:
-        ray.shutdown()
+        for worker in workers:
+            ray.kill(worker)
