@@ -43,8 +43,9 @@ def generated(rollout: NativeRollout) -> dict[str, torch.Tensor] | None:
     return dict(result.batch.items()) if len(result) else None
 
 
-def asked(rollout: NativeRollout) -> list[list[int]] | None:
-    """The same answers by requests, as agents ask; all ranks come to rest together."""
+def asked(rollout: NativeRollout, weights: dict[str, torch.Tensor]) -> list[list[int]] | None:
+    """The same answers by requests, as agents ask; all ranks come to rest together. Meanwhile they stand still, while
+    the ranks do something else together and the engine gets its `weights` again."""
     prompts, requests = make_prompts(), OpenRequests(rollout)
     trajectories = trajectories_from_prompts(prompts)
     if isinstance(rollout._loop, FollowingEngine):
@@ -52,6 +53,12 @@ def asked(rollout: NativeRollout) -> list[list[int]] | None:
     else:
         sent = requests_of(trajectories, prompts, sampling_params(rollout.config, {}, rollout.eos_token_ids), seed=5)
         requests.submit("agents", sent)
+    rollout.pause_generation("keep")
+    rollout.rest()
+    dist.barrier()
+    rollout.update_weights(weights.items(), version=0)
+    rollout.resume_generation()
+    if not isinstance(rollout._loop, FollowingEngine):
         answers: dict[str, list[int]] = {}
         while len(answers) < len(sent):
             told = requests.collect("agents", within=60).answers
@@ -71,7 +78,8 @@ def run_rank(rank: int, world: int, port: int, ranks: int, family: str, changes:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     torch.set_num_threads(1)
     rollout = make_rollout(f"{folder}/model", tensor_model_parallel_size=ranks)
-    found: dict[str, Any] = {"asked": asked(rollout), "first": generated(rollout)}
+    old = weights_of(family, 0, changes)
+    found: dict[str, Any] = {"asked": asked(rollout, old), "first": generated(rollout)}
     new = weights_of(family, 7, changes)
     for version in (1, 2):
         rollout.begin_update(version, new)
