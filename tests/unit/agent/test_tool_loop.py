@@ -95,7 +95,7 @@ class EngineReplica:
     """The engine in this process."""
 
     def __init__(self, engine):
-        self.answer, self.load = engine.generate, 0
+        self.answer, self.load, self.lost = engine.generate, 0, False
 
 
 @functools.cache
