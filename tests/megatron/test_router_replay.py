@@ -12,7 +12,9 @@ import torch.distributed as dist
 from tests.support.engine_cases import assert_close, gradients_of, plain_fields, run_ranks
 from tests.support.megatron_cases import make_megatron
 from tests.support.megatron_ranks import RANKS, TOLD, mine, model_of, ranks_that_replay, rows
+from tests.support.mixture_runs import Turned, mixture_run, mixture_task
 from tests.support.router_cases import UNKNOWN, own_experts, told_experts, with_told
+from tests.support.training_harness import run_training
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.protocol import DataProto
 from verl.workers.rollout.native_rollout import NativeRollout
@@ -97,3 +99,21 @@ def test_with_the_experts_of_the_generation_training_is_nearer_to_it(tmp_path):
     assert (alone["routed_experts"].sort(-1).values != told.sort(-1).values)[known].any()
     gaps = [(found["log_probs"] - batch.batch["rollout_log_probs"]).abs().mean() for found in (alike, alone)]
     assert gaps[0] < 0.8 * gaps[1]
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_in_a_whole_run_updates_go_through_experts_of_an_earlier_pass(tmp_path, mode):
+    """With R3 also where the routers became others after the generation; with R2 while they learn."""
+    changes = (
+        "actor_rollout_ref.actor.strategy=megatron",
+        f"actor_rollout_ref.actor.megatron.router_replay.mode={mode}",
+    )
+    more = () if mode == "R3" else ("actor_rollout_ref.actor.optim.lr=3e-2",)
+    arguments = mixture_run(mixture_task(tmp_path), tmp_path, *changes, *more)
+    trainer = run_training(arguments, None, Turned if mode == "R3" else None)
+    (row,) = trainer.history
+    assert row["actor/moe/replaced"] > (0.05 if mode == "R3" else 0.01)
+    assert row["rollout_corr/log_prob_diff"] > 0.0
+    if mode == "R3":
+        told, found = trainer.chosen()
+        assert torch.equal(found, told)
