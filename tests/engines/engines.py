@@ -40,6 +40,7 @@ ENGINES = {
             "arguments": "takes none",
             "prefix cache": "has none",
             "server": "has none",
+            "experts": "does not say them",
         }
     ),
     "vllm": EngineRow(package="vllm", keys={"engine_kwargs": {"vllm": {"num_gpu_blocks_override": 256}}}),
@@ -47,7 +48,10 @@ ENGINES = {
         package="sglang",
         keys={"engine_kwargs": {"sglang": {"max_total_tokens": 8192}}},
         shims_for="sgl_kernel",
-        cannot={"seeds": "seeds a request only with enable_deterministic_inference, which has no CPU kernels"},
+        cannot={
+            "seeds": "seeds a request only with enable_deterministic_inference, which has no CPU kernels",
+            "experts": "does not say them",
+        },
     ),
 }
 

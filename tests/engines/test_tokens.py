@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from tests.engines.engines import MODELS
+from tests.support.engine_cases import DEVICE
 from tests.support.tiny import tiny_model, tiny_tokenizer
+from verl.models.routing import note_routes
 from verl.types.request import Output, Request, SamplingParams
 
 PROMPTS = [[10, 20, 30, 40], [9] * 11, list(range(60, 100))]
@@ -171,6 +173,24 @@ def test_likelier_tokens_and_the_prompts_log_probs_are_told(start: Callable[...,
     expected = log_probs_of(logits, Output(prompt[1:]))
     torch.testing.assert_close(torch.tensor(output.prompt_log_probs), expected, atol=1e-4, rtol=0)
     assert len(output.prompt_top_log_probs) == len(prompt) - 1
+
+
+@pytest.mark.needs("experts")
+def test_experts_are_transformers_or_it_is_said_why_the_engine_cannot_say_them(
+    start: Callable[..., Any], engine_name: str
+) -> None:
+    if engine_name == "vllm" and DEVICE == "cpu":  # its runner there has no way to
+        with pytest.raises(ValueError, match=r"(?s)return_routed_experts: vLLM .*\)\. Set rollout.name=native"):
+            start("experts", return_routed_experts=True)
+        return
+    engine = start("experts", return_routed_experts=True)
+    model, seen = tiny_model(**MODELS["experts"]), {}
+    note_routes(model, seen.__setitem__)
+    for prompt, output in zip(PROMPTS, ask(engine, GREEDY), strict=True):
+        logits_of(model, prompt, output)
+        wanted = torch.stack([seen[layer] for layer in sorted(seen)], dim=1)[:-1]
+        found = torch.from_numpy(output.routed_experts).long()
+        assert torch.equal(found.sort(-1).values, wanted.sort(-1).values)
 
 
 def test_an_impossible_request_is_refused_by_name(start: Callable[..., Any]) -> None:

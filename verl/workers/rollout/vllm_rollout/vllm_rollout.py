@@ -32,6 +32,8 @@ __all__ = ["vLLMRollout"]
 logger = logging.getLogger(__name__)
 
 _TESTED = ("0.24.0", "0.32.0")
+# Its argument for what `return_routed_experts` asks for: newer versions have it, and only on some of their runners.
+_EXPERTS = "enable_return_routed_experts"
 
 
 class vLLMRollout(EmbeddedRollout):
@@ -87,11 +89,25 @@ def _start(arguments: dict[str, Any]) -> Any:
 
     if vllm.__version__.partition("+")[0] not in _TESTED:
         logger.warning("rollout: vLLM %s is not among the tested versions (%s).", vllm.__version__, ", ".join(_TESTED))
+    if _EXPERTS in arguments and _EXPERTS not in EngineArgs.__dataclass_fields__:
+        raise _says_no_experts(vllm.__version__, "it has no such option")
     try:
         engine_args = EngineArgs(**arguments)
     except TypeError as error:
         raise ValueError(f"engine_kwargs.vllm: {error}") from error
-    return LLMEngine.from_engine_args(engine_args)
+    try:
+        return LLMEngine.from_engine_args(engine_args)
+    except ValueError as error:
+        if _EXPERTS in arguments and any(name in str(error) for name in ("AuxOutput", "routed-experts")):
+            raise _says_no_experts(vllm.__version__, str(error)) from error
+        raise
+
+
+def _says_no_experts(version: str, why: str) -> ValueError:
+    return ValueError(
+        f"return_routed_experts: vLLM {version} does not say here which experts tokens go through ({why}). Set"
+        " rollout.name=native, or replay the experts of the old log-probs (router_replay.mode=R2)."
+    )
 
 
 @contextmanager
