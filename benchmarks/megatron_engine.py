@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import pkgutil
 import sys
 import tempfile
 import time
@@ -32,14 +33,12 @@ from _training_work import Work
 from verl.config import ActorConfig, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig, as_config
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.engine.megatron.engine import MegatronEngine
 from verl.workers.roles.policy_loss import PolicyLoss
 
 ACTOR = "actor_rollout_ref.actor"
 ENGINES = {
-    "fsdp": (FSDPEngine, FSDPConfig, "fsdp_config"),
-    "megatron": (MegatronEngine, MegatronConfig, "megatron_config"),
+    "fsdp": ("verl.workers.engine.fsdp:FSDPEngine", FSDPConfig, "fsdp_config"),
+    "megatron": ("verl.workers.engine.megatron.engine:MegatronEngine", MegatronConfig, "megatron_config"),
 }
 # Of FSDP's tokens/s.
 TARGET = 0.9
@@ -53,7 +52,7 @@ class Step:
     ) -> None:
         engine, block, at = ENGINES[name]
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.engine: Any = engine(
+        self.engine: Any = pkgutil.resolve_name(engine)(
             str(folder),
             model_config=as_config(ModelConfig, {"path": str(folder), "enable_gradient_checkpointing": checkpointing}),
             engine_config=as_config(block, {}, at=f"{ACTOR}.{at}"),

@@ -179,7 +179,7 @@ def test_a_trainer_of_ones_own_is_named_by_the_runner_or_by_the_configuration(tm
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     def chosen(runner, cls_path=None):
-        return runner._trainer_class(SimpleNamespace(trainer=SimpleNamespace(cls_path=cls_path)))
+        return runner._trainer_class(SimpleNamespace(trainer=SimpleNamespace(cls_path=cls_path, mode="sync")))
 
     class Mine(RayPPOTrainer):
         pass

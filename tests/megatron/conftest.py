@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 
 SHIM = Path(__file__).parent / "shims" / "sitecustomize.py"
-collect_ignore_glob = [] if find_spec("megatron") else ["test_*"]  # not installed: make setup-megatron
+
+
+def _installed() -> bool:
+    """Whether Core is there (make setup-megatron): this folder, too, is called megatron."""
+    try:
+        return find_spec("megatron.core") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+INSTALLED = _installed()
+collect_ignore_glob = [] if INSTALLED else ["test_*"]
 
 
 @pytest.fixture(scope="session")
@@ -72,9 +83,9 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
         item.add_marker(pytest.mark.megatron)
 
 
-if str(SHIM.parent) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+if INSTALLED and str(SHIM.parent) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIM.parent), os.environ.get("PYTHONPATH")]))
-if getattr(sys.modules.get("sitecustomize"), "__file__", None) != str(SHIM):
+if INSTALLED and getattr(sys.modules.get("sitecustomize"), "__file__", None) != str(SHIM):
     spec = spec_from_file_location("megatron_on_cpu", SHIM)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Commands set up logging, and engines make a process group of one rank: no test leaves them to the next."""
+"""Commands set up logging, and engines make a process group of one rank: none is met or left to the next."""
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +10,12 @@ def _logging(logging_as_before):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_process_group_left_behind():
+def _no_process_group_met_or_left():
+    _leave()
     yield
+    _leave()
+
+
+def _leave():
     if dist.is_initialized():
         dist.destroy_process_group()

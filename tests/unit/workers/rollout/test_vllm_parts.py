@@ -187,5 +187,5 @@ def test_the_first_rank_alone_opens_a_bucket_and_gives_it_up_whatever_happens(mo
             receiver.verl_load_shared(bucket)
         assert all(torch.equal(receiver.loaded[name], tensor) for name, tensor in weights.items())
     gc.collect()  # what pytest keeps of an error holds views of the memory
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files
     buffer.close()
