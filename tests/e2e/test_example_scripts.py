@@ -278,6 +278,7 @@ def rewards_of(output):
     return [float(value) for value in re.findall(r"reward=([\d.]+)", output)]
 
 
+@pytest.mark.slow
 def test_minimal_grpo_raises_its_reward_within_ten_steps():
     small = ["--steps", "10", "--prompts", "16", "--mini_batch_prompts", "8", "--warm_up_steps", "60"]
     done = python("examples/minimal_grpo.py", *small)

@@ -113,6 +113,7 @@ sys.exit(main([*options, target, "--local_dir", large]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit counts what Linux counts")
 def test_a_merge_takes_two_of_the_largest_tensors_of_memory(actor, tmp_path):
     """The limit is hard: an allocation over it fails."""
