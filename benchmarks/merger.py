@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
-import multiprocessing
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,8 +42,8 @@ def write_checkpoint(shape: str, folder: Path, ranks: int) -> int:
     from verl.models.loading import empty_model
 
     config = shape_config(shape)
-    config.dtype = torch.bfloat16
     skeleton = empty_model(config, "causal_lm", torch.float32)
+    config.dtype = torch.bfloat16
     config.save_pretrained(folder / "huggingface")
     state = dict(skeleton.named_parameters())
     for rank in range(ranks):
@@ -71,19 +73,17 @@ def loaded_and_saved(source: Path, target: Path) -> None:
     _to_disk(target)
 
 
-def measured(work: Callable[[Path, Path], None], source: Path, target: Path) -> dict[str, Any]:
+WAYS: dict[str, Callable[[Path, Path], None]] = {"merger": merged, "transformers": loaded_and_saved}
+
+
+def measured(way: str, source: Path, target: Path) -> dict[str, Any]:
     """In a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    process = context.Process(target=_measure, args=(work, source, target, results))
-    process.start()
-    process.join()
-    if process.exitcode:
-        return {"failed": f"exit code {process.exitcode}"}
-    return results.get()
+    command = [sys.executable, __file__, "--measure", way, str(source), str(target)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout) if done.returncode == 0 else {"failed": f"exit code {done.returncode}"}
 
 
-def _measure(work: Callable[[Path, Path], None], source: Path, target: Path, results: Any) -> None:
+def measure(way: str, source: Path, target: Path) -> None:
     import transformers.modeling_utils  # noqa: F401
 
     import verl.model_merger.merging  # noqa: F401
@@ -91,9 +91,9 @@ def _measure(work: Callable[[Path, Path], None], source: Path, target: Path, res
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before, begin = _resident("VmRSS"), time.perf_counter()
-    work(source, target)
+    WAYS[way](source, target)
     spent = time.perf_counter() - begin
-    results.put({"seconds": spent, "peak GB": (_resident("VmHWM") - before) / GB})
+    print(json.dumps({"seconds": spent, "peak GB": (_resident("VmHWM") - before) / GB}))
 
 
 def _resident(field: str) -> int:
@@ -138,8 +138,12 @@ def main() -> None:
     parser.add_argument(
         "--folder", default=None, help="where files go (and are deleted again): 8 bytes for each weight"
     )
+    parser.add_argument("--measure", nargs=3, metavar=("WAY", "FROM", "TO"), help=argparse.SUPPRESS)
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
+    if options.measure:
+        measure(options.measure[0], *map(Path, options.measure[1:]))
+        return
     shape = "qwen2.5-7b" if options.shape == "7b" else options.shape
     folder = Path(tempfile.mkdtemp(prefix="merger-", dir=options.folder))
     try:
@@ -147,14 +151,14 @@ def main() -> None:
         source.mkdir()
         largest = write_checkpoint(shape, source, options.ranks)
         limit = disk(folder, 2**30 if size_of(source, "*.pt") > 1 else 2**26)
-        read, row = size_of(source, "*.pt"), measured(merged, source, folder / "merged")
+        read, row = size_of(source, "*.pt"), measured("merger", source, folder / "merged")
         written = size_of(folder / "merged", "*.safetensors")
         shutil.rmtree(source)
         table = [
             {"way": "merger", **row, "2 x largest tensor GB": 2 * largest / GB, "GB read": read, "GB written": written},
             {
                 "way": "transformers load + save of the result",
-                **measured(loaded_and_saved, folder / "merged", folder / "saved"),
+                **measured("transformers", folder / "merged", folder / "saved"),
                 "GB read": written,
                 "GB written": written,
             },
