@@ -28,7 +28,7 @@ class PipelineEngine:
     device = torch.device("cpu")
 
     @classmethod
-    def of_block(cls, model, kind, model_config, block, device, optim=None, grad_clip=None):
+    def of_block(cls, model, kind, model_config, block, device, optim=None, grad_clip=None, replays=False):
         return cls(model, kind, optim, grad_clip)
 
     def __init__(self, path: str, kind: str, optim: Any, grad_clip: float | None) -> None:
