@@ -75,6 +75,7 @@ def test_a_yaml_that_hydra_includes_is_shown_too(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_run_ppo_in_a_script_raises_what_was_raised(task, tmp_path):
     """No exit, no wrapping of Ray's: the script goes on with the exception and its cause."""
     script = tmp_path / "mine.py"

@@ -57,6 +57,7 @@ def assert_same_run(one: list[dict[str, float]], other: list[dict[str, float]]) 
             assert mine.get(name) == pytest.approx(theirs.get(name), rel=1e-4, abs=1e-6), (mine["step"], name)
 
 
+@pytest.mark.slow
 def test_loop_workers_and_replicas_of_their_own_train_as_one_process_also_when_a_worker_dies(
     task: dict[str, str], tmp_path: Path, ray_cluster: None
 ):

@@ -104,6 +104,7 @@ def test_stop_strings_and_the_first_rows_only(generate):
     assert row["responses"][0] == whole["responses"][0][: whole["responses"][0].index(stop) + 1]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_writes_what_a_whole_one_does(generate, prompts, model_path, tmp_path):
     output = tmp_path / "pieces.parquet"
     slow = {"max_num_seqs": 1, "max_new_tokens": 200}

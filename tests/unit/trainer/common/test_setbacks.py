@@ -112,6 +112,7 @@ class NeverValidates(RayPPOTrainer):
         raise KeyError("broken")
 
 
+@pytest.mark.slow
 def test_validation_alone_fails_when_it_fails_and_before_training_it_does_not(task, tmp_path):
     with pytest.raises(KeyError):
         fit(grpo(task, tmp_path, "trainer.val_only=True"), NeverValidates)
