@@ -48,10 +48,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {E: 2},
     "EP4": {E: 4},
     "TP2 EP2": {T: 2, E: 2, ET: 1},
-    "TP2 EP2 ETP2": {T: 2, E: 2, ET: 2},  # weights only: gloo lacks what its passes send, parts of unequal length
+    "TP2 EP2 ETP2": {T: 2, E: 2, ET: 2},
     "PP2 EP2": {P: 2, E: 2},
     "CP2 EP2": {C: 2, E: 2},
 }
+WEIGHTS_ONLY = "TP2 EP2 ETP2"  # its passes gather parts of unequal length, which gloo does not
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
 TOLD = (4, EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"])
 # Kind, family and changes: heads tied or not, biases, norms of queries, fewer key heads than four tensor ranks.
