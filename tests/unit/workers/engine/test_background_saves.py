@@ -281,6 +281,7 @@ def test_an_export_holds_one_weight_at_a_time_and_shows_no_bar(family, changes, 
     assert "shards" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from /proc")
 def test_a_save_takes_the_copy_and_little_beside_it(tmp_path, monkeypatch):
     engine = make_engine(tiny_model(vocab_size=15_000, hidden_size=256))
