@@ -22,7 +22,8 @@ from verl.config.ref import RefConfig
 from verl.config.reward import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
 from verl.config.rollout import AgentConfig, GeneratorConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
 from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
-from verl.config.sft import SFTConfig, SFTDataConfig, SFTModelConfig, SFTOptimConfig, SFTTrainerConfig
+from verl.config.sft import SFTConfig, SFTDataConfig
+from verl.config.supervised import SupervisedConfig, SupervisedDataConfig
 from verl.config.trainer import RayInitConfig, RetrieverConfig, RunConfig, TrainerConfig
 
 __all__ = [
@@ -64,13 +65,12 @@ __all__ = [
     "RunConfig",
     "SFTConfig",
     "SFTDataConfig",
-    "SFTModelConfig",
-    "SFTOptimConfig",
-    "SFTTrainerConfig",
     "SamplerConfig",
     "SandboxConfig",
     "SandboxFusionConfig",
     "StateMaskingConfig",
+    "SupervisedConfig",
+    "SupervisedDataConfig",
     "TrainerConfig",
     "UpdatePlan",
     "ValKwargsConfig",

@@ -12,7 +12,7 @@ from verl.config.generation import GenerationConfig
 from verl.config.plan import ROLLOUT
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
-from verl.config.sft import SFTConfig
+from verl.config.supervised import SupervisedConfig
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
 # Scalings whose factor extends what the config names; llama3 and longrope name the extended length itself.
@@ -87,7 +87,7 @@ def generation_context_rules(config: GenerationConfig, report: Report, folder: s
     report.problem("rollout.max_model_len", rollout.max_model_len, why, fix, uses)
 
 
-def sft_context_rules(config: SFTConfig, report: Report, folder: str | None = None) -> None:
+def supervised_context_rules(config: SupervisedConfig, report: Report, folder: str | None = None) -> None:
     """The same of rows to learn, which may be as long as `data.max_length`."""
     path = config.model.path
     limit = None if not path else limit_of_folder(folder or path, config.model.override_config)
@@ -97,13 +97,13 @@ def sft_context_rules(config: SFTConfig, report: Report, folder: str | None = No
         report.problem("data.max_length", config.data.max_length, why, fix, ("model.path",))
 
 
-def refuse_long_sequences(config: PPOConfig | GenerationConfig | SFTConfig, folders: Mapping[str, str]) -> None:
+def refuse_long_sequences(config: PPOConfig | GenerationConfig | SupervisedConfig, folders: Mapping[str, str]) -> None:
     """The same when hub names and URLs are on this machine, and before any model is loaded. Raises ConfigError."""
     report = Report()
     if isinstance(config, PPOConfig):
         context_rules(config, report, folders)
-    elif isinstance(config, SFTConfig):
-        sft_context_rules(config, report, folders.get(config.model.path))
+    elif isinstance(config, SupervisedConfig):
+        supervised_context_rules(config, report, folders.get(config.model.path))
     else:
         generation_context_rules(config, report, folders.get(config.model.path))
     report.raise_if_any()

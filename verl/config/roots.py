@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import asynchronous, files, generation_rules, idle, resolve, sft_rules, validate
+from verl.config import asynchronous, files, generation_rules, idle, resolve, supervised_rules, validate
 from verl.config.generation import EvalConfig, GenerationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
@@ -39,7 +39,13 @@ PPO = Root(
     idle.check_built,
     asynchronous.old_spellings,
 )
-SFT = Root(SFTConfig, "sft_trainer", sft_rules.resolve, sft_rules.validate, sft_rules.check_environment)
+SFT = Root(
+    SFTConfig,
+    "sft_trainer",
+    supervised_rules.resolve,
+    supervised_rules.validate,
+    supervised_rules.check_environment,
+)
 GENERATION = Root(
     GenerationConfig,
     "generation",

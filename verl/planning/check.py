@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.config import PPOConfig, SFTConfig
+from verl.config import PPOConfig, SupervisedConfig
 from verl.config.devices import gpu_memory, host_memory_available
 from verl.config.megatron_rules import MODEL_OF_ROLE, roles_on_megatron
 from verl.config.plan import BLOCK_OF_ROLE, active_roles
@@ -19,7 +19,7 @@ from verl.models.loading import ModelKind, read_config
 from verl.planning.advice import refuse_what_cannot_fit, repair
 from verl.planning.host import HostMemory, holds_files
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan
-from verl.planning.plan import memory_plan, sft_memory_plan
+from verl.planning.plan import memory_plan, supervised_memory_plan
 from verl.planning.shapes import ModelShape
 from verl.utils.fs import expand_path, resolve_model_path
 
@@ -73,13 +73,13 @@ def _refuse_what_core_cannot(config: PPOConfig, folders: Mapping[str, str]) -> N
     report.raise_if_any()
 
 
-def check_sft_memory(config: SFTConfig) -> MemoryPlan | None:
-    """The same of supervised fine-tuning."""
-    shape = _shape(config.model.path, config.model)
+def check_supervised_memory(config: SupervisedConfig) -> MemoryPlan | None:
+    """The same of a supervised run."""
+    shape = _shape(config.model.path, config.model, config.model_kind)
     if shape is None:
         return None
     device, host = _room(config.trainer)
-    return _checked(config, lambda changed: sft_memory_plan(changed, shape, device, host))
+    return _checked(config, lambda changed: supervised_memory_plan(changed, shape, device, host))
 
 
 def _checked(config: Any, plan_of: Callable[[Any], MemoryPlan]) -> MemoryPlan:

@@ -15,7 +15,7 @@ from verl.config.names import TRAINING_ENGINES
 from verl.config.plan import BLOCK_OF_ROLE, active_roles, actor_is_reference, layout_of, needs_reference
 from verl.config.ppo import PPOConfig
 from verl.config.schema import pick
-from verl.config.sft import SFTConfig
+from verl.config.supervised import SupervisedConfig
 from verl.planning.core_shapes import CoreSizes
 from verl.planning.costs import TrainedModel
 from verl.planning.engines import BYTES, beside, engine_bytes, samples
@@ -51,10 +51,10 @@ def memory_plan(
     return _with_host(phases, device, *_host(config, models, host))
 
 
-def sft_memory_plan(
-    config: SFTConfig, shape: ModelShape, device: DeviceMemory | None, host: HostMemory | None = None
+def supervised_memory_plan(
+    config: SupervisedConfig, shape: ModelShape, device: DeviceMemory | None, host: HostMemory | None = None
 ) -> MemoryPlan:
-    """Of supervised fine-tuning: one phase, in which nothing else needs the device."""
+    """Of a supervised run: one phase, in which nothing else needs the device."""
     data, sharing, kind = config.data, config.ulysses_sequence_parallel_size, config.trainer.device
     model = _model(config, config.model, shape, config.ranks, kind)
     rows = math.ceil(data.train_batch_size / config.dp_size)

@@ -10,10 +10,10 @@ from tests.support.tiny import save_tiny_model, tiny_config, tiny_model
 from verl.config import ConfigError, SFTConfig, load_config
 from verl.config.schema import pick
 from verl.planning.advice import cheapest_changes, refuse_what_cannot_fit
-from verl.planning.check import check_memory, check_sft_memory
+from verl.planning.check import check_memory, check_supervised_memory
 from verl.planning.costs import TrainedModel
 from verl.planning.phases import GB, DeviceMemory
-from verl.planning.plan import memory_plan, micro_batch_tokens, sft_memory_plan
+from verl.planning.plan import memory_plan, micro_batch_tokens, supervised_memory_plan
 from verl.planning.remedies import helpful
 from verl.planning.shapes import ModelShape
 
@@ -281,11 +281,13 @@ def test_a_plan_a_little_too_large_is_a_warning():
 def test_supervised_fine_tuning_has_one_phase():
     given = ["data.train_files=x", "model.path=y", "trainer.device=cuda", "trainer.n_gpus_per_node=1"]
     config = load_config(None, given, check_files=False, root=SFTConfig)
-    plan = sft_memory_plan(config, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU"))
+    plan = supervised_memory_plan(config, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU"))
     assert [found.phase for found in plan.phases] == ["sft", "sft_train", "sft_save_checkpoint"]
     assert plan.fullest.total > 16 * SHAPE.parameters * 0.5
     with pytest.raises(ConfigError):
-        refuse_what_cannot_fit(config, lambda c: sft_memory_plan(c, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU")))
+        refuse_what_cannot_fit(
+            config, lambda c: supervised_memory_plan(c, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU"))
+        )
 
 
 def test_the_plan_of_a_run_on_this_machine_is_logged(tmp_path, caplog):
@@ -302,5 +304,5 @@ def test_the_plan_of_a_run_on_this_machine_is_logged(tmp_path, caplog):
     sft = load_config(
         None, ["data.train_files=x", f"model.path={folder}", "trainer.device=cpu"], check_files=False, root=SFTConfig
     )
-    assert check_sft_memory(sft) is not None
+    assert check_supervised_memory(sft) is not None
     assert tiny_config().hidden_size == ModelShape.of_folder(str(folder), config.actor_rollout_ref.model).hidden

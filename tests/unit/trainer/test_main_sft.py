@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from tests.support.tiny import save_tiny_model, tiny_tokenizer
 from verl.config import SFTConfig, load_config
 from verl.protocol import DataProto
 from verl.trainer.common.guard import NonFiniteError
+from verl.trainer.common.supervised_loaders import train_loader
 from verl.trainer.main_sft import main, run_sft
-from verl.trainer.sft.data import create_sft_dataset, prompt_response_batch, train_loader
+from verl.trainer.sft.data import create_sft_dataset, prompt_response_batch
 from verl.trainer.sft.trainer import SFTTrainer
 from verl.utils.fs import resolve_model_path
 from verl.workers.roles.sft import SFTWorker, token_mean_loss
@@ -63,7 +65,8 @@ def logged(folder):
 
 
 def first_batch(config):
-    loader = train_loader(create_sft_dataset(config.data, tiny_tokenizer(), is_train=True), config.data, 0)
+    rows = create_sft_dataset(config.data, tiny_tokenizer(), is_train=True)
+    loader = train_loader(rows, config.data, partial(prompt_response_batch, pad_token_id=0))
     return DataProto.from_dict(next(iter(loader)))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from verl.config import PPOConfig, SFTConfig
+from verl.config import PPOConfig, SupervisedConfig
 from verl.planning.remedies import PHASES
 from verl.single_controller.base.errors import WorkerDiedError
 from verl.trainer.common.ending import what_the_same_command_does
@@ -157,7 +157,7 @@ def explained(step: int, trainer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def advises_on_memory(config: PPOConfig | SFTConfig) -> Iterator[None]:
+def advises_on_memory(config: PPOConfig | SupervisedConfig) -> Iterator[None]:
     """Around a run: a rank killed for the machine's memory ends it with the keys of its phase, cheapest first.
 
     The group that lost the rank knows neither its phase nor the configuration.
@@ -167,7 +167,7 @@ def advises_on_memory(config: PPOConfig | SFTConfig) -> Iterator[None]:
     except Exception as error:
         died = next((cause for cause in causes(error) if isinstance(cause, WorkerDiedError)), None)
         if died is not None and died.advice and died.phase is not None:
-            phase = "sft" if isinstance(config, SFTConfig) else _SAME.get(died.phase, died.phase)
+            phase = "sft" if isinstance(config, SupervisedConfig) else _SAME.get(died.phase, died.phase)
             if phase in PHASES:
                 died.advise(host_advice(phase, config))
         raise

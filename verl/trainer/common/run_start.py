@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config import PPOConfig, SFTConfig
+from verl.config import PPOConfig, SupervisedConfig
 from verl.config.names import TRAINING_ENGINES
 from verl.config.problems import Problem, Report
 from verl.utils.checkpoint import remote
@@ -166,12 +166,12 @@ def _check_part(step: Path, part: RunPart, mode: str, report: Report) -> None:
         report.add(Problem(f"{part.key}.path", part.model.path, why, fix))
 
 
-def run_parts(config: PPOConfig | SFTConfig, worker_classes: Iterable[type] = ()) -> list[RunPart]:
+def run_parts(config: PPOConfig | SupervisedConfig, worker_classes: Iterable[type] = ()) -> list[RunPart]:
     """The parts whose layout is known here: [] where a worker class is the user's own and may save as it likes."""
     if any(not cls.__module__.startswith("verl.") for cls in worker_classes):
         return []
-    if isinstance(config, SFTConfig):
-        parts = [RunPart(".", "model", "causal_lm", config, config.model, config.trainer.max_ckpt_to_keep)]
+    if isinstance(config, SupervisedConfig):
+        parts = [RunPart(".", "model", config.model_kind, config, config.model, config.trainer.max_ckpt_to_keep)]
     else:
         policy, trainer = config.actor_rollout_ref, config.trainer
         limit = trainer.max_actor_ckpt_to_keep

@@ -1,19 +1,15 @@
-"""From files to the batches of supervised fine-tuning: which dataset, in what order, in which columns."""
+"""From files to the batches of supervised fine-tuning: which dataset, in which columns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
 
 from verl.config import SFTDataConfig
-from verl.trainer.common.loader import BatchLoader
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
-from verl.utils.dataset.sampler import EpochSampler
 from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.import_utils import load_user_object
 from verl.utils.model import compute_position_id_with_mask
@@ -34,34 +30,6 @@ def create_sft_dataset(config: SFTDataConfig, tokenizer: Any, is_train: bool) ->
         return cls(data_files=files, tokenizer=tokenizer, config=config, max_samples=limit)
     own: type[SFTDataset] = MultiTurnSFTDataset if config.multiturn else SFTDataset
     return own(files, tokenizer, config.to_dict(), max_samples=limit, split="train" if is_train else "validation")
-
-
-def train_loader(dataset: Any, config: SFTDataConfig, pad_token_id: int) -> BatchLoader:
-    """Whole batches in an order fixed by `data.seed`; the position in it can be saved and restored."""
-    if len(dataset) < config.train_batch_size:
-        raise ValueError(
-            f"data.train_batch_size = {config.train_batch_size}: data.train_files hold only {len(dataset)} rows. "
-            f"Set it to {len(dataset)} or less, or give more data."
-        )
-    sampler = EpochSampler(dataset, config.seed, config.shuffle, config.train_batch_size)
-    return BatchLoader(
-        dataset,
-        sampler,
-        batch_size=config.train_batch_size,
-        drop_last=True,
-        num_workers=config.dataloader_num_workers,
-        collate_fn=partial(prompt_response_batch, pad_token_id=pad_token_id),
-    )
-
-
-def val_loader(dataset: Any, config: SFTDataConfig, pad_token_id: int) -> DataLoader:
-    """All rows in the order of the files."""
-    return DataLoader(
-        dataset,
-        batch_size=config.val_batch_size,
-        num_workers=config.dataloader_num_workers,
-        collate_fn=partial(prompt_response_batch, pad_token_id=pad_token_id),
-    )
 
 
 def prompt_response_batch(rows: Sequence[Mapping[str, torch.Tensor]], pad_token_id: int) -> dict[str, torch.Tensor]:

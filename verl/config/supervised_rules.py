@@ -1,16 +1,16 @@
-"""The rules of `SFTConfig`: what its nulls stand for, what does not fit together, what must exist here."""
+"""The rules of a `SupervisedConfig`: what its nulls stand for, what does not fit together, what must exist here."""
 
 from __future__ import annotations
 
 import math
 
 from verl.config import files
-from verl.config.context_length import sft_context_rules
+from verl.config.context_length import supervised_context_rules
 from verl.config.lora_rules import lora_rules
 from verl.config.plan import FSDP_IS_FSDP2, count
 from verl.config.problems import Report
 from verl.config.resolve import DEFAULT_MICRO_BATCH, empty_lists, resolve_run
-from verl.config.sft import SFTConfig
+from verl.config.supervised import SupervisedConfig
 from verl.config.validate import (
     optimizer_rules,
     resume_rules,
@@ -22,7 +22,7 @@ from verl.config.validate import (
 _RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 
 
-def resolve(config: SFTConfig, report: Report) -> None:
+def resolve(config: SupervisedConfig, report: Report) -> None:
     """Fill in every null that stands for something."""
     data = config.data
     resolve_run(config.trainer)
@@ -35,7 +35,7 @@ def resolve(config: SFTConfig, report: Report) -> None:
         data.val_batch_size = data.train_batch_size
 
 
-def validate(config: SFTConfig, report: Report) -> None:
+def validate(config: SupervisedConfig, report: Report) -> None:
     """Report every rule that a resolved configuration breaks."""
     values_present(config, "", report)
     _batches(config, report)
@@ -59,7 +59,7 @@ def validate(config: SFTConfig, report: Report) -> None:
         report.notice("data.val_files is not set: no validation.")
 
 
-def _batches(config: SFTConfig, report: Report) -> None:
+def _batches(config: SupervisedConfig, report: Report) -> None:
     data, ranks = config.data, config.dp_size
     rows, micro = data.train_batch_size, data.micro_batch_size_per_gpu
     if rows % ranks:
@@ -78,18 +78,18 @@ def _batches(config: SFTConfig, report: Report) -> None:
         report.problem("data.max_token_len_per_gpu", data.max_token_len_per_gpu, why, fix, ("data.max_length",))
 
 
-def check_environment(config: SFTConfig, report: Report) -> None:
+def check_environment(config: SupervisedConfig, report: Report) -> None:
     """Report every path that does not exist here and every package that is asked for and missing."""
     files.check_data_files(config.data, report)
     if config.model.path:
         files.check_model("model.path", config.model.path, report)
-        sft_context_rules(config, report)
+        supervised_context_rules(config, report)
     files.check_user_code("data.custom_cls.path", config.data.custom_cls.path, report)
     files.check_resume(config.trainer, report)
     files.check_loggers(config.trainer.logger, report)
 
 
-def describe(config: SFTConfig) -> str:
+def describe(config: SupervisedConfig) -> str:
     """The batches of a training step in one readable line, and what the strategy is; for the log."""
     data, ranks = config.data, config.ranks
     share = data.train_batch_size // config.dp_size

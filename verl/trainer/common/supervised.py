@@ -1,0 +1,253 @@
+"""SupervisedTrainer: the loop of supervised training, over one rank in this process or several on Ray."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from verl.config import SupervisedConfig
+from verl.config.context_length import refuse_long_sequences
+from verl.protocol import DataProto
+from verl.trainer.common.checkpoint import Saver, load_step
+from verl.trainer.common.dumps import dump_batch
+from verl.trainer.common.guard import NonFiniteError, advises_on_memory
+from verl.trainer.common.loader import BatchLoader
+from verl.trainer.common.own_ray import RayLostError
+from verl.trainer.common.phases import Phases
+from verl.trainer.common.preemption import Preemption
+from verl.trainer.common.ranks import Ranks
+from verl.trainer.common.run_start import RunStart, run_parts
+from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks, StepEnd, is_due
+from verl.trainer.common.status_line import StatusLine, progress_bar
+from verl.trainer.common.supervised_loaders import train_loader, val_loader
+from verl.trainer.common.watch import HangWatch, raises_here
+from verl.utils import hf_tokenizer
+from verl.utils.balancing import get_seqlen_balanced_partitions
+from verl.utils.fs import resolve_model_path
+from verl.utils.metric import reduce_metrics
+from verl.utils.tracking import Tracking
+
+logger = logging.getLogger(__name__)
+
+
+Config = TypeVar("Config", bound=SupervisedConfig)
+
+
+class SupervisedTrainer(Generic[Config]):
+    """Reads the data when constructed; `start()` loads the model, `fit()` trains, `close()` ends what was started.
+
+    A subclass says what is learned: `worker_class` (its ranks: `init_model`, `train_batch`, `evaluate` and what a
+    `SavingWorker` has), `dataset`, `collator`, `counted`; and, where the defaults do not fit, `dealt` and `summary`.
+    """
+
+    worker_class: ClassVar[type]
+
+    def __init__(self, config: Config) -> None:
+        self.config = config = copy.deepcopy(config)
+        trainer, model = config.trainer, config.model
+        folder = resolve_model_path(model.path)
+        refuse_long_sequences(config, {model.path: folder})
+        self.run_start = RunStart(trainer, run_parts(config))
+        self.tokenizer = hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+        self.train_dataloader, self.val_dataloader = self._loaders()
+        self.steps_per_epoch = len(self.train_dataloader)
+        self.total_training_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
+        if config.optim.total_training_steps is None:
+            config.optim.total_training_steps = self.total_training_steps
+        self.global_steps = 0
+        self.stop_requested = threading.Event()
+        self.setbacks = Setbacks()
+        limit, planned = trainer.max_ckpt_to_keep, lambda: self.run_start.step_bytes
+        self.saver = Saver(config, limit, self.tokenizer, planned)
+        self._end_step = StepEnd(
+            self.stop_requested,
+            self.setbacks,
+            self.saver,
+            self._save_checkpoint,
+            self._validate,
+            Preemption(trainer.save_within),
+        )
+        self._skipped_in_a_row = 0
+        self._ranks: Ranks | None = None
+        self.status = StatusLine(self.total_training_steps)
+        self.watch = HangWatch(self.status, trainer.hang_timeout, stuck=raises_here())
+
+    def start(self) -> None:
+        """Start the ranks and load the model."""
+        with self.watch:
+            self._ranks = Ranks(self.config, self.worker_class)
+            self.worker_group = self._ranks.group
+            self.worker_group.init_model()
+
+    def close(self) -> None:
+        """Wait for the save under way, end the ranks and give the folder back; safe to call twice."""
+        self.saver.close()
+        self.run_start.close()
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RayLostError):
+            self._ranks = None  # gone, and to end them Ray would be asked, and waited for
+        self.close()
+
+    # ---------------------------------------------------------------- what is learned
+
+    def dataset(self, is_train: bool) -> Any:
+        """The rows of `data.train_files` or `data.val_files`; `tokenizer` is there."""
+        raise NotImplementedError
+
+    def collator(self) -> Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]:
+        """What makes the columns of a batch from rows, in processes that load data too."""
+        raise NotImplementedError
+
+    def counted(self, batch: DataProto) -> dict[str, float]:
+        """Metrics of a training batch itself."""
+        raise NotImplementedError
+
+    def dealt(self, batch: DataProto) -> DataProto:
+        """The rows in an order in which equal parts, one per data-parallel rank, have about as many tokens."""
+        lengths = batch.batch["attention_mask"].sum(dim=1).tolist()
+        parts = get_seqlen_balanced_partitions(lengths, self.config.dp_size, equal_size=True)
+        return batch.select_idxs(torch.tensor([row for part in parts for row in part]))
+
+    def summary(self, found: Sequence[DataProto]) -> dict[str, float]:
+        """What is logged of a validation, by what `evaluate` gave for each of its batches."""
+        joined: dict[str, list[Any]] = {}
+        for result in found:
+            for name, values in result.meta_info["metrics"].items():
+                joined.setdefault(name, []).extend(values)
+        return reduce_metrics(joined)
+
+    def _loaders(self) -> tuple[BatchLoader, DataLoader | None]:
+        data, collate = self.config.data, self.collator()
+        train = train_loader(self.dataset(is_train=True), data, collate)
+        return train, val_loader(self.dataset(is_train=False), data, collate) if data.val_files else None
+
+    # ---------------------------------------------------------------- the loop
+
+    def fit(self) -> None:
+        """Train until the steps are done, or until asked to stop: then finish the step, save and return."""
+        trainer = self.config.trainer
+        names, first = (trainer.project_name, trainer.experiment_name), self.run_start.first_step
+        tracking = Tracking(*names, trainer.logger, self.config.to_dict(), first)
+        with self.watch, tracking as self.tracking, advises_on_memory(self.config):
+            self._load_checkpoint()
+            self.status.step = self.global_steps
+            with progress_bar(self.status.standing):
+                if trainer.val_before_train and self.val_dataloader is not None:
+                    found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate)
+                    self.tracking.log(found or self.setbacks.metrics(), self.global_steps)
+                self._train()
+
+    def _train(self) -> None:
+        if self.global_steps >= self.total_training_steps:
+            logger.info("nothing left to train: step %d of %d", self.global_steps, self.total_training_steps)
+        while self.global_steps < self.total_training_steps:
+            for rows in self.train_dataloader:
+                self.global_steps += 1
+                stopping = self._step(DataProto.from_dict(rows))
+                if stopping or self.global_steps >= self.total_training_steps:
+                    return
+
+    def _step(self, batch: DataProto) -> bool:
+        """One step with its checkpoint, validation and log; whether the run was asked to stop, and is saved."""
+        trainer, step = self.config.trainer, self.global_steps
+        phases = Phases(self.status)
+        with phases("step", self.worker_group):
+            metrics = self._train_step(batch)
+        saves = self._is_due(trainer.save_freq)
+        tests = self.val_dataloader is not None and self._is_due(trainer.test_freq)
+        found, stopping = self._end_step(
+            step, saves, tests, step >= self.total_training_steps, phases, self.worker_group
+        )
+        seconds, tokens = phases.seconds["step"], float(batch.batch["attention_mask"].sum())
+        metrics |= {
+            "training/global_step": step,
+            "training/epoch": (step - 1) // self.steps_per_epoch,
+            "perf/total_num_tokens": tokens,
+            "perf/time_per_step": seconds,
+            "perf/tokens_per_second": tokens / seconds,
+            "perf/throughput": tokens / seconds / self.config.ranks,
+        }
+        metrics |= self.counted(batch)
+        metrics |= {f"timing_s/{name}": value for name, value in phases.seconds.items()} | found
+        metrics |= self.watch.step_done(seconds)
+        self.tracking.log(metrics, step)
+        self.status.step_done()
+        self._check_finite(batch, metrics)
+        if stopping or step >= self.total_training_steps:
+            self.setbacks.refuse_an_unsaved_end(step)
+        return stopping
+
+    def _train_step(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step; every rank gets as many rows and about as many tokens."""
+        if self.config.dp_size > 1:
+            batch = self.dealt(batch)
+        return reduce_metrics(self.worker_group.train_batch(batch).meta_info["metrics"])
+
+    def _validate(self) -> dict[str, float]:
+        """Of all validation rows."""
+        assert self.val_dataloader is not None
+        found = []
+        for rows in self.val_dataloader:
+            if self.stop_requested.is_set() and self.config.trainer.save_within is not None:
+                logger.warning("validation given up: there may be no time for it (trainer.save_within)")
+                return {}
+            found.append(self.worker_group.evaluate(DataProto.from_dict(rows, auto_padding=True)))
+        return self.summary(found)
+
+    def _save_checkpoint(self) -> None:
+        """Begin to save the state after `global_steps` steps; `huggingface/` in it is a model for `model.path`."""
+        state = {"global_steps": self.global_steps, "dataloader": self.train_dataloader.state_dict()}
+        exports = "hf_model" in self.config.checkpoint.save_contents
+        self.saver.begin(state, {".": self.worker_group}, ["huggingface"] if exports else [])
+
+    def _load_checkpoint(self) -> None:
+        """Continue from the newest whole step (or the one asked for), if there is one."""
+
+        def read(folder: Path, state: Mapping[str, Any]) -> None:
+            self.global_steps = int(state["global_steps"])
+            self.train_dataloader.load_state_dict(state["dataloader"])
+            self.worker_group.load_checkpoint(str(folder))
+
+        load_step(self.run_start.resume_from, read)
+        self.saver.newest_step = self.global_steps if self.run_start.resume_from is not None else None
+
+    def _is_due(self, freq: int | None) -> bool:
+        every = self.steps_per_epoch if freq is None else freq
+        return is_due(self.global_steps, every, self.total_training_steps)
+
+    def _check_finite(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        """A skipped update (gradient not finite, or far too large) is written down; too many in a row end the run."""
+        trainer = self.config.trainer
+        if not metrics["train/skipped_steps"]:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        folder, step = trainer.default_local_dir, self.global_steps
+        dumped = self.setbacks.dump(FOLDER, folder, step, lambda: dump_batch(batch, folder, step))
+        logger.warning(
+            "gradient not finite, or optim.lr far too large: update skipped, weights untouched, batch in %s",
+            dumped or "no file",
+        )
+        if self._skipped_in_a_row >= trainer.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"the gradient was not finite in {self._skipped_in_a_row} training steps in a row "
+                "(trainer.max_nonfinite_steps). The weights are those before the first of them. Lower optim.lr, then "
+                "optim.grad_clip; look at the batches that were dumped, and at the weights in model.path."
+            )

@@ -1,0 +1,73 @@
+"""The command of a supervised run: configuration -> memory plan -> ranks (on Ray, if there are several) -> training.
+
+Neither torch nor ray is imported until the configuration is known to be right.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from verl.config import SupervisedConfig
+from verl.config.load import Given
+from verl.config.supervised_rules import describe
+from verl.trainer.common.cluster import start_ray, wait_for_nodes
+from verl.trainer.common.command_line import checked
+from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
+from verl.trainer.common.own_ray import OwnRay, watched
+from verl.trainer.common.signals import stop_on_signals
+from verl.trainer.supervision.report import earlier_attempts
+from verl.trainer.supervision.supervisor import supervise, wants_supervision
+from verl.utils.logging_setup import shown_messages
+
+logger = logging.getLogger(__name__)
+
+
+@shown_messages()
+def run_supervised_training(
+    config: Given, root: type[SupervisedConfig], trainer_class: Callable[[], type], supervised: bool
+) -> None:
+    """Check the configuration, a `root`, and run a trainer of the class that `trainer_class` imports.
+
+    `supervised`: as in `run_ppo`.
+    """
+    config = checked(config, root)
+    logger.info(describe(config))
+    with tells_of_restart(config.trainer):
+        attempt = supervise(config).config if wants_supervision(config, supervised) else config
+        by = _train(attempt, trainer_class)
+        if by is not None:
+            logger.warning("stopped by %s; %s", by, what_the_same_command_does(config.trainer))
+
+
+def _train(config: SupervisedConfig, trainer_class: Callable[[], type]) -> str | None:
+    """The signal that ended the run, if one did."""
+    from verl.planning.check import check_supervised_memory
+
+    check_supervised_memory(config)
+    with trainer_class()(config) as trainer:
+        own = OwnRay()
+        if config.ranks > 1:
+            import ray
+
+            if not ray.is_initialized():
+                again = earlier_attempts() > 0
+                own = start_ray(config.ray_init.num_cpus, within=config.trainer.nodes_within if again else 0)
+                if not own:
+                    pool = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
+                    wait_for_nodes(config.trainer, [pool], again)
+            own = own or OwnRay(gcs=ray.get_runtime_context().gcs_address)
+        trainer.start()
+        with stop_on_signals(trainer.stop_requested.set, own.kill) as asked:
+            if config.ranks == 1:
+                trainer.fit()
+            else:
+                watched(lambda: _fit_and_close(trainer), own, asked)
+        return asked.by
+
+
+def _fit_and_close(trainer: Any) -> None:
+    """Closing waits for what is still written and copied: that, too, is watched."""
+    with trainer:
+        trainer.fit()
