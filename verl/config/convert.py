@@ -65,7 +65,13 @@ class Converter:
             self.report.broken(path, value, unreadable.why, unreadable.fix)
             return read(entry, default, self.extended)
 
-    def _is_obsolete(self, path: str) -> bool:
+    def _is_settled(self, path: str, value: Any) -> bool:
+        """Nothing needs the key, or only one value of it is right: another one is reported."""
+        if path in FIXED:
+            fixed = FIXED[path]
+            if value not in (fixed.value, str(fixed.value), None):
+                self.report.problem(path, value, fixed.why, fixed.fix)
+            return True
         reason = why_obsolete(path)
         if reason is not None:
             self.report.notice(f"{path} is not needed and ignored: {reason}.")
@@ -74,16 +80,11 @@ class Converter:
     def _unknown(self, cls: type[Block], block: str, name: str, value: Any) -> None:
         """Report a name that no block has, or each key below it of which a full key is known that ends in it."""
         path = join(block, name)
-        if path in FIXED:
-            fixed = FIXED[path]
-            if value not in (fixed.value, str(fixed.value), None):
-                self.report.problem(path, value, fixed.why, fixed.fix)
-            return
-        if self._is_obsolete(path):
+        if self._is_settled(path, value):
             return
         rest: dict[str, Any] = {}
         for leaf, item in leaves(value, path):
-            if self._is_obsolete(leaf):
+            if leaf != path and self._is_settled(leaf, item):
                 continue
             full = [] if block else keys_ending_in(self._root, leaf)
             if full:

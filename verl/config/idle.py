@@ -30,7 +30,7 @@ _SEARCH_LENGTHS = ("data.max_start_length", "data.max_turn_length", "data.max_ob
 _NORM = "seq-mean-token-sum-norm"
 _POOL = ("enable_resource_pool", "n_gpus_per_node", "nnodes")
 _OF_A_REWARD_MODEL = (
-    *("path", "model.*", "strategy", "micro_batch_size*", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
+    *("model.*", "strategy", "micro_batch_size*", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
     *(
         "max_length",
         "ulysses_sequence_parallel_size",
@@ -255,6 +255,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         _below("reward_model", *_OF_A_REWARD_MODEL),
         _is_set("reward_model.enable"),
+        "no reward model runs; reward_model.enable=True starts one",
+    ),
+    Rule(
+        ("reward_model.path",),
+        lambda config: config.reward_model.enable or config.reward_model.url is not None,
         "no reward model runs; reward_model.enable=True starts one",
     ),
     Rule(

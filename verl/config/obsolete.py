@@ -24,6 +24,11 @@ FIXED = {
     f"{_ROLLOUT}.pipeline_model_parallel_size": Fixed(
         1, "a copy of an engine is cut by tensor_model_parallel_size only", f"Set {_ROLLOUT}.tensor_model_parallel_size"
     ),
+    "reward.reward_manager.source": Fixed(
+        "register",
+        "managers are found by the name they are registered under",
+        "Name the module that registers yours in external_libs, and its name as reward.reward_manager.name",
+    ),
 }
 # Pattern of the full key -> why it is not needed. Keys that would change results are not here: they stay errors.
 OBSOLETE = {

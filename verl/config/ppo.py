@@ -32,8 +32,10 @@ class PPOConfig(WholeConfig):
     data: DataConfig = key("Prompts and batches.")
     actor_rollout_ref: ActorRolloutRefConfig = key("The policy: training, generation, reference.")
     critic: CriticConfig = key("The value model.")
-    reward_model: RewardModelConfig = key("Scores: reward manager and reward model.")
-    custom_reward_function: CustomRewardFunctionConfig = key("A reward function of your own.")
+    reward_model: RewardModelConfig = key("Scores: reward manager and reward model.", aliases=("reward.reward_model",))
+    custom_reward_function: CustomRewardFunctionConfig = key(
+        "A reward function of your own.", aliases=("reward.custom_reward_function",)
+    )
     trainer: TrainerConfig = key("The run.")
     ray_init: RayInitConfig = key("Starting Ray.")
     resource_pool_spec: dict[str, list[int]] = key(

@@ -44,7 +44,8 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _lengths(config)
     _agents(config)
     # A reward model with another tokenizer or chat template writes the messages anew; agents go on with them.
-    wanted = config.reward_model.enable or config.actor_rollout_ref.rollout.mode == "async"
+    judged = config.reward_model.enable or config.reward_model.url is not None
+    wanted = judged or config.actor_rollout_ref.rollout.mode == "async"
     config.data.return_raw_chat = config.data.return_raw_chat or wanted
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from verl.config import names
 from verl.config.engine import FSDPConfig, MegatronConfig
 from verl.config.model import RewardModelModelConfig
+from verl.config.problems import Report
 from verl.config.schema import Block, key
 
 
@@ -22,7 +23,13 @@ class OverlongBufferConfig(Block):
 @dataclass(kw_only=True, slots=True)
 class RewardModelConfig(Block):
     enable: bool = key("Score with a reward model on devices.")
-    path: str | None = key("Its local folder, hub name or URL.", null="not set", path=True, aliases=("model.path",))
+    path: str | None = key(
+        "Its local folder, hub name or URL.", null="not set", path=True, aliases=("model.path", "model_path")
+    )
+    url: str | None = key(
+        "A server that has the reward model or judge (host:port or URL); functions get it as reward_router_address.",
+        null="none",
+    )
     model: RewardModelModelConfig = key("How it is loaded.")
     strategy: str = key("Engine.", null="", follows="actor_rollout_ref.actor.strategy", choices=names.STRATEGIES)
     micro_batch_size_per_gpu: int = key(
@@ -67,9 +74,11 @@ class RewardModelConfig(Block):
         "How rewards are called: naive (by answer), batch (by list), prime (tight limits), dapo (overlong_buffer).",
         choices=names.REWARD_MANAGERS,
         extendable=True,
+        aliases=("../reward.reward_manager.name",),
     )
     reward_kwargs: dict[str, Any] = key(
-        "Arguments for the manager: timeout (s per call), num_processes, memory_limit_gb (each), batch_size (of batch)."
+        "Arguments for the manager: timeout (s per call), num_processes, memory_limit_gb (each), batch_size (batch).",
+        aliases=("../reward.reward_kwargs",),
     )
     skip_special_tokens: bool = key("Leave special tokens (end of turn, think, tool call …) out of the text it reads.")
     overlap: bool = key("Score answers as they are finished, while others are still being generated.")
@@ -78,6 +87,20 @@ class RewardModelConfig(Block):
         "When a reward function raises, hangs, dies or returns no finite number: stop, score 0, or mask the sample.",
         choices=("fail", "zero", "mask"),
     )
+
+
+def old_spellings(values: dict[str, Any], report: Report) -> None:
+    """`reward.num_workers`, which is one of the manager's arguments here, in `values`."""
+    newer = dict(values.get("reward") or {})
+    workers = newer.pop("num_workers", None)
+    if workers is not None:
+        block = dict(values.get("reward_model") or {})
+        values["reward_model"] = {
+            **block,
+            "reward_kwargs": {"num_processes": workers, **block.get("reward_kwargs", {})},
+        }
+        values["reward"] = newer
+        report.notice(f"reward.num_workers is read as reward_model.reward_kwargs.num_processes = {workers}.")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import asynchronous, files, generation_rules, idle, resolve, supervised_rules, validate
+from verl.config import asynchronous, files, generation_rules, idle, resolve, reward, supervised_rules, validate
 from verl.config.generation import EvalConfig, GenerationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
@@ -30,6 +30,11 @@ class Root:
     old_spellings: Rule = lambda values, report: None  # of plain values: keys whose numbers meant something else
 
 
+def _old_spellings(values: dict[str, Any], report: Report) -> None:
+    asynchronous.old_spellings(values, report)
+    reward.old_spellings(values, report)
+
+
 PPO = Root(
     PPOConfig,
     "ppo_trainer",
@@ -37,7 +42,7 @@ PPO = Root(
     validate.validate,
     files.check_environment,
     idle.check_built,
-    asynchronous.old_spellings,
+    _old_spellings,
 )
 SFT = Root(
     SFTConfig,

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from tests.support.tiny import tiny_tokenizer
 from verl import DataProto
+from verl.config import load_config
 from verl.config.names import REWARD_MANAGERS
 from verl.protocol import object_array
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
@@ -230,3 +231,40 @@ def test_a_trajectory_is_scored_by_its_last_row_and_masked_whole():
     assert scores.tolist() == [[0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
     assert extra == {"acc": [0.5, 0.5, 1.0], "scoring_failed": [1.0, 1.0, 0.0]}
     assert data.batch["response_mask"].tolist() == [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+
+
+def test_an_async_function_is_told_of_the_reward_models_server(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import asyncio\n\n"
+        "async def mine(solution_str, ground_truth, raw_prompt, reward_router_address, reward_model_tokenizer):\n"
+        "    await asyncio.sleep(0)\n"
+        "    ids = reward_model_tokenizer(solution_str)['input_ids']\n"
+        "    return {'score': len(ids), 'at': reward_router_address, 'asked': raw_prompt[0]['content']}\n"
+    )
+    TOKENIZER.save_pretrained(tmp_path / "judge")
+    given = {
+        "reward": {
+            "num_workers": 1,
+            "custom_reward_function": {"path": str(tmp_path / "mine.py"), "name": "mine"},
+            "reward_manager": {"source": "register", "name": "dapo"},
+            "reward_model": {"model_path": str(tmp_path / "judge")},
+        },
+        "reward_model": {"url": "http://10.0.0.5:8001/"},
+        "data": {"train_files": ["unused"]},
+        "actor_rollout_ref": {"model": {"path": "unused"}},
+    }
+    config = load_config(given, check_files=False)
+    assert config.data.return_raw_chat
+    manager = load_reward_manager(config, TOKENIZER)
+    try:
+        assert isinstance(manager, get_reward_manager_cls("dapo"))
+        data = batch(["one two", "three"])
+        data.non_tensor_batch["raw_prompt"] = object_array([[{"role": "user", "content": "Count."}]] * 2)
+        scores, said = compute_reward(data, manager)
+    finally:
+        manager.close()
+    assert scores.sum(-1).tolist() == [len(TOKENIZER(text)["input_ids"]) for text in ("one two", "three")]
+    assert said["at"] == ["10.0.0.5:8001"] * 2
+    assert said["asked"] == ["Count."] * 2
+    with pytest.raises(ValueError, match=r"reward_router_address is not known\. Set reward_model\.url=host:port"):
+        get_custom_reward_fn(load_config({**given, "reward_model": {}}, check_files=False))

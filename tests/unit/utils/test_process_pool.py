@@ -11,10 +11,19 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
-from verl.utils.process_pool import CannotSend, InitializerError, PoolClosed, ProcessDied, ProcessPool, TaskTimeout
+from verl.utils.process_pool import (
+    CannotSend,
+    InitializerError,
+    PoolClosed,
+    ProcessDied,
+    ProcessPool,
+    TaskTimeout,
+    gathered,
+)
 from verl.utils.progress import Progress, counted_by
 
 _loaded: list[str] = []
@@ -107,7 +116,7 @@ def test_each_call_has_its_own_time_limit_whatever_it_does_with_the_interpreter(
 
 
 def test_many_results_are_in_order_and_hold_the_exceptions(pool):
-    results = pool.run(add, [(1, 2), (1, "2"), (3, 4)])
+    results = gathered(partial(pool.enqueue, add, [(1, 2), (1, "2"), (3, 4)]), 3)
     assert [results[0], type(results[1]), results[2]] == [3, TypeError, 7]
 
 
@@ -118,7 +127,7 @@ def test_results_count_as_progress_while_others_are_waited_for(pool, tmp_path, u
 
     def run():
         with counted_by(progress):
-            pool.run(wait_for, calls, units=units)
+            gathered(partial(pool.enqueue, wait_for, calls), len(calls), units)
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -22,14 +22,18 @@ from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.agents import given_scores, place_scores, said_by_agents
 from verl.utils.code_runner import CodeSettings
+from verl.utils.fs import resolve_model_path
 from verl.utils.import_utils import load_user_object
 from verl.utils.reward_score import code, default_compute_score, known_data_sources
 from verl.utils.reward_score.registry import set_arguments
+from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.naive import ERROR, FAILED
 
 logger = logging.getLogger(__name__)
 
+# What the parameters of a function that asks a reward model's server are called.
+_OF_A_SERVER = _ADDRESS, _TOKENIZER = "reward_router_address", "reward_model_tokenizer"
 Config = PPOConfig | DictConfig | Mapping[str, Any]
 Right = dict[str, list[bool]]
 """Whether each answer is right, by data source."""
@@ -72,20 +76,22 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int = 0, **
 def get_custom_reward_fn(config: Config) -> Callable[..., Any] | None:
     """The function of `custom_reward_function.{path,name}` with its `reward_kwargs` filled in; None if none is set.
 
-    It is called as `f(data_source=…, solution_str=…, ground_truth=…, extra_info=…)` and may leave out the first and
-    the last; by the manager `batch` with lists, as `f(data_sources=…, solution_strs=…, ground_truths=…,
-    extra_infos=…)`. It travels to scorer processes by content.
+    It is called as `f(data_source=…, solution_str=…, ground_truth=…, extra_info=…, raw_prompt=…)` and may leave out all
+    but the second and third; by the manager `batch` with lists, as `f(data_sources=…, solution_strs=…, …)`. It may be
+    async, and is given `reward_router_address` and `reward_model_tokenizer` if it has these parameters. It travels to
+    scorer processes by content.
     """
     block = as_config(CustomRewardFunctionConfig, _block(config, "custom_reward_function"))
     if block.path is None:
         return None
-    required, optional = _called_with(as_config(RewardModelConfig, _block(config, "reward_model")).reward_manager)
+    judge = as_config(RewardModelConfig, _block(config, "reward_model"))
+    required, optional = _called_with(judge.reward_manager)
     function = load_user_object(
         block.path,
         block.name,
         key="custom_reward_function.path",
         required_params=required,
-        optional_params=(*optional, *block.reward_kwargs),
+        optional_params=(*optional, *_OF_A_SERVER, *block.reward_kwargs),
     )
     accepted = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
@@ -95,7 +101,22 @@ def get_custom_reward_fn(config: Config) -> Callable[..., Any] | None:
             f"custom_reward_function.reward_kwargs: {block.name}{inspect.signature(function)} does not take "
             f"{', '.join(unknown)}. Remove it, or add the parameter."
         )
-    return functools.partial(function, **block.reward_kwargs) if block.reward_kwargs else function
+    given = {**_of_a_server(function, judge), **block.reward_kwargs}
+    return functools.partial(function, **given) if given else function
+
+
+def _of_a_server(function: Callable[..., Any], judge: RewardModelConfig) -> dict[str, Any]:
+    """What a function that asks a reward model's server is given: the address, as host:port, and the tokenizer."""
+    asked = inspect.signature(function).parameters
+    found: dict[str, Any] = {}
+    if judge.url is not None and _ADDRESS in asked:
+        found[_ADDRESS] = judge.url.removeprefix("http://").rstrip("/")
+    if judge.path is not None and _TOKENIZER in asked:
+        found[_TOKENIZER] = hf_tokenizer(resolve_model_path(judge.path, "reward_model.path"))
+    for name, key in ((_ADDRESS, "reward_model.url=host:port"), (_TOKENIZER, "reward_model.path")):
+        if name in asked and name not in found and asked[name].default is inspect.Parameter.empty:
+            raise ValueError(f"custom_reward_function.path: its {name} is not known. Set {key} of the reward model.")
+    return found
 
 
 def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, list[Any]]]:

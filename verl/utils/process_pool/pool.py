@@ -1,6 +1,6 @@
 """ProcessPool: calls in processes of their own, where hanging or dying costs one call and no more.
 
-`submit(function, *arguments, timeout=…)` gives a future, `run(…)` waits for many. One thread deals calls out to
+`submit(function, *arguments, timeout=…)` gives a future, `gathered(…)` waits for many. One thread deals calls out to
 workers, several per message, and watches the clock of each, which runs while the call does (not while it imports
 something, nor while others have the processor). What was sent with one that takes long goes to others.
 
@@ -80,42 +80,6 @@ class ProcessPool:
 
         self.enqueue(function, [arguments], done, timeout)
         return future
-
-    def run(
-        self,
-        function: Callable[..., Any],
-        calls: Sequence[tuple[Any, ...]],
-        timeout: float = math.inf,
-        units: Sequence[int] | None = None,
-    ) -> list[Any]:
-        """Call it with each of these arguments and wait: what they returned, or the exception itself, in order.
-
-        Less ado per call than futures make. As they come, the results count as progress of the thread that waits: 1
-        for each, or as many as `units` says.
-        """
-        results: dict[int, Any] = {}
-        total = len(calls) if units is None else sum(units)
-        finished = told = 0
-        all_done = threading.Event()
-
-        def done(index: int, value: Any, error: Exception | None) -> None:
-            nonlocal finished
-            results[index] = value if error is None else error
-            finished += 1 if units is None else units[index]
-            if finished == total:
-                all_done.set()
-
-        expect(total)
-        self.enqueue(function, calls, done, timeout)
-        while told < total:
-            all_done.wait(_TICK_SECONDS)
-            now = finished
-            tick(now - told)
-            told = now
-        for result in results.values():
-            if isinstance(result, PoolClosed):
-                raise result
-        return [results[index] for index in range(len(calls))]
 
     def enqueue(
         self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], done: Done, timeout: float = math.inf
@@ -398,6 +362,37 @@ class ProcessPool:
     def _take_out(self, worker: Worker) -> None:
         self._selector.unregister(worker.link)
         del self._workers[worker.pid]
+
+
+def gathered(start: Callable[[Done], None], calls: int, units: Sequence[int] | None = None) -> list[Any]:
+    """Wait for so many calls that `start` begins: what they returned, or the exception itself, in order.
+
+    Less ado per call than futures make. As they come, the results count as progress of the thread that waits: 1 for
+    each, or as many as `units` says.
+    """
+    results: dict[int, Any] = {}
+    total = calls if units is None else sum(units)
+    finished = told = 0
+    all_done = threading.Event()
+
+    def done(index: int, value: Any, error: Exception | None) -> None:
+        nonlocal finished
+        results[index] = value if error is None else error
+        finished += 1 if units is None else units[index]
+        if finished == total:
+            all_done.set()
+
+    expect(total)
+    start(done)
+    while told < total:
+        all_done.wait(_TICK_SECONDS)
+        now = finished
+        tick(now - told)
+        told = now
+    for result in results.values():
+        if isinstance(result, PoolClosed):
+            raise result
+    return [results[index] for index in range(calls)]
 
 
 def _pickled(thing: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import traceback
@@ -34,11 +35,38 @@ def score_loaded(given: Any) -> Any:
 def score_row(function: Callable[..., Any], row: Row) -> Fields:
     """One call for one row; what it raises is the row's error, but a lack of memory, which is the process's."""
     try:
-        return normalised(registry.call_with_accepted(function, **row))
+        return normalised(_finished(registry.call_with_accepted(function, **row)))
     except MemoryError:
         raise
     except Exception:  # noqa: BLE001 - counted and shown by the reward manager
         return 0.0, {}, last_lines(traceback.format_exc()), RAISED
+
+
+async def score_awaited(function: Callable[..., Any], row: Row) -> Fields:
+    """`score_row` of an async function on a loop that it shares with others."""
+    try:
+        begun: Any = registry.call_with_accepted(function, **row)
+        return normalised(await begun)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - counted and shown by the reward manager
+        return 0.0, {}, last_lines(traceback.format_exc()), RAISED
+
+
+async def score_all_awaited(function: Callable[..., Any], rows: Sequence[Row]) -> list[Fields]:
+    """All of them at once."""
+    return await asyncio.gather(*(score_awaited(function, row) for row in rows))
+
+
+def _finished(result: Any) -> Any:
+    """What an async function returns, run to its end; anything else as it is."""
+    if not inspect.iscoroutine(result):
+        return result
+
+    async def wait() -> Any:
+        return await result
+
+    return asyncio.run(wait())
 
 
 def score_lists(function: Callable[..., Any], rows: Sequence[Row]) -> tuple[Fields, ...]:
@@ -50,7 +78,7 @@ def score_lists(function: Callable[..., Any], rows: Sequence[Row]) -> tuple[Fiel
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
     lists = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
     try:
-        returned = function(**{name: values for name, values in lists.items() if takes_any or name in named})
+        returned = _finished(function(**{name: values for name, values in lists.items() if takes_any or name in named}))
         if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
             raise TypeError(
                 f"a list of {len(rows)} scores is expected; the function returned a {type(returned).__name__}"

@@ -120,10 +120,12 @@ def default_compute_score(
 
 
 def call_with_accepted(
-    function: Callable[..., Result], *, data_source: str, extra_info: Any, **arguments: Any
+    function: Callable[..., Result], *, data_source: str, extra_info: Any, raw_prompt: Any = None, **arguments: Any
 ) -> Result:
-    """Call a reward function; `data_source` and `extra_info` are given where it has such parameters."""
+    """Call a reward function; `data_source`, `extra_info` and `raw_prompt` are given where it has such parameters."""
     named, takes_any = _parameters(function)
+    if "raw_prompt" in named:
+        arguments["raw_prompt"] = raw_prompt
     if takes_any or "data_source" in named:
         arguments["data_source"] = data_source
     if takes_any or "extra_info" in named:

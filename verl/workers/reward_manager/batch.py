@@ -21,7 +21,7 @@ class BatchRewardManager(NaiveRewardManager):
     """
 
     required_arguments = ("solution_strs", "ground_truths")
-    optional_arguments = ("data_sources", "extra_infos")
+    optional_arguments = ("data_sources", "extra_infos", "raw_prompts")
 
     def __init__(
         self,

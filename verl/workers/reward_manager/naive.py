@@ -7,6 +7,7 @@ The other managers are this one with a step replaced: how answers become scores 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -91,7 +92,7 @@ class NaiveRewardManager:
 
     # Parameters of a user's function: those it must have, and those it is given if it has them.
     required_arguments: tuple[str, ...] = ("solution_str", "ground_truth")
-    optional_arguments: tuple[str, ...] = ("data_source", "extra_info")
+    optional_arguments: tuple[str, ...] = ("data_source", "extra_info", "raw_prompt")
     # Whether it gets lists of answers, and of how many (None: all that there are).
     takes_lists = False
     batch_size: int | None = 1
@@ -125,6 +126,9 @@ class NaiveRewardManager:
         memory_limit = None if memory_limit_gb is None else int(memory_limit_gb * 2**30)
         self._pool = ScorerPool(self.compute_score, processes, timeout, memory_limit, self.takes_lists, self.batch_size)
         self._in_processes = processes > 0
+        self._reads_prompts = not {"raw_prompt", "raw_prompts"}.isdisjoint(
+            inspect.signature(self.compute_score).parameters
+        )
         self._ahead: ScoresAhead | None = None
         self._first_call = True
 
@@ -223,7 +227,8 @@ class NaiveRewardManager:
         if truth is None and "ground_truth" in columns:
             truth = columns["ground_truth"][row]
         extra = columns["extra_info"][row] if "extra_info" in columns else None
-        return Sample(columns[self.reward_fn_key][row], text, truth, dict(extra or {}))
+        messages = columns["raw_prompt"][row] if self._reads_prompts and "raw_prompt" in columns else None
+        return Sample(columns[self.reward_fn_key][row], text, truth, dict(extra or {}), messages)
 
     def _report(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
         """Log failures with one example, a few samples, and at the first call why all scores are 0, if they are."""

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from verl.utils.process_pool import CannotSend, InitializerError, PoolClosed, ProcessDied, ProcessPool, TaskTimeout
+from verl.utils.process_pool import (
+    CannotSend,
+    InitializerError,
+    PoolClosed,
+    ProcessDied,
+    ProcessPool,
+    TaskTimeout,
+    gathered,
+)
+from verl.utils.process_pool.processes import Done
 from verl.utils.progress import expect, tick
 from verl.utils.reward_score import registry
 from verl.utils.reward_score.attempt import (
@@ -22,10 +33,13 @@ from verl.utils.reward_score.attempt import (
     last_lines,
     load,
     of_a_call,
+    score_all_awaited,
+    score_awaited,
     score_lists,
     score_loaded,
     score_row,
 )
+from verl.workers.reward_manager.event_loops import Call, EventLoops
 
 _KINDS = {TaskTimeout: TIMEOUT, ProcessDied: DIED, CannotSend: INVALID, MemoryError: MEMORY}
 
@@ -38,6 +52,8 @@ class Sample:
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] = field(default_factory=dict)
+    raw_prompt: Any = None
+    """The messages that it answers, for functions that ask for them."""
 
 
 @dataclass(slots=True)
@@ -58,7 +74,8 @@ class ScorerPool:
 
     `compute_score(data_source, solution_str, ground_truth, extra_info)` travels by content (cloudpickle). Each call has
     `timeout` seconds, and its process `memory_limit` bytes beyond what is loaded. Without processes there is neither.
-    With `takes_lists` the function gets lists of up to `batch_size` samples (None: all that there are).
+    With `takes_lists` the function gets lists of up to `batch_size` samples (None: all that there are). An async
+    function of one sample runs for hundreds of them at once, on an event loop in a scorer.
     """
 
     def __init__(
@@ -74,11 +91,16 @@ class ScorerPool:
         self._compute, self._timeout = compute_score, timeout
         self._takes_lists, self._batch_size = takes_lists, batch_size
         self._score_here = functools.partial(score_lists if takes_lists else score_row, compute_score)
-        self._pool = None
+        self._pool = self._loops = None
+        self._awaits = is_async(compute_score) and not takes_lists
         if processes:
             own = registry.users_own() if compute_score is registry.default_compute_score else {}
             load_it = functools.partial(load, self._score_here, own)
             self._pool = ProcessPool(processes, initializer=load_it, memory_limit=memory_limit)
+        if processes and self._awaits:
+            load_it = functools.partial(load, functools.partial(score_awaited, compute_score), {})
+            pool = ProcessPool(processes, initializer=load_it, memory_limit=memory_limit)
+            self._loops = EventLoops(pool, processes, timeout, self._alone)
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Score a sample some time soon. The future always gets a Score, unless the pool itself breaks or closes."""
@@ -98,7 +120,7 @@ class ScorerPool:
             done(0, self._outcome_here(given), None)
         else:
             with self._start_explained():
-                self._pool.enqueue(score_loaded, [(given,)], done, self._timeout)
+                self._enqueue([given], done)
         return future
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -118,6 +140,8 @@ class ScorerPool:
 
     def close(self) -> None:
         """Stop every process; samples still waiting are cancelled. The pool may be used again."""
+        if self._loops is not None:
+            self._loops.close()
         if self._pool is not None:
             self._pool.close()
 
@@ -134,13 +158,32 @@ class ScorerPool:
         """What becomes of calls with so many samples each, which count as progress as they are done."""
         if self._pool is not None:
             with self._start_explained():
-                return self._pool.run(score_loaded, [(given,) for given in calls], self._timeout, samples)
+                return gathered(functools.partial(self._enqueue, calls), len(calls), samples)
         expect(sum(samples))
+        if self._awaits:
+            found = asyncio.run(score_all_awaited(self._compute, calls))
+            tick(len(calls))
+            return found
         outcomes = []
         for given, count in zip(calls, samples, strict=True):
             outcomes.append(self._outcome_here(given))
             tick(count)
         return outcomes
+
+    def _enqueue(self, calls: Sequence[Any], done: Done) -> None:
+        assert self._pool is not None
+        if self._loops is not None:
+            self._loops.enqueue(calls, done)
+        else:
+            self._pool.enqueue(score_loaded, [(given,) for given in calls], done, self._timeout)
+
+    def _alone(self, call: Call) -> None:
+        """In a process that no other call shares, whatever became of the loop it was on."""
+        assert self._pool is not None
+        try:
+            self._pool.enqueue(score_loaded, [(call.row,)], lambda _, *outcome: call.tell(*outcome), self._timeout)
+        except InitializerError as error:
+            call.tell(None, error)
 
     def _outcome_here(self, given: Any) -> Any:
         try:
@@ -163,6 +206,11 @@ class ScorerPool:
                 f"custom_reward_function: {name} cannot be loaded in a scorer process, which starts from scratch:\n"
                 f"{error}"
             ) from error
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives something to wait for."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _score(outcome: Fields | Exception) -> Score:
