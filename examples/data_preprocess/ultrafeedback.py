@@ -4,7 +4,8 @@
         [--local_dataset_path ../shared/data/ultrafeedback]
 
 A row is a prompt of RL data that a reward model judges, and beside it the columns `chosen` and `rejected`: the two
-answers as text, which a reward model is trained on.
+answers as text, which a reward model is trained on (`verl.trainer.main_rm`), and `score_gap`: how far apart their judge
+rated them on a scale of ten, null where the raw row does not say. As weight: data.weight_key=score_gap.
 """
 
 from __future__ import annotations
@@ -39,7 +40,15 @@ def pairs(raw: Iterable[Row], split: str) -> Iterator[Row]:
         if row is not None:
             chosen, rejected = row["reward_model"]["ground_truth"], row["extra_info"]["rejected"]
             if chosen != rejected:
-                yield {**row, "chosen": chosen, "rejected": rejected}
+                yield {**row, "chosen": chosen, "rejected": rejected, "score_gap": score_gap(item)}
+
+
+def score_gap(item: Row) -> float | None:
+    """Of the two answers' ratings, which the hub has beside the answers and cleaned sets under `metadata`."""
+    told = item if "score_chosen" in item else item.get("metadata") or {}
+    if told.get("score_chosen") is None or told.get("score_rejected") is None:
+        return None
+    return float(told["score_chosen"]) - float(told["score_rejected"])
 
 
 if __name__ == "__main__":

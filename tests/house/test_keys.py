@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import EvalConfig, GenerationConfig, PPOConfig, SFTConfig
+from verl.config import EvalConfig, GenerationConfig, PPOConfig, RMConfig, SFTConfig
 from verl.config.schema import Block, Entry, key, walk
 
 PACKAGE = Path(__file__).parents[2] / "verl"
@@ -77,7 +77,7 @@ def is_read(path: str, entry: Entry, root: type) -> bool:
     return any(other.key.follows == path for other in leaves(root).values())
 
 
-@pytest.mark.parametrize("root", [PPOConfig, SFTConfig, GenerationConfig, EvalConfig])
+@pytest.mark.parametrize("root", [PPOConfig, SFTConfig, RMConfig, GenerationConfig, EvalConfig])
 def test_every_key_is_read(root):
     assert [path for path, entry in leaves(root).items() if not is_read(path, entry, root)] == []
 

@@ -32,7 +32,7 @@ def composed(arguments: list[str]) -> Any:
     """The configuration that `python3 -m module key=value …` would run with, whatever files this machine has."""
     import hydra
 
-    from verl.config import EvalConfig, GenerationConfig, SFTConfig, load_config
+    from verl.config import EvalConfig, GenerationConfig, RMConfig, SFTConfig, load_config
     from verl.config.command_line import hydra_arguments
 
     flag, module, *typed = arguments
@@ -40,6 +40,7 @@ def composed(arguments: list[str]) -> Any:
     name, root = {
         "verl.trainer.main_ppo": ("ppo_trainer", None),
         "verl.trainer.main_sft": ("sft_trainer", SFTConfig),
+        "verl.trainer.main_rm": ("rm_trainer", RMConfig),
         "verl.trainer.main_generation": ("generation", GenerationConfig),
         "verl.trainer.main_eval": ("evaluation", EvalConfig),
     }[module]

@@ -20,6 +20,7 @@ from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.config.problems import ConfigError, Problem
 from verl.config.ref import RefConfig
 from verl.config.reward import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
+from verl.config.rm import RMConfig, RMDataConfig
 from verl.config.rollout import AgentConfig, GeneratorConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
 from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
 from verl.config.sft import SFTConfig, SFTDataConfig
@@ -55,6 +56,8 @@ __all__ = [
     "PPOConfig",
     "PolicyLossConfig",
     "Problem",
+    "RMConfig",
+    "RMDataConfig",
     "RayInitConfig",
     "RefConfig",
     "RetrieverConfig",

@@ -11,7 +11,7 @@ from typing import Any
 from verl.config.compose import CONFIG_DIR, default_tree, groups
 from verl.config.convert import range_words
 from verl.config.obsolete import FIXED, OBSOLETE
-from verl.config.roots import EVAL, GENERATION, PPO, SFT, Root
+from verl.config.roots import EVAL, GENERATION, PPO, RM, SFT, Root
 from verl.config.schema import Block, Entry, alias_table, entries, join, pick
 
 _INTRO = """# Configuration
@@ -36,6 +36,11 @@ Every key of `python -m verl.trainer.main_sft key=value …`; all that is said a
 groups. Several ranks (`trainer.n_gpus_per_node=2`) run on Ray, one runs in the calling process.
 """
 
+_RM_INTRO = """# Reward models
+
+Every key of `python -m verl.trainer.main_rm key=value …` ([reward_models.md](reward_models.md)), likewise.
+"""
+
 _GENERATION_INTRO = """# Generation
 
 Every key of `python -m verl.trainer.main_generation key=value …` ([inference.md](inference.md)); all that is said above
@@ -54,9 +59,10 @@ def render() -> str:
     """The whole page."""
     ppo = [_INTRO, *_groups(), *_blocks(PPO, PPO.cls, ""), *_aliases(PPO), *_obsolete()]
     sft = [_SFT_INTRO, *_program(SFT, "SFT: ")]
+    rm = [_RM_INTRO, *_program(RM, "Reward model: ")]
     generation = [_GENERATION_INTRO, *_program(GENERATION, "Generation: ")]
     evaluation = [_EVAL_INTRO, *_program(EVAL, "Evaluation: ")]
-    return "\n".join([*ppo, *sft, *generation, *evaluation])
+    return "\n".join([*ppo, *sft, *rm, *generation, *evaluation])
 
 
 def _program(root: Root, heading: str) -> Iterator[str]:

@@ -6,10 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import asynchronous, files, generation_rules, idle, resolve, reward, supervised_rules, validate
+from verl.config import (
+    asynchronous,
+    files,
+    generation_rules,
+    idle,
+    resolve,
+    reward,
+    rm_rules,
+    supervised_rules,
+    validate,
+)
 from verl.config.generation import EvalConfig, GenerationConfig
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
+from verl.config.rm import RMConfig
 from verl.config.schema import Block
 from verl.config.sft import SFTConfig
 
@@ -51,6 +62,7 @@ SFT = Root(
     supervised_rules.validate,
     supervised_rules.check_environment,
 )
+RM = Root(RMConfig, "rm_trainer", rm_rules.resolve, supervised_rules.validate, rm_rules.check_environment)
 GENERATION = Root(
     GenerationConfig,
     "generation",
@@ -61,7 +73,7 @@ GENERATION = Root(
 EVAL = Root(
     EvalConfig, "evaluation", generation_rules.resolve_eval, generation_rules.validate_eval, generation_rules.check_eval
 )
-ROOTS = (PPO, SFT, GENERATION, EVAL)
+ROOTS = (PPO, SFT, RM, GENERATION, EVAL)
 
 
 def root_of(cls: type[Block]) -> Root:

@@ -79,6 +79,11 @@ class SupervisedConfig(WholeConfig):
         return "causal_lm"
 
     @property
+    def rows_per_step(self) -> int:
+        """Rows of a training step over all ranks; where prompts have several, those of prompts with the fewest."""
+        return self.data.train_batch_size
+
+    @property
     def ranks(self) -> int:
         """Processes that train, one per device."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node

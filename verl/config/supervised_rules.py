@@ -92,7 +92,7 @@ def check_environment(config: SupervisedConfig, report: Report) -> None:
 def describe(config: SupervisedConfig) -> str:
     """The batches of a training step in one readable line, and what the strategy is; for the log."""
     data, ranks = config.data, config.ranks
-    share = data.train_batch_size // config.dp_size
+    share = config.rows_per_step // config.dp_size
     sharing = config.ulysses_sequence_parallel_size
     split = f" = data-parallel {config.dp_size} × Ulysses {sharing}" if sharing > 1 else ""
     if data.use_dynamic_bsz:
@@ -102,6 +102,6 @@ def describe(config: SupervisedConfig) -> str:
         micro = f"{count(-(-share // size), 'micro-batch')} of {count(size, 'row')}"
     engine = f"\n{FSDP_IS_FSDP2}" if config.strategy == "fsdp" else ""
     return (
-        f"Batch plan: {count(data.train_batch_size, 'row')} of up to {data.max_length} tokens per step over "
+        f"Batch plan: {count(config.rows_per_step, 'row')} of up to {data.max_length} tokens per step over "
         f"{count(ranks, 'rank')}{split} ({config.trainer.device}), {share} each in {micro}{engine}"
     )

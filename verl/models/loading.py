@@ -18,6 +18,8 @@ _AUTO_CLASSES = {
     "sequence_classification": "AutoModelForSequenceClassification",
 }
 
+_HEAD = "score.weight"  # of a decoder that classifies
+
 
 def read_config(path: str, trust_remote_code: bool = False, override_config: Mapping[str, Any] | None = None) -> Any:
     """The model's own config with `override_config` on top, and dropout off.
@@ -58,15 +60,23 @@ def empty_model(config: Any, kind: ModelKind, dtype: torch.dtype, trust_remote_c
         return ValueModel(model).to(dtype) if kind == "value" else model
 
 
-def pretrained_model(path: str, config: Any, kind: ModelKind, trust_remote_code: bool = False) -> nn.Module:
-    """The model with its weights in host memory, in the dtype they are stored in."""
+def pretrained_model(
+    path: str, config: Any, kind: ModelKind, trust_remote_code: bool = False, learns: bool = False
+) -> nn.Module:
+    """The model with its weights in host memory, in the dtype they are stored in.
+
+    A classifier that `learns` may begin without a head (as a causal LM): it starts at 0, where all texts score alike.
+    """
     auto = _auto_class(kind)
     model, found = auto.from_pretrained(
         path, config=config, dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True
     )
-    if found["missing_keys"]:
+    missing = set(found["missing_keys"])
+    if learns and kind == "sequence_classification" and missing == {_HEAD}:
+        nn.init.zeros_(model.get_parameter(_HEAD))
+    elif missing:
         raise ValueError(
-            f"model.path: {path} lacks weights of a {type(model).__name__}: {_some(found['missing_keys'])}. "
+            f"model.path: {path} lacks weights of a {type(model).__name__}: {_some(missing)}. "
             "Give a checkpoint of that kind of model."
         )
     if kind == "value":

@@ -25,11 +25,12 @@ ADAPTER_FOLDER = "lora_adapter"
 
 _NAME = "default"  # what peft calls an adapter without a name
 _BASE = ".base_layer."
-_TASKS = {"causal_lm": "CAUSAL_LM", "value": "TOKEN_CLS"}
+_TASKS = {"causal_lm": "CAUSAL_LM", "value": "TOKEN_CLS", "sequence_classification": "SEQ_CLS"}
 
 
 class Adapters:
-    """The adapters of one model. They (and a value head) are float32 and trained; all other weights are frozen.
+    """The adapters of one model. They (and the head of a value model or classifier) are float32 and trained; all other
+    weights are frozen.
 
     `hf` is changed in place and may be on the meta device; `start` gives its adapters their first values.
     """
@@ -37,8 +38,6 @@ class Adapters:
     def __init__(self, hf: Any, kind: ModelKind, model_config: Any) -> None:
         """`model_config`: a block with `lora_rank`, `lora_alpha`, `target_modules` and `exclude_modules`."""
         peft = _peft()
-        if kind not in _TASKS:
-            raise ValueError(f"model.lora_rank: a {kind} model takes no adapters. Set it to 0.")
         linears, alpha = _linear_layers(hf), model_config.lora_alpha
         targets = module_matcher(model_config.target_modules)
         self.config: Any = peft.LoraConfig(
@@ -58,7 +57,7 @@ class Adapters:
             name: module for name, module in hf.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)
         }
         self._refuse_what_cannot_be_merged(peft, linears)
-        self._train_only_adapters(hf, ("score",) if kind == "value" else ())
+        self._train_only_adapters(hf, () if kind == "causal_lm" else ("score",))
 
     # ---------------------------------------------------------------- names
 

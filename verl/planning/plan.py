@@ -56,8 +56,8 @@ def supervised_memory_plan(
 ) -> MemoryPlan:
     """Of a supervised run: one phase, in which nothing else needs the device."""
     data, sharing, kind = config.data, config.ulysses_sequence_parallel_size, config.trainer.device
-    model = _model(config, config.model, shape, config.ranks, kind)
-    rows = math.ceil(data.train_batch_size / config.dp_size)
+    model = _model(config, config.model, shape, config.ranks, kind, config.model_kind)
+    rows = math.ceil(config.rows_per_step / config.dp_size)
     most = rows * data.max_length
     wanted = data.max_token_len_per_gpu * sharing if data.use_dynamic_bsz else None
     tokens = min(most, wanted or data.micro_batch_size_per_gpu * data.max_length)
@@ -69,7 +69,7 @@ def supervised_memory_plan(
     ranks = min(config.ranks, config.trainer.n_gpus_per_node)
     checkpoint = config.checkpoint
     held = Held(model, ranks, saved=tuple(checkpoint.save_contents), snapshot=checkpoint.snapshot)
-    batch = data.train_batch_size * data.max_length
+    batch = config.rows_per_step * data.max_length
     kept = _kept_steps(config.trainer.save_freq, config.trainer.max_ckpt_to_keep)
     return _with_host([phase], device, {"": held}, partial(host_phases, ranks, batch, kept, host, "sft_"))
 

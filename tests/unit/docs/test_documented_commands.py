@@ -34,6 +34,7 @@ DOCUMENTS = sorted(
 CONFIGURED = {
     "verl.trainer.main_ppo": ["data.train_files=a.parquet", "actor_rollout_ref.model.path=org/model"],
     "verl.trainer.main_sft": ["data.train_files=a.parquet", "model.path=org/model"],
+    "verl.trainer.main_rm": ["data.train_files=a.parquet", "model.path=org/model"],
     "verl.trainer.main_generation": ["data.path=a.parquet", "data.output_path=b.parquet", "model.path=org/model"],
     "verl.trainer.main_eval": ["data.path=a.parquet"],
 }

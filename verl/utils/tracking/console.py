@@ -16,6 +16,7 @@ _HEADLINE = {
     "critic/loss": "critic_loss",
     "train/loss": "train_loss",
     "val/loss": "val_loss",
+    "val/accuracy": "val_accuracy",
 }
 _SAMPLE_CHARS = 200
 

@@ -170,7 +170,9 @@ class FSDPEngine(TrainedEngine):
         if node.is_leader and isinstance(model, nn.Module):
             source = model
         elif node.is_leader:
-            source = pretrained_model(self._source, self.hf_config, self.kind, self._trust_remote_code)
+            source = pretrained_model(
+                self._source, self.hf_config, self.kind, self._trust_remote_code, learns=not frozen
+            )
         hf = empty_model(self.hf_config, self.kind, master, self._trust_remote_code)
         self.model = ResponseModel(hf, self.kind)
         self.model.requires_grad_(not frozen)

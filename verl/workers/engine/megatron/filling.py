@@ -90,7 +90,7 @@ def fill(
     Core's `optimizer`, where there is one, starts from the same values, unrounded.
     """
     places = _Places(weights, optimizer)
-    if not isinstance(model, nn.Module) and _fill_from_folder(weights, places, Path(model)):
+    if not isinstance(model, nn.Module) and _fill_from_folder(weights, places, Path(model), optimizer is not None):
         return
     node = groups.node_group()
     source: nn.Module | None = None
@@ -99,18 +99,20 @@ def fill(
             source = model
         elif node.is_leader:
             logger.info("%s: no safetensors files to read slices of; one rank of each node loads all of it.", model)
-            source = pretrained_model(str(model), hf_config, weights.kind, trust_remote_code)
+            learns = optimizer is not None
+            source = pretrained_model(str(model), hf_config, weights.kind, trust_remote_code, learns)
     _fill_from_module(weights, places, source, node)
 
 
 @torch.no_grad()
-def _fill_from_folder(weights: CoreWeights, places: _Places, folder: Path) -> bool:
+def _fill_from_folder(weights: CoreWeights, places: _Places, folder: Path, learns: bool) -> bool:
     """Each rank reads its own slices. False, and nothing is done, where the files are of another form.
 
-    A value head that is not there starts at 0. A collective.
+    A value head, or that of a classifier that `learns`, starts at 0 if it is not there. A collective.
     """
     files = HFFiles(folder) if folder.is_dir() else None
-    spelling = None if files is None else _spelling(weights, files)
+    new_head = weights.kind == "value" or (learns and weights.kind == "sequence_classification")
+    spelling = None if files is None else _spelling(weights, files, new_head)
     if groups.largest(int(spelling is None), weights.device):
         return False
     assert files is not None
@@ -126,12 +128,12 @@ def _fill_from_folder(weights: CoreWeights, places: _Places, folder: Path) -> bo
     return True
 
 
-def _spelling(weights: CoreWeights, files: HFFiles) -> dict[str, bool | None] | None:
+def _spelling(weights: CoreWeights, files: HFFiles, new_head: bool) -> dict[str, bool | None] | None:
     """Of every weight of the model, whether its names are those of the disk; None for a head that is not there."""
     found: dict[str, bool | None] = {}
     for name, weight in weights.table.items():
         spellings = [stored for stored in (True, False) if _has(files, weight, stored)]
-        if not spellings and not (weights.kind == "value" and name.startswith("score.")):
+        if not spellings and not (new_head and name.startswith("score.")):
             return None
         found[name] = spellings[0] if spellings else None
     return found

@@ -1,0 +1,109 @@
+"""Compared answers from files: every form of a row, one item per prompt, one row per answer."""
+
+import json
+
+import pytest
+
+from tests.support.tiny import tiny_tokenizer
+from verl.config import RMConfig, load_config
+from verl.trainer.rm.data import compared_answers, pairs_of
+from verl.trainer.rm.padding import padding_token
+from verl.utils.dataset.preference_dataset import PreferenceDataset
+from verl.utils.dataset.problems import DataError
+
+USER = {"role": "user", "content": "hi"}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def dataset(folder, rows, *overrides, limit=-1):
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = ["data.train_files=x", "model.path=x", "data.max_length=64", *overrides]
+    data = load_config(None, given, check_files=False, root=RMConfig).data
+    return PreferenceDataset(str(folder / "pairs.jsonl"), tiny_tokenizer(), data, limit)
+
+
+def texts(item):
+    return [tiny_tokenizer().decode(ids) for ids in item["answers"]]
+
+
+@pytest.mark.parametrize("truncation", ["error", "left"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "chosen": "yes", "rejected": "no"},
+        {"prompt": [USER], "chosen": [said("yes")], "rejected": "no"},
+        {"prompt": "something else", "chosen": [USER, said("yes")], "rejected": [USER, said("no")]},
+        {"chosen": [USER, said("yes")], "rejected": [USER, said("no")]},
+    ],
+)
+def test_every_form_of_a_row_is_the_same_two_conversations(tmp_path, row, truncation):
+    (item,) = [dataset(tmp_path, [row], f"data.truncation={truncation}")[0]]
+    assert texts(item) == ["<|user|>hi<|end|><|assistant|>yes<|end|>", "<|user|>hi<|end|><|assistant|>no<|end|>"]
+    assert item["answer_tokens"] == [4, 3]
+    assert item["pairs"].tolist() == [[0, 1, 1, 0, 1]]
+
+
+def test_pairs_of_one_prompt_are_one_item_and_each_answer_is_there_once(tmp_path):
+    ranked = ["best", "good", "poor"]
+    rows = [{"prompt": "hi", "chosen": a, "rejected": b} for i, a in enumerate(ranked) for b in ranked[i + 1 :]]
+    rows.insert(1, {"prompt": "bye", "chosen": "a", "rejected": "b", "margin": 2, "weight": 0.5, "tie": True})
+    rows.append({"prompt": "bye", "chosen": "b", "rejected": "c", "preference": 0.7})
+    items = dataset(tmp_path, rows)
+    assert len(items) == 2
+    assert [text.split("<|assistant|>")[1] for text in texts(items[0])] == ["best<|end|>", "good<|end|>", "poor<|end|>"]
+    assert items[0]["pairs"][:, :2].tolist() == [[0, 1], [0, 2], [1, 2]]
+    assert items[1]["pairs"].tolist() == [[0, 1, 0.5, 2, 0.5], [1, 2, 0.7, 0, 1]]
+    batch = compared_answers([items[0], items[1]], pad_token_id=0)
+    assert batch["input_ids"].shape[0] == 6
+    pairs = pairs_of(batch)
+    assert list(zip(pairs.chosen.tolist(), pairs.rejected.tolist(), strict=True)) == [
+        (0, 1),
+        (0, 2),
+        (1, 2),
+        (3, 4),
+        (4, 5),
+    ]
+    assert pairs.margin.tolist() == [0, 0, 0, 2, 0]
+    assert pairs.preference.tolist() == [1, 1, 1, 0.5, 0.7]
+
+
+def test_only_the_first_pairs_are_used_where_that_is_asked(tmp_path):
+    rows = [{"prompt": "hi", "chosen": str(i), "rejected": "x"} for i in range(4)]
+    assert len(dataset(tmp_path, rows, limit=3)[0]["pairs"]) == 3
+
+
+def test_a_long_answer_is_refused_or_keeps_its_end(tmp_path):
+    rows = [{"prompt": "hi", "chosen": "yes", "rejected": "no" * 50}]
+    with pytest.raises(DataError, match=r"line 1: 106 tokens are more than data\.max_length = 64 \(1 answers of 2"):
+        dataset(tmp_path, rows)
+    item = dataset(tmp_path, rows, "data.truncation=left")[0]
+    assert texts(item)[1] == ("no" * 50)[-63:] + "<|end|>"
+    assert item["answer_tokens"] == [4, 64]
+
+
+@pytest.mark.parametrize(
+    ("row", "said_of_it"),
+    [
+        ({"chosen": "a", "rejected": "b"}, "no 'prompt'"),
+        ({"prompt": "p", "chosen": "a"}, "no 'rejected'"),
+        ({"prompt": "p", "chosen": "a", "rejected": ""}, "'rejected' is empty"),
+        ({"prompt": "p", "chosen": [said("a"), USER], "rejected": "b"}, "'chosen' is the user's"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "preference": 1.5}, "'preference' is 1.5"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": -1}, "'weight' is -1"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, "'margin' is 'big'"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_with_the_remedy(tmp_path, row, said_of_it):
+    good = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    with pytest.raises(DataError, match=rf"line 2: .*{said_of_it}"):
+        dataset(tmp_path, [good, row])
+
+
+def test_padding_is_a_token_that_ends_no_answer():
+    tokenizer = tiny_tokenizer()
+    assert padding_token(tokenizer) == "<|pad|>"
+    tokenizer.pad_token = "<|end|>"
+    assert padding_token(tokenizer) == "<|pad|>"

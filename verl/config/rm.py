@@ -1,0 +1,41 @@
+"""`RMConfig`: the whole configuration of reward-model training (`verl.trainer.main_rm`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from verl.config.schema import key
+from verl.config.supervised import SupervisedConfig, SupervisedDataConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class RMDataConfig(SupervisedDataConfig):
+    train_batch_size: int = key("Prompts per training step, over all ranks, each with all of its pairs.", min=1)
+    micro_batch_size_per_gpu: int = key("Answers per forward pass on a rank.", null="4, or fewer", min=1)
+    val_batch_size: int = key("Prompts per validation batch.", null="", follows="data.train_batch_size", min=1)
+    train_max_samples: int = key("Use only the first pairs of the training set; -1: all.", min=-1)
+    val_max_samples: int = key("Use only the first pairs of the validation set; -1: all.", min=-1)
+    prompt_key: str = key("Column of the prompt, a text or messages; dots look inside: extra_info.question.")
+    chosen_key: str = key("Column of the better answer: a text, messages, or a whole conversation.")
+    rejected_key: str = key("Column of the other answer, likewise.")
+    preference_key: str = key("Column, if there is one, of the probability that the better answer is better (else 1).")
+    tie_key: str = key("Column, if there is one, that is true where neither is better: a preference of 0.5.")
+    margin_key: str = key("Column, if there is one, of the distance that the scores should keep (else 0).")
+    weight_key: str = key("Column, if there is one, of the pair's weight in the loss (else 1).")
+
+
+@dataclass(kw_only=True, slots=True)
+class RMConfig(SupervisedConfig):
+    data: RMDataConfig = key("Pairs and batches.")
+    centering_coef: float = key(
+        "Weight of the mean of (score of chosen + score of rejected)² in the loss, which keeps scores around 0.", min=0
+    )
+
+    @property
+    def model_kind(self) -> Literal["causal_lm", "sequence_classification"]:
+        return "sequence_classification"
+
+    @property
+    def rows_per_step(self) -> int:
+        return 2 * self.data.train_batch_size

@@ -1,0 +1,1 @@
+"""Reward-model training: batches of compared answers, their loss, what a validation says."""

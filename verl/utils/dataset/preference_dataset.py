@@ -1,0 +1,193 @@
+"""PreferenceDataset: prompts with answers that were compared, each answer once however many pairs it is in."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from verl.config.rm import RMDataConfig
+from verl.utils.dataset.chat import Messages, PromptEncoder, as_messages, prompt_digest
+from verl.utils.dataset.files import find_files
+from verl.utils.dataset.problems import DataError, Rule, chat_problem, refuse_problems
+from verl.utils.dataset.rows import Rows, value_at
+from verl.utils.dataset.tokens import TokenStore, truncated
+
+logger = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+# An answer with its prompt in tokens, and how many of them are the answer's.
+Encoded = tuple[Sequence[int], int]
+
+
+class PreferenceDataset(Dataset):
+    """Rows of files that compare two answers; an item is a prompt with the pairs of all its rows.
+
+    `chosen` and `rejected` are texts or messages that follow `prompt`; messages that do not begin with the assistant's
+    are whole conversations. A conversation ends with the end token of its last answer, as in generation: its score is
+    read there. Optional columns: `preference` (the probability that `chosen` is better) or `tie`, `margin`, `weight`.
+
+    An item holds `answers`, a list of int64 [tokens]; `answer_tokens`, how many of these are not the prompt's; and
+    `pairs` [pairs, 5]: places of chosen and rejected among the answers, preference, margin, weight. Answers of the same
+    tokens are one.
+
+    All rows are tokenised now with `truncation=error`, which must know their lengths; otherwise each when asked for.
+    """
+
+    def __init__(
+        self,
+        data_files: str | os.PathLike[str] | Sequence[str],
+        tokenizer: Any,
+        config: RMDataConfig,
+        max_samples: int = -1,
+        *,
+        split: str | None = None,
+    ) -> None:
+        self.config = config
+        self.rows = Rows(find_files(data_files, split))
+        refuse_problems(self.rows, [Rule(self._columns(), self._problem, lambda table: False)])
+        self._encoder = PromptEncoder(tokenizer, config.apply_chat_template_kwargs)
+        self._pairs = len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows))
+        self._prompts = self._rows_of_prompts()
+        self._stored: tuple[TokenStore, list[int]] | None = None
+        if config.truncation == "error":
+            encoded = [answer for number, row in self._read() for answer in self._encode(number, row)]
+            self._stored = TokenStore.of(ids for ids, _ in encoded), [tokens for _, tokens in encoded]
+            self._refuse_overlong(self._stored[0].lengths)
+        logger.info("%s: %d pairs of %d prompts", self.rows.parts[0].file, self._pairs, len(self._prompts))
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        places: dict[tuple[int, ...], int] = {}
+        lengths: list[int] = []
+        pairs: list[tuple[float, ...]] = []
+        for number in self._prompts[item]:
+            row, compared = self.rows[number], []
+            for ids, tokens in self._encoded(number, row):
+                kept = truncated(ids, self.config.max_length, self.config.truncation)
+                compared.append(places.setdefault(tuple(kept.tolist()), len(places)))
+                if len(places) > len(lengths):
+                    lengths.append(min(tokens, len(kept)))
+            pairs.append((*compared, *self._numbers(row)))
+        return {
+            "answers": [torch.tensor(ids, dtype=torch.int64) for ids in places],
+            "answer_tokens": lengths,
+            "pairs": torch.tensor(pairs, dtype=torch.float64),
+        }
+
+    def conversations(self, row: Row) -> tuple[Messages, Messages]:
+        """Both answers of a row of the file with what is said before them. ValueError for a row that cannot be used."""
+        config = self.config
+        prompt = value_at(row, config.prompt_key)
+        chosen, rejected = (
+            _conversation(prompt, value_at(row, key), key, config.prompt_key)
+            for key in (config.chosen_key, config.rejected_key)
+        )
+        return chosen, rejected
+
+    # ---------------------------------------------------------------- rows
+
+    def _columns(self) -> tuple[str, ...]:
+        config = self.config
+        keys = (config.prompt_key, config.chosen_key, config.rejected_key, config.preference_key, config.tie_key)
+        return tuple(dict.fromkeys(key.split(".")[0] for key in (*keys, config.margin_key, config.weight_key)))
+
+    def _problem(self, row: dict[str, Any], columns: Sequence[str]) -> str | None:
+        try:
+            self.conversations(row)
+            self._numbers(row)
+        except ValueError as error:
+            return f"{error} (Columns: {', '.join(columns)}; data.*_key name those that are read.)"
+        return None
+
+    def _numbers(self, row: Row) -> tuple[float, float, float]:
+        """Preference, margin and weight of a row."""
+        config = self.config
+        tied = value_at(row, config.tie_key)
+        preference = _number(row, config.preference_key, 0.5 if tied else 1.0)
+        if not 0 <= preference <= 1:
+            raise ValueError(f"{config.preference_key!r} is {preference}: a probability is from 0 to 1. Correct it.")
+        weight = _number(row, config.weight_key, 1.0)
+        if weight < 0:
+            raise ValueError(f"{config.weight_key!r} is {weight}. Set it to 0 or more.")
+        return preference, _number(row, config.margin_key, 0.0), weight
+
+    def _read(self) -> Iterator[tuple[int, Row]]:
+        for first, rows in self.rows.batches(self._columns()):
+            yield from enumerate(rows[: max(0, self._pairs - first)], start=first)
+
+    def _rows_of_prompts(self) -> list[list[int]]:
+        """Rows whose two conversations begin alike, up to where they part, ask the same."""
+        found: dict[bytes, list[int]] = {}
+        for number, row in self._read():
+            chosen, rejected = self.conversations(row)
+            same = next((at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), -1)
+            found.setdefault(prompt_digest(chosen[:same]), []).append(number)
+        return list(found.values())
+
+    # ---------------------------------------------------------------- tokens
+
+    def _encoded(self, number: int, row: Row) -> tuple[Encoded, ...]:
+        if self._stored is None:
+            return self._encode(number, row)
+        ids, tokens = self._stored
+        return tuple((ids[at].tolist(), tokens[at]) for at in (2 * number, 2 * number + 1))
+
+    def _encode(self, number: int, row: Row) -> tuple[Encoded, ...]:
+        try:
+            return tuple(self._answer(messages) for messages in self.conversations(row))
+        except ValueError as error:
+            raise DataError([f"{self.rows.where(number)}: {error}"]) from error
+
+    def _answer(self, messages: Messages) -> Encoded:
+        """Up to the end token of the last answer: what a template writes after it, generation never sees."""
+        ids, mask = self._encoder.encode_conversation(messages, last_turn_only=True)
+        end = len(mask) - mask[::-1].index(1)
+        return ids[:end], sum(mask)
+
+    def _refuse_overlong(self, lengths: np.ndarray) -> None:
+        limit = self.config.max_length
+        long = np.flatnonzero(lengths > limit)
+        if len(long):
+            where = self.rows.where(int(long[0]) // 2)
+            raise DataError(
+                [
+                    f"{where}: {lengths[long[0]]} tokens are more than data.max_length = {limit} ({len(long)} answers"
+                    f" of {len(lengths)} are; the longest has {lengths.max()}). Raise it, or set data.truncation=left,"
+                    " which keeps the answer's end."
+                ]
+            )
+
+
+def _conversation(prompt: Any, answer: Any, key: str, prompt_key: str) -> Messages:
+    if answer is None:
+        raise ValueError(f"it has no {key!r}. Fill it, or remove the row.")
+    problem = chat_problem(key, answer)
+    if problem is not None:
+        raise ValueError(problem)
+    messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else as_messages(answer)
+    if messages[-1]["role"] != "assistant":
+        raise ValueError(f"the last message of {key!r} is the {messages[-1]['role']}'s. Let it be the assistant's.")
+    if messages[0]["role"] != "assistant":
+        return messages
+    problem = f"it has no {prompt_key!r}. Add it." if prompt is None else chat_problem(prompt_key, prompt)
+    if problem is not None:
+        raise ValueError(problem)
+    return [*as_messages(prompt), *messages]
+
+
+def _number(row: Row, key: str, default: float) -> float:
+    value = value_at(row, key)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{key!r} is {value!r}, not a number. Correct it.")
+    return float(value)
