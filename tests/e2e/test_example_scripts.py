@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.commands import ROOT, composed, run_script
 from tests.support.tiny import tiny_tokenizer
-from verl.config import PPOConfig, SFTConfig, batch_plan, load_config
+from verl.config import PPOConfig, RMConfig, SFTConfig, batch_plan, load_config
 from verl.config.command_line import hydra_arguments
 from verl.config.idle import check_built
 from verl.config.problems import Report
@@ -37,6 +37,8 @@ KNOWN = [
     "examples/ppo_trainer/run_qwen2-7b_math_megatron.sh",
     "examples/grpo_trainer/run_qwen2-7b.sh",
     "examples/grpo_trainer/run_qwen2.5-0.5b_cpu.sh",
+    "examples/rm/run_smollm2_ppo.sh",
+    "examples/rm/run_smollm2_rm.sh",
     "examples/smollm2/run.sh",
     "recipe/dapo/run_dapo_qwen2.5_7b.sh",
     "recipe/dapo/run_dapo_quickstart_cpu.sh",
@@ -89,12 +91,13 @@ def test_a_script_is_explained_in_the_readme_beside_it(script):
 
 def test_configuration_keys_in_documents_exist():
     ppo = load_config(None, ["data.train_files=a/b", "actor_rollout_ref.model.path=a/b"], check_files=False)
-    sft = load_config(None, ["data.train_files=a/b", "model.path=a/b"], check_files=False, root=SFTConfig)
+    given = ["data.train_files=a/b", "model.path=a/b"]
+    supervised = [load_config(None, given, check_files=False, root=root) for root in (SFTConfig, RMConfig)]
     # Paths that begin with a block's name; those that end in a dot or a star stand for several.
     written = re.compile(rf"(?<![\w./])((?:{'|'.join(block for block in ppo if block != 'custom')})(?:\.[a-z_0-9]+)+)")
     for file in DOCUMENTS:
         for key in sorted(set(written.findall(file.read_text()))):
-            known = key in alias_table(PPOConfig) or _has(ppo, key) or _has(sft, key)
+            known = key in alias_table(PPOConfig) or any(_has(config, key) for config in (ppo, *supervised))
             assert known, f"{file.relative_to(ROOT)}: {key}"
 
 
