@@ -213,6 +213,12 @@ def actor_is_reference(config: PPOConfig) -> bool:
     return config.actor_rollout_ref.model.lora_rank > 0
 
 
+def scored_by_model(config: PPOConfig) -> bool:
+    """Scores are degrees that a reward model gives, here or behind reward_model.url, not verdicts of a function."""
+    reward = config.reward_model
+    return reward.enable or (reward.url is not None and config.custom_reward_function.path is None)
+
+
 def active_roles(config: PPOConfig) -> list[str]:
     """The roles this run starts, in the order of the roles' table."""
     needed = {

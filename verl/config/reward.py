@@ -27,7 +27,7 @@ class RewardModelConfig(Block):
         "Its local folder, hub name or URL.", null="not set", path=True, aliases=("model.path", "model_path")
     )
     url: str | None = key(
-        "A server that has the reward model or judge (host:port or URL); functions get it as reward_router_address.",
+        "A server that scores answers (host:port or URL); functions of yours get it as reward_router_address.",
         null="none",
     )
     model: RewardModelModelConfig = key("How it is loaded.")

@@ -1,7 +1,8 @@
 """`python -m verl.inference.server --model PATH`: the embedded engine behind the OpenAI API, for this machine only.
 
-Clients: `openai.OpenAI(base_url="http://127.0.0.1:8001/v1", api_key="any")`, or curl. SIGTERM and Ctrl-C let requests
-under way finish for a while, then end the program with exit code 0; a second one ends it at once.
+Clients: `openai.OpenAI(base_url="http://127.0.0.1:8001/v1", api_key="any")`, or curl. A sequence classifier, such as a
+reward model, is served as /v1/rewards and /classify. SIGTERM and Ctrl-C let requests under way finish for a while, then
+end the program with exit code 0; a second one ends it at once.
 """
 
 from __future__ import annotations
@@ -12,21 +13,26 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from verl.inference.serving.api_app import ApiApp
 from verl.inference.serving.app import OpenAIApp, in_options
 from verl.inference.serving.model import ServedModel, add_model_options, positive
+from verl.inference.serving.openai_requests import parse
 from verl.inference.serving.parsers import Parsers
+from verl.inference.serving.scoring import ScoringApp
+from verl.inference.serving.scoring_requests import parse_scoring
 from verl.utils.http_server.protocol import Limits, asgi_server, bound, warn_if_open
 from verl.utils.logging_setup import setup_logging
 
-__all__ = ["main", "serve"]
+__all__ = ["app_of", "main", "options_parser", "serve"]
 
 DEFAULT_PORT = 8001
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal comes; 2 is the exit code of what cannot be started as asked."""
-    options = _parser().parse_args(arguments)
+    options = options_parser().parse_args(arguments)
     setup_logging()
     try:
         serve(options)
@@ -41,22 +47,44 @@ def serve(options: argparse.Namespace) -> None:
     with bound(options.host, options.port) as taken:
         if options.api_key is None:
             warn_if_open(taken, "Set --api-key (or VERL_API_KEY), or leave out --host.")
-        model = ServedModel(options)
-        with (
-            contextlib.closing(Parsers(model.load_tokenizer, options.max_parse_seconds)) as parsers,
-            model.loaded(options.max_answers, options.allow_client_templates) as served,
-        ):
-            body = options.max_body_mb * 2**20
-            app = OpenAIApp(served.engine, served.check, served.facts, served.tokenizer, parsers, body, options.api_key)
-            parsers.wait_until_ready()
+        with contextlib.ExitStack() as held:
+            app, what = app_of(options, held)
             limits = Limits(connections=options.max_connections)
-            asyncio.run(asgi_server(app, served.what, limits, "/v1").serve([taken]))
+            asyncio.run(asgi_server(app, what, limits, "/v1").serve([taken]))
 
 
-def _parser() -> argparse.ArgumentParser:
+def app_of(options: argparse.Namespace, held: contextlib.ExitStack) -> tuple[ApiApp, str]:
+    """What answers requests, and what it is, for the log; `held` ends it."""
+    model, body = ServedModel(options, options.task), options.max_body_mb * 2**20
+    read: Any = parse_scoring if model.task == "classify" else parse
+    parsers = held.enter_context(contextlib.closing(Parsers(read, model.load_tokenizer, options.max_parse_seconds)))
+    if model.task == "classify":
+        classifier, facts, what = held.enter_context(model.scoring(options.max_answers))
+        app: ApiApp = ScoringApp(classifier, facts, parsers, body, options.api_key)
+    else:
+        served = held.enter_context(model.loaded(options.max_answers, options.allow_client_templates))
+        what = served.what
+        app = OpenAIApp(served.engine, served.check, served.facts, served.tokenizer, parsers, body, options.api_key)
+    parsers.wait_until_ready()
+    return app, what
+
+
+def options_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m verl.inference.server", description=(__doc__ or "").split("\n")[0])
     add_model_options(parser, DEFAULT_PORT)
     add = parser.add_argument
+    add(
+        "--task",
+        default="auto",
+        choices=("auto", "generate", "classify"),
+        help="classify: score with a sequence classifier (default: what the model is)",
+    )
+    add(
+        "--max-num-batched-tokens",
+        type=positive,
+        default=16384,
+        help="tokens that a classifier reads at once (default: %(default)s)",
+    )
     add(
         "--api-key",
         default=os.environ.get("VERL_API_KEY") or None,

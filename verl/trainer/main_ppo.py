@@ -157,6 +157,7 @@ class TaskRunner:
         from verl.utils import hf_processor, hf_tokenizer
         from verl.utils.fs import resolve_model_path
         from verl.utils.logging_setup import setup_logging
+        from verl.utils.reward_score.served import require_server
 
         setup_logging()
         config = load_config(config)
@@ -193,7 +194,9 @@ class TaskRunner:
         with HangWatch(self._starting, config.trainer.hang_timeout):
             reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
             val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0)  # validation shows its own samples
-            if not config.reward_model.enable:
+            if config.reward_model.url is not None:
+                require_server(config.reward_model.url)
+            elif not config.reward_model.enable:
                 check_at_start(reward_fn, train_dataset, data.reward_fn_key)
         self._trainer = trainer_cls(
             config=config,

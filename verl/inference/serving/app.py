@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from verl.inference.async_engine import AsyncEngine
+from verl.inference.serving.api_app import ApiApp
 from verl.inference.serving.fields import ApiError
 from verl.inference.serving.openai_replies import Part, Replies, Token, prompt_tokens, sampled_tokens
 from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, Ask, ModelFacts
@@ -20,7 +19,7 @@ from verl.inference.serving.text_stream import TextStream
 from verl.inference.serving.tool_calls import ToolText
 from verl.types.request import Output, Request
 from verl.utils.field_errors import respelled
-from verl.utils.http_server.asgi import JSON, Gone, Receive, Response, Send, headers_of, read_body, while_there
+from verl.utils.http_server.asgi import JSON, Response
 
 __all__ = ["OpenAIApp", "in_options"]
 
@@ -32,12 +31,14 @@ _EVENTS = b"text/event-stream"
 logger = logging.getLogger(__name__)
 
 
-class OpenAIApp:
-    """Answers HTTP requests with an engine's tokens. With an `api_key`, only who sends it is answered.
+class OpenAIApp(ApiApp):
+    """Answers HTTP requests with an engine's tokens.
 
     `check` raises a ValueError for a request that the engine can never answer. What a client wrote is read by
     `parsers`, never here: this is the event loop that everybody waits for.
     """
+
+    posts = (COMPLETIONS, CHAT)
 
     def __init__(
         self,
@@ -45,72 +46,19 @@ class OpenAIApp:
         check: Callable[[Request], None],
         facts: ModelFacts,
         tokenizer: Any,
-        parsers: Parsers,
+        parsers: Parsers[Ask],
         max_body: int,
         api_key: str | None = None,
     ) -> None:
+        super().__init__(facts.names, max_body, api_key)
         self._engine, self._check, self._facts, self._tokenizer = engine, check, facts, tokenizer
         self._parsers = parsers
-        self._max_body, self._api_key = max_body, api_key
-        self._since = int(time.time())
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        headers = headers_of(scope)
-        response = Response(send)
-        try:
-            await self._answer(scope["method"], scope["path"].rstrip("/"), headers, receive, response)
-        except Gone:
-            return
-        except ApiError as error:
-            await response.whole(error.status, error.content)
-        except asyncio.CancelledError:
-            logger.info("a request was cut off: the server stops")
-        except Exception:
-            logger.exception("%s %s failed", scope["method"], scope["path"])
-            if response.begun:
-                raise
-            failed = ApiError("the server failed; its log says how.", status=500)
-            await response.whole(failed.status, failed.content)
+    @property
+    def _unfinished(self) -> int:
+        return self._engine.unfinished
 
-    async def _answer(
-        self, method: str, path: str, headers: dict[str, str], receive: Receive, response: Response
-    ) -> None:
-        if path == "/health" and method == "GET":
-            return await response.whole(200, {"status": "ok", "unfinished_requests": self._engine.unfinished})
-        self._check_key(headers)
-        if path in (CHAT, COMPLETIONS):
-            _check_method(method, path, "POST")
-            _check_type(headers.get("content-type", ""))
-            too_large = ApiError(f"the body is larger than {self._max_body} bytes (--max-body-mb).", status=413)
-            body = await read_body(headers, receive, self._max_body, too_large)
-            return await while_there(self._generate(path, body, response), receive)
-        if path == "/v1/models" or path.startswith("/v1/models/"):
-            _check_method(method, path, "GET")
-            return await response.whole(200, self._models(path.removeprefix("/v1/models").lstrip("/")))
-        known = ", ".join(("/health", "/v1/models", COMPLETIONS, CHAT))
-        raise ApiError(f"there is no {method} {path}. There are {known}.", status=404)
-
-    def _check_key(self, headers: dict[str, str]) -> None:
-        if self._api_key is None:
-            return
-        given = headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if not hmac.compare_digest(given.encode(), self._api_key.encode()):
-            raise ApiError("Incorrect API key provided.", status=401, code="invalid_api_key")
-
-    def _models(self, name: str) -> dict[str, Any]:
-        entries = [
-            {"id": known, "object": "model", "created": self._since, "owned_by": "verl"} for known in self._facts.names
-        ]
-        if not name:
-            return {"object": "list", "data": entries}
-        found = next((entry for entry in entries if entry["id"] == name), None)
-        if found is None:
-            raise ApiError(f"The model {name!r} does not exist.", "model", 404, "model_not_found")
-        return found
-
-    # ---------------------------------------------------------------- generating
-
-    async def _generate(self, path: str, body: bytes, response: Response) -> None:
+    async def _post(self, path: str, body: bytes, response: Response) -> None:
         ask = await self._parsers.parse(path, body, self._facts)
         replies = Replies(ask, path == CHAT, self._tokenizer)
         requests = ask.requests(self._facts.max_model_len)
@@ -248,14 +196,3 @@ def _as_api_errors() -> Iterator[None]:
     except Exception as error:
         logger.exception("a request failed")
         raise ApiError(f"the engine failed: {error}", status=500) from error
-
-
-def _check_method(method: str, path: str, wanted: str) -> None:
-    if method != wanted:
-        raise ApiError(f"{method} {path}: use {wanted}.", status=405)
-
-
-def _check_type(content_type: str) -> None:
-    # A page in somebody's browser can send a form to this address, but not JSON.
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(f"Content-Type is {content_type!r}. Send the request as application/json.")

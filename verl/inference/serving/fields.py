@@ -71,11 +71,11 @@ class ApiError(Travels):
 
 
 class Fields:
-    """The fields of one request; null is the same as not given. `own` are those of its kind alone."""
+    """The fields of one request; null is the same as not given. `own` are those of its kind alone, beside `common`."""
 
-    def __init__(self, given: Mapping[str, Any], own: Sequence[str]) -> None:
+    def __init__(self, given: Mapping[str, Any], own: Sequence[str], common: Sequence[str] = _COMMON) -> None:
         self.given = {name: value for name, value in given.items() if value is not None}
-        known = {*_COMMON, *own, *_NOT_DONE, *_WITHOUT_EFFECT}
+        known = {*common, *own, *_NOT_DONE, *_WITHOUT_EFFECT}
         for name, value in self.given.items():
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.config.context_length import context_limit
@@ -18,6 +18,9 @@ from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Request
 from verl.utils.fs import resolve_model_path
 from verl.utils.tokenizer import hf_tokenizer
+
+if TYPE_CHECKING:
+    from verl.inference.classifier import Classifier
 
 __all__ = ["Served", "ServedModel", "add_model_options", "positive"]
 
@@ -40,14 +43,19 @@ class Served:
 class ServedModel:
     """The model that the options name. `loaded` takes long; making this one takes none of the device."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, task: str = "generate") -> None:
+        """`task`: generate, classify, or auto, which is classify for a model with a head of that kind."""
         from verl.inference.models.loading import read_model_config
 
         self._options = options
         self._path = resolve_model_path(options.model, "--model")
         given = {"path": self._path, "trust_remote_code": options.trust_remote_code}
         self._config = as_config(ModelConfig, given, at="actor_rollout_ref.model")
-        self._length = _longest(options.max_model_len, read_model_config(self._path, self._config))
+        self._hf_config = read_model_config(self._path, self._config)
+        kinds = self._hf_config.architectures or ()
+        scores = any(name.endswith("ForSequenceClassification") for name in kinds)
+        self.task = ("classify" if scores else "generate") if task == "auto" else task
+        self._length = _longest(options.max_model_len, self._hf_config)
         self.load_tokenizer = partial(hf_tokenizer, self._path, trust_remote_code=options.trust_remote_code)
 
     @contextlib.contextmanager
@@ -75,6 +83,31 @@ class ServedModel:
         with contextlib.closing(AsyncEngine(built.engine, self.load_tokenizer)) as engine:
             what = f"{facts.names[0]} ({built.dtype}, {built.device})"
             yield Served(engine, built.engine.check, facts, tokenizer, what)
+
+    @contextlib.contextmanager
+    def scoring(self, max_answers: int) -> Iterator[tuple[Classifier, ModelFacts, str]]:
+        """The same for a sequence classifier: what scores, facts for requests, and words for the log."""
+        from verl.inference.classifier import Classifier
+        from verl.models.loading import pretrained_model
+        from verl.utils.device import get_device_name, resolve_dtype
+
+        options, tokenizer = self._options, self.load_tokenizer()
+        device = get_device_name() if options.device == "auto" else options.device
+        dtype = resolve_dtype(options.dtype, device)
+        module = pretrained_model(
+            self._path, self._hf_config, "sequence_classification", self._config.trust_remote_code
+        )
+        facts = ModelFacts(
+            _names(options),
+            self._length,
+            self._hf_config.get_text_config().vocab_size,
+            frozenset(),
+            max_answers=max_answers,
+            client_templates=False,
+            longest_token=max(map(len, tokenizer.get_vocab())),
+        )
+        with contextlib.closing(Classifier(module.to(device, dtype), options.max_num_batched_tokens)) as classifier:
+            yield classifier, facts, f"{facts.names[0]} ({dtype}, {device}, {classifier.num_labels} labels)"
 
 
 def add_model_options(parser: argparse.ArgumentParser, port: int) -> None:

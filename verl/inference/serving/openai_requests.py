@@ -22,9 +22,12 @@ __all__ = [
     "Ask",
     "ChatAsk",
     "ModelFacts",
+    "asked_model",
     "checked_length",
     "parse",
     "read_chat",
+    "read_messages",
+    "read_prompt",
     "template_errors",
 ]
 
@@ -115,7 +118,7 @@ def _completion(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> Ask
     items: list[Any] = prompt if several and isinstance(prompt, list) else [prompt]
     echo, top = fields.boolean("echo", False), fields.integer("logprobs", None, 0, _MOST_TOP)
     ask = _ask(fields, facts, len(items), _COMPLETION_TOKENS, top, lowest=0 if echo else 1)
-    ask = replace(ask, prompts=[_prompt(item, facts, tokenizer) for item in items])
+    ask = replace(ask, prompts=[read_prompt(item, facts, tokenizer) for item in items])
     if not echo:
         return ask
     texts = [item if isinstance(item, str) else tokenizer.decode(item) for item in items]
@@ -156,16 +159,13 @@ def read_chat(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> ChatA
         raise ApiError(_NO_TEMPLATE, "messages")
     if tools and "tools" not in str(template):
         fields.refuse("tools", "are not written by the chat template of this model. Leave them out")
-    messages = _messages(fields.given.get("messages"))
+    messages = read_messages(fields.given.get("messages"))
     return ChatAsk(replace(ask, tools=bool(tools), begun=begun), messages, tools, options)
 
 
 def _ask(fields: Fields, facts: ModelFacts, prompts: int, new_tokens: int, top: int | None, lowest: int = 1) -> Ask:
     """What both kinds of request have in common; the prompts are read last, as that takes longest."""
-    model = fields.given.get("model", facts.names[0])
-    if model not in facts.names:
-        message = f"The model {str(model)[:200]!r} does not exist; this server has {' = '.join(facts.names)}."
-        raise ApiError(message, "model", 404, "model_not_found")
+    model = asked_model(fields, facts)
     n = fields.integer("n", 1, low=1, high=_MOST_CHOICES)
     if prompts * n > facts.max_answers:
         raise ApiError(
@@ -186,6 +186,15 @@ def _ask(fields: Fields, facts: ModelFacts, prompts: int, new_tokens: int, top: 
         include_usage=options.get("include_usage", False),
         log_probs=top is not None,
     )
+
+
+def asked_model(fields: Fields, facts: ModelFacts) -> str:
+    """What the request calls the model."""
+    model = fields.given.get("model", facts.names[0])
+    if model not in facts.names:
+        message = f"The model {str(model)[:200]!r} does not exist; this server has {' = '.join(facts.names)}."
+        raise ApiError(message, "model", 404, "model_not_found")
+    return model
 
 
 def _params(fields: Fields, facts: ModelFacts, new_tokens: int, top: int) -> SamplingParams:
@@ -214,29 +223,37 @@ def _params(fields: Fields, facts: ModelFacts, new_tokens: int, top: int) -> Sam
 # ---------------------------------------------------------------- prompts
 
 
-def _prompt(item: Any, facts: ModelFacts, tokenizer: Any) -> list[int]:
+def read_prompt(
+    item: Any, facts: ModelFacts, tokenizer: Any, name: str = "prompt", room: int = 1, kept: int | None = None
+) -> list[int]:
+    """Token ids of a text or of token ids; `room` and `kept` as of `checked_length`."""
     if isinstance(item, str):
-        return _tokens(item, facts, tokenizer, "prompt", special=True)
+        return _tokens(item, facts, tokenizer, name, True, room, kept)
     if not isinstance(item, list) or not all(isinstance(token, int) and not isinstance(token, bool) for token in item):
-        raise ApiError("prompt: must be a text, a list of token ids, or a list of either.", "prompt")
+        raise ApiError(f"{name}: must be a text, a list of token ids, or a list of either.", name)
     wrong = next((token for token in item if not 0 <= token < facts.vocab_size), None)
     if wrong is not None:
-        raise ApiError(f"prompt: there is no token {wrong}; ids go from 0 to {facts.vocab_size - 1}.", "prompt")
-    return checked_length(item, facts, "prompt")
+        raise ApiError(f"{name}: there is no token {wrong}; ids go from 0 to {facts.vocab_size - 1}.", name)
+    return checked_length(item, facts, name, room, kept)
 
 
-def _tokens(text: str, facts: ModelFacts, tokenizer: Any, name: str, special: bool) -> list[int]:
-    if len(text) > facts.max_model_len * facts.longest_token:
+def _tokens(
+    text: str, facts: ModelFacts, tokenizer: Any, name: str, special: bool, room: int = 1, kept: int | None = None
+) -> list[int]:
+    if kept is None and len(text) > facts.max_model_len * facts.longest_token:
         raise _too_long(f"{len(text)} characters", facts, name)
     made = tokenizer(text, add_special_tokens=special, return_attention_mask=False)
-    return checked_length(made["input_ids"], facts, name)
+    return checked_length(made["input_ids"], facts, name, room, kept)
 
 
-def checked_length(prompt: list[int], facts: ModelFacts, name: str) -> list[int]:
-    """The prompt, if it leaves room for an answer."""
+def checked_length(
+    prompt: list[int], facts: ModelFacts, name: str, room: int = 1, kept: int | None = None
+) -> list[int]:
+    """The prompt, or the last `kept` tokens of it, if it leaves `room` for an answer."""
+    prompt = prompt if kept is None else prompt[-kept:]
     if not prompt:
-        raise ApiError("the prompt is empty. Give at least one token.", name)
-    if len(prompt) >= facts.max_model_len:
+        raise ApiError(f"{name}: it is empty. Give at least one token.", name)
+    if len(prompt) > facts.max_model_len - room:
         raise _too_long(f"{len(prompt)} tokens", facts, name)
     return prompt
 
@@ -284,7 +301,8 @@ def template_errors() -> Iterator[None]:
         ) from error
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
+def read_messages(given: Any) -> list[dict[str, Any]]:
+    """A conversation as templates want it."""
     if not isinstance(given, list) or not given:
         raise ApiError("messages: must be a list of {role, content}.", "messages")
     return [_message(message, f"messages[{number}]") for number, message in enumerate(given)]

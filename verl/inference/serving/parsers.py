@@ -10,25 +10,35 @@ import asyncio
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from verl.inference.serving.fields import ApiError
-from verl.inference.serving.openai_requests import Ask, ModelFacts, parse
+from verl.inference.serving.openai_requests import ModelFacts
 from verl.utils.process_pool import ProcessDied, ProcessPool, TaskTimeout
 
 __all__ = ["Parsers"]
 
+T = TypeVar("T")
 _MEMORY = 2 * 2**30
 
 # In a parser's process: the tokenizer.
 _tokenizer: Any = None
 
 
-class Parsers:
-    """Some processes with the tokenizer; a request may take `seconds` in one of them, and 2 GB."""
+class Parsers(Generic[T]):
+    """Some processes with the tokenizer; a request may take `seconds` in one of them, and 2 GB.
 
-    def __init__(self, load_tokenizer: Callable[[], Any], seconds: float, processes: int = 2) -> None:
-        self._seconds = seconds
+    `read(path, body, facts, tokenizer)` says what a request asks for, or raises an ApiError.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[str, bytes, ModelFacts, Any], T],
+        load_tokenizer: Callable[[], Any],
+        seconds: float,
+        processes: int = 2,
+    ) -> None:
+        self._read, self._seconds = read, seconds
         self._pool = ProcessPool(processes, initializer=partial(_load, load_tokenizer), memory_limit=_MEMORY)
         self._ready = self._pool.submit(_is_loaded)
 
@@ -36,10 +46,11 @@ class Parsers:
         """Return when requests can be read; raises what keeps the tokenizer from being loaded."""
         assert self._ready.result()
 
-    async def parse(self, path: str, body: bytes, facts: ModelFacts) -> Ask:
+    async def parse(self, path: str, body: bytes, facts: ModelFacts) -> T:
         """What a request asks for, or the ApiError that it gets."""
         try:
-            return await asyncio.wrap_future(self._pool.submit(_parse, path, body, facts, timeout=self._seconds))
+            asked = self._pool.submit(_parse, self._read, path, body, facts, timeout=self._seconds)
+            return await asyncio.wrap_future(asked)
         except TaskTimeout as error:
             raise ApiError(f"the request could not be read in {self._seconds:g} s. Shorten it.") from error
         except (MemoryError, ProcessDied) as error:
@@ -59,5 +70,5 @@ def _is_loaded() -> bool:
     return _tokenizer is not None
 
 
-def _parse(path: str, body: bytes, facts: ModelFacts) -> Ask:
-    return parse(path, body, facts, _tokenizer)
+def _parse(read: Callable[[str, bytes, ModelFacts, Any], T], path: str, body: bytes, facts: ModelFacts) -> T:
+    return read(path, body, facts, _tokenizer)

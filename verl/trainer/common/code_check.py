@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import ConfigError, PPOConfig, Problem
+from verl.config.plan import scored_by_model
 from verl.utils.code_runner import CodeSettings
 from verl.utils.reward_score import code, score_function
 
@@ -49,7 +50,7 @@ def _tools(config: PPOConfig) -> Iterator[str]:
 
 def _data_sources(config: PPOConfig) -> Iterator[str]:
     """Those of the data, as far as it lies here in parquet files, that the reward for code scores."""
-    if config.custom_reward_function.path is not None or config.reward_model.enable:
+    if config.custom_reward_function.path is not None or scored_by_model(config):
         return
     import pyarrow.compute as pc
     import pyarrow.parquet as pq

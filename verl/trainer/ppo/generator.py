@@ -16,7 +16,7 @@ import torch
 from verl.algos import takes_argument
 from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
-from verl.config.plan import ROLLOUT
+from verl.config.plan import ROLLOUT, scored_by_model
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.answer_ends import answer_ends
 from verl.trainer.common.dumps import decode
@@ -48,6 +48,7 @@ class Generator:
         self._config, self._tokenizer, self._groups, self._infer = config, tokenizer, groups, infer
         self.reward_fn = reward_fn
         self._has_judge = Role.RewardModel in groups.roles
+        self._degrees = scored_by_model(config)
         self._greedy = takes_argument(config.algorithm.adv_estimator, "reward_baselines")
         self._overlap = RewardOverlap(config.reward_model.overlap and not self._has_judge)
         self._tool_use = ToolUse(config.actor_rollout_ref.rollout, config.do_search)
@@ -157,7 +158,7 @@ class Generator:
         whole = Trajectories.of(batch)
         if self._greedy:
             metrics["reward/greedy/mean"] = float(whole.at_end(batch.batch["reward_baselines"]).mean())
-        say_right_of_step(batch, extra, self._config.data.reward_fn_key, self._has_judge, step)
+        say_right_of_step(batch, extra, self._config.data.reward_fn_key, self._degrees, step)
         metrics |= reward_metrics({name: batch.non_tensor_batch[name][whole.last_rows].tolist() for name in extra})
         return batch
 

@@ -24,7 +24,7 @@ from verl.trainer.ppo.agents import given_scores, place_scores, said_by_agents
 from verl.utils.code_runner import CodeSettings
 from verl.utils.fs import resolve_model_path
 from verl.utils.import_utils import load_user_object
-from verl.utils.reward_score import code, default_compute_score, known_data_sources
+from verl.utils.reward_score import code, default_compute_score, known_data_sources, served
 from verl.utils.reward_score.registry import set_arguments
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
@@ -69,7 +69,7 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int = 0, **
     sandbox = as_config(SandboxConfig, _block(config, "sandbox"))
     fusion = as_config(SandboxFusionConfig, _block(config, "sandbox_fusion"))
     set_arguments(code.compute_score, settings=CodeSettings.of(sandbox, fusion))
-    compute_score = get_custom_reward_fn(config) or default_compute_score
+    compute_score = get_custom_reward_fn(config) or _of_the_url(block) or default_compute_score
     return cls(tokenizer=tokenizer, num_examine=num_examine, compute_score=compute_score, **arguments)
 
 
@@ -103,6 +103,11 @@ def get_custom_reward_fn(config: Config) -> Callable[..., Any] | None:
         )
     given = {**_of_a_server(function, judge), **block.reward_kwargs}
     return functools.partial(function, **given) if given else function
+
+
+def _of_the_url(block: RewardModelConfig) -> Callable[..., Any] | None:
+    """Scores of the reward model behind `reward_model.url`."""
+    return None if block.url is None else functools.partial(served.compute_score, reward_router_address=block.url)
 
 
 def _of_a_server(function: Callable[..., Any], judge: RewardModelConfig) -> dict[str, Any]:
@@ -229,7 +234,8 @@ def check_rewards(dataset: Any, config: Config) -> None:
     if not hasattr(dataset, "validate"):
         return
     own = get_custom_reward_fn(config) is not None
-    judged = as_config(RewardModelConfig, _block(config, "reward_model")).enable
+    model = as_config(RewardModelConfig, _block(config, "reward_model"))
+    judged = model.enable or model.url is not None
     dataset.validate(data_sources=None if own or judged else known_data_sources(), ground_truth=not (own or judged))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
+from verl.config.plan import scored_by_model
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.dumps import answer_texts, write_jsonl
 from verl.trainer.common.setbacks import Setbacks
@@ -18,7 +19,6 @@ from verl.trainer.common.status_line import StatusLine
 from verl.trainer.ppo.agents import FINISHED, statuses
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.reward import compute_reward, right_answers, say_right
-from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validation_metrics import process_validation_metrics
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager.naive import FAILED
@@ -57,7 +57,7 @@ class Validator:
         """Metrics `val-core/<source>/<score>/mean@n` and the like; logs accuracy per source and sampled answers."""
         samples = joined([self._answered(DataProto.from_single_dict(rows), status) for rows in loader])
         self.show(samples, step, tracking)
-        return sample_metrics(samples, judged=Role.RewardModel in self._groups.roles)
+        return sample_metrics(samples, judged=scored_by_model(self._config))
 
     def show(self, samples: Samples, step: int, tracking: Tracking) -> None:
         """Sampled answers to the trackers; all of them to JSONL where a folder is set."""

@@ -1,0 +1,111 @@
+"""Classifier: sequences in, logits of a sequence classifier out; what arrives meanwhile is computed together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Classifier"]
+
+_Waiting = tuple[list[int], "Future[list[float]]"]
+
+
+class Classifier:
+    """A Hugging Face sequence classifier with a thread of its own, which reads as many sequences at a time as have at
+    most `max_tokens` with their padding."""
+
+    def __init__(self, model: nn.Module, max_tokens: int) -> None:
+        self._model: Any = model.eval()
+        config = self._model.config
+        self.num_labels: int = config.num_labels
+        self.labels: list[str] = [str(config.id2label.get(label, label)) for label in range(config.num_labels)]
+        self._pad = getattr(config.get_text_config(), "pad_token_id", None) or 0
+        self._max_tokens = max_tokens
+        self._waiting: list[_Waiting] = []
+        self._working = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="classifier", daemon=True)
+        self._thread.start()
+
+    @property
+    def unfinished(self) -> int:
+        """Sequences that wait or are worked on."""
+        return len(self._waiting) + self._working
+
+    def submit(self, sequences: Sequence[list[int]]) -> list[Future[list[float]]]:
+        """Logits [labels] of each, some time soon. One that is cancelled while it waits is left out."""
+        added: list[_Waiting] = [(sequence, Future()) for sequence in sequences]
+        with self._changed:
+            if self._closing:
+                raise RuntimeError("the classifier is closed.")
+            self._waiting += added
+            self._changed.notify()
+        return [future for _, future in added]
+
+    def close(self) -> None:
+        """End the thread; what waits fails."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        for _, future in self._waiting:
+            future.set_exception(RuntimeError("the classifier was closed before this sequence was scored."))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._waiting)
+                if self._closing:
+                    return
+                batch = self._take()
+                self._working = len(batch)
+            self._answer([each for each in batch if each[1].set_running_or_notify_cancel()])
+            self._working = 0
+
+    def _take(self) -> list[_Waiting]:
+        """The first that came, so that nobody waits for ever, and those of about its length: little is padding."""
+        first = len(self._waiting[0][0])
+        by_likeness = sorted(self._waiting, key=lambda each: abs(len(each[0]) - first))
+        taken: list[_Waiting] = []
+        longest = 0
+        for each in by_likeness:
+            longest = max(longest, len(each[0]))
+            if taken and longest * (len(taken) + 1) > self._max_tokens:
+                break
+            taken.append(each)
+        chosen = {id(future) for _, future in taken}
+        self._waiting = [each for each in self._waiting if id(each[1]) not in chosen]
+        return taken
+
+    def _answer(self, batch: list[_Waiting]) -> None:
+        if not batch:
+            return
+        try:
+            logits = self._logits([sequence for sequence, _ in batch]).tolist()
+        except Exception as error:  # noqa: BLE001 - whoever waits for these gets it
+            for _, future in batch:
+                future.set_exception(error)
+            return
+        for (_, future), row in zip(batch, logits, strict=True):
+            future.set_result(row)
+
+    @torch.inference_mode()
+    def _logits(self, sequences: list[list[int]]) -> torch.Tensor:
+        """[sequences, labels] float32."""
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
+        width = int(lengths.max())
+        ids = torch.tensor([sequence + [self._pad] * (width - len(sequence)) for sequence in sequences])
+        mask = torch.arange(width) < lengths[:, None]
+        device = self._model.device
+        if not hasattr(self._model, "score"):  # an encoder: every token reads all
+            return self._model(input_ids=ids.to(device), attention_mask=mask.long().to(device)).logits.float().cpu()
+        # A decoder: its last token has read everything, and padding only follows.
+        hidden = self._model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
+        last = hidden[torch.arange(len(sequences), device=device), (lengths - 1).to(device)]
+        return self._model.score(last).float().cpu()

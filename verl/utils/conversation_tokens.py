@@ -1,0 +1,55 @@
+"""ConversationTokens: whole conversations in the tokens of a model that scores them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+# A tokenizer that knows no limit of its model says some such number.
+_NO_LIMIT = 10**9
+
+
+class ConversationTokens:
+    """Conversations, whose last message is the answer to be scored, as `tokenizer`'s chat template writes them.
+
+    Without a template each is the pair (contents of the other messages, a line break between them; answer), as
+    classifiers of question and answer are trained. What is longer than `longest` tokens (None: what the tokenizer says
+    of its model) loses its beginning: what is scored is the answer.
+    """
+
+    def __init__(self, tokenizer: Any, longest: int | None = None) -> None:
+        self._tokenizer = tokenizer
+        limit = getattr(tokenizer, "model_max_length", None) or _NO_LIMIT
+        self._longest = longest or (limit if limit < _NO_LIMIT else None)
+
+    def encode(self, conversations: Sequence[Sequence[Any]]) -> list[list[int]]:
+        """Token ids of each. ValueError: the template refuses one."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            return self._pairs(conversations)
+        # A template has already written the special tokens it wants.
+        encoded = self._tokenizer(self._written(conversations), add_special_tokens=False)["input_ids"]
+        return [ids if self._longest is None else ids[-self._longest :] for ids in encoded]
+
+    def _pairs(self, conversations: Sequence[Sequence[Any]]) -> list[list[int]]:
+        contents = [[str(message["content"]) for message in each] for each in conversations]
+        encoded = self._tokenizer(["\n".join(each[:-1]) for each in contents], [each[-1] for each in contents])
+        found = list(encoded["input_ids"])
+        for row, ids in enumerate(found):
+            excess = 0 if self._longest is None else len(ids) - self._longest
+            if excess > 0:
+                # Of the prompt first, then of the answer; special tokens (None) stay.
+                owner = encoded.sequence_ids(row)
+                words = [at for part in (0, 1) for at, whose in enumerate(owner) if whose == part]
+                dropped = set(words[:excess])
+                found[row] = [token for at, token in enumerate(ids) if at not in dropped]
+        return found
+
+    def _written(self, conversations: Sequence[Sequence[Any]]) -> list[str]:
+        try:
+            return self._tokenizer.apply_chat_template([list(each) for each in conversations], tokenize=False)
+        except Exception as cause:  # a template is a program of the model's: it may raise anything
+            roles = sorted({", ".join(str(message.get("role")) for message in each) for each in conversations})
+            raise ValueError(
+                f"its chat template refuses a conversation ({type(cause).__name__}: {cause}; roles:"
+                f" {' | '.join(roles)})"
+            ) from cause

@@ -1,0 +1,82 @@
+"""Scores of a reward model that lives behind a server: `reward_model.url` (docs/rewards.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from typing import Any
+
+_TRIES = 4
+_FIRST_PAUSE_S = 0.5
+_NOT_THERE = (429, 502, 503, 504)
+# An event loop has connections of its own.
+_clients: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+async def compute_score(solution_str: str, ground_truth: Any, raw_prompt: Any, reward_router_address: str) -> float:
+    """What the classifier there says of the prompt's messages and this answer; a text too long loses its beginning."""
+    conversation = [*required_prompt(raw_prompt), {"role": "assistant", "content": solution_str}]
+    asked = {"input": [conversation], "truncate_prompt_tokens": -1}
+    return (await post(reward_router_address, "/v1/rewards", asked))["data"][0]["reward"]
+
+
+def required_prompt(raw_prompt: Any) -> list[dict[str, Any]]:
+    """The messages that are answered, as plain objects."""
+    if raw_prompt is None:
+        raise ValueError("the row has no raw_prompt: let data.custom_cls keep the messages of its prompts there.")
+    return [dict(message) for message in raw_prompt]
+
+
+async def post(address: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The reply to a request; a server that cannot be reached, or has too much to do, is asked again a few times.
+
+    $VERL_API_KEY is sent where it is set. ConnectionError: it stays silent. ValueError: it refuses.
+    """
+    import httpx
+
+    key = os.environ.get("VERL_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    failure = ""
+    for attempt in range(_TRIES):
+        if attempt:
+            await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
+        try:
+            reply = await _client().post(f"{base_url(address)}{path}", json=body, headers=headers)
+        except httpx.TransportError as error:
+            failure = repr(error)
+            continue
+        if reply.status_code == 200:
+            return reply.json()
+        failure = f"status {reply.status_code}: {reply.text[:500]}"
+        if reply.status_code not in _NOT_THERE:
+            raise ValueError(f"reward_model.url: {base_url(address)}{path} refuses the request: {failure}")
+    raise ConnectionError(f"reward_model.url: {base_url(address)}{path} does not answer ({_TRIES} tries): {failure}")
+
+
+def base_url(address: str) -> str:
+    """host:port as a URL; a URL as it is."""
+    return (address if "://" in address else f"http://{address}").rstrip("/")
+
+
+def require_server(address: str) -> None:
+    """ValueError if nobody answers there."""
+    import httpx
+
+    try:
+        httpx.get(f"{base_url(address)}/health", timeout=10).raise_for_status()
+    except httpx.HTTPError as error:
+        raise ValueError(
+            f"reward_model.url: no server answers at {base_url(address)}/health ({error}). Start it"
+            " (python -m verl.inference.server --model …), or correct the address."
+        ) from error
+
+
+def _client() -> Any:
+    """Of the running loop. Time limits are the reward manager's."""
+    import httpx
+
+    loop = asyncio.get_running_loop()
+    if loop not in _clients:
+        _clients[loop] = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+    return _clients[loop]
