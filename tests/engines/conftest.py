@@ -44,12 +44,10 @@ def row(engine_name: str) -> EngineRow:
     return ENGINES[engine_name]
 
 
-@pytest.fixture(autouse=True)
-def _what_it_cannot(request: pytest.FixtureRequest) -> None:
-    """`@pytest.mark.needs("…")`: skip on engines that do not do it."""
-    marker = request.node.get_closest_marker("needs")
-    if marker is not None:
-        why = request.getfixturevalue("row").cannot.get(marker.args[0])
+def pytest_runtest_setup(item: pytest.Function) -> None:
+    """`@pytest.mark.needs("…")`: skip on engines that do not do it, before anything is started for it."""
+    for marker in item.iter_markers("needs"):
+        why = ENGINES[item.callspec.params["engine_name"]].cannot.get(marker.args[0])
         if why is not None:
             pytest.skip(why)
 
@@ -113,6 +111,7 @@ def start(
 
         engine = started.get((engine_name, kind, repr(keys)), build)
         engine.resume()
+        engine.pause_generation("abort")  # what a test that failed has left
         engine.resume_generation()
         if engine.version:
             engine.update_weights(tiny_model(**MODELS[kind]).state_dict().items(), version=0)

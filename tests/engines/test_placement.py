@@ -77,11 +77,11 @@ def test_every_placement_takes_weights_before_and_in_the_middle(
     models = {version: tiny_model(seed=version, **MODELS[kind]) for version in (1, 2)}
     hand_over(WholeModel(models[1]), engine, 1)
     future = engine.submit([Request("a", PROMPT, LONG)])[0]
-    engine.submit([Request("clock", PROMPT, SamplingParams(max_new_tokens=8))])[0].result(timeout=120)
+    engine.submit([Request("clock", PROMPT, SamplingParams(max_new_tokens=8))])[0].result()
     engine.pause_generation("keep")
     hand_over(WholeModel(models[2]), engine, 2)
     engine.resume_generation()
-    output = future.result(timeout=120)
+    output = future.result()
     assert len(output.token_ids) == 400
     for version in set(output.versions):
         with torch.no_grad():
@@ -111,6 +111,6 @@ def test_a_rank_of_the_engine_that_is_killed_ends_it_and_another_one_takes_its_p
     assert engine.revive()
     in_one_go(trainer, engine, 1)
     (future,) = engine.submit([Request("a", PROMPT, SamplingParams(max_new_tokens=20))])
-    assert future.result(timeout=120).versions == [1] * 20
+    assert future.result().versions == [1] * 20
     engine.close()
     assert python_segments() <= segments

@@ -126,13 +126,13 @@ def test_tokens_and_log_probs_are_those_of_the_weights_that_were_handed_over(rol
         model = tiny_model(seed=seed, **MODELS["wide"])
         rollout.update_weights(model.state_dict().items())
         for prompt, future in zip(PROMPTS, ask(rollout, do_sample=False), strict=True):
-            output = future.result(120)
+            output = future.result()
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
             assert output.token_ids == logits.argmax(-1).tolist()
             assert set(output.versions) == {version}
         for prompt, future in zip(PROMPTS, ask(rollout, temperature=0.7, key=3), strict=True):
-            found = torch.tensor(future.result(120).log_probs)
+            found = torch.tensor(future.result().log_probs)
             expected = log_probs(model, prompt, future.result().token_ids, 0, 0.7)
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
@@ -146,7 +146,7 @@ def test_what_is_paused_goes_on_under_new_weights(rollout: URLRollout) -> None:
     rollout.update_weights(new.state_dict().items())
     rollout.resume_generation()
     for prompt, future in zip(PROMPTS, futures, strict=True):
-        output = future.result(120)
+        output = future.result()
         first = output.versions.count(1)
         assert output.versions == [1] * first + [2] * (100 - first)
         parts = [log_probs(old, prompt, output.token_ids[:first], 0), log_probs(new, prompt, output.token_ids, first)]
@@ -156,17 +156,17 @@ def test_what_is_paused_goes_on_under_new_weights(rollout: URLRollout) -> None:
 
 def test_answers_end_at_stop_tokens_and_when_they_are_aborted(rollout: URLRollout) -> None:
     rollout.update_weights(tiny_model(seed=5, **MODELS["wide"]).state_dict().items())
-    outputs = [future.result(120) for future in ask(rollout, do_sample=False)]
+    outputs = [future.result() for future in ask(rollout, do_sample=False)]
     first = outputs[0].token_ids
     stop = next(token for token in first[3:] if token not in first[:3])
-    outputs = [future.result(120) for future in ask(rollout, do_sample=False, stop_token_ids=frozenset([stop]))]
+    outputs = [future.result() for future in ask(rollout, do_sample=False, stop_token_ids=frozenset([stop]))]
     assert outputs[0].token_ids == first[: first.index(stop) + 1]
     assert outputs[0].finish_reason == "stop"
     futures = ask(rollout, max_new_tokens=100, ignore_eos=True)
     time.sleep(0.3)
     rollout.abort()
     assert all(future.result(30).finish_reason == "abort" for future in futures)
-    assert all(future.result(120).finish_reason == "length" for future in ask(rollout, ignore_eos=True))
+    assert all(future.result().finish_reason == "length" for future in ask(rollout, ignore_eos=True))
 
 
 def test_a_training_learns_with_it(engine_name: str, url: str, task: dict[str, str], tmp_path: Path) -> None:

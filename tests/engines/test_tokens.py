@@ -23,7 +23,7 @@ SAMPLED = SamplingParams(max_new_tokens=20, key=7)
 
 def ask(engine: Any, params: SamplingParams, prompts: list[list[int]] = PROMPTS, **fields: Any) -> list[Output]:
     requests = [Request(f"r{i}", prompt, params, **fields) for i, prompt in enumerate(prompts)]
-    return [future.result(timeout=120) for future in engine.submit(requests)]
+    return [future.result() for future in engine.submit(requests)]
 
 
 def logits_of(model: Any, prompt: list[int], output: Output) -> torch.Tensor:
@@ -80,7 +80,7 @@ def test_truncated_log_probs_are_those_drawn_from_and_those_of_the_policy_or_unk
 def test_samples_follow_the_distribution(start: Callable[..., Any], model: Any) -> None:
     params = [replace(SAMPLED, key=key, max_new_tokens=1, temperature=0.5) for key in range(400)]
     requests = [Request(f"r{i}", PROMPTS[0], asked) for i, asked in enumerate(params)]
-    drawn = [future.result(timeout=120).token_ids[0] for future in start().submit(requests)]
+    drawn = [future.result().token_ids[0] for future in start().submit(requests)]
     with torch.no_grad():
         probs = (model(torch.tensor([PROMPTS[0]])).logits[0, -1] / 0.5).softmax(-1)
     likely = set(probs.topk(60).indices.tolist())
@@ -100,7 +100,7 @@ def test_a_seed_gives_its_tokens_again_and_another_gives_others(start: Callable[
 
 def test_n_answers_of_one_prompt_differ(start: Callable[..., Any]) -> None:
     requests = [Request(f"r{i}", PROMPTS[2], replace(SAMPLED, key=i), group="g") for i in range(8)]
-    answers = [future.result(timeout=120).token_ids for future in start().submit(requests)]
+    answers = [future.result().token_ids for future in start().submit(requests)]
     assert len({tuple(tokens) for tokens in answers}) == 8
 
 
