@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.support.fragile_ranks import FragileWorker, HostedWorker, arm
 from tests.support.training_harness import make_task, overrides, run_training
 from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.asynchronous.trainer import AsyncPPOTrainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.utils import Role
 
@@ -66,6 +67,22 @@ class DisturbedEngines(Disturbed):
     worker: ClassVar = HostedWorker
 
 
+class Stream(Fragile, AsyncPPOTrainer):
+    """Answers come while it trains; it notes the processes of its replicas."""
+
+    pids: ClassVar[list[list[int]]] = []
+
+    def _train_step(self, batch: Any) -> dict[str, float]:
+        metrics = super()._train_step(batch)
+        self.pids.append(self.rollout_wg.pid())
+        return metrics
+
+
+class DisturbedStream(Stream):
+    deaths: ClassVar = {1: ("receive",), 2: ("answer",)}
+    pids: ClassVar[list[list[int]]] = []
+
+
 class DisturbedMore(Fragile):
     deaths: ClassVar = {1: ("reference", "validate"), 2: ("generate", "start")}
 
@@ -99,6 +116,17 @@ def test_a_rollout_rank_killed_in_generation_hand_over_and_idle_changes_no_bit(t
     assert "step 1: rollout rank" in said[0]
     assert "was lost in generate_sequences" in said[0]
     assert "was lost in receive_weights" in said[1]
+
+
+@pytest.mark.slow
+def test_a_replica_of_a_stream_dies_alone_and_changes_no_bit(task, tmp_path, ray_cluster):
+    _, expected = run(task, tmp_path / "undisturbed", Fragile)
+    stream = ("trainer.mode=async", "trainer.max_staleness=0")
+    disturbed, found = run(task, tmp_path / "disturbed", DisturbedStream, *stream)
+    assert_same(found, expected)
+    assert [row["training/generation_restarts"] for row in disturbed] == [1, 2]
+    before, after = DisturbedStream.pids
+    assert sum(one == other for one, other in zip(before, after, strict=True)) == 1, "the other one lives"
 
 
 @pytest.mark.slow

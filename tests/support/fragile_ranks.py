@@ -12,6 +12,7 @@ from verl.config.names import ROLLOUTS
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
+from verl.workers.roles.requests import Collected
 
 
 def arm(model_path: str, where: str) -> None:
@@ -46,6 +47,13 @@ class FragileWorker(ActorRolloutRefWorker):
 
         self.rollout.resume()
         return self.rollout.generate_sequences(prompts, on_finished=answered, **sampling)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def collect_outputs(self, client: str, within: float, pieces: bool = False) -> Collected:
+        collected = super().collect_outputs(client, within, pieces)
+        if collected.answers:
+            self._die_if_armed("answer")  # before anybody hears of them
+        return collected
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
