@@ -37,6 +37,9 @@ def resolve_asynchronous(config: PPOConfig, report: Report) -> None:
     if trainer.mode != "sync" and rollout.mode == "sync":
         rollout.mode = "async"
         report.notice(f"trainer.mode = {trainer.mode}: {ROLLOUT}.mode is async, answers are generated one by one.")
+    if trainer.overlap is None:
+        # By turns a device is full of either; where answers must be finished first, turns would be the sync mode.
+        trainer.overlap = not ahead_of(trainer).partial
 
 
 def old_spellings(values: dict[str, Any], report: Report) -> None:

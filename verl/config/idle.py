@@ -238,6 +238,11 @@ RULES: tuple[Rule, ...] = (
         "no answer goes on through an update of the weights; trainer.mode=async with partial_rollout=True does that",
     ),
     Rule(
+        ("trainer.overlap",),
+        lambda config: config.trainer.mode != "sync" and shares_devices(config),
+        "nothing is generated beside an update on the same devices; trainer.mode=async without a pool for it does that",
+    ),
+    Rule(
         ("critic.*", "trainer.max_critic_ckpt_to_keep"),
         _is_set("critic.enable"),
         "no critic runs; algorithm.adv_estimator=gae needs one, critic.enable=True trains one",

@@ -89,6 +89,10 @@ class TrainerConfig(RunConfig):
         "KV of such answers: computed again with the new weights, or kept (cheaper, and another distribution).",
         choices=("recompute", "keep"),
     )
+    overlap: bool = key(
+        "On devices that both use: generation goes on during updates, which it slows down; else answers stand still.",
+        null="only where weights wait for the answers under way (mode=one_step_off, partial_rollout=False)",
+    )
     save_freq: int = key("Steps between checkpoints; 0 or less: only the last.")
     test_freq: int = key("Steps between validations; 0 or less: only the last.", aliases=("../rollout.test_freq",))
     cls_path: str | None = key(

@@ -54,6 +54,7 @@ CASES: list[tuple[str, list[str], list[str] | None]] = [
     ("trainer.max_critic_ckpt_to_keep=2", [GRPO], []),
     ("trainer.max_staleness=3", ["trainer.mode=one_step_off"], ["trainer.mode=async"]),
     ("trainer.partial_kv=keep", [], ["trainer.mode=async"]),
+    ("trainer.overlap=True", [], ["trainer.mode=async"]),
     (f"{REF}.log_prob_micro_batch_size_per_gpu=2", [], [KL]),
     (f"{REF}.fsdp_config.param_offload=True", [KL, f"{MODEL}.lora_rank=8"], [KL]),
     ("reward_model.micro_batch_size_per_gpu=2", [], ["reward_model.enable=True", "reward_model.path=org/judge"]),

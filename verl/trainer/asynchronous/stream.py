@@ -182,7 +182,7 @@ class AnswerStream:
     def state(self, partials: bool) -> dict[str, Any]:
         """Plain data, between steps: groups that are finished, and those that are under way with their answers so far;
         with `partials`, the unfinished answers among them, too."""
-        if partials and self._partial and not self._groups.takes_turns:  # those stand still now
+        if partials and self._partial and not self._groups.must_take_turns:  # those cannot be ended now
             self._note_partials()
         self._hear_all()
         saved = self._buffer.state()

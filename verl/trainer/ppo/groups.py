@@ -142,11 +142,21 @@ class WorkerGroups:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether an open generation must stand still while others work on the engine's devices: where its ranks, and
-        theirs, work together in the same processes, two groups of ranks would wait for each other."""
+        """Whether an open generation stands still while others work on the engine's devices."""
+        return self.must_take_turns or (self._works_in_their_processes and not self._config.trainer.overlap)
+
+    @property
+    def must_take_turns(self) -> bool:
+        """Where an engine's ranks, and those of others, work together in the same processes, two groups of ranks
+        would wait for each other."""
+        return self._config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1 and self._works_in_their_processes
+
+    @property
+    def _works_in_their_processes(self) -> bool:
+        """Engines share processes, and devices, with others who compute."""
         rollout = self._config.actor_rollout_ref.rollout
         alone = self.rollout is not self.actor and len(self._roles_in(self._pools.mapping[Role.Rollout])) == 1
-        return rollout.tensor_model_parallel_size > 1 and not alone and not beside(rollout) and not rollout.server_urls
+        return not alone and not beside(rollout) and not rollout.server_urls
 
     def require_engines(self) -> None:
         """Raise the WorkerError of a rank, or of an engine's own process, that an open generation has lost."""

@@ -21,7 +21,6 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.engine import Engine
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.trainer import AsyncPPOTrainer
-from verl.trainer.ppo.groups import WorkerGroups
 
 ROLLOUT = "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "trainer.total_training_steps=3")
@@ -50,11 +49,11 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(task: dict[str,
     assert {step["async/staleness/max"] for step in streams.history} == {0.0}
 
 
-@pytest.mark.parametrize("takes_turns", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_one_step_off_trains_batches_of_the_weights_before(task, tmp_path: Path, monkeypatch, takes_turns: bool):
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_one_step_off_trains_batches_of_the_weights_before(task, tmp_path: Path, overlap: bool):
     """Also where the engine stands still while training works on its devices."""
-    monkeypatch.setattr(WorkerGroups, "takes_turns", takes_turns)
-    trained = run_training(overrides(task, tmp_path, *GRPO, "trainer.mode=one_step_off"))
+    given = ("trainer.mode=one_step_off", f"trainer.overlap={overlap}")
+    trained = run_training(overrides(task, tmp_path, *GRPO, *given))
     assert [step["async/staleness/mean"] for step in trained.history] == [0.0, 1.0, 1.0]
     assert all(step["async/partial_share"] == 0 for step in trained.history)
 
@@ -110,7 +109,7 @@ def test_a_long_answer_holds_nobody_up_and_is_trained_when_it_is_there(tmp_path:
                 gate.open.set()
 
     long = ("data.max_response_length=80", f"{ROLLOUT}.ignore_eos=True", "data.shuffle=False", f"{ROLLOUT}.n=1")
-    steps = ("trainer.mode=async", "trainer.max_staleness=6", "trainer.total_training_steps=7")
+    steps = ("trainer.mode=async", "trainer.overlap=True", "trainer.max_staleness=6", "trainer.total_training_steps=7")
     estimator = "algorithm.adv_estimator=reinforce_plus_plus"
     run = run_training(overrides(task, tmp_path, estimator, *long, *steps), trainer_cls=Freeing)
     uids = [uid for step in run.trained for uid in step]
