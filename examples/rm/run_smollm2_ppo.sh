@@ -5,7 +5,7 @@
 set -euo pipefail
 
 MODEL=${MODEL:-$HOME/models/SmolLM2-135M-Instruct}
-REWARD_MODEL=${REWARD_MODEL:-checkpoints/smollm2/reward_model/latest}
+REWARD_MODEL=${REWARD_MODEL:-checkpoints/smollm2/reward_model}
 DATA=${DATA:-$HOME/data/ultrafeedback}
 
 data=(

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl.utils.checkpoint.manifest import MANIFEST
+from verl.utils.checkpoint.manifest import LATEST, MANIFEST
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ def resolve_model_path(path: str | os.PathLike[str], key: str = "model.path") ->
     """The local folder that transformers loads for `path`: what `copy_to_local` gives, except for checkpoints of ours.
 
     A step folder (`…/global_step_N` of supervised or reinforcement learning, local or at a URL) stands for the model
-    that was exported into it; of a step at a URL only that part is fetched.
+    that was exported into it; of a step at a URL only that part is fetched. A run's local folder stands for its newest
+    step.
     """
     location = expand_path(path).rstrip("/")
     if "://" in location and _STEP_FOLDER.fullmatch(os.path.basename(location)):
@@ -74,6 +75,9 @@ def resolve_model_path(path: str | os.PathLike[str], key: str = "model.path") ->
         inside = next((f"/{part}" for part in _EXPORTS if fs.exists(f"{remote}/{part}/config.json")), "")
         return copy_to_local(location + inside, key=key)
     folder = Path(copy_to_local(location, key=key))
+    newest = folder / LATEST
+    if newest.is_file() and _STEP_FOLDER.fullmatch(step := newest.read_text().strip()):
+        folder = folder / step
     for part in _EXPORTS:
         if (folder / part / "config.json").is_file():
             return str(folder / part)

@@ -20,6 +20,13 @@ def test_a_step_stands_for_its_export(tmp_path, export):
     assert resolve_model_path(f"{step}/") == str(step / export)
 
 
+def test_a_run_stands_for_its_newest_step(tmp_path):
+    for step in ("global_step_7", "global_step_9"):
+        put(tmp_path / step, "manifest.json", "config.json", "huggingface/config.json")
+    (tmp_path / "latest").write_text("global_step_9\n")
+    assert resolve_model_path(tmp_path) == str(tmp_path / "global_step_9" / "huggingface")
+
+
 def test_a_plain_model_folder_stays_itself_also_under_the_name_of_a_step(tmp_path):
     for name in ("mine", "global_step_372"):
         folder = put(tmp_path / name, "config.json")

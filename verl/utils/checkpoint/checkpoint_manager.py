@@ -19,6 +19,7 @@ from verl.utils.checkpoint import remote as copies
 from verl.utils.checkpoint.copier import Copier
 from verl.utils.checkpoint.locks import reader_lock, writer_lock
 from verl.utils.checkpoint.manifest import (
+    LATEST,
     MANIFEST,
     ChecksumRecorder,
     expect_records,
@@ -147,7 +148,7 @@ class CheckpointManager:
         os.rename(folder, target)
         sync_folder(self.root)
         write_atomically(self.root / copies.ITERATION, str(step).encode())
-        write_atomically(self.root / copies.LATEST, target.name.encode())
+        write_atomically(self.root / LATEST, target.name.encode())
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         self._open, self._newest = None, target

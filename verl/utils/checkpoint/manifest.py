@@ -24,6 +24,8 @@ from verl.utils.checkpoint.steady_file import SteadyFile
 from verl.utils.progress import pulse
 
 MANIFEST = "manifest.json"
+LATEST = "latest"
+"""A file in a run's folder that names its newest step."""
 
 _FORMAT = "verl.checkpoint/1"
 _RECORDS = ".checksums"

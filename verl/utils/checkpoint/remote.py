@@ -10,13 +10,12 @@ import posixpath
 from collections.abc import Callable
 from pathlib import Path
 
-from verl.utils.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, read_manifest
+from verl.utils.checkpoint.manifest import LATEST, MANIFEST, Manifest, decode_manifest, read_manifest
 from verl.utils.fs import filesystem_of
 
 logger = logging.getLogger(__name__)
 
 KEY = "trainer.default_hdfs_dir"
-LATEST = "latest"
 ITERATION = "latest_checkpointed_iteration.txt"
 
 

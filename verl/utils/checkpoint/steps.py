@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 
 from verl.utils.checkpoint import remote as copies
-from verl.utils.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from verl.utils.checkpoint.manifest import LATEST, MANIFEST, Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ FETCHED = ".remote"
 
 _LEFTOVER = re.compile(r"\.(?P<step>global_step_\d+)\.(?P<kind>tmp|old|del)-\d+-[0-9a-f]+")
 _PARTIAL = re.compile(
-    rf"\.({re.escape(copies.LATEST)}|{re.escape(copies.ITERATION)}|{re.escape(MANIFEST)})\.[0-9a-f]+\.partial"
+    rf"\.({re.escape(LATEST)}|{re.escape(copies.ITERATION)}|{re.escape(MANIFEST)})\.[0-9a-f]+\.partial"
 )
 
 
@@ -114,7 +114,7 @@ def move_aside(root: Path) -> Path | None:
     """
     if not newest_first(root):
         return None
-    names = (copies.LATEST, copies.ITERATION, FETCHED)
+    names = (LATEST, copies.ITERATION, FETCHED)
     mine = [*newest_first(root), *root.glob("debug_step_*"), *(root / name for name in names if (root / name).exists())]
     aside = root / f"before_{time.strftime('%Y%m%d-%H%M%S')}"
     while aside.exists():

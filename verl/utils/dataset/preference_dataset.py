@@ -170,7 +170,7 @@ class PreferenceDataset(Dataset):
 def _conversation(prompt: Any, answer: Any, key: str, prompt_key: str) -> Messages:
     if answer is None:
         raise ValueError(f"it has no {key!r}. Fill it, or remove the row.")
-    problem = chat_problem(key, answer)
+    problem = None if isinstance(answer, str) else chat_problem(key, answer)  # to say nothing is an answer, too
     if problem is not None:
         raise ValueError(problem)
     messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else as_messages(answer)

@@ -70,6 +70,11 @@ def test_pairs_of_one_prompt_are_one_item_and_each_answer_is_there_once(tmp_path
     assert pairs.preference.tolist() == [1, 1, 1, 0.5, 0.7]
 
 
+def test_an_empty_answer_is_one_to_learn_from(tmp_path):
+    item = dataset(tmp_path, [{"prompt": "hi", "chosen": "yes", "rejected": ""}])[0]
+    assert texts(item)[1] == "<|user|>hi<|end|><|assistant|><|end|>"
+
+
 def test_only_the_first_pairs_are_used_where_that_is_asked(tmp_path):
     rows = [{"prompt": "hi", "chosen": str(i), "rejected": "x"} for i in range(4)]
     assert len(dataset(tmp_path, rows, limit=3)[0]["pairs"]) == 3
@@ -89,7 +94,7 @@ def test_a_long_answer_is_refused_or_keeps_its_end(tmp_path):
     [
         ({"chosen": "a", "rejected": "b"}, "no 'prompt'"),
         ({"prompt": "p", "chosen": "a"}, "no 'rejected'"),
-        ({"prompt": "p", "chosen": "a", "rejected": ""}, "'rejected' is empty"),
+        ({"prompt": "p", "chosen": "a", "rejected": []}, "'rejected' has no messages"),
         ({"prompt": "p", "chosen": [said("a"), USER], "rejected": "b"}, "'chosen' is the user's"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "preference": 1.5}, "'preference' is 1.5"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": -1}, "'weight' is -1"),
