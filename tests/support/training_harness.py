@@ -78,7 +78,7 @@ def make_trainer(arguments: list[str], group_cls: Any = None, trainer_cls: Any =
 
     config = load_config(None, arguments)
     runner = TaskRunner()
-    for register in ("actor_rollout", "critic", "reward_model", "ref_policy"):
+    for register in ("actor_rollout", "critic", "reward_model", "ref_policy", "teacher"):
         getattr(runner, f"add_{register}_worker")(config)
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
 

@@ -62,10 +62,11 @@ def context_rules(config: PPOConfig, report: Report, folders: Mapping[str, str] 
     other = critic.model.path
     if critic.enable and other and (other, critic.model.override_config) != (path, policy.model.override_config):
         limit = limit_of_folder(found.get(other, other), critic.model.override_config)
-        if limit is not None and limit < _longest(config):
-            why = f"has {limit} positions, and prompt and answer together may have {_longest(config)} tokens"
-            fix = f"Shorten data.max_prompt_length or data.max_response_length, or {_LONGER}"
-            report.problem("critic.model.path", other, why, fix, _LENGTHS)
+        _whole(config, limit, "critic.model.path", other, report)
+    for name, teacher in config.distillation.local_teachers.items():
+        if teacher.model_path:
+            limit = limit_of_folder(found.get(teacher.model_path, teacher.model_path), {})
+            _whole(config, limit, f"distillation.teacher_models.{name}.model_path", teacher.model_path, report)
     if config.reward_model.enable and config.reward_model.path:
         _reward_model(
             config, found.get(config.reward_model.path, config.reward_model.path), found.get(path, path), report
@@ -132,6 +133,14 @@ def _policy(config: PPOConfig, limit: int, report: Report) -> None:
         report.problem(f"{ROLLOUT}.max_model_len", rollout.max_model_len, f"is more than {model}", fix)
 
 
+def _whole(config: PPOConfig, limit: int | None, key: str, path: str | None, report: Report) -> None:
+    """Of a model that reads prompts and answers as the policy wrote them."""
+    if limit is not None and limit < _longest(config):
+        why = f"has {limit} positions, and prompt and answer together may have {_longest(config)} tokens"
+        fix = f"Shorten data.max_prompt_length or data.max_response_length, or {_LONGER}"
+        report.problem(key, path, why, fix, _LENGTHS)
+
+
 def _answer_key(config: PPOConfig) -> str:
     """Which key says how long the longest answer is."""
     rollout = config.actor_rollout_ref.rollout
@@ -150,10 +159,7 @@ def _reward_model(config: PPOConfig, path: str, policy: str, report: Report) -> 
     if limit is None:
         return
     if _same_files(path, reward.model.input_tokenizer or policy):
-        if _longest(config) > limit:
-            why = f"has {limit} positions, and prompt and answer together may have {_longest(config)} tokens"
-            fix = f"Shorten data.max_prompt_length or data.max_response_length, or {_LONGER}"
-            report.problem("reward_model.path", reward.path, why, fix, _LENGTHS)
+        _whole(config, limit, "reward_model.path", reward.path, report)
         return
     reads = reward.max_length or _model_max_length(path)
     if reads is None or reads > limit:

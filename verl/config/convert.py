@@ -54,9 +54,22 @@ class Converter:
             where, value, default = join(path, name), values.get(name, defaults[name]), defaults[name]
             if entry.block is not None:
                 made[name] = self._block(entry.block, value, default, where)
+            elif entry.named_blocks is not None:
+                made[name] = self._named_blocks(entry.named_blocks, value, where)
             else:
                 made[name] = self._leaf(entry, value, default, where)
         return cls(**made)
+
+    def _named_blocks(self, cls: type[B], values: Any, path: str) -> dict[str, B]:
+        """Blocks under names of the user's own; what none of them sets is null."""
+        if values is not None and not isinstance(values, Mapping):
+            known = ", ".join(entries(cls))
+            self.report.broken(path, values, "is a mapping of names to blocks", f"Set {path}.<name>.<key> ({known})")
+            values = {}
+        unset = dict.fromkeys(entries(cls))
+        return {
+            str(name): self._block(cls, value, unset, join(path, str(name))) for name, value in (values or {}).items()
+        }
 
     def _leaf(self, entry: Entry, value: Any, default: Any, path: str) -> Any:
         try:

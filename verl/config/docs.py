@@ -103,10 +103,13 @@ def _blocks(root: Root, cls: type[Block], path: str, doc: str = "", heading: str
     for name, entry in entries(cls).items():
         if entry.block is not None:
             yield from _blocks(root, entry.block, join(path, name), entry.key.doc, heading)
+        elif entry.named_blocks is not None:
+            yield from _blocks(root, entry.named_blocks, join(path, f"{name}.<name>"), "Each of them.", heading)
 
 
 def _row(root: Root, path: str, name: str, entry: Entry) -> str:
-    default = _default(pick(default_tree(root=root.yaml), path))
+    # Blocks under names of the user's own are in no file of defaults: all their keys are null.
+    default = _default(None if "<name>" in path else pick(default_tree(root=root.yaml), path))
     cells = (f"`{name}`", _type(entry.type), default, _meaning(root, path, entry))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -118,6 +121,8 @@ def _type(kind: Any) -> str:
     if typing.get_origin(kind) is list:
         return f"list of {_type(arguments[0])}"
     if typing.get_origin(kind) is dict:
+        if isinstance(arguments[1], type) and issubclass(arguments[1], Block):
+            return "named blocks"
         return "open mapping" if arguments[1] is Any else f"mapping of {_type(arguments[1])}"
     return _TYPES[kind]
 

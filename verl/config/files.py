@@ -33,6 +33,8 @@ def check_environment(config: PPOConfig, report: Report) -> None:
     if config.reward_model.enable:
         models["reward_model.path"] = config.reward_model.path
         models["reward_model.model.input_tokenizer"] = config.reward_model.model.input_tokenizer
+    for name, teacher in config.distillation.local_teachers.items():
+        models[f"distillation.teacher_models.{name}.model_path"] = teacher.model_path
     shown = set()
     for key, path in models.items():
         if path and path not in shown:

@@ -25,6 +25,7 @@ from verl.config.schema import Block, join, pick, walk
 _NAMED = 5
 _FOREIGN = [name for name, row in names.ROLLOUTS.items() if row.foreign]
 _LOAD_FORMATS = ("auto", "dummy")
+_TEACHER = "distillation.teacher"
 _REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"
 _SEARCH_LENGTHS = ("data.max_start_length", "data.max_turn_length", "data.max_obs_length")
 _NORM = "seq-mean-token-sum-norm"
@@ -159,6 +160,7 @@ def _budgets(config: PPOConfig) -> list[bool]:
     found += [policy.ref.log_prob_use_dynamic_bsz] if needs_reference(config) else []
     found += [config.critic.use_dynamic_bsz] if config.critic.enable else []
     found += [config.reward_model.use_dynamic_bsz] if config.reward_model.enable else []
+    found += [config.distillation.teacher.log_prob_use_dynamic_bsz] if config.distillation.local_teachers else []
     return found
 
 
@@ -169,6 +171,7 @@ def _micro_batch_rules() -> Iterator[Rule]:
         "critic": ("use_dynamic_bsz", ("ppo", "forward")),
         ROLLOUT: ("log_prob_use_dynamic_bsz", ("log_prob",)),
         _REF: ("log_prob_use_dynamic_bsz", ("log_prob",)),
+        _TEACHER: ("log_prob_use_dynamic_bsz", ("log_prob",)),
     }
     for block, (switch, kinds) in blocks.items():
         budget, samples = _is_set(f"{block}.{switch}"), _is_off(f"{block}.{switch}")
@@ -251,6 +254,9 @@ RULES: tuple[Rule, ...] = (
         (f"{_REF}.*",),
         needs_reference,
         f"no reference runs; {ACTOR}.use_kl_loss=True or algorithm.use_kl_in_reward=True starts one",
+    ),
+    Rule(
+        ("distillation.*",), _is_set("distillation.enabled"), "no teacher runs; distillation.enabled=True starts them"
     ),
     Rule(
         _below(_REF, "fsdp_config.*", "megatron_config.*", "ulysses_sequence_parallel_size", "use_torch_compile"),

@@ -50,21 +50,22 @@ def model_layout_rules(config: PPOConfig, report: Report, folders: Mapping[str, 
     """Report the sizes of every role on this engine that its model does not divide into; `folders`: where models that
     are named otherwise are here."""
     for role in roles_on_megatron(config):
-        numbers = _numbers(config, role, folders or {})
-        if numbers is not None:
+        for numbers in _models(config, role, folders or {}):
             block = f"{BLOCK_OF_ROLE[role]}.megatron_config"
             _Fit(block, pick(config, block), numbers, layout_of(config, role).world_size, report).check()
-    mode, numbers = pick(config, REPLAY), _numbers(config, "actor", folders or {})
-    if mode != "disabled" and numbers is not None and not numbers.experts:
+    mode = pick(config, REPLAY)
+    if mode != "disabled" and not all(numbers.experts for numbers in _models(config, "actor", folders or {})):
         report.problem(REPLAY, mode, "the model has no experts", "Leave it out")
 
 
-def _numbers(config: PPOConfig, role: str, folders: Mapping[str, str]) -> ModelNumbers | None:
-    """Of a role's model, where its config.json is here."""
+def _models(config: PPOConfig, role: str, folders: Mapping[str, str]) -> list[ModelNumbers]:
+    """Of a role's models, as far as their config.json is here."""
     model = pick(config, MODEL_OF_ROLE.get(role, "actor_rollout_ref.model"))
-    name = (config.reward_model.path if role == "reward_model" else model.path) or ""
-    found = config_of_folder(folders.get(name, name), model.override_config) if name else None
-    return None if found is None else ModelNumbers.of(found)
+    names, changes = [config.reward_model.path if role == "reward_model" else model.path], model.override_config
+    if role == "teacher":
+        names, changes = [teacher.model_path for teacher in config.distillation.local_teachers.values()], {}
+    configs = [config_of_folder(folders.get(name, name), changes) for name in names if name]
+    return [numbers for found in configs if found is not None and (numbers := ModelNumbers.of(found)) is not None]
 
 
 def refuse_model_layouts(config: PPOConfig, folders: Mapping[str, str]) -> None:

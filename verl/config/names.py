@@ -248,7 +248,7 @@ TOOL_FORMAT_SYNONYMS = {"qwen": "hermes", "gpt-oss": "openai", "harmony": "opena
 SANDBOX_LEVELS = ("none", "files", "network", "full")
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
-ROLES = ("actor", "rollout", "ref", "critic", "reward_model")
+ROLES = ("actor", "rollout", "ref", "critic", "reward_model", "teacher")
 # Names in role_mapping that stand for several roles, or are another spelling of one.
 ROLE_GROUPS = {
     "actor_rollout": ("actor", "rollout"),

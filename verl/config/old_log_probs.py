@@ -32,6 +32,8 @@ def objections(config: PPOConfig) -> list[str]:
         )
     if algorithm.use_kl_in_reward:
         found.append("algorithm.use_kl_in_reward = True reads them before the update")
+    if config.distillation.enabled and config.distillation.distillation_loss.as_reward:
+        found.append("distillation.distillation_loss.as_reward = True reads them before the update")
     if correction.bypass_mode:
         found.append("algorithm.rollout_correction.bypass_mode = True takes the rollout's")
     for name in ("rollout_is", "rollout_rs"):

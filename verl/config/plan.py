@@ -25,6 +25,7 @@ BLOCK_OF_ROLE = {
     "ref": "actor_rollout_ref.ref",
     "critic": "critic",
     "reward_model": "reward_model",
+    "teacher": "distillation.teacher",
 }
 
 
@@ -79,7 +80,7 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class InferPlan:
-    """How a role that only reads (reference, reward model) walks through the samples of a training step."""
+    """How a role that only reads (reference, reward model, teachers) walks through the samples of a training step."""
 
     role: str
     layout: Layout
@@ -116,6 +117,7 @@ class BatchPlan:
     critic: UpdatePlan | None
     reference: InferPlan | None
     reward_model: InferPlan | None
+    teacher: InferPlan | None
     strategies: tuple[str, ...]
     problems: tuple[Problem, ...]
 
@@ -137,7 +139,8 @@ class BatchPlan:
             ("actor", self.actor.render()),
             ("loss", self.loss),
         ]
-        for name, plan in (("critic", self.critic), ("ref", self.reference), ("reward", self.reward_model)):
+        others = {"critic": self.critic, "ref": self.reference, "reward": self.reward_model, "teacher": self.teacher}
+        for name, plan in others.items():
             if plan is not None:
                 rows.append((name, plan.render()))
         if "fsdp" in self.strategies:
@@ -170,13 +173,14 @@ def batch_plan(config: PPOConfig) -> BatchPlan:
         critic=critic,
         reference=_infer_plan(config, "ref") if needs_reference(config) else None,
         reward_model=_infer_plan(config, "reward_model") if config.reward_model.enable else None,
+        teacher=_infer_plan(config, "teacher") if config.distillation.local_teachers else None,
         strategies=tuple(pick(config, BLOCK_OF_ROLE[r]).strategy for r in active_roles(config) if r in BLOCK_OF_ROLE),
         problems=tuple(problems),
     )
 
 
 def layout_of(config: PPOConfig, role: str) -> Layout:
-    """Pool and parallel sizes of a role (actor, rollout, ref, critic, reward_model)."""
+    """Pool and parallel sizes of a role (actor, rollout, ref, critic, reward_model, teacher)."""
     if role == "ref" and actor_is_reference(config):
         role = "actor"
     pool = config.role_mapping[role]
@@ -227,6 +231,7 @@ def active_roles(config: PPOConfig) -> list[str]:
         "ref": needs_reference(config) and not actor_is_reference(config),
         "critic": config.critic.enable,
         "reward_model": config.reward_model.enable,
+        "teacher": bool(config.distillation.local_teachers),
     }
     return [role for role, needs in needed.items() if needs]
 
@@ -336,8 +341,10 @@ def _update_plan(config: PPOConfig, role: str, problems: list[Problem]) -> Updat
 
 
 # How each role that only reads says its micro-batches: size, whether there is a token budget, the budget.
+_LOG_PROB_KEYS = ("log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu")
 _INFER_KEYS = {
-    "ref": ("log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
+    "ref": _LOG_PROB_KEYS,
+    "teacher": _LOG_PROB_KEYS,
     "reward_model": ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
 }
 

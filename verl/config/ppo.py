@@ -9,6 +9,7 @@ from verl.config.actor import ActorConfig
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
+from verl.config.distillation import DistillationConfig
 from verl.config.model import ModelConfig
 from verl.config.ref import RefConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
@@ -33,6 +34,7 @@ class PPOConfig(WholeConfig):
     actor_rollout_ref: ActorRolloutRefConfig = key("The policy: training, generation, reference.")
     critic: CriticConfig = key("The value model.")
     reward_model: RewardModelConfig = key("Scores: reward manager and reward model.", aliases=("reward.reward_model",))
+    distillation: DistillationConfig = key("Learning from teachers.")
     custom_reward_function: CustomRewardFunctionConfig = key(
         "A reward function of your own.", aliases=("reward.custom_reward_function",)
     )
@@ -43,7 +45,7 @@ class PPOConfig(WholeConfig):
         null="global_pool of nnodes × n_gpus_per_node (and reward_pool, when enabled)",
     )
     role_mapping: dict[str, str] = key(
-        "Pool of each role (actor, rollout, ref, critic, reward_model), e.g. {critic: critic_pool}.",
+        "Pool of each role (actor, rollout, ref, critic, reward_model, teacher), e.g. {critic: critic_pool}.",
         null="everything on global_pool, the reward model on reward_pool where there is one",
     )
     external_libs: list[str] = key(

@@ -83,7 +83,7 @@ def _precisions(config: PPOConfig) -> None:
 def _sampling(config: PPOConfig, report: Report) -> None:
     rollout, estimator = config.actor_rollout_ref.rollout, config.algorithm.adv_estimator
     if rollout.n is None:
-        compares = names.estimator_traits(estimator).compares
+        compares = names.estimator_traits(estimator).compares and config.distillation.has_advantages
         rollout.n = DEFAULT_GROUP_SIZE if compares else 1
         if compares:
             report.notice(f"{ROLLOUT}.n is not set: {rollout.n} answers per prompt, because {estimator} compares them.")
@@ -174,7 +174,8 @@ def _pools(config: PPOConfig, report: Report) -> None:
         asked.setdefault("reward_model", REWARD_POOL)
     if rollout.nnodes and ROLLOUT_POOL in pools:
         asked.setdefault("rollout", ROLLOUT_POOL)
-    asked.setdefault("ref", asked.get("actor", usual))
+    for role in ("ref", "teacher"):
+        asked.setdefault(role, asked.get("actor", usual))
     config.role_mapping = {role: asked.get(role, usual) for role in names.ROLES}
     if rollout.return_routed_experts is None:
         rollout.return_routed_experts = config.actor_rollout_ref.actor.router_replay.mode == "R3"
@@ -194,7 +195,8 @@ def _expert_sizes(config: PPOConfig) -> None:
 def _critic(config: PPOConfig) -> None:
     critic = config.critic
     if critic.enable is None:
-        critic.enable = names.estimator_traits(config.algorithm.adv_estimator).critic
+        reads_values = names.estimator_traits(config.algorithm.adv_estimator).critic
+        critic.enable = reads_values and config.distillation.has_advantages
     if critic.ppo_mini_batch_size is None:
         critic.ppo_mini_batch_size = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if config.trainer.max_critic_ckpt_to_keep is None:
@@ -214,6 +216,7 @@ def _micro_batches(config: PPOConfig, report: Report) -> None:
     _fold(config, report, ROLLOUT, "log_prob_micro_batch_size", "actor")
     _fold(config, report, "actor_rollout_ref.ref", "log_prob_micro_batch_size", "ref")
     _fold(config, report, "reward_model", "micro_batch_size", "reward_model")
+    _fold(config, report, "distillation.teacher", "log_prob_micro_batch_size", "teacher")
 
 
 def _fold(config: PPOConfig, report: Report, block: str, name: str, role: str) -> None:

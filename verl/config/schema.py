@@ -126,6 +126,12 @@ class Entry:
     def block(self) -> type[Block] | None:
         return self.type if isinstance(self.type, type) and issubclass(self.type, Block) else None
 
+    @property
+    def named_blocks(self) -> type[Block] | None:
+        """Of a mapping of names to blocks, their class."""
+        below = typing.get_args(self.type)[1:] if typing.get_origin(self.type) is dict else ()
+        return below[0] if below and isinstance(below[0], type) and issubclass(below[0], Block) else None
+
 
 @_once_per_class
 def entries(cls: type[Block]) -> dict[str, Entry]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from verl.config import names
 from verl.config.algorithm_rules import algorithm_rules
 from verl.config.data import CustomClassConfig, SamplerConfig
+from verl.config.distillation_rules import distillation_rules
 from verl.config.engine import OptimConfig
 from verl.config.idle import idle_keys
 from verl.config.lora_rules import lora_rules
@@ -28,6 +29,7 @@ def validate(config: PPOConfig, report: Report) -> None:
         _estimator,
         algorithm_rules,
         _kl,
+        distillation_rules,
         _clipping,
         _lengths,
         _turns,
@@ -66,6 +68,8 @@ def values_present(block: Block, path: str, report: Report) -> None:
 
 def _estimator(config: PPOConfig, report: Report) -> None:
     estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    if not config.distillation.has_advantages:
+        return  # it is not asked
     traits = names.estimator_traits(estimator)
     uses = ("algorithm.adv_estimator",)
     if traits.compares and n == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from verl.config import PPOConfig, SupervisedConfig
@@ -42,6 +43,8 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
         models["critic"] = (config.critic.model.path, config.critic.model, "value")
     if "reward_model" in active_roles(config):
         models["reward_model"] = (config.reward_model.path, config.reward_model.model, "sequence_classification")
+    for name, teacher in config.distillation.local_teachers.items():
+        models[f"teacher/{name}"] = (teacher.model_path, replace(policy.model, override_config={}), "causal_lm")
     shapes = {
         role: shape
         for role, (path, model, kind) in models.items()
@@ -58,9 +61,16 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
 def _refuse_what_core_cannot(config: PPOConfig, folders: Mapping[str, str]) -> None:
     """Raise ConfigError for models on the megatron engine, as far as they are here, that Core cannot express."""
     report = Report()
-    for role in roles_on_megatron(config):
+    on_core = roles_on_megatron(config)
+    models: list[tuple[str, str, Any]] = []
+    for role in on_core:
         at = MODEL_OF_ROLE.get(role, "actor_rollout_ref.model")
-        model, key = pick(config, at), "reward_model.path" if role == "reward_model" else f"{at}.path"
+        if role != "teacher":
+            models.append((role, "reward_model.path" if role == "reward_model" else f"{at}.path", pick(config, at)))
+    for name in config.distillation.local_teachers if "teacher" in on_core else ():
+        like = replace(config.actor_rollout_ref.model, override_config={})
+        models.append(("teacher", f"distillation.teacher_models.{name}.model_path", like))
+    for role, key, model in models:
         path = pick(config, key)
         folder = folders.get(path or "", path)
         if folder is None or not os.path.isdir(expand_path(folder)):

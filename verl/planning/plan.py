@@ -30,6 +30,7 @@ ROLE_OF_PHASE = {
     "reward": "reward_model",
     "old_log_prob": "actor",
     "ref": "ref",
+    "teacher": "teacher",
     "values": "critic",
     "update_critic": "critic",
     "update_actor": "actor",
@@ -42,7 +43,8 @@ _CONTEXT, _COLLECTIVES = int(0.6 * GB), int(0.4 * GB)
 def memory_plan(
     config: PPOConfig, shapes: Mapping[str, ModelShape], device: DeviceMemory | None, host: HostMemory | None = None
 ) -> MemoryPlan:
-    """Of a resolved configuration. `shapes` by role: actor, and critic, reward_model where there are such roles.
+    """Of a resolved configuration. `shapes` by role: actor, and critic, reward_model where there are such roles; those
+    of teachers are called `teacher/<name>`.
 
     `host`: a node's own memory.
     """
@@ -79,6 +81,7 @@ def micro_batch_tokens(config: PPOConfig, phase: str) -> tuple[int, int, int]:
     sizes = {
         "old_log_prob": ("actor_rollout_ref.rollout", "log_prob_", "log_prob_"),
         "ref": ("actor_rollout_ref.ref", "log_prob_", "log_prob_"),
+        "teacher": ("distillation.teacher", "log_prob_", "log_prob_"),
         "values": ("critic", "", "forward_"),
         "update_critic": ("critic", "", "ppo_"),
         "update_actor": ("actor_rollout_ref.actor", "", "ppo_"),
@@ -108,16 +111,26 @@ def _phases(config: PPOConfig) -> list[str]:
 
 
 def _models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, PlannedModel]:
-    """The models of the run by role; with LoRA the actor is the reference too."""
-    models = {}
+    """The models of the run by role, each teacher under its own name; with LoRA the actor is the reference too."""
+    models, device, policy = {}, config.trainer.device, config.actor_rollout_ref.model
     for role in active_roles(config):
         shape = shapes.get("actor" if role == "ref" else role)
         if role != "rollout" and shape is not None:
             block = pick(config, BLOCK_OF_ROLE[role])
-            model = block.model if role in _KINDS else config.actor_rollout_ref.model
+            model = block.model if role in _KINDS else policy
             world = layout_of(config, role).world_size
-            models[role] = _model(block, model, shape, world, config.trainer.device, _KINDS.get(role, "causal_lm"))
+            models[role] = _model(block, model, shape, world, device, _KINDS.get(role, "causal_lm"))
+    for name in config.distillation.local_teachers:
+        if (teacher := shapes.get(f"teacher/{name}")) is not None:
+            world = layout_of(config, "teacher").world_size
+            block = config.distillation.engine_of(name, world)
+            models[f"teacher/{name}"] = _model(block, policy, teacher, world, device)
     return models
+
+
+def _role(model: str) -> str:
+    """The role of a model, which several teachers share."""
+    return model.partition("/")[0]
 
 
 def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, kind: str = "causal_lm") -> PlannedModel:
@@ -159,12 +172,16 @@ def _phase(
     if phase == "ref" and actor_is_reference(config):
         role = "actor"
     layout = layout_of(config, role)
+    # Of several teachers one works at a time: the largest is what must fit.
+    role = max((name for name in models if _role(name) == role), key=lambda name: models[name].weights(), default=role)
     parts = dict.fromkeys(DEVICE_PARTS, 0.0)
     for other, model in models.items():
-        if layout_of(config, other).pool == layout.pool:
-            _add(parts, _at_rest(config, other, model, phase, working=other == role))
+        if layout_of(config, _role(other)).pool == layout.pool:
+            _add(parts, _at_rest(config, _role(other), model, phase, working=other == role))
     if layout_of(config, "rollout").pool == layout.pool and "actor" in models:
-        resting = sum(model.weights() for role, model in models.items() if _rests_here(config, role, layout.pool))
+        resting = sum(
+            model.weights() for name, model in models.items() if _rests_here(config, _role(name), layout.pool)
+        )
         parts["rollout"] += engine_bytes(config, models["actor"].shape, phase, device, resting)
         if phase == "gen" and isinstance(models["actor"], CoreModel):
             # Weights on their way: a bucket that is gathered while the one before it is read.
@@ -195,13 +212,14 @@ def _host(
     trainer = config.trainer
     ranks = {role: min(trainer.n_gpus_per_node, layout_of(config, role).world_size) for role in active_roles(config)}
     held = {}
-    for role, model in models.items():
-        block = pick(config, BLOCK_OF_ROLE[role])
+    for name, model in models.items():
+        block = pick(config, BLOCK_OF_ROLE[_role(name)])
         saved = () if model.frozen else tuple(block.checkpoint.save_contents)
         copied = None if model.frozen else block.checkpoint.snapshot
         engine = _engine(block)
         moments_away = engine.optimizer_offload and not model.frozen
-        held[BLOCK_OF_ROLE[role]] = Held(model, ranks[role], engine.param_offload, moments_away, saved, copied)
+        at = name.replace(_role(name), BLOCK_OF_ROLE[_role(name)], 1)
+        held[at] = Held(model, ranks[_role(name)], engine.param_offload, moments_away, saved, copied)
     processes = sum({layout_of(config, role).pool: count for role, count in ranks.items()}.values())
     if beside(config.actor_rollout_ref.rollout):
         processes += ranks["rollout"]

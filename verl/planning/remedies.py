@@ -10,6 +10,7 @@ from verl.config.names import TRAINING_ENGINES
 from verl.config.schema import pick
 
 _POLICY, _CRITIC, _REWARD = "actor_rollout_ref", "critic", "reward_model"
+_TEACHER = "distillation.teacher"
 _ACTOR, _REF, _ROLLOUT = f"{_POLICY}.actor", f"{_POLICY}.ref", f"{_POLICY}.rollout"
 UNKNOWN: Any = object()
 """The value of a key that is not in the configuration at hand."""
@@ -111,7 +112,7 @@ def helpful(phase: str, value_of: Callable[[str], Any]) -> Iterator[tuple[Remedy
 
 def _is_read(key: str, value_of: Callable[[str], Any]) -> bool:
     """Whether the training engine of the key's role reads it; where that is not known, as fsdp does."""
-    role = next((role for role in (_ACTOR, _REF, _CRITIC, _REWARD) if key.startswith(f"{role}.")), None)
+    role = next((role for role in (_ACTOR, _REF, _CRITIC, _REWARD, _TEACHER) if key.startswith(f"{role}.")), None)
     if role is None:
         return True
     row = TRAINING_ENGINES.get(value_of(f"{role}.strategy"), TRAINING_ENGINES["fsdp2"])
@@ -135,7 +136,7 @@ def _cut(block: str, size: str, tokens: str, dynamic: str = "use_dynamic_bsz") -
 def _others_rest(own: str, updating: bool = False) -> list[Remedy]:
     """Moments (but its own in an update), and weights of all but the role that works, wait in host memory."""
     moments = [(block, "optimizer_offload") for block in (_ACTOR, _CRITIC) if not updating or block != own]
-    weights = [(block, "param_offload") for block in (_REF, _CRITIC, _REWARD, _ACTOR) if block != own]
+    weights = [(block, "param_offload") for block in (_REF, _CRITIC, _REWARD, _ACTOR, _TEACHER) if block != own]
     # Of fsdp there are no gradients between phases.
     buffers = [Remedy(f"{block}.megatron_config.grad_offload", "on") for block, _ in moments]
     return [*buffers, *(each for block, name in (*moments, *weights) for each in _of_engines(block, name, "on"))]
@@ -152,7 +153,7 @@ _ENGINE_STAYS = [*_KV_STAYS, Remedy(f"{_ROLLOUT}.free_weights", "on", ("trainer.
 _BACK = [
     each
     for part in ("param", "grad", "optimizer")
-    for block in (_REF, _REWARD, _CRITIC, _ACTOR)
+    for block in (_TEACHER, _REF, _REWARD, _CRITIC, _ACTOR)
     for each in _of_engines(block, f"{part}_offload", "off")
 ]
 _HALF = [Remedy(f"{block}.optim.state_dtype", "bf16") for block in (_CRITIC, _ACTOR)]
@@ -198,6 +199,7 @@ _TABLE: dict[str, tuple[Remedy, ...]] = {
     ),
     "old_log_prob": _reading(_ACTOR, _cut(_ROLLOUT, *_LOG_PROB)),
     "ref": _reading(_REF, _cut(_REF, *_LOG_PROB)),
+    "teacher": _reading(_TEACHER, _cut(_TEACHER, *_LOG_PROB)),
     "values": _reading(_CRITIC, _cut(_CRITIC, "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")),
     "reward": _reading(_REWARD, _cut(_REWARD, "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")),
     "update_critic": _update(_CRITIC, f"{_CRITIC}.model"),

@@ -154,6 +154,7 @@ class TaskRunner:
         from verl.trainer.ppo.reward import check_rewards, load_reward_manager
         from verl.trainer.ppo.reward_check import check_at_start
         from verl.trainer.ppo.state import started
+        from verl.trainer.ppo.teachers import check_teachers
         from verl.utils import hf_processor, hf_tokenizer
         from verl.utils.fs import resolve_model_path
         from verl.utils.logging_setup import setup_logging
@@ -168,6 +169,7 @@ class TaskRunner:
         self.add_critic_worker(config)
         self.add_reward_model_worker(config)
         self.add_ref_policy_worker(config)
+        self.add_teacher_worker(config)
         resource_pool_manager = self.init_resource_pool_mgr(config)
         model = config.actor_rollout_ref.model
         folders = {path: resolve_model_path(path, key) for key, path in self._model_paths(config).items()}
@@ -189,14 +191,17 @@ class TaskRunner:
             val_dataset = create_rl_dataset(
                 data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
             )
-        for dataset in filter(None, (train_dataset, val_dataset)):
-            check_rewards(dataset, config)
+        check_rewards(train_dataset, config, config.distillation.scores_answers)
+        if val_dataset is not None:
+            check_rewards(val_dataset, config)
+        if config.distillation.enabled:
+            check_teachers(config, folders, tokenizer, train_dataset)
         with HangWatch(self._starting, config.trainer.hang_timeout):
             reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
             val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0)  # validation shows its own samples
             if config.reward_model.url is not None:
                 require_server(config.reward_model.url)
-            elif not config.reward_model.enable:
+            elif config.distillation.scores_answers and not config.reward_model.enable:
                 check_at_start(reward_fn, train_dataset, data.reward_fn_key)
         self._trainer = trainer_cls(
             config=config,
@@ -274,6 +279,14 @@ class TaskRunner:
             workers = self._workers(config.actor_rollout_ref.ref.strategy)
             self._add(config, Role.RefPolicy, workers.ActorRolloutRefWorker, "ref")
 
+    def add_teacher_worker(self, config: PPOConfig) -> None:
+        """The teachers that run here, where one is distilled."""
+        from verl.trainer.ppo.utils import Role
+        from verl.workers.roles.teacher import TeacherWorker
+
+        if "teacher" in active_roles(config):
+            self._add(config, Role.Teacher, TeacherWorker, "teacher")
+
     def init_resource_pool_mgr(self, config: PPOConfig) -> Any:
         """The pools of the configuration, and which role runs on which."""
         from verl.single_controller.ray import ResourcePoolManager
@@ -305,6 +318,8 @@ class TaskRunner:
             paths["critic.model.path"] = config.critic.model.path
         if config.reward_model.enable:
             paths["reward_model.path"] = config.reward_model.path
+        for name, teacher in config.distillation.local_teachers.items():
+            paths[f"distillation.teacher_models.{name}.model_path"] = teacher.model_path
         return {key: path for key, path in paths.items() if path is not None}
 
     def _add(self, config: PPOConfig, role: Any, cls: type, name: str) -> None:

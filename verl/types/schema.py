@@ -83,6 +83,8 @@ _TABLE = (
     Column("entropys", RESPONSE, "float32", 0, "actor", (), "of the distribution that each token was sampled from"),
     Column("ref_log_prob", RESPONSE, "float32", 0, "reference", ("advantage", "metrics", "update_actor"),
            "under the reference policy"),
+    Column("teacher_log_prob", RESPONSE, "float32", 0, "teacher", ("advantage", "metrics", "update_actor"),
+           "under the row's teacher, where one is distilled"),
     Column("values", RESPONSE, "float32", 0, "critic", ("advantage", "metrics", "update_critic"),
            "expected return before each token"),
     Column("last_value", ROW, "float32", None, "critic", ("advantage",), "expected return after the row's last token"),

@@ -11,15 +11,17 @@ from verl.config.idle import RULES
 from verl.config.schema import walk
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{block}" for block in ("actor", "rollout", "ref"))
+TEACHER = "distillation.teacher"
 MODEL, CORRECTION = "actor_rollout_ref.model", "algorithm.rollout_correction"
 RUN = ["data.train_files=openai/gsm8k", "data.val_files=openai/gsm8k", f"{MODEL}.path=org/model"]
 GRPO, KL = "algorithm.adv_estimator=grpo", f"{ACTOR}.use_kl_loss=True"
 DYNAMIC = f"{ACTOR}.use_dynamic_bsz=True"
 NORM = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
 SAMPLED = f"{ROLLOUT}.val_kwargs.do_sample=True"
-ON_MEGATRON = {block: f"{block}.strategy=megatron" for block in (ACTOR, "critic", REF, "reward_model")}
+ON_MEGATRON = {block: f"{block}.strategy=megatron" for block in (ACTOR, "critic", REF, "reward_model", TEACHER)}
 JUDGED = ["reward_model.enable=True", "reward_model.path=org/judge"]
-STARTED = {ACTOR: [], "critic": [], REF: [KL], "reward_model": JUDGED}
+TAUGHT = ["distillation.enabled=True", "distillation.teacher_models.big.model_path=org/big"]
+STARTED = {ACTOR: [], "critic": [], REF: [KL], "reward_model": JUDGED, TEACHER: TAUGHT}
 
 
 def engine_cases():
@@ -27,10 +29,10 @@ def engine_cases():
     for block, run in STARTED.items():
         on = [ON_MEGATRON[block], *run]
         megatron = f"{block}.megatron_config"
-        yield f"{megatron}.param_offload=True", run, on
-        yield f"{block}.fsdp_config.param_offload=True", on, run
+        yield f"{megatron}.grad_offload=True", run, on
+        yield f"{block}.fsdp_config.fsdp_size=1", on, run
         yield f"{megatron}.dist_checkpointing_path=/old/actor", on, [*on, f"{megatron}.use_dist_checkpointing=True"]
-        if block != REF:
+        if block not in (REF, TEACHER):
             model = MODEL if block == ACTOR else f"{block}.model"
             yield f"{model}.use_remove_padding=False", on, run
 
@@ -39,6 +41,9 @@ def engine_cases():
 CASES: list[tuple[str, list[str], list[str] | None]] = [
     *engine_cases(),
     ("critic.optim.lr=2e-5", [GRPO], []),
+    ("distillation.distillation_loss.loss_mode=k2", [], TAUGHT),
+    (f"{TEACHER}.log_prob_micro_batch_size_per_gpu=2", [*TAUGHT, f"{TEACHER}.log_prob_use_dynamic_bsz=True"], TAUGHT),
+    (f"{TEACHER}.log_prob_max_token_len_per_gpu=99", TAUGHT, [*TAUGHT, f"{TEACHER}.log_prob_use_dynamic_bsz=True"]),
     (f"{ROLLOUT}.in_process=True", [], [f"{ROLLOUT}.name=vllm"]),
     (f"{ROLLOUT}.return_routed_experts=True", [f"{ROLLOUT}.name=hf"], []),
     (f"{ROLLOUT}.cudagraph_capture_sizes=[1,8]", [], [f"{ROLLOUT}.name=vllm"]),

@@ -182,6 +182,7 @@ def test_reward_pool_is_added_and_used():
         "ref": "global_pool",
         "critic": "global_pool",
         "reward_model": "reward_pool",
+        "teacher": "global_pool",
     }
 
 

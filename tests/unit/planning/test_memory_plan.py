@@ -1,6 +1,7 @@
 """The memory plan: its formulas against what real models keep, its table against the configuration, its refusals."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -146,6 +147,21 @@ def test_a_reference_takes_half_precision_weights_and_none_with_lora_or_offload(
     offloaded = plan_of(load(*base, "actor_rollout_ref.ref.fsdp_config.param_offload=True"))
     assert phase(offloaded, "gen").parts["weights"] == without
     assert phase(offloaded, "ref").parts["weights"] == with_reference
+
+
+def test_teachers_are_on_the_device_one_at_a_time_or_all_where_they_stay():
+    teachers = [f"distillation.teacher_models.{name}.{key}" for name, key in (("a", "key=x"), ("a", "model_path=x/a"))]
+    teachers += ["distillation.enabled=True", "distillation.teacher_models.b.model_path=x/b"]
+    stays = "distillation.teacher.fsdp_config.param_offload=False"
+    large = replace(SHAPE, layers=2 * SHAPE.layers)
+    shapes = {"actor": SHAPE, "critic": SHAPE, "teacher/a": large, "teacher/b": SHAPE}
+    alone = phase(plan_of(load()), "old_log_prob").parts["weights"]
+    away, here = (memory_plan(load(*teachers, *more), shapes, None) for more in ((), (stays,)))
+    weights = [2 * shape.parameters for shape in (large, SHAPE)]
+    assert phase(away, "teacher").parts["weights"] == alone + weights[0], "the larger of the two"
+    assert phase(here, "teacher").parts["weights"] == alone + sum(weights)
+    assert phase(away, "update_actor").parts["weights"] == alone
+    assert phase(here, "update_actor").parts["weights"] == alone + sum(weights)
 
 
 def test_kv_follows_the_share_of_the_device_and_leaves_with_training():

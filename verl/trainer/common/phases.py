@@ -73,6 +73,7 @@ _REMEDIES = {
     "gen": "shorter answers (data.max_response_length), a larger actor_rollout_ref.rollout.gpu_memory_utilization",
     "reward": "a faster reward function, more scorers (reward_model.reward_kwargs.num_processes)",
     "ref": "no KL (use_kl_loss, use_kl_in_reward), larger ref.log_prob_micro_batch_size_per_gpu",
+    "teacher": "larger distillation.teacher.log_prob_micro_batch_size_per_gpu, a pool of their own (role_mapping)",
     "old_log_prob": "larger actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
     "values": "larger critic.forward_micro_batch_size_per_gpu",
     "update_actor": "larger actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, no gradient checkpointing",

@@ -16,7 +16,7 @@ SIGNALS = ("SIGTERM", "SIGUSR1")
 """Those that a scheduler sends some time before it kills; Ctrl-C and SIGHUP leave all the time there is."""
 
 # In these a step has changed nothing yet that cannot be taken back. A phase of the user's own may have.
-_BEFORE_UPDATES = ("step", "update_weights", "gen", "reward", "old_log_prob", "ref", "values", "adv")
+_BEFORE_UPDATES = ("step", "update_weights", "gen", "reward", "old_log_prob", "ref", "teacher", "values", "adv")
 _VALIDATION, _SAVE = "testing", "save_checkpoint"
 _AGAIN_S = 0.2
 

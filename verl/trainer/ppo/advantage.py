@@ -14,6 +14,7 @@ from verl.algos import estimate_advantages, takes_argument
 from verl.algos import kl_penalty as kl_estimate
 from verl.algos.trajectories import Trajectories
 from verl.config import AlgorithmConfig, as_config
+from verl.config.distillation import DistillationConfig, DistillationLossConfig
 from verl.protocol import DataProto
 from verl.utils.torch_functional import masked_mean, masked_sum
 
@@ -46,13 +47,24 @@ def check_bootstrap(algorithm: AlgorithmConfig) -> None:
         )
 
 
-def add_advantages(data: DataProto, algorithm: AlgorithmConfig, kl_ctrl: Any) -> dict[str, float]:
-    """`token_level_rewards`, with the KL in them if asked for, `advantages` and `returns` into `data`; metrics."""
+def add_advantages(
+    data: DataProto, algorithm: AlgorithmConfig, kl_ctrl: Any, distillation: DistillationConfig | None = None
+) -> dict[str, float]:
+    """`token_level_rewards`, with the KLs in them that are asked for, `advantages` and `returns` into `data`; metrics.
+
+    Where the teachers' loss is all that is learned from, there are no advantages: they are 0.
+    """
     metrics: dict[str, float] = {}
     if algorithm.use_kl_in_reward:
         data, metrics = apply_kl_penalty(data, kl_ctrl, algorithm.kl_penalty)
     else:
         data.batch["token_level_rewards"] = data.batch["token_level_scores"]
+    if distillation is not None and distillation.enabled and distillation.distillation_loss.as_reward:
+        add_teacher_reward(data, distillation.distillation_loss)
+    if distillation is not None and not distillation.has_advantages:
+        for name in ("advantages", "returns"):
+            data.batch[name] = torch.zeros_like(data.batch["token_level_rewards"])
+        return metrics
     compute_advantage(
         data,
         algorithm.adv_estimator,
@@ -62,6 +74,14 @@ def add_advantages(data: DataProto, algorithm: AlgorithmConfig, kl_ctrl: Any) ->
         config=algorithm,
     )
     return metrics
+
+
+def add_teacher_reward(data: DataProto, config: DistillationLossConfig) -> None:
+    """`token_level_rewards` less coefficient × KL(student ‖ teacher), each token's on itself."""
+    columns = data.batch
+    kl = kl_estimate(columns["old_log_probs"], columns["teacher_log_prob"], config.loss_mode)
+    kl = torch.where(columns["response_mask"].bool(), kl, 0.0)
+    columns["token_level_rewards"] = columns["token_level_rewards"] - config.distillation_loss_coef * kl
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, dict[str, float]]:

@@ -24,7 +24,7 @@ from verl.trainer.ppo.agent_metrics import ToolUse, agent_metrics
 from verl.trainer.ppo.agents import require_some_finished, spread_fields
 from verl.trainer.ppo.dynamic_sampling import PromptSource, RollOut, fill_batch, own_groups
 from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
-from verl.trainer.ppo.reward import compute_reward, reward_metrics, say_right_of_step
+from verl.trainer.ppo.reward import NoRewards, compute_reward, reward_metrics, say_right_of_step
 from verl.trainer.ppo.utils import Role
 from verl.types.schema import columns_read_by
 from verl.workers.reward_manager.naive import ROW
@@ -46,9 +46,10 @@ class Generator:
     def __init__(self, config: PPOConfig, tokenizer: Any, groups: WorkerGroups, reward_fn: Any, infer: Infer) -> None:
         """`infer(method, batch, role)` makes a group's pass over a batch, as `WorkerGroups.infer` does."""
         self._config, self._tokenizer, self._groups, self._infer = config, tokenizer, groups, infer
-        self.reward_fn = reward_fn
+        self._scores = config.distillation.scores_answers
+        self.reward_fn = reward_fn if self._scores else NoRewards()
         self._has_judge = Role.RewardModel in groups.roles
-        self._degrees = scored_by_model(config)
+        self._degrees = scored_by_model(config) or not self._scores
         self._greedy = takes_argument(config.algorithm.adv_estimator, "reward_baselines")
         self._overlap = RewardOverlap(config.reward_model.overlap and not self._has_judge)
         self._tool_use = ToolUse(config.actor_rollout_ref.rollout, config.do_search)
@@ -142,6 +143,7 @@ class Generator:
         local = local_columns(batch, columns_read_by("reward"))
         mask = local.batch["response_mask"].clone()
         scores, extra = compute_reward(local, self.reward_fn)
+        scores = scores if self._scores else torch.zeros_like(scores)  # agents may have given some
         metrics |= (of_agents := agent_metrics(local))
         self._tool_use.see(of_agents, lambda: decode(self._tokenizer, local.batch["responses"][:1].tolist())[0])
         if self._overlap.share is not None:

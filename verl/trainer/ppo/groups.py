@@ -14,7 +14,7 @@ from verl.agent.loop import imported_class, listed_loops
 from verl.agent.tool_files import read_tool_files
 from verl.agent.worker import AgentLoopWorker
 from verl.config import PPOConfig
-from verl.config.plan import ROLLOUT, layout_of
+from verl.config.plan import BLOCK_OF_ROLE, ROLLOUT, layout_of
 from verl.planning.engines import beside
 from verl.protocol import DataProto
 from verl.single_controller.base.handle import RankHandle
@@ -35,6 +35,7 @@ _LOAD_ORDER = (
     Role.Critic,
     Role.RefPolicy,
     Role.RewardModel,
+    Role.Teacher,
     Role.Actor,
     Role.Rollout,
     Role.ActorRollout,
@@ -43,7 +44,7 @@ _LOAD_ORDER = (
 # Beyond the time that tools have to release things.
 _CLOSE_S = 10.0
 # What they hold comes from files, or from the actor.
-_STATELESS = frozenset({Role.Rollout, Role.RefPolicy, Role.RewardModel})
+_STATELESS = frozenset({Role.Rollout, Role.RefPolicy, Role.RewardModel, Role.Teacher})
 # Passes that read more, or other columns, than one of any model does.
 _CALLS_OF_PASS: dict[str, tuple[Call, ...]] = {"actor": ("infer", "old_log_prob"), "reward_model": ("reward_model",)}
 # What users know the parts of the hybrid roles as.
@@ -60,6 +61,7 @@ class WorkerGroups:
     """The actor's group where the actor without its adapter is the reference."""
     critic: Any = None
     reward_model: Any = None
+    teacher: Any = None
     agents: Any = None
     """Processes that run agents' loops, with `rollout.mode=async`."""
     replicas: Replicas
@@ -76,7 +78,7 @@ class WorkerGroups:
         self._config, self._workers, self._pools, self._cls, self._device = config, workers, pools, cls, device
         self.roles = frozenset(workers)
         self._started: dict[str, Any] = {}
-        self.dp_sizes = {name: layout_of(config, name).dp_size for name in ("actor", "ref", "critic", "reward_model")}
+        self.dp_sizes = {name: layout_of(config, name).dp_size for name in BLOCK_OF_ROLE}
 
     def start(self) -> None:
         """Reserve the devices, start the groups of all roles, load the models."""
@@ -95,6 +97,7 @@ class WorkerGroups:
         self.rollout = groups.get(Role.Rollout, self.actor)
         self.reference = groups.get(Role.RefPolicy, self.actor)
         self.critic, self.reward_model = groups.get(Role.Critic), groups.get(Role.RewardModel)
+        self.teacher = groups.get(Role.Teacher)
         self._ranks_per_replica = self._config.actor_rollout_ref.rollout.tensor_model_parallel_size
         self.replicas = Replicas(max(1, self.rollout.world_size // self._ranks_per_replica))
         self.replicas.hear(Event.STARTED)
@@ -235,6 +238,8 @@ class WorkerGroups:
             "mini_batches": arranged.sizes,
             "global_steps": step,
         }
+        if role == "actor" and self._config.distillation.enabled:
+            sent.meta_info["distillation"] = self._config.distillation.loss
         result = method(sent)
         metrics = reduce_metrics(result.meta_info["metrics"])
         if role == "actor" and ranks > 1:
@@ -313,6 +318,8 @@ class WorkerGroups:
             if reward.model.input_tokenizer is None:
                 reward.model.input_tokenizer = config.actor_rollout_ref.model.path
             prepared = RayClassWithInitArgs(cls, config=reward)
+        elif role is Role.Teacher:
+            prepared = RayClassWithInitArgs(cls, config=config.distillation, student=config.actor_rollout_ref.model)
         else:
             prepared = RayClassWithInitArgs(cls, config=config.actor_rollout_ref, role=str(role))
         prepared.imports = list(config.external_libs)

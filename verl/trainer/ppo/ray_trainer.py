@@ -40,6 +40,7 @@ from verl.trainer.ppo.mismatch import RolloutMismatch, sampled_by
 from verl.trainer.ppo.prompts import make_dataloader
 from verl.trainer.ppo.revival import Revival
 from verl.trainer.ppo.state import TrainerState
+from verl.trainer.ppo.teachers import Teachers
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validator import Validator
 from verl.trainer.ppo.weight_sync import WeightSync
@@ -71,8 +72,9 @@ def _held_by(owner: str, name: str) -> Any:
 class RayPPOTrainer:
     """One controller that drives the worker groups of a run. The phases are methods: override what you change.
 
-    The work is done by collaborators that do not know it: `groups`, `generator`, `validator`, `weight_sync`, `state`.
-    Where they need a phase they were given it as a callable, and so meet what a subclass makes of it.
+    The work is done by collaborators that do not know it: `groups`, `generator`, `validator`, `teachers`,
+    `weight_sync`, `state`. Where they need a phase they were given it as a callable, and so meet what a subclass makes
+    of it.
     """
 
     modes: tuple[str, ...] = ("sync",)
@@ -178,6 +180,7 @@ class RayPPOTrainer:
             judge=self.generator.judged,
             setbacks=self.setbacks,
         )
+        self.teachers = Teachers(config, groups, lambda *call: self._balanced(*call))
         phases = (lambda: self._save_checkpoint(), lambda: self._validate())
         self._end_step = StepEnd(self.stop_requested, self.setbacks, self.state.saver, *phases, self._preemption)
 
@@ -309,6 +312,9 @@ class RayPPOTrainer:
         if self.use_reference_policy:
             with self.phases("ref", self.ref_policy_wg):
                 batch = batch.union(self._balanced(self.ref_policy_wg.compute_ref_log_prob, batch, "ref"))
+        if self.config.distillation.enabled:
+            with self.phases("teacher", self.groups.teacher):
+                batch = batch.union(self.teachers.columns(batch))
         if self.use_critic:
             with self.phases("values", self.critic_wg):
                 batch = batch.union(self._balanced(self.critic_wg.compute_values, batch, "critic"))
@@ -395,7 +401,7 @@ class RayPPOTrainer:
         wanted = columns_read_by("advantage", "correction") if compares else columns_read_by("advantage")
         rewards = [reward_column(batch.non_tensor_batch, name) for name in algorithm.gdpo.reward_keys]
         local = local_columns(batch, wanted, (*wanted, *rewards))
-        metrics |= add_advantages(local, algorithm, self.kl_ctrl_in_reward)
+        metrics |= add_advantages(local, algorithm, self.kl_ctrl_in_reward, self.config.distillation)
         for name in ("token_level_rewards", "advantages", "returns"):
             batch.batch[name] = local.batch[name]
         if compares and "old_log_probs" in local.batch.keys():

@@ -1,6 +1,6 @@
 """Revival: engines that lose a process of their own, and groups without training state (rollout, reference, reward
-model on pools of their own) that lose a rank, are started anew in their place, and asked again. The trainer's state
-stays where it is."""
+model, teachers on pools of their own) that lose a rank, are started anew in their place, and asked again. The
+trainer's state stays where it is."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _COUNTED_AS = {
     Role.RefPolicy: "reference",
     Role.RewardModel: "reward_model",
     Role.Agents: "agents",
+    Role.Teacher: "teacher",
 }
 
 Result = TypeVar("Result")

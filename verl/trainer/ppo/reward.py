@@ -124,6 +124,16 @@ def _of_a_server(function: Callable[..., Any], judge: RewardModelConfig) -> dict
     return found
 
 
+class NoRewards:
+    """In place of a manager where nothing is scored: 0 for every answer."""
+
+    def __call__(self, data: DataProto, return_dict: bool = True) -> dict[str, Any]:
+        return {"reward_tensor": torch.zeros(data.batch["responses"].shape), "reward_extra_info": {}}
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
 def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, list[Any]]]:
     """Scores [batch, response] of a batch, and what the reward function or an agent said beside them (a list per name).
 
@@ -226,14 +236,15 @@ def say_right_of_step(batch: DataProto, extra: Mapping[str, Any], source_key: st
     say_right(right_answers(sources, scores, said, judged), when=f"step {step}: ")
 
 
-def check_rewards(dataset: Any, config: Config) -> None:
+def check_rewards(dataset: Any, config: Config, scored: bool = True) -> None:
     """Before training: every row can be scored. A ValueError names file, row and remedy.
 
-    A function of the user takes any data source and may need no ground truth; a reward model needs neither.
+    A function of the user takes any data source and may need no ground truth; a reward model needs neither, nor do rows
+    that are not `scored`.
     """
     if not hasattr(dataset, "validate"):
         return
-    own = get_custom_reward_fn(config) is not None
+    own = not scored or get_custom_reward_fn(config) is not None
     model = as_config(RewardModelConfig, _block(config, "reward_model"))
     judged = model.enable or model.url is not None
     dataset.validate(data_sources=None if own or judged else known_data_sources(), ground_truth=not (own or judged))

@@ -20,6 +20,7 @@ class Role(Enum):
     RewardModel = "rm"
     ActorRolloutRef = "actor_rollout_ref"
     Agents = "agents"
+    Teacher = "teacher"
 
     def __str__(self) -> str:
         return self.value

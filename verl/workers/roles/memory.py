@@ -16,7 +16,7 @@ from verl.utils.device_memory import memory_in_use
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
-_MOST_REMEDIES = 12
+_MOST_REMEDIES = 14
 _HOST = "DefaultCPUAllocator"  # what torch's message has when the machine's own memory is full
 
 

@@ -111,7 +111,8 @@ class ActorRolloutRefWorker(SavingWorker):
         actor = self.config.actor
         epochs = actor.ppo_epochs if ppo_epochs is None else ppo_epochs
         mini_batches = self._mini_batches(data, ppo_mini_batch_size)
-        loss = PolicyLoss(actor, own_old_log_probs="old_log_probs" not in data.batch.keys())
+        own = "old_log_probs" not in data.batch.keys()
+        loss = PolicyLoss(actor, own, data.meta_info.get("distillation"))
         if loss.own_old_log_probs:
             if epochs * len(mini_batches) > 1:
                 raise ValueError(

@@ -1,4 +1,5 @@
-"""The actor's loss on one micro-batch: policy loss, entropy bonus, KL to the reference; normalised by global counts."""
+"""The actor's loss on one micro-batch: policy loss, entropy bonus, KL to the reference and to teachers; normalised by
+global counts."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import torch
 
 from verl.algos import agg_loss, compute_kl_loss, get_policy_loss_fn, global_share, rows_of_trajectories
 from verl.config import ActorConfig
+from verl.config.distillation import DistillationLossConfig
 from verl.protocol import DataProto
 from verl.workers.engine.base import Counts
 from verl.workers.engine.common.micro_batches import trajectory_tokens
@@ -20,11 +22,17 @@ class PolicyLoss:
     """A `LossFn` for the engine; `outputs` are the fields it needs.
 
     With `own_old_log_probs` the policy is the old one while it runs (one optimizer step): its log-probs are the old
-    ones, kept for the batch's rows (named by a column `ROW`), and the entropy is measured too.
+    ones, kept for the batch's rows (named by a column `ROW`), and the entropy is measured too. With `distillation` the
+    KL to the teachers is part of it, or all of it that rewards would have been.
     """
 
-    def __init__(self, config: ActorConfig, own_old_log_probs: bool = False) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: ActorConfig,
+        own_old_log_probs: bool = False,
+        distillation: DistillationLossConfig | None = None,
+    ) -> None:
+        self.config, self.distillation = config, distillation
         # Entropy takes time: only where it is part of the loss, or where no other pass has measured it.
         self.outputs = ("log_probs", "entropy") if config.entropy_coeff or own_old_log_probs else ("log_probs",)
         self.own_old_log_probs = own_old_log_probs
@@ -41,44 +49,68 @@ class PolicyLoss:
     def _loss(
         self, output: dict[str, torch.Tensor], data: DataProto, counts: Counts
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        config, mask = self.config, data.batch["response_mask"]
+        config, mask, teachers = self.config, data.batch["response_mask"], self.distillation
         old_log_prob = self._old_log_probs(output, data)
         share = global_share(mask, config.loss_agg_mode, counts.tokens, counts.sequences)
-        loss, found = self.policy_loss_fn(
-            old_log_prob=old_log_prob,
-            log_prob=output["log_probs"],
-            advantages=data.batch["advantages"],
-            response_mask=mask,
-            loss_agg_mode=config.loss_agg_mode,
-            config=config,
-            rollout_is_weights=data.batch["rollout_is_weights"] if "rollout_is_weights" in data.batch.keys() else None,
-        )
-        policy_loss = loss * share
-        total = policy_loss
-        tokens = mask.sum()
-        metrics: dict[str, Any] = {name: (value * tokens, tokens) for name, value in found.items()}
-        if self.own_old_log_probs:
-            metrics["entropy"] = (torch.where(mask.bool(), output["entropy"].detach(), 0.0).sum(), tokens)
+        total, metrics = torch.zeros_like(share), self._measured(output, data)
+        if teachers is None or teachers.use_task_rewards:
+            loss, found = self._policy_loss(old_log_prob, output, data)
+            total = loss * share
+            metrics |= found | {"policy_loss": _part(total)}
         if config.entropy_coeff:
             scale = config.loss_scale_factor
             entropy = agg_loss(output["entropy"], mask, config.loss_agg_mode, loss_scale_factor=scale) * share
             total = total - config.entropy_coeff * entropy
             metrics["entropy_loss"] = _part(entropy)
         if config.use_kl_loss:
-            kl = compute_kl_loss(
-                output["log_probs"],
-                data.batch["ref_log_prob"],
-                mask,
-                config.kl_loss_type,
-                config.loss_agg_mode,
-                config.loss_scale_factor,
-            )
+            kl = self._kl(output, data, "ref_log_prob", config.kl_loss_type)
             total = total + config.kl_loss_coef * kl * share
             metrics["kl_loss"] = _part(kl * share)
+        if teachers is not None:
+            kl = self._kl(output, data, "teacher_log_prob", teachers.loss_mode)
+            total = total + teachers.distillation_loss_coef * kl * share
+            metrics["distillation_loss"] = _part(kl * share)
         # Each micro-batch holds its part of the whole step's loss: the parts add up, over ranks too.
-        metrics["policy_loss"] = _part(policy_loss)
         metrics["loss"] = _part(total)
         return total, metrics
+
+    def _policy_loss(
+        self, old_log_prob: torch.Tensor, output: dict[str, torch.Tensor], data: DataProto
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        columns, mask = data.batch, data.batch["response_mask"]
+        loss, found = self.policy_loss_fn(
+            old_log_prob=old_log_prob,
+            log_prob=output["log_probs"],
+            advantages=columns["advantages"],
+            response_mask=mask,
+            loss_agg_mode=self.config.loss_agg_mode,
+            config=self.config,
+            rollout_is_weights=columns["rollout_is_weights"] if "rollout_is_weights" in columns.keys() else None,
+        )
+        tokens = mask.sum()
+        return loss, {name: (value * tokens, tokens) for name, value in found.items()}
+
+    def _measured(self, output: dict[str, torch.Tensor], data: DataProto) -> dict[str, Any]:
+        """What is no part of the loss, per token."""
+        columns, mask = data.batch, data.batch["response_mask"].bool()
+        found = {}
+        if self.own_old_log_probs:
+            found["entropy"] = output["entropy"].detach()
+        if "teacher_log_prob" in columns.keys():
+            found["teacher_kl"] = output["log_probs"].detach() - columns["teacher_log_prob"]
+        return {name: (torch.where(mask, value, 0.0).sum(), mask.sum()) for name, value in found.items()}
+
+    def _kl(self, output: dict[str, torch.Tensor], data: DataProto, other: str, kind: str) -> torch.Tensor:
+        """To the policy whose log-probs are in the column `other`."""
+        config, columns = self.config, data.batch
+        return compute_kl_loss(
+            output["log_probs"],
+            columns[other],
+            columns["response_mask"],
+            kind,
+            config.loss_agg_mode,
+            config.loss_scale_factor,
+        )
 
     def old_log_probs(self, rows: int) -> torch.Tensor:
         """Those that the pass gave itself, for all rows of the batch: [rows, response], on the CPU."""

@@ -9,6 +9,7 @@ import torch
 
 from verl.algos.registry import POLICY_LOSSES
 from verl.config import ActorConfig, as_config
+from verl.config.distillation import DistillationLossConfig
 from verl.protocol import DataProto
 from verl.workers.engine.base import Counts
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
@@ -129,3 +130,53 @@ def test_the_entropy_is_asked_for_only_where_it_is_used():
     assert PolicyLoss(config).outputs == ("log_probs",)
     assert PolicyLoss(config, own_old_log_probs=True).outputs == ("log_probs", "entropy")
     assert PolicyLoss(as_config(ActorConfig, {"entropy_coeff": 0.1})).outputs == ("log_probs", "entropy")
+
+
+def test_the_kl_to_the_teacher_by_hand_with_and_without_task_rewards():
+    """Logits θ = (0, log 3): p₁ = 3/4; the teacher gives token 1 the probability 1/2. d = log 3/2 = 0.4055.
+
+    k3+: value e⁻ᵈ - 1 + d = 2/3 - 1 + 0.4055 = 0.0721, gradient that of d²/2: d (onehot - p) = d (-1/4, +1/4).
+    With task rewards and coefficient 2: the policy's -A (onehot - p) comes on top, at ratio 1.
+    """
+    d = math.log(1.5)
+    for task, value, slope in ((False, 2 * (2 / 3 - 1 + d), 2 * d), (True, 2 * (2 / 3 - 1 + d) - 3.0, 2 * d - 3.0)):
+        theta = torch.tensor([0.0, math.log(3.0)], requires_grad=True)
+        log_prob = theta.log_softmax(0)[1].view(1, 1)
+        data = DataProto.from_dict(
+            {
+                "old_log_probs": log_prob.detach(),
+                "advantages": torch.full((1, 1), 3.0),
+                "response_mask": torch.ones(1, 1),
+                "teacher_log_prob": torch.full((1, 1), math.log(0.5)),
+            }
+        )
+        asked = DistillationLossConfig(
+            loss_mode="k3+", distillation_loss_coef=2.0, use_task_rewards=task, as_reward=False
+        )
+        loss = PolicyLoss(as_config(ActorConfig, {}), distillation=asked)
+        found, metrics = loss({"log_probs": log_prob}, data, Counts(tokens=1, sequences=1))
+        found.backward()
+        assert found.item() == pytest.approx(value, abs=1e-6)
+        assert theta.grad.tolist() == pytest.approx([-slope / 4, slope / 4], abs=1e-6)
+        assert metrics["teacher_kl"][0].item() == pytest.approx(d)
+        assert ("policy_loss" in metrics) == task
+
+
+def test_the_teachers_loss_does_not_depend_on_how_rows_are_cut():
+    torch.manual_seed(0)
+    columns = {name: torch.randn(6, 5) for name in ("log_probs", "teacher_log_prob")}
+    mask = (torch.arange(5) < torch.tensor([5, 1, 3, 4, 2, 5])[:, None]).long()
+    asked = DistillationLossConfig(loss_mode="k3+", distillation_loss_coef=1.0, use_task_rewards=False, as_reward=False)
+    loss = PolicyLoss(as_config(ActorConfig, {}), distillation=asked)
+    found = []
+    for parts in (1, 3):
+        log_probs, total = columns["log_probs"].clone().requires_grad_(), torch.zeros(())
+        for rows in torch.arange(6).chunk(parts):
+            data = {"response_mask": mask[rows], "old_log_probs": columns["log_probs"][rows]}
+            data |= {"teacher_log_prob": columns["teacher_log_prob"][rows]}
+            counts = Counts(tokens=float(mask.sum()), sequences=6)
+            total = total + loss({"log_probs": log_probs[rows]}, DataProto.from_dict(data), counts)[0]
+        total.backward()
+        found.append((total.detach(), log_probs.grad))
+    torch.testing.assert_close(found[0], found[1])
+    assert not found[0][1][mask == 0].any()

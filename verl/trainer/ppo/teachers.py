@@ -1,0 +1,93 @@
+"""Teachers: which of them each row is for, and what they say of the student's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from verl.config import PPOConfig
+from verl.protocol import DataProto
+from verl.trainer.ppo.groups import WorkerGroups
+from verl.utils import hf_tokenizer
+
+Infer = Callable[[Callable[..., Any], DataProto, str], DataProto]
+_KEY = "distillation.teacher_models"
+
+
+class Teachers:
+    """Asks each teacher about the rows that it is for."""
+
+    def __init__(self, config: PPOConfig, groups: WorkerGroups, infer: Infer) -> None:
+        """`infer(method, batch, role)` makes a group's pass over a batch, as `WorkerGroups.infer` does."""
+        self._groups, self._infer = groups, infer
+        self._source_key = config.data.reward_fn_key
+        self._by_source = {teacher.key: name for name, teacher in config.distillation.teacher_models.items()}
+
+    def columns(self, batch: DataProto) -> DataProto:
+        """`teacher_log_prob`: [batch, response], of every row under its own teacher."""
+        rows = rows_of_teachers(batch, self._source_key, self._by_source)
+        parts = [
+            self._said_by(name, batch if len(rows) == 1 else batch.select_idxs(mine)) for name, mine in rows.items()
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        return DataProto.concat(parts).select_idxs(np.argsort(np.concatenate(list(rows.values()))))
+
+    def _said_by(self, name: str, batch: DataProto) -> DataProto:
+        return self._infer(partial(_ask, self._groups.teacher.compute_teacher_log_prob, name), batch, "teacher")
+
+
+def rows_of_teachers(batch: DataProto, key: str, by_source: Mapping[str | None, str]) -> dict[str, np.ndarray]:
+    """The rows of each teacher that has any: by the data source in column `key`, else of the one for all others."""
+    columns = batch.non_tensor_batch
+    sources = columns[key].tolist() if key in columns else [None] * len(batch)
+    names = [by_source.get(source, by_source.get(None)) for source in sources]
+    if None in names:
+        raise ValueError(_no_teacher(sources[names.index(None)], key, by_source))
+    of_row = np.array(names)
+    return {str(name): np.flatnonzero(of_row == name) for name in dict.fromkeys(names)}
+
+
+def check_teachers(config: PPOConfig, folders: Mapping[str, str], tokenizer: Any, dataset: Any) -> None:
+    """Before training: teachers read the student's tokens, and every row of the data has one. ValueErrors say which do
+    not; `folders`: where models that are named otherwise are here."""
+    distillation, student = config.distillation, config.actor_rollout_ref.model
+    for name, teacher in distillation.local_teachers.items():
+        path = teacher.model_path or ""
+        own = hf_tokenizer(folders.get(path, path), trust_remote_code=student.trust_remote_code)
+        _refuse_other_tokens(own.get_vocab(), tokenizer.get_vocab(), f"{_KEY}.{name}.model_path", path, student.path)
+    by_source = {teacher.key: name for name, teacher in distillation.teacher_models.items()}
+    key = config.data.reward_fn_key
+    if not by_source or None in by_source or not hasattr(dataset, "rows"):
+        return
+    for first, rows in dataset.rows.batches([key]):
+        for place, row in enumerate(rows):
+            if row.get(key) not in by_source:
+                raise ValueError(f"{dataset.rows.where(first + place)}: {_no_teacher(row.get(key), key, by_source)}")
+
+
+def _ask(method: Callable[..., Any], name: str, sent: DataProto) -> Any:
+    sent.meta_info["teacher"] = name
+    return method(sent)
+
+
+def _no_teacher(source: Any, key: str, by_source: Mapping[str | None, str]) -> str:
+    known = ", ".join(f"{name} for {source}" for source, name in by_source.items())
+    return (
+        f"{_KEY}: no teacher is for rows with {key} = {source!r} (there is: {known}). Give one of them this key, or"
+        " leave out the key of the one that is for all other rows."
+    )
+
+
+def _refuse_other_tokens(own: Mapping[str, int], students: Mapping[str, int], key: str, path: str, of: str) -> None:
+    if own == students:
+        return
+    token = next(iter(sorted(set(students.items()) ^ set(own.items()), key=lambda item: (item[1], item[0]))))[0]
+    raise ValueError(
+        f"{key}: {path} does not have the tokens of the student, actor_rollout_ref.model.path = {of}: {token!r} is"
+        f" {own.get(token, 'none')} there and {students.get(token, 'none')} here, of {len(own)} and {len(students)}"
+        " tokens. A teacher says how likely it finds each of the student's tokens: choose one of the same vocabulary."
+    )
