@@ -56,8 +56,8 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
     """The object in a file of `torch.save`, or in that part of it; its tensors are `Stored`."""
     with _named_errors(path), path.open("rb") as file:
         end = start + length if length is not None else file.seek(0, io.SEEK_END)
-        with zipfile.ZipFile(_UpTo(file, end)) as archive:
-            return _Unpickler(*_contents(archive, file, path)).load()
+        with zipfile.ZipFile(_Part(file, start, end)) as archive:
+            return _Unpickler(*_contents(archive, file, path, start)).load()
 
 
 def read_pickle(path: Path) -> Any:
@@ -74,8 +74,10 @@ def _named_errors(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: not a whole file of torch.save ({error}). Copy it again.") from error
 
 
-def _contents(archive: zipfile.ZipFile, file: BinaryIO, path: Path) -> tuple[BinaryIO, Path, Callable[[str], int]]:
-    """The pickle in an archive of torch, and where the bytes of its storages are in the file."""
+def _contents(
+    archive: zipfile.ZipFile, file: BinaryIO, path: Path, start: int
+) -> tuple[BinaryIO, Path, Callable[[str], int]]:
+    """The pickle in an archive of torch that begins at `start`, and where its storages' bytes are in the file."""
     pickled = next((name for name in archive.namelist() if name.endswith("data.pkl")), None)
     if pickled is None:
         raise KeyError("it has no data.pkl")
@@ -87,18 +89,19 @@ def _contents(archive: zipfile.ZipFile, file: BinaryIO, path: Path) -> tuple[Bin
         info = archive.getinfo(f"{root}data/{key}")
         if info.compress_type != zipfile.ZIP_STORED:
             raise TypeError("it is compressed")
-        file.seek(info.header_offset)
+        header = start + info.header_offset
+        file.seek(header)
         name, extra = struct.unpack("<HH", file.read(_LOCAL_HEADER)[26:])
-        return info.header_offset + _LOCAL_HEADER + name + extra
+        return header + _LOCAL_HEADER + name + extra
 
     return io.BytesIO(archive.read(pickled)), path, position
 
 
-class _UpTo(io.RawIOBase):
-    """A file as if it ended earlier: an archive is looked for at the end."""
+class _Part(io.RawIOBase):
+    """Part of a file as a file: an archive is looked for at the end, and its parts are counted from the beginning."""
 
-    def __init__(self, file: BinaryIO, end: int) -> None:
-        self._file, self._end = file, end
+    def __init__(self, file: BinaryIO, start: int, end: int) -> None:
+        self._file, self._start, self._end = file, start, end
 
     def readable(self) -> bool:
         return True
@@ -107,13 +110,16 @@ class _UpTo(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(self._end + offset) if whence == io.SEEK_END else self._file.seek(offset, whence)
+        begins = {io.SEEK_SET: self._start, io.SEEK_CUR: self._file.tell(), io.SEEK_END: self._end}[whence]
+        if begins + offset < self._start:
+            raise OSError("before the beginning")
+        return self._file.seek(begins + offset) - self._start
 
     def tell(self) -> int:
-        return self._file.tell()
+        return self._file.tell() - self._start
 
     def readinto(self, buffer: Any) -> int:
-        found = self._file.read(max(0, min(len(buffer), self._end - self.tell())))
+        found = self._file.read(max(0, min(len(buffer), self._end - self._file.tell())))
         buffer[: len(found)] = found
         return len(found)
 
