@@ -65,6 +65,8 @@ _TABLE = (
     Column("response_mask", RESPONSE, "int64", 0, "rollout",
            (*_PASSES, *_UPDATES, "reward", "correction", "advantage", "metrics"),
            "1 exactly on tokens that the model sampled and that count"),
+    Column("loss_weights", RESPONSE, "float32", 0, _DATA, (),
+           "how much predicting each token counts, in supervised batches where that is not the same for all"),
     Column("rollout_log_probs", RESPONSE, "float32", 0, "rollout", ("correction", "metrics"),
            "of the sampled tokens, at the temperature, as the engine had them; NaN: not known"),
     Column("rollout_drawn_log_probs", RESPONSE, "float32", 0, "rollout", ("correction", "metrics"),

@@ -115,6 +115,32 @@ def test_loss_and_gradient_equal_a_plain_transformers_loop(model_path, files, cu
         torch.testing.assert_close(ours[name], weight.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("cutting", ["data.micro_batch_size_per_gpu=2", "data.use_dynamic_bsz=True"])
+def test_a_token_counts_by_its_weight(model_path, files, cutting):
+    """Two answers weigh 0.5 and 0.25: the mean is one of weights, however the step is cut."""
+    rows = [
+        {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]}
+        for row in ROWS[:5]
+    ]
+    rows[1]["messages"][1]["loss"], rows[4]["messages"][1]["loss"] = 0.5, 0.25
+    (files / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = make_config(model_path, "data.shuffle=False", "data.max_token_len_per_gpu=70", cutting)
+    worker, batch = started_worker(config), first_batch(config)
+    found = worker.engine.forward_backward(batch, token_mean_loss, ["log_probs"], micro=worker._micro())
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    weights = (1, 0.5, 1, 1, 0.25)
+    sizes = [weight * (len(row["response"]) + 1) for weight, row in zip(weights, ROWS, strict=False)]
+    loss = sum(size * plain_loss(model, [row]) for size, row in zip(sizes, ROWS, strict=False)) / sum(sizes)
+    loss.backward()
+    assert found["loss"][1] == pytest.approx(sum(sizes))
+    assert found["loss"][0] / found["loss"][1] == pytest.approx(loss.item(), rel=1e-5)
+    ours = {name: weight.grad.full_tensor() for name, weight in worker.engine.model.hf.named_parameters()}
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(ours[name], weight.grad, rtol=1e-4, atol=1e-6, msg=name)
+    total = worker.evaluate(batch).meta_info["metrics"]["val/loss"]
+    assert total[0] / total[1] == pytest.approx(loss.item(), rel=1e-5)
+
+
 def test_rows_with_nothing_to_learn_change_nothing(model_path, files):
     """Cut so short that no answer token is left, a row has no say: not in the loss, not in what it is divided by."""
     config = make_config(model_path)

@@ -36,18 +36,24 @@ def prompt_response_batch(rows: Sequence[Mapping[str, torch.Tensor]], pad_token_
     """Rows in the columns of a rollout: `prompts` left-padded, `responses` right-padded, and what follows from them.
 
     A row is cut before its first token to learn (but never before its first token, which nothing predicts), so that an
-    engine computes probabilities only from there on. `response_mask` is the row's `loss_mask` from the cut on.
+    engine computes probabilities only from there on. `response_mask` marks where the row's `loss_mask` is not 0 from
+    the cut on; `loss_weights` are its values, where they are not all 0 or 1.
     """
     cuts = [_first_to_learn(row["loss_mask"]) for row in rows]
     prompts, responses = _cut_and_padded([row["input_ids"] for row in rows], cuts, pad_token_id)
     attention_mask = torch.cat(_cut_and_padded([row["attention_mask"] for row in rows], cuts, 0), dim=1)
-    return {
+    masks = [row["loss_mask"] for row in rows]
+    weights = {}
+    if any(mask.is_floating_point() for mask in masks):
+        weights["loss_weights"] = _cut_and_padded([mask.float() for mask in masks], cuts, 0)[1]
+        masks = [(mask != 0).long() for mask in masks]
+    return weights | {
         "prompts": prompts,
         "responses": responses,
         "input_ids": torch.cat([prompts, responses], dim=1),
         "attention_mask": attention_mask,
         "position_ids": compute_position_id_with_mask(attention_mask),
-        "response_mask": _cut_and_padded([row["loss_mask"] for row in rows], cuts, 0)[1],
+        "response_mask": _cut_and_padded(masks, cuts, 0)[1],
     }
 
 

@@ -1,4 +1,4 @@
-"""Conversations to tokens: the prompt a model continues, and which tokens of a conversation are its own words."""
+"""Conversations to tokens: the prompt that a model continues."""
 
 from __future__ import annotations
 
@@ -118,31 +118,6 @@ class PromptEncoder:
         parts.append(self.tokenizer.special_tokens_map)
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
-    def render(self, messages: Messages, generation_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt, **self._kwargs
-        )
-
-    def encode_conversation(self, messages: Messages, last_turn_only: bool) -> tuple[list[int], list[int]]:
-        """Token ids and, of the same length, 1 on what the assistant says up to and including its end token.
-
-        The text is cut where each answer begins and ends and the pieces are tokenised on their own, as in generation:
-        the model is trained on the very prompt tokens it will see.
-        """
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns:
-            raise ValueError("the conversation has no message of the assistant to learn from. Add one.")
-        trained = turns[-1:] if last_turn_only else turns
-        pieces = self._pieces(messages, trained)
-        encoded = self.tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"]
-        ids: list[int] = []
-        mask: list[int] = []
-        for piece, (_, learn) in zip(encoded, pieces, strict=True):
-            words = self._end_of_answer(piece) if learn else 0
-            ids += piece
-            mask += [1] * words + [0] * (len(piece) - words)
-        return ids, mask
-
     def _written(self, prompts: Sequence[Messages]) -> Sequence[str | list[int]]:
         if self.own_template is not None:
             return [self.own_template(messages) for messages in prompts]
@@ -153,29 +128,3 @@ class PromptEncoder:
         return self.tokenizer.apply_chat_template(
             list(prompts), tokenize=False, add_generation_prompt=True, **self._kwargs
         )
-
-    def _pieces(self, messages: Messages, trained: Sequence[int]) -> list[tuple[str, bool]]:
-        """The conversation's text in order, cut into (text, whether it is an answer to learn)."""
-        if not self.tokenizer.chat_template:
-            end = self.tokenizer.eos_token or ""
-            return [
-                (str(message["content"]) + (end if number in trained else "\n"), number in trained)
-                for number, message in enumerate(messages)
-            ]
-        pieces, done = [], ""
-        for turn in trained:
-            before = self.render(messages[:turn], generation_prompt=True)
-            after = self.render(messages[: turn + 1], generation_prompt=False)
-            if not (before.startswith(done) and after.startswith(before)):
-                raise ValueError(
-                    f"the chat template changes what was said before message {turn}, so its text cannot be told from "
-                    "the rest. Give one row per answer, with the conversation up to it."
-                )
-            pieces += [(before[len(done) :], False), (after[len(before) :], True)]
-            done = after
-        return [piece for piece in pieces if piece[0]]
-
-    def _end_of_answer(self, ids: list[int]) -> int:
-        """How many tokens the model would have sampled itself: templates may add a line break after the end token."""
-        end = self.tokenizer.eos_token_id
-        return len(ids) - ids[::-1].index(end) if end in ids else len(ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -11,11 +12,16 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from verl.utils.dataset.chat import Messages, PromptEncoder, as_messages
+from verl.utils.dataset.chat import Messages, as_messages
+from verl.utils.dataset.conversation import ConversationEncoder, LearnedRow, as_tools
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, Rule, chat_rule, refuse_problems, text_rule
 from verl.utils.dataset.rows import Rows, value_at
-from verl.utils.dataset.tokens import TokenStore, truncated
+from verl.utils.dataset.tokens import WEIGHTS, TokenStore, truncated
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 1200  # characters of a sample in the log
 
 
 @dataclass(kw_only=True)
@@ -25,6 +31,9 @@ class SFTDataConfig:
     prompt_key: str = "prompt"
     response_key: str = "response"
     messages_key: str = "messages"
+    tools_key: str = "tools"
+    enable_thinking_key: str = "enable_thinking"
+    rewritten_turns: str = "split"
     max_length: int = 1024
     truncation: str = "error"
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -41,12 +50,14 @@ class SFTDataConfig:
 class SFTDataset(Dataset):
     """Rows of files as token sequences.
 
-    Where a file has the column `messages_key`, a row is that conversation and the loss falls on its last answer; else
-    the prompt (text or messages) is followed by the response. A row is a dict of [its own length] tensors: `input_ids`,
-    `attention_mask`, `position_ids`, and `loss_mask`, which is 1 on answer tokens (the end token included): the loss of
-    a token is that of predicting it.
+    Where a file has the column `messages_key`, a row is that conversation (with the tools of `tools_key`) and the loss
+    falls on its last answer, or by the `loss` of each message; else the prompt (text or messages) is followed by the
+    response. A row is a dict of [its own length] tensors: `input_ids`, `attention_mask`, `position_ids`, and
+    `loss_mask`, which is 1 on answer tokens (the end token included), or their weight: the loss of a token is that of
+    predicting it. A conversation is several rows where the chat template rewrites its earlier turns.
 
-    All rows are tokenised now with `truncation=error`, which must know their lengths; otherwise each when asked for.
+    Conversations are tokenised now, and so are all rows with `truncation=error`, which must know their lengths; other
+    rows each when asked for.
     """
 
     last_turn_only: ClassVar[bool] = True
@@ -65,26 +76,33 @@ class SFTDataset(Dataset):
         self.rows = Rows(find_files(data_files, split))
         self._from_messages = self.config.messages_key in self.rows.columns
         refuse_problems(self.rows, self._rules())
-        self._encoder = PromptEncoder(tokenizer, self.config.apply_chat_template_kwargs)
-        self._length = len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows))
+        splits = self.config.rewritten_turns == "split"
+        self._encoder = ConversationEncoder(
+            tokenizer, self.config.apply_chat_template_kwargs, self.last_turn_only, splits
+        )
+        self._conversations = len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows))
         self._stored: tuple[TokenStore, TokenStore] | None = None
-        if self.config.truncation == "error":
-            encoded = list(self._encode_all())
-            self._stored = TokenStore.of(ids for ids, _ in encoded), TokenStore.of(mask for _, mask in encoded)
-            self._refuse_overlong(self._stored[0].lengths)
+        if self._from_messages or self.config.truncation == "error":
+            self._store()
+        if self._conversations:
+            self._tell_sample()
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._stored[0]) if self._stored else self._conversations
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         limit, how = self.config.max_length, self.config.truncation
-        row = (store[item] for store in self._stored) if self._stored else self._encode(item, self.rows[item])
-        ids, mask = (truncated(tokens, limit, how) for tokens in row)
+        if self._stored:
+            ids, weights = (truncated(store[item], limit, how) for store in self._stored)
+        else:
+            row = self._encode(item, self.rows[item])[0]
+            ids, weights = truncated(row.ids, limit, how), truncated(row.weights, limit, how)
+        kind = torch.int64 if np.isin(weights, (0, 1)).all() else torch.float32
         return {
             "input_ids": torch.tensor(ids, dtype=torch.int64),
             "attention_mask": torch.ones(len(ids), dtype=torch.int64),
             "position_ids": torch.arange(len(ids)),
-            "loss_mask": torch.tensor(mask, dtype=torch.int64),
+            "loss_mask": torch.tensor(weights, dtype=kind),
         }
 
     def messages_of(self, row: Mapping[str, Any]) -> Messages:
@@ -103,30 +121,64 @@ class SFTDataset(Dataset):
             text_rule(self.config.response_key, "data.response_key"),
         ]
 
-    def _encode(self, number: int, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    def _encode(self, number: int, row: Mapping[str, Any]) -> list[LearnedRow]:
+        thinking = row.get(self.config.enable_thinking_key)
+        kwargs = {} if thinking is None else {"enable_thinking": bool(thinking)}
         try:
-            return self._encoder.encode_conversation(self.messages_of(row), self.last_turn_only)
+            return self._encoder.rows(self.messages_of(row), as_tools(row.get(self.config.tools_key)), **kwargs)
         except ValueError as error:
             raise DataError([f"{self.rows.where(number)}: {error}"]) from error
 
-    def _encode_all(self) -> Iterator[tuple[list[int], list[int]]]:
-        keys = (self.config.messages_key, _column(self.config.prompt_key), _column(self.config.response_key))
-        for first, rows in self.rows.batches(keys):
-            for number, row in enumerate(rows[: max(0, self._length - first)], start=first):
-                yield self._encode(number, row)
+    def _encode_all(self) -> Iterator[tuple[int, LearnedRow]]:
+        config = self.config
+        keys = (config.messages_key, config.prompt_key, config.response_key, config.tools_key)
+        columns = [key.split(".")[0] for key in (*keys, config.enable_thinking_key)]
+        for first, rows in self.rows.batches(columns):
+            for number, row in enumerate(rows[: max(0, self._conversations - first)], start=first):
+                for made in self._encode(number, row):
+                    yield number, made
 
-    def _refuse_overlong(self, lengths: np.ndarray) -> None:
+    def _store(self) -> None:
+        """Tokenise everything; several rows of a conversation stand one after the other."""
+        encoded = [
+            (number, np.array(row.ids, np.int32), np.array(row.weights, np.float32))
+            for number, row in self._encode_all()
+        ]
+        self._stored = (
+            TokenStore.of(ids for _, ids, _ in encoded),
+            TokenStore.of((weights for _, _, weights in encoded), WEIGHTS),
+        )
+        if len(encoded) > self._conversations:
+            logger.info(
+                "%d conversations are %d rows: the chat template rewrites earlier turns when later ones come, so "
+                "each text that it makes is learned from by itself (data.rewritten_turns)",
+                self._conversations,
+                len(encoded),
+            )
+        if self.config.truncation == "error":
+            self._refuse_overlong(self._stored[0].lengths, [number for number, _, _ in encoded])
+
+    def _tell_sample(self) -> None:
+        """What is learned of the first row, in the log; a model that is not taught where to end is worth a warning."""
+        row = self._encode(0, self.rows[0])[-1]
+        text = self._encoder.shown(row)
+        beginning = "" if len(text) <= _SHOWN else "…"
+        logger.info("%s, learned is what stands in ⟦ ⟧: %s%s", self.rows.where(0), beginning, text[-_SHOWN:])
+        if not self._encoder.ends(row):
+            logger.warning(
+                "%s: the last answer is learned without an end token: the model will not know where to end. Let the "
+                "chat template write one after every answer (inside its generation block, if it has one).",
+                self.rows.where(0),
+            )
+
+    def _refuse_overlong(self, lengths: np.ndarray, numbers: Sequence[int]) -> None:
         limit = self.config.max_length
         long = np.flatnonzero(lengths > limit)
         if len(long):
             raise DataError(
                 [
-                    f"{self.rows.where(int(long[0]))} (and {len(long) - 1} more): {lengths[long[0]]} tokens are more "
-                    f"than data.max_length = {limit} (the longest row has {lengths.max()}). Raise it, or set "
+                    f"{self.rows.where(numbers[long[0]])} (and {len(long) - 1} more): {lengths[long[0]]} tokens are "
+                    f"more than data.max_length = {limit} (the longest row has {lengths.max()}). Raise it, or set "
                     "data.truncation=right or left."
                 ]
             )
-
-
-def _column(key: str) -> str:
-    return key.split(".")[0]

@@ -11,6 +11,7 @@ import torch
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 TOKENS = pa.large_list(pa.int32())
+WEIGHTS = pa.large_list(pa.float32())
 
 
 class TokenStore:
@@ -21,18 +22,18 @@ class TokenStore:
         self.lengths: np.ndarray = pc.list_value_length(column).to_numpy()
 
     @classmethod
-    def of(cls, sequences: Iterable[Sequence[int]]) -> TokenStore:
-        return cls(pa.chunked_array([pa.array(list(sequences), TOKENS)], TOKENS))
+    def of(cls, sequences: Iterable[Sequence[float] | np.ndarray], kind: pa.DataType = TOKENS) -> TokenStore:
+        return cls(pa.chunked_array([pa.array(list(sequences), kind)], kind))
 
     def __len__(self) -> int:
         return len(self.column)
 
     def __getitem__(self, row: int) -> np.ndarray:
-        """[length of the row] int32, read-only."""
+        """[length of the row], of the column's type, read-only."""
         return self.column[row].values.to_numpy()
 
 
-def truncated(ids: Sequence[int] | np.ndarray, limit: int, how: str) -> np.ndarray:
+def truncated(ids: Sequence[float] | np.ndarray, limit: int, how: str) -> np.ndarray:
     """At most `limit` tokens: `left` drops the beginning, `right` the end, `middle` keeps both ends."""
     row = np.asarray(ids)
     if len(row) <= limit:

@@ -44,7 +44,7 @@ class Counts:
     """What a loss is divided by: sums over one whole optimizer step and all data-parallel ranks."""
 
     tokens: float
-    """Positions with response_mask 1."""
+    """Positions with response_mask 1; where a batch has `loss_weights`, the sum of theirs."""
     sequences: float
     """Trajectories that have at least one; a row is its share of its trajectory's."""
 

@@ -25,13 +25,16 @@ def token_mean_loss(
     output: dict[str, torch.Tensor], data: DataProto, counts: Counts
 ) -> tuple[torch.Tensor, dict[str, Pair]]:
     """A `LossFn`: the mean over all marked tokens of the step, whichever rank and micro-batch they are in."""
-    total, tokens = negative_log_likelihood(output["log_probs"], data.batch["response_mask"])
-    return total / max(1.0, counts.tokens), {"loss": (total, tokens)}
+    total, tokens = negative_log_likelihood(output["log_probs"], data)
+    return total / (counts.tokens or 1.0), {"loss": (total, tokens)}
 
 
-def negative_log_likelihood(log_probs: torch.Tensor, mask: torch.Tensor) -> Pair:
-    """(its sum over the marked tokens, their number); `log_probs`, `mask`: [batch, response]."""
-    return -(log_probs * mask).sum(), mask.sum()
+def negative_log_likelihood(log_probs: torch.Tensor, data: DataProto) -> Pair:
+    """(its sum over the marked tokens, their number), both by `loss_weights` where the rows of `data` have them."""
+    weights = data.batch["response_mask"]
+    if "loss_weights" in data.batch.keys():
+        weights = weights * data.batch["loss_weights"]
+    return -(log_probs * weights).sum(), weights.sum()
 
 
 class SFTWorker(SavingWorker):
@@ -73,7 +76,7 @@ class SFTWorker(SavingWorker):
         found = inferred(self.engine, data, {"log_probs": "log_probs"}, 1.0, self._micro())
         if not self.engine.collects:
             return found
-        total, tokens = negative_log_likelihood(found.batch["log_probs"], data.batch["response_mask"])
+        total, tokens = negative_log_likelihood(found.batch["log_probs"], data)
         return DataProto(meta_info={"metrics": {"val/loss": (float(total), float(tokens))}})
 
     @property

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from tests.support.tiny import tiny_tokenizer
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
@@ -68,16 +71,165 @@ def test_a_tokenizer_without_template_learns_the_response_as_text(tmp_path):
     assert learned(item) == "A<|end|>"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_matters(tmp_path):
+# As models that think write their turns: an answer keeps its thinking until the user speaks again.
+THINKING = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% set said = m.content %}"
+    "{% if m.role == 'assistant' and loop.index0 < ns.last %}{% set said = said.split('</think>')[-1] %}{% endif %}"
+    "<|{{ m.role }}|>{{ said }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+THOUGHT = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "<think>easy</think>2"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "<think>hm</think>?"},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "<think>ah</think>4"},
+]
+
+
+def templated(template):
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'user' or loop.last %}{{ m['content'] }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_a_template_that_drops_earlier_thinking_makes_a_row_of_each_text_that_the_model_will_see(tmp_path, caplog):
+    file = write(tmp_path / "a.jsonl", [{"messages": THOUGHT}, {"messages": THOUGHT[:2]}])
+    tokenizer = templated(THINKING)
+    with caplog.at_level("INFO", logger="verl"):
+        data = MultiTurnSFTDataset(file, tokenizer, {})
+    assert [learned(data[row]) for row in range(len(data))] == [
+        "<think>easy</think>2<|end|>",
+        "<think>hm</think>?<|end|><think>ah</think>4<|end|>",
+        "<think>easy</think>2<|end|>",
+    ]
+    assert tokenizer.decode(data[1]["input_ids"]).startswith("<|user|>1+1?<|end|>\n<|assistant|>2<|end|>\n<|user|>2+2?")
+    assert "2 conversations are 3 rows" in caplog.text
+    assert "⟦<think>hm</think>?<|end|>⟧\n<|tool|>4<|end|>\n<|assistant|>⟦<think>ah</think>4<|end|>⟧\n" in caplog.text
+    with pytest.raises(DataError, match=r"line 1: the chat template rewrites .* before message 3 .*rewritten_turns"):
+        MultiTurnSFTDataset(file, tokenizer, {"rewritten_turns": "error"})
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            THINKING.replace("loop.index0 < ns.last", "true"),
+            "drops or changes part of message 1: '<think>easy</think>2",
+        ),
+        (
+            THINKING.replace("<|assistant|>", "<|assistant|><think>"),
+            r"asks for an answer with '<\|assistant\|><think>'",
+        ),
+        (
+            "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "changes what was said before message 1",
+        ),
+        ("{{ raise_exception('roles must alternate') }}", "refuses its first 2 messages .*roles must alternate"),
+        (THINKING.replace("{{ said }}", "{% generation %}{% endgeneration %}{{ said }}"), "marks nothing of message 1"),
+    ],
+)
+def test_a_template_under_which_the_answer_cannot_be_learned_is_refused(tmp_path, template, said):
+    messages = [THOUGHT[0], {"role": "assistant", "content": "<think>easy</think>2"}]
+    if "asks for" in said:
+        messages[1]["content"] = "2"
+    with pytest.raises(DataError, match=f"line 1: the chat template .*{said}"):
+        SFTDataset(write(tmp_path / "a.jsonl", [{"messages": messages}]), templated(template), {})
+
+
+def test_thinking_that_the_generation_prompt_begins_is_learned_from_there(tmp_path):
+    tokenizer = templated(
+        THINKING.replace(
+            "{% if add_generation_prompt %}<|assistant|>", "{% if add_generation_prompt %}<|assistant|><think>"
+        )
     )
-    chat = [CHAT[1], CHAT[2], {"role": "user", "content": "and 3+1?"}, CHAT[4]]
-    file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-    assert learned(SFTDataset(file, tokenizer, {})[0]) == "4!"
-    with pytest.raises(DataError, match=r"a\.jsonl line 1: the chat template changes what was said before message 3"):
-        MultiTurnSFTDataset(file, tokenizer, {})
+    data = SFTDataset(write(tmp_path / "a.jsonl", [{"messages": THOUGHT[:2]}]), tokenizer, {})
+    assert learned(data[0]) == "easy</think>2<|end|>"
+
+
+def test_what_the_template_itself_marks_is_learned(tmp_path):
+    """With tags of our own choosing: neither the signature before the end token nor other roles."""
+    template = (
+        "{%- for m in messages -%}\n<|{{ m.role }}|>{%- if m.role == 'assistant' %}\n"
+        "{%- generation -%} {{ m.content }} {% endgeneration %}!!<|end|>{% else %}"
+        "{{ m.content }}{% endif %}{% endfor %}"
+        "{%- if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = templated(template)
+    file = write(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    item = MultiTurnSFTDataset(file, tokenizer, {})[0]
+    whole = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    assert item["input_ids"].tolist() == whole["input_ids"]
+    assert item["loss_mask"].tolist() == whole["assistant_masks"]
+    assert learned(SFTDataset(file, tokenizer, {})[0]).strip() == "4!"
+
+
+TOOLS = (
+    "{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "<call>{{ c.function.name }}({{ c.function.arguments | tojson }})</call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_and_calls_are_written_by_the_template_and_calls_are_learned(tmp_path, as_text):
+    """Also from a columnar file, which fills what a row lacks with null, and with arguments as text."""
+    arguments = {"code": "print(2)"}
+    calls = [{"function": {"name": "run", "arguments": json.dumps(arguments) if as_text else arguments}}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "go"},
+                {"role": "assistant", "tool_calls": calls},
+                {"role": "tool", "content": "2"},
+                {"role": "assistant", "content": "2!"},
+            ],
+            "tools": json.dumps([{"name": "run"}]) if as_text else [{"name": "run"}, {"type": "other"}],
+        },
+    ]
+    file = str(tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    tokenizer = templated(TOOLS)
+    item = MultiTurnSFTDataset(file, tokenizer, {})[0]
+    assert learned(item) == '<call>run({"code": "print(2)"})</call><|end|>2!<|end|>'
+    told = '{"name": "run"}' if as_text else '{"name": "run"}{"type": "other"}'
+    assert tokenizer.decode(item["input_ids"]).startswith(f"<|system|>{told}<|end|><|user|>go")
+
+
+def test_a_message_counts_by_its_own_loss(tmp_path):
+    chat = [*CHAT[:2], {**CHAT[2], "loss": 0.5}, CHAT[3], CHAT[4], CHAT[1], {**CHAT[2], "loss": 0}]
+    item = MultiTurnSFTDataset(write(tmp_path / "a.jsonl", [{"messages": chat}]), TOKENIZER, {})[0]
+    assert item["loss_mask"][item["loss_mask"] > 0].tolist() == [0.5] * 2 + [1.0] * 3
+    chat[2]["loss"] = 1
+    item = MultiTurnSFTDataset(write(tmp_path / "b.jsonl", [{"messages": chat}]), TOKENIZER, {})[0]
+    assert (learned(item), item["loss_mask"].dtype) == ("2<|end|>4!<|end|>", torch.int64)
+    assert learned(SFTDataset(write(tmp_path / "b.jsonl", [{"messages": chat}]), TOKENIZER, {})[0]) == "2<|end|>"
+    for changed, said in (({"loss": -1}, "Write 0, 1"), ({"loss": "x"}, "Write 0, 1")):
+        with pytest.raises(DataError, match=f"'loss' of message 2 .*{said}"):
+            MultiTurnSFTDataset(
+                write(tmp_path / "c.jsonl", [{"messages": [*chat[:2], {**CHAT[2], **changed}]}]), TOKENIZER, {}
+            )
+    with pytest.raises(DataError, match="'loss' of message 1 is 1, but user says it"):
+        MultiTurnSFTDataset(
+            write(tmp_path / "d.jsonl", [{"messages": [chat[0], {**chat[1], "loss": 1}, chat[2]]}]), TOKENIZER, {}
+        )
+
+
+def test_thinking_is_switched_by_a_column_of_the_row(tmp_path):
+    tokenizer = templated("{% if enable_thinking %}<|system|>{% endif %}" + TOOLS)
+    rows = [{"messages": CHAT[1:3], "enable_thinking": on} for on in (True, False)]
+    data = SFTDataset(write(tmp_path / "a.jsonl", rows), tokenizer, {})
+    assert [tokenizer.decode(data[row]["input_ids"]).startswith("<|system|>") for row in (0, 1)] == [True, False]
+
+
+def test_an_answer_without_an_end_is_worth_a_warning(tmp_path, caplog):
+    file = write(tmp_path / "a.jsonl", [{"prompt": "Q", "response": "A"}])
+    SFTDataset(file, TOKENIZER, {})
+    assert "end token" not in caplog.text
+    SFTDataset(file, templated(TOOLS.replace("<|end|>", " ")), {})
+    assert "the model will not know where to end" in caplog.text
 
 
 def test_bad_rows_are_refused_with_their_place(tmp_path):

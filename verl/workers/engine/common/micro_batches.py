@@ -89,9 +89,10 @@ def filler_batch(data: DataProto) -> DataProto:
 
 
 def local_counts(data: DataProto) -> Counts:
-    """This rank's valid tokens, and its part of the trajectories that have any."""
+    """This rank's valid tokens (by their weights, if they have any), and its part of the trajectories that have any."""
     mask = data.batch["response_mask"] != 0
-    return Counts(tokens=float(mask.sum()), sequences=float(count_sequences(mask, trajectory_tokens(data))))
+    weights = data.batch["loss_weights"] * mask if "loss_weights" in data.batch.keys() else mask
+    return Counts(tokens=float(weights.sum()), sequences=float(count_sequences(mask, trajectory_tokens(data))))
 
 
 def trajectory_tokens(data: DataProto) -> torch.Tensor | None:

@@ -1,0 +1,279 @@
+"""Conversations to learn from: which text of a chat template's is the assistant's own, as tokens with weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.utils.dataset.chat import Messages
+
+LOSS = "loss"
+"""The field of a message that says how much its tokens count."""
+
+Span = tuple[int, int]
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+# Of two characters that no text holds: Unicode keeps them out of it.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+
+
+@dataclass
+class LearnedRow:
+    """Token ids and, of the same length, how much predicting each of them counts."""
+
+    ids: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+
+class ConversationEncoder:
+    """Turns conversations into rows by the tokenizer's chat template.
+
+    Where the template marks what the assistant says ({% generation %}), that is learned; else what follows its
+    generation prompt, up to and including the end token. Pieces are tokenised on their own, as in generation: the model
+    is trained on the very prompt tokens it will see. A template that rewrites earlier turns when later ones come (it
+    drops their thinking) shows the model several texts: each is a row of its own (`split`), or an error.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any], last_turn_only: bool, split: bool) -> None:
+        self._tokenizer, self._last_turn_only, self._split = tokenizer, last_turn_only, split
+        kwargs = dict(template_kwargs)
+        self._given_template, self._kwargs = kwargs.pop("chat_template", None), kwargs
+        self._has_template = bool(self._given_template or tokenizer.chat_template)
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = set(tokenizer.all_special_ids) | {number for number, token in added if token.special}
+
+    def rows(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any
+    ) -> list[LearnedRow]:
+        """One row, or one for every text that the template makes of the conversation."""
+        weights = self._turn_weights(messages)
+        said = [{name: value for name, value in message.items() if name != LOSS} for message in messages]
+        if not self._has_template:
+            return [self._encoded(self._plain_pieces(said, weights))]
+        chat = _Chat(self._tokenizer, said, tools, self._given_template, {**self._kwargs, **template_kwargs})
+        rows: list[list[tuple[str, float]]] = [[]]
+        done = ""
+        for turn, weight in weights.items():
+            text, spans = chat.said(turn)
+            if not text[: spans[0][0]].startswith(done):
+                if not self._split:
+                    raise ValueError(
+                        f"the chat template rewrites what was said before message {turn} (it may drop the thinking of"
+                        " earlier turns). Set data.rewritten_turns=split, which makes a row of each of its texts, or"
+                        " give one row per answer, with the conversation up to it."
+                    )
+                rows.append([])
+                done = ""
+            rows[-1] += _pieces(text, spans, len(done), weight)
+            done = text
+        return [self._encoded(pieces) for pieces in rows]
+
+    def ends(self, row: LearnedRow) -> bool:
+        """Whether an end token is learned with the row's last answer."""
+        last = max(place for place, weight in enumerate(row.weights) if weight)
+        return row.ids[last] in self._special
+
+    def shown(self, row: LearnedRow) -> str:
+        """The row as text, what is learned in ⟦ ⟧, with its weight where that is not 1."""
+        text, start = "", 0
+        for place in range(1, len(row.ids) + 1):
+            if place == len(row.ids) or row.weights[place] != row.weights[start]:
+                part, weight = self._tokenizer.decode(row.ids[start:place]), row.weights[start]
+                text += part if not weight else f"⟦{'' if weight == 1 else f'{weight:g}: '}{part}⟧"
+                start = place
+        return text
+
+    def _turn_weights(self, messages: Messages) -> dict[int, float]:
+        """How much each message of the assistant counts, without those that do not."""
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise ValueError("the conversation has no message of the assistant to learn from. Add one.")
+        found = {}
+        for number, message in enumerate(messages):
+            usual = number == turns[-1] if self._last_turn_only else number in turns
+            weight = message.get(LOSS, usual)
+            if not isinstance(weight, bool | int | float) or not 0 <= weight < float("inf"):
+                raise ValueError(f"'{LOSS}' of message {number} is {weight!r}. Write 0, 1 or another weight.")
+            if weight and number not in turns:
+                raise ValueError(
+                    f"'{LOSS}' of message {number} is {weight!r}, but {message['role']} says it: only what the"
+                    " assistant says is learned. Write 0, or leave it out."
+                )
+            found[number] = float(weight)
+        if not any(found.values()):
+            raise ValueError(f"'{LOSS}' is 0 in all messages of the assistant. Give one a weight, or remove the row.")
+        return {number: weight for number, weight in found.items() if weight}
+
+    def _plain_pieces(self, messages: Messages, weights: Mapping[int, float]) -> list[tuple[str, float]]:
+        """Without a template: the texts, one per line."""
+        end = self._tokenizer.eos_token or ""
+        return [
+            (str(message["content"]) + (end if number in weights else "\n"), weights.get(number, 0.0))
+            for number, message in enumerate(messages)
+        ]
+
+    def _encoded(self, pieces: Sequence[tuple[str, float]]) -> LearnedRow:
+        pieces = [piece for piece in pieces if piece[0]]
+        encoded = self._tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"]
+        row = LearnedRow()
+        for ids, (_, weight) in zip(encoded, pieces, strict=True):
+            own = self._until_end(ids) if weight else 0
+            row.ids += ids
+            row.weights += [weight] * own + [0.0] * (len(ids) - own)
+        return row
+
+    def _until_end(self, ids: list[int]) -> int:
+        """How many tokens the model would have sampled itself: templates may add a line break after the end token."""
+        last = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in self._special), 0)
+        return last if last and not self._tokenizer.decode(ids[last:]).strip() else len(ids)
+
+
+class _Chat:
+    """The texts that a template makes of the beginnings of one conversation."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template: str | None,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._tokenizer, self._messages, self._tools = tokenizer, [_with_parsed_calls(m) for m in messages], tools
+        template = tokenizer.get_chat_template(template, tools)
+        marked = _GENERATION.sub(_as_text, template)
+        self._template, self._marks, self._kwargs = marked, marked != template, kwargs
+
+    def said(self, turn: int) -> tuple[str, list[Span]]:
+        """The text up to and with a message of the assistant, and which parts of it are its own words."""
+        text, spans = _unmarked(self._render(turn + 1, generation_prompt=False))
+        if self._marks:
+            before = _unmarked(self._render(turn, generation_prompt=False))[0]
+            start = len(before) if text.startswith(before) else 0
+            spans = [span for span in spans if span[0] >= start]
+            if not spans:
+                raise ValueError(
+                    f"the chat template marks nothing of message {turn} as generated by the assistant. Set"
+                    f" '{LOSS}' of that message to 0, or give a template that does"
+                    " (data.apply_chat_template_kwargs.chat_template)."
+                )
+        else:
+            before = self._render(turn, generation_prompt=True)
+            if not text.startswith(before):
+                raise ValueError(self._why_not(turn, text, before))
+            start = len(before)
+            spans = [(start, len(text))]
+        self._refuse_lost_words(turn, text, start)
+        return text, spans
+
+    def _render(self, count: int, generation_prompt: bool) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                self._messages[:count],
+                tools=self._tools,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self._kwargs,
+            )
+        except Exception as cause:  # a template is a program of the model's or the user's: it may raise anything
+            roles = ", ".join(str(message["role"]) for message in self._messages[:count])
+            raise ValueError(
+                f"the chat template refuses its first {count} messages ({type(cause).__name__}: {cause}; roles:"
+                f" {roles}). Write the messages as the model's template wants them."
+            ) from cause
+
+    def _why_not(self, turn: int, text: str, before: str) -> str:
+        """Why the assistant's words cannot be told from the rest of the text."""
+        earlier = self._render(turn, generation_prompt=False)
+        if text.startswith(earlier):
+            asked, written = before[len(earlier) :], text[len(earlier) :]
+            return (
+                f"the chat template asks for an answer with {asked!r}, but writes message {turn} as"
+                f" {written[: len(asked) + 20]!r}: the model would learn to go on from a text that it never sees. Write"
+                " the message as the model would (with its thinking), or give another template"
+                " (data.apply_chat_template_kwargs.chat_template)."
+            )
+        return (
+            f"the chat template changes what was said before message {turn} once it is there, so its words cannot be"
+            " told from the rest. Give a template that does not (data.apply_chat_template_kwargs.chat_template)."
+        )
+
+    def _refuse_lost_words(self, turn: int, text: str, start: int) -> None:
+        """What is to be learned must be in the text; templates differ in white space, which does not count."""
+        message = self._messages[turn]
+        wanted = [message[name] for name in (*_THOUGHTS, "content") if isinstance(message.get(name), str)]
+        wanted += [str(call["function"]["name"]) for call in message.get("tool_calls", ()) if "function" in call]
+        written = _squeezed(text[start:])
+        for words in wanted:
+            if _squeezed(words) in written:
+                continue
+            earlier = _unmarked(self._render(turn, generation_prompt=False))[0]
+            if _squeezed(words) in _squeezed(text.removeprefix(earlier)):  # begun by the generation prompt: <think>
+                continue
+            raise ValueError(
+                f"the chat template drops or changes part of message {turn}: {words[:60]!r} is not in its text as"
+                " written. Give a template that keeps it (data.apply_chat_template_kwargs.chat_template), remove that"
+                f" part, or set '{LOSS}' of the message to 0."
+            )
+
+
+def as_tools(value: Any) -> list[dict[str, Any]] | None:
+    """The tools of a row: a list of schemas, or the JSON text of one; what a columnar file filled with null goes."""
+    if isinstance(value, str):
+        value = json.loads(value)
+    return _without_nulls(value) or None
+
+
+def _with_parsed_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of tool calls as templates take them: not as text, and without the nulls of a columnar file."""
+    changed = dict(message)
+    if changed.get("tool_calls"):
+        changed["tool_calls"] = calls = _without_nulls(changed["tool_calls"])
+        for call in calls:
+            inner = call.get("function", call)
+            if isinstance(inner.get("arguments"), str):
+                inner["arguments"] = json.loads(inner["arguments"] or "{}")
+    return changed
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _as_text(tag: re.Match[str]) -> str:
+    """A generation tag as a block that writes a character; how it trims the text around it stays."""
+    left, end, right = tag.groups()
+    return f"{{%{left} if true %}}{_END if end else _BEGIN}{{% endif {right}%}}"
+
+
+def _unmarked(text: str) -> tuple[str, list[Span]]:
+    """The text without marks, and the spans that they enclosed."""
+    parts = re.split(f"([{_BEGIN}{_END}])", text)
+    plain, spans, start = "", [], 0
+    for part in parts:
+        if part == _BEGIN:
+            start = len(plain)
+        elif part == _END:
+            spans += [(start, len(plain))] if len(plain) > start else []
+        else:
+            plain += part
+    return plain, spans
+
+
+def _pieces(text: str, spans: Sequence[Span], done: int, weight: float) -> list[tuple[str, float]]:
+    """The text from `done` on in order, cut into (piece, how much it counts)."""
+    found, place = [], done
+    for start, end in spans:
+        found += [(text[place:start], 0.0), (text[start:end], weight)]
+        place = end
+    return [*found, (text[place:], 0.0)]
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
