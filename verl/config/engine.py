@@ -30,7 +30,9 @@ class OptimConfig(Block):
     lr_warmup_steps: int = key(
         "Optimizer steps of linear warm-up; 0 or less: use lr_warmup_steps_ratio.", min=-1, aliases=("warmup_steps",)
     )
-    lr_warmup_steps_ratio: float = key("Warm-up as a share of total_training_steps.", min=0, max=1)
+    lr_warmup_steps_ratio: float = key(
+        "Warm-up as a share of total_training_steps.", min=0, max=1, aliases=("warmup_steps_ratio",)
+    )
     lr_scheduler: str = key(
         "Shape after the warm-up.", choices=("constant", "cosine"), aliases=("lr_scheduler_type", "warmup_style")
     )

@@ -14,6 +14,7 @@ from verl.config import (
     resolve,
     reward,
     rm_rules,
+    sft,
     supervised_rules,
     validate,
 )
@@ -22,7 +23,6 @@ from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.rm import RMConfig
 from verl.config.schema import Block
-from verl.config.sft import SFTConfig
 
 # Called with the config (a `Root.cls`) and the report; a table of several config types cannot say that in types.
 Rule = Callable[[Any, Report], None]
@@ -56,11 +56,12 @@ PPO = Root(
     _old_spellings,
 )
 SFT = Root(
-    SFTConfig,
+    sft.SFTConfig,
     "sft_trainer",
     supervised_rules.resolve,
     supervised_rules.validate,
     supervised_rules.check_environment,
+    old_spellings=sft.old_spellings,
 )
 RM = Root(RMConfig, "rm_trainer", rm_rules.resolve, supervised_rules.validate, rm_rules.check_environment)
 GENERATION = Root(

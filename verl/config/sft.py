@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from verl.config.problems import Report
 from verl.config.schema import key
 from verl.config.supervised import SupervisedConfig, SupervisedDataConfig
 
@@ -12,10 +15,45 @@ from verl.config.supervised import SupervisedConfig, SupervisedDataConfig
 class SFTDataConfig(SupervisedDataConfig):
     prompt_key: str = key("Column of the prompt, a text or messages; dots look inside: extra_info.question.")
     response_key: str = key("Column of the answer to learn, a text; dots look inside.")
-    messages_key: str = key("Column of whole conversations; where a file has it, it is used instead of the two.")
-    multiturn: bool = key("Learn everything the assistant says in a conversation, not only its last answer.")
+    messages_key: str = key(
+        "Column of whole conversations; where a file has it, it is used instead of the two.",
+        aliases=("multiturn.messages_key",),
+    )
+    tools_key: str = key(
+        "Column of a conversation's tools, if there is one: schemas, or their JSON text.",
+        aliases=("multiturn.tools_key",),
+    )
+    enable_thinking_key: str = key(
+        "Column that switches the template's thinking for a conversation, if there is one.",
+        aliases=("multiturn.enable_thinking_key",),
+    )
+    # After those that are written below it elsewhere.
+    multiturn: bool = key(
+        "Learn everything the assistant says in a conversation, not only its last answer.",
+        aliases=("multiturn.enable",),
+    )
+    rewritten_turns: str = key(
+        "Where the template rewrites earlier turns (drops thinking): a row of each of its texts, or refuse.",
+        choices=("split", "error"),
+        synonyms={True: "split", False: "error"},
+        aliases=("ignore_input_ids_mismatch",),
+    )
 
 
 @dataclass(kw_only=True, slots=True)
 class SFTConfig(SupervisedConfig):
     data: SFTDataConfig = key("Rows and batches.")
+
+
+def old_spellings(values: dict[str, Any], report: Report) -> None:
+    """Of plain values: `data.prompt_dict_keys` and `response_dict_keys` name what is inside of a column."""
+    data = values.get("data")
+    if not isinstance(data, Mapping):
+        return
+    values["data"] = data = dict(data)
+    for name in ("prompt", "response"):
+        inside = data.pop(f"{name}_dict_keys", None)
+        if inside:
+            parts = [inside] if isinstance(inside, str) else inside
+            data[f"{name}_key"] = ".".join([str(data[f"{name}_key"]), *map(str, parts)])
+            report.notice(f"data.{name}_dict_keys is read as data.{name}_key={data[f'{name}_key']}.")

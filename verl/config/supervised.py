@@ -38,6 +38,15 @@ class SupervisedDataConfig(Block):
 
 @dataclass(kw_only=True, slots=True)
 class SupervisedModelConfig(ModelConfig):
+    path: str = key(
+        "Local folder, hub name or URL of the model; a global_step_N folder of ours works too.",
+        required="Qwen/Qwen2.5-0.5B-Instruct",
+        path=True,
+        aliases=("partial_pretrain",),
+    )
+    use_remove_padding: bool = key(
+        "Run every pass on packed tokens without padding.", aliases=("../use_remove_padding",)
+    )
     enable_gradient_checkpointing: bool = key(
         "Recompute activations in the backward pass: about half of their memory for a third more compute.",
         aliases=("../fsdp_config.gradient_checkpointing",),
@@ -63,12 +72,16 @@ class SupervisedConfig(WholeConfig):
     data: SupervisedDataConfig = key("Rows and batches.")
     model: SupervisedModelConfig = key("The model that is trained.")
     optim: SupervisedOptimConfig = key("The optimizer.")
-    strategy: str = key("Training engine; both are torch's fully_shard.", choices=("fsdp", "fsdp2"))
+    strategy: str = key(
+        "Training engine; both are torch's fully_shard.",
+        choices=("fsdp", "fsdp2"),
+        aliases=("engine", "model.strategy"),
+    )
     use_torch_compile: bool = key("Compile the layers (packed tokens on CUDA only).")
     ulysses_sequence_parallel_size: int = key(
         "Ranks each row is split over (Ulysses).", min=1, aliases=("fsdp_config.ulysses_sequence_parallel_size",)
     )
-    fsdp_config: FSDPConfig = key("How the model is sharded.")
+    fsdp_config: FSDPConfig = key("How the model is sharded.", aliases=("model.fsdp_config",))
     checkpoint: CheckpointConfig = key("What a checkpoint holds.")
     trainer: SupervisedTrainerConfig = key("The run.")
     ray_init: RayInitConfig = key("Starting Ray, which several ranks need.")

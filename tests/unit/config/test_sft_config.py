@@ -84,6 +84,43 @@ def test_other_spellings_are_accepted():
     assert (config.optim.grad_clip, config.optim.lr_warmup_steps, config.trainer.max_ckpt_to_keep) == (0.5, 3, 2)
 
 
+def test_scripts_written_for_the_older_keys_run_unchanged():
+    typed = (
+        "data.train_files=a.parquet",
+        "data.prompt_key=extra_info",
+        "data.prompt_dict_keys=[question]",
+        "data.response_dict_keys=['answer']",
+        "data.multiturn.enable=true",
+        "data.multiturn.messages_key=chat",
+        "data.multiturn.tools_key=functions",
+        "+data.multiturn.enable_thinking_key=think",
+        "model.partial_pretrain=a/b",
+        "model.fsdp_config.model_dtype=bf16",
+        "model.fsdp_config.wrap_policy.min_num_params=0",
+        "model.fsdp_config.fsdp_size=2",
+        "model.strategy=fsdp",
+        "model.use_liger=True",
+        "optim.warmup_steps_ratio=0.2",
+        "use_remove_padding=false",
+        "data.pad_mode=no_padding",
+        "data.ignore_input_ids_mismatch=False",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=2",
+    )
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        composed = hydra.compose("sft_trainer", overrides=hydra_arguments(typed, root="sft_trainer"))
+    config = load_config(composed, check_files=False, root=SFTConfig)
+    data = config.data
+    assert (data.prompt_key, data.response_key, data.multiturn) == ("extra_info.question", "response.answer", True)
+    assert (data.messages_key, data.tools_key, data.enable_thinking_key) == ("chat", "functions", "think")
+    assert (config.model.path, config.model.use_remove_padding, config.strategy) == ("a/b", False, "fsdp")
+    assert (config.fsdp_config.fsdp_size, config.optim.lr_warmup_steps_ratio) == (2, 0.2)
+    assert data.rewritten_turns == "error"
+    for ignored in ("use_liger", "wrap_policy", "model_dtype", "pad_mode"):
+        assert any(ignored in notice for notice in config.notices), ignored
+    assert load("data.ignore_input_ids_mismatch=True", "engine=fsdp").strategy == "fsdp"
+
+
 def test_all_problems_come_at_once():
     found = problems(
         "data.train_batch_size=7",
