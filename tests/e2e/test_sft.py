@@ -1,4 +1,4 @@
-"""`python -m verl.trainer.main_sft` as users run it: the example script, mistakes, and two ranks on Ray."""
+"""`python -m verl.trainer.main_sft` as users run it: the example script, mistakes, two ranks on Ray or by torchrun."""
 
 import json
 import os
@@ -117,30 +117,27 @@ def test_a_killed_run_goes_on_by_itself_though_it_was_not_to_resume(tmp_path, mo
     assert all(torch.equal(mortal[name], weight) for name, weight in whole.items())
 
 
-@pytest.mark.slow
-def test_two_ranks_on_ray_learn_what_one_learns(tmp_path, monkeypatch, ray_cluster):
-    from verl.config import SFTConfig, load_config
-    from verl.trainer.main_sft import run_sft
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
 
-    monkeypatch.chdir(tmp_path)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ray", "torchrun"])
+def test_two_ranks_learn_what_one_learns(tmp_path, launcher):
     save_tiny_model(tmp_path / "tiny")
     rows = [{"prompt": row["question"] * (1 + i % 3), "response": row["answer"]} for i, row in enumerate(RAW)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    for ranks in (1, 2):
-        common = {"train_files": "rows.jsonl", "val_files": "rows.jsonl", "train_batch_size": 4, "val_batch_size": 3}
-        config = {
-            "data": common | {"micro_batch_size_per_gpu": 1, "max_length": 512},
-            "model": {"path": str(tmp_path / "tiny")},
-            "optim": {"lr": 1e-3, "eps": STEADY_EPS},
-            "trainer": {
-                "n_gpus_per_node": ranks,
-                "device": "cpu",
-                "total_epochs": 2,
-                "experiment_name": str(ranks),
-                "logger": "file",
-            },
-        }
-        run_sft(load_config(config, root=SFTConfig))
+    common = ["data.train_files=rows.jsonl", "data.val_files=rows.jsonl", "data.train_batch_size=4"]
+    common += ["data.val_batch_size=3", "data.micro_batch_size_per_gpu=1", "data.max_length=512", "optim.lr=1e-3"]
+    common += [f"optim.eps={STEADY_EPS}", "trainer.device=cpu", "trainer.total_epochs=2", "trainer.logger=file"]
+    done = main_sft(*common, "model.path=tiny", "trainer.experiment_name=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    common.append("trainer.experiment_name=2")
+    if launcher == "ray":
+        done = main_sft(*common, "model.path=tiny", "trainer.n_gpus_per_node=2", cwd=tmp_path)
+    else:
+        older = ["verl.trainer.fsdp_sft_trainer", *common, "model.partial_pretrain=tiny"]
+        done = run([sys.executable, *TORCHRUN, *older], tmp_path)
+    assert done.returncode == 0, done.stderr
     runs = [logged(tmp_path / "runs" / "verl" / name) for name in ("1", "2")]
     names = ("train/loss", "train/grad_norm", "train/lr", "val/loss")
     for one, two in zip(*runs, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import hydra
@@ -59,9 +59,9 @@ def command(
     return as_main
 
 
-def checked(config: Given, root: type[B]) -> B:
+def checked(config: Given, root: type[B], overrides: Sequence[str] = ()) -> B:
     """The whole configuration, or a ConfigError with all of its problems; what the user should know is said."""
-    loaded = load_config(config, root=root)
+    loaded = load_config(config, overrides, root=root)
     for notice in loaded.notices:
         logger.warning(notice)
     return loaded

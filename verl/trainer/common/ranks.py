@@ -1,4 +1,4 @@
-"""The ranks of a supervised run: one in this process (breakpoints work, no Ray), or several as Ray actors."""
+"""The ranks of a supervised run: one in this process, those that torchrun started, or several as Ray actors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 from verl.config import SupervisedConfig
 from verl.single_controller.base import ClassWithInitArgs
 from verl.single_controller.base.worker import collective_timeout
+from verl.single_controller.torchrun import TorchrunWorkerGroup, serve_rank
+from verl.trainer.common.launched import launched_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,9 @@ class Ranks:
         worker = ClassWithInitArgs(worker_class, config)
         if config.ranks == 1:
             self.group: Any = self._start_here(config, worker)
+        elif launched_ranks() is not None:
+            self.group = TorchrunWorkerGroup(worker, **_settings(config))
+            self._made_process_group = True
         else:
             self.group = self._start_on_ray(config, worker)
 
@@ -49,6 +54,14 @@ class Ranks:
         logger.info("Creating worker pool of %d ranks...", config.ranks)
         processes = [trainer.n_gpus_per_node] * trainer.nnodes
         self._pool = RayResourcePool(processes, use_gpu=trainer.device == "cuda", name_prefix="train")
-        return RayWorkerGroup(
-            self._pool, worker, device_name=trainer.device, collective_timeout=collective_timeout(trainer.hang_timeout)
-        )
+        return RayWorkerGroup(self._pool, worker, **_settings(config))
+
+
+def serve(config: SupervisedConfig) -> None:
+    """Be one of the ranks that torchrun started, until the first of them, which runs the trainer, is done."""
+    serve_rank(**_settings(config))
+
+
+def _settings(config: SupervisedConfig) -> dict[str, Any]:
+    trainer = config.trainer
+    return {"device_name": trainer.device, "collective_timeout": collective_timeout(trainer.hang_timeout)}

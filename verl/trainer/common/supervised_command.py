@@ -9,12 +9,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from verl.config import SupervisedConfig
+from verl.config import SupervisedConfig, load_config
 from verl.config.load import Given
 from verl.config.supervised_rules import describe
 from verl.trainer.common.cluster import start_ray, wait_for_nodes
 from verl.trainer.common.command_line import checked
 from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
+from verl.trainer.common.launched import launched_ranks
 from verl.trainer.common.own_ray import OwnRay, watched
 from verl.trainer.common.signals import stop_on_signals
 from verl.trainer.supervision.report import earlier_attempts
@@ -30,9 +31,19 @@ def run_supervised_training(
 ) -> None:
     """Check the configuration, a `root`, and run a trainer of the class that `trainer_class` imports.
 
-    `supervised`: as in `run_ppo`.
+    `supervised`: as in `run_ppo`. Under torchrun, which starts a failed run again itself, the processes that it
+    started are the ranks.
     """
-    config = checked(config, root)
+    launched = launched_ranks()
+    if launched is not None:
+        rank, nodes, ranks = launched
+        sizes, supervised = [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={ranks}"], False
+        if rank > 0:
+            from verl.trainer.common.ranks import serve
+
+            serve(load_config(config, sizes, root=root))
+            return
+    config = checked(config, root, [] if launched is None else sizes)
     logger.info(describe(config))
     with tells_of_restart(config.trainer):
         attempt = supervise(config).config if wants_supervision(config, supervised) else config
@@ -48,7 +59,8 @@ def _train(config: SupervisedConfig, trainer_class: Callable[[], type]) -> str |
     check_supervised_memory(config)
     with trainer_class()(config) as trainer:
         own = OwnRay()
-        if config.ranks > 1:
+        on_ray = config.ranks > 1 and launched_ranks() is None
+        if on_ray:
             import ray
 
             if not ray.is_initialized():
@@ -60,10 +72,10 @@ def _train(config: SupervisedConfig, trainer_class: Callable[[], type]) -> str |
             own = own or OwnRay(gcs=ray.get_runtime_context().gcs_address)
         trainer.start()
         with stop_on_signals(trainer.stop_requested.set, own.kill) as asked:
-            if config.ranks == 1:
-                trainer.fit()
-            else:
+            if on_ray:
                 watched(lambda: _fit_and_close(trainer), own, asked)
+            else:
+                trainer.fit()
         return asked.by
 
 
