@@ -37,7 +37,9 @@ class ConversationEncoder:
     drops their thinking) shows the model several texts: each is a row of its own (`split`), or an error.
     """
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any], last_turn_only: bool, split: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, template_kwargs: Mapping[str, Any], last_turn_only: bool, split: bool = True
+    ) -> None:
         self._tokenizer, self._last_turn_only, self._split = tokenizer, last_turn_only, split
         kwargs = dict(template_kwargs)
         self._given_template, self._kwargs = kwargs.pop("chat_template", None), kwargs

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.config.rm import RMDataConfig
-from verl.utils.dataset.chat import Messages, PromptEncoder, as_messages, prompt_digest
+from verl.utils.dataset.chat import Messages, as_messages, prompt_digest
+from verl.utils.dataset.conversation import ConversationEncoder
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, Rule, chat_problem, refuse_problems
 from verl.utils.dataset.rows import Rows, value_at
@@ -52,7 +53,7 @@ class PreferenceDataset(Dataset):
         self.config = config
         self.rows = Rows(find_files(data_files, split))
         refuse_problems(self.rows, [Rule(self._columns(), self._problem, lambda table: False)])
-        self._encoder = PromptEncoder(tokenizer, config.apply_chat_template_kwargs)
+        self._encoder = ConversationEncoder(tokenizer, config.apply_chat_template_kwargs, last_turn_only=True)
         self._pairs = len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows))
         self._prompts = self._rows_of_prompts()
         self._stored: tuple[TokenStore, list[int]] | None = None
@@ -149,9 +150,9 @@ class PreferenceDataset(Dataset):
 
     def _answer(self, messages: Messages) -> Encoded:
         """Up to the end token of the last answer: what a template writes after it, generation never sees."""
-        ids, mask = self._encoder.encode_conversation(messages, last_turn_only=True)
-        end = len(mask) - mask[::-1].index(1)
-        return ids[:end], sum(mask)
+        (row,) = self._encoder.rows(messages)
+        learned = [place for place, weight in enumerate(row.weights) if weight]
+        return row.ids[: learned[-1] + 1], len(learned)
 
     def _refuse_overlong(self, lengths: np.ndarray) -> None:
         limit = self.config.max_length
