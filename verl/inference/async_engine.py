@@ -17,15 +17,13 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any, Protocol
 
+from verl.inference.answer_rules import AnswerRules
 from verl.inference.sequence import Sequence
-from verl.inference.stop_strings import StopStrings
-from verl.types.request import Output, Request
+from verl.types.request import Output, Request, SamplingParams
 
 __all__ = ["AsyncEngine", "StepEngine"]
 
 _PAUSE = "pause"
-# A server may be asked with other strings every time; the oldest are looked up again.
-_KEPT_STOP_STRINGS = 256
 _FAILING = "failing"
 
 
@@ -71,12 +69,9 @@ class AsyncEngine:
     """Answers requests; the thread is started by the first one. Every method may be called from any thread."""
 
     def __init__(self, engine: StepEngine, tokenizer: Callable[[], Any] | None = None) -> None:
-        """`tokenizer` loads one, when the first request with stop strings comes."""
+        """`tokenizer` loads one, when the first request with stop strings or a grammar comes."""
         self._engine = engine
-        self._load_tokenizer = tokenizer
-        self._tokenizer: Any = None
-        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
-        self._loading = threading.Lock()
+        self._rules = AnswerRules(tokenizer)
         self._changed = threading.Condition()
         # Everybody who is not finished, by id; those the engine does not know yet; those who are to end early.
         self._unfinished: dict[str, Sequence] = {}
@@ -162,6 +157,10 @@ class AsyncEngine:
             for sequence in found:
                 self._mark_leaving(sequence)
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile the grammar, which may take a while; a request with it is then taken at once."""
+        self._rules.prepare(params)
+
     # ---------------------------------------------------------------- standing still
 
     def halt(self, reason: str) -> None:
@@ -235,7 +234,7 @@ class AsyncEngine:
         sequences = []
         for request in requests:
             self._engine.check(request)
-            sequences.append(Sequence(request, stop_check=self._stop_check(request)))
+            sequences.append(Sequence(request, 0, self._rules.stop_check(request), self._rules.grammar(request)))
         with self._changed:
             self._enqueue(sequences)
             if stream is not None:
@@ -262,24 +261,6 @@ class AsyncEngine:
             self._thread = threading.Thread(target=self._run, name="rollout", daemon=True)
             self._thread.start()
         self._changed.notify_all()
-
-    def _stop_check(self, request: Request) -> StopStrings | None:
-        stop = request.params.stop
-        if not stop:
-            return None
-        if self._load_tokenizer is None:
-            raise ValueError(
-                f"request {request.id!r}: stop={list(stop)} needs a tokenizer, and this engine has none."
-                " Set stop_token_ids instead."
-            )
-        with self._loading:
-            if self._tokenizer is None:
-                self._tokenizer = self._load_tokenizer()
-            if stop not in self._stop_strings:
-                if len(self._stop_strings) >= _KEPT_STOP_STRINGS:
-                    self._stop_strings.pop(next(iter(self._stop_strings)))  # sequences keep their own
-                self._stop_strings[stop] = StopStrings(self._tokenizer, stop)
-            return self._stop_strings[stop]
 
     def _on_done(self, sequence: Sequence, stream: _Stream | None, future: Future[Output]) -> None:
         """Called in whichever thread answered or cancelled the future."""

@@ -108,7 +108,7 @@ class ModelRunner:
         self.kv.copy_blocks(plan.copies_after)
         logits = self.model.logits(hidden[inputs.sampled_tokens])
         sampled = self._sampler.sample(
-            logits, plan.sample_slots, inputs.sample_rows, inputs.sample_positions, plan.banned
+            logits, plan.sample_slots, inputs.sample_rows, inputs.sample_positions, plan.banned, plan.masks
         )
         self._last_tokens.index_copy_(0, inputs.sample_rows, sampled.tokens)
         return Pending(sampled, _details_of(plan, self.model, hidden, logits) if plan.detailed else None)

@@ -49,13 +49,16 @@ class Sampler:
         index: torch.Tensor,
         positions: torch.Tensor,
         banned: Sequence[tuple[int, int]],
+        masks: Sequence[tuple[int, bytes]] = (),
     ) -> SampledRows:
         """One token per row of `logits` [rows, vocab]; row i belongs to slot slots[i], which is index[i] on the device.
 
-        `positions` [rows] int64: where each token will stand in its sequence.
+        `positions` [rows] int64: where each token will stand in its sequence. `banned` and `masks` as in StepPlan.
         """
         truncated = not self._truncated.isdisjoint(slots)
         shape = self._shaper.shape(slots, index, positions)
+        if masks:
+            shape = _masked(shape, masks, self._device)
         if self._device.type == "cuda" and not truncated and not banned and shape is None:
             return self._in_one_pass(logits, index, positions)
         columns = self._columns
@@ -81,6 +84,26 @@ class Sampler:
 
         columns = self._columns
         return sample_rows(logits, index, positions, columns.keys, columns.temperature, columns.greedy)
+
+
+def _masked(shape: Shape | None, masks: Sequence[tuple[int, bytes]], device: torch.device) -> Shape:
+    """After `shape`, the tokens that a row's mask does not allow have no chance; nor have those it does not know."""
+    rows = [row for row, _ in masks]
+    packed = torch.stack([torch.frombuffer(bytearray(mask), dtype=torch.uint8) for _, mask in masks])
+    packed, bit = copied_together([packed, torch.arange(8, dtype=torch.uint8)], device)
+
+    def apply(logits: torch.Tensor, block: slice) -> torch.Tensor:
+        logits = logits.clone() if shape is None else shape(logits, block)
+        here = [(number, row - block.start) for number, row in enumerate(rows) if block.start <= row < block.stop]
+        if here:
+            (cells,) = copied_together([torch.tensor(here, dtype=torch.int64)], device)
+            bits = (packed[cells[:, 0]].unsqueeze(-1) >> bit & 1).flatten(1)[:, : logits.shape[-1]].bool()
+            allowed = torch.zeros(len(here), logits.shape[-1], dtype=torch.bool, device=device)
+            allowed[:, : bits.shape[-1]] = bits
+            logits[cells[:, 1]] = logits[cells[:, 1]].masked_fill(~allowed, -torch.inf)
+        return logits
+
+    return apply
 
 
 class _LogitShaper:

@@ -60,6 +60,7 @@ class Scheduler:
         # What only some sequences ask for; the others shall not pay for it.
         self._with_minimum = 0
         self._with_stop = 0
+        self._with_grammar = 0
         self._with_details = 0
         # Of the step that is being planned: whose prompts get log-probs, in the order of the prefills with targets.
         self._scored: list[Sequence] = []
@@ -70,7 +71,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that can never be answered here."""
-        check_request(request, self._max_model_len)
+        check_request(request, self._max_model_len, grammars=True)
         length = min(len(request.prompt_ids) + request.params.max_new_tokens, self._max_model_len)
         # The last token is sampled and never fed.
         needed, there_are = self.blocks.blocks_for(length - 1), self.blocks.num_blocks
@@ -88,10 +89,13 @@ class Scheduler:
             self.check(sequence.request)
             if sequence.params.stop and sequence.stop_check is None:
                 raise ValueError(f"request {sequence.request.id!r}: stop strings need a tokenizer. Set stop_token_ids.")
+            if sequence.params.grammar is not None and sequence.grammar is None:
+                raise ValueError(f"request {sequence.request.id!r}: a grammar needs a tokenizer. Leave it out.")
         for sequence in arriving:
             sequence.max_length = min(sequence.max_length, self._max_model_len)
             self._with_minimum += sequence.params.min_new_tokens > 0
             self._with_stop += sequence.stop_check is not None
+            self._with_grammar += sequence.grammar is not None
             self._with_details += _is_detailed(sequence)
             self._ends |= sequence.ends
             self._waiting.append(sequence)
@@ -141,6 +145,8 @@ class Scheduler:
         if self._with_minimum:
             placed = zip(rows, plan.sample_positions, strict=True)
             plan.banned = banned_tokens((row, s.params, at - len(s.prompt_ids)) for row, (s, at) in enumerate(placed))
+        if self._with_grammar:
+            plan.masks = [(row, s.grammar.allowed()) for row, s in enumerate(rows) if s.grammar is not None]
         if self._with_details:
             plan.top_rows = [(row, s.params.top_log_probs) for row, s in enumerate(rows) if s.params.top_log_probs]
             plan.detailed = bool(plan.top_rows or self._scored)
@@ -166,6 +172,8 @@ class Scheduler:
         if details is not None:
             accept_details(plan, launched.rows, launched.scored, details)
         accept_tokens(launched.rows, tokens, log_probs, raw, sampled, version)
+        if self._with_grammar:
+            launched.ending += _follow_grammars(launched.rows)
         finished = []
         for sequence in self._candidates(launched, tokens):
             if not sequence.done and sequence.is_finished():
@@ -192,7 +200,7 @@ class Scheduler:
         decoded: list[Sequence] = []
         positions, size = plan.positions, self.blocks.block_size
         made_room = False
-        for sequence in list(self._decoding):
+        for sequence in self._decodable():
             position = sequence.computed
             if position >= sequence.look_at:
                 if sequence.slot < 0:
@@ -215,6 +223,12 @@ class Scheduler:
             decoded.append(sequence)
         plan.decodes = [sequence.slot for sequence in decoded]
         return decoded, made_room
+
+    def _decodable(self) -> list[Sequence]:
+        """Those that run, but for whoever has a grammar and a token in flight: what may follow that is not known."""
+        if not self._with_grammar:
+            return list(self._decoding)
+        return [sequence for sequence in self._decoding if sequence.grammar is None or not sequence.in_flight]
 
     def _look_later(self, sequence: Sequence) -> None:
         """It is decoded without a further look until its blocks are full, or its last token is to be sampled."""
@@ -332,6 +346,7 @@ class Scheduler:
         sequence.done = True
         self._with_minimum -= sequence.params.min_new_tokens > 0
         self._with_stop -= sequence.stop_check is not None
+        self._with_grammar -= sequence.grammar is not None
         self._with_details -= _is_detailed(sequence)
         if sequence.slot >= 0:
             if sequence is self._prefilling:
@@ -375,6 +390,15 @@ def _sampling_rows(plan: StepPlan, pieces: list[_Piece]) -> list[Sequence]:
         plan.sample_positions += [prefill.start + len(prefill.token_ids)] * len(prefill.samples)
         rows += piece.samplers
     return rows
+
+
+def _follow_grammars(rows: list[Sequence]) -> list[Sequence]:
+    """Tell each grammar the token that its sequence was given; returns whose answers are whole."""
+    following = [sequence for sequence in rows if sequence.grammar is not None and not sequence.done]
+    for sequence in following:
+        assert sequence.grammar is not None
+        sequence.grammar.accept(sequence.token_ids[-1])
+    return [sequence for sequence in following if sequence.grammar is not None and sequence.grammar.complete]
 
 
 def _is_detailed(sequence: Sequence) -> bool:

@@ -6,6 +6,7 @@ import math
 from concurrent.futures import Future
 from typing import Protocol
 
+from verl.inference.grammar import AnswerGrammar
 from verl.inference.step_plan import StepDetails, StepPlan
 from verl.types.request import Output, Request
 
@@ -33,6 +34,7 @@ class Sequence:
         "ends",
         "error",
         "future",
+        "grammar",
         "in_flight",
         "look_at",
         "max_length",
@@ -47,7 +49,13 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, request: Request, serial: int = 0, stop_check: StopCheck | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        serial: int = 0,
+        stop_check: StopCheck | None = None,
+        grammar: AnswerGrammar | None = None,
+    ) -> None:
         earlier = request.resume_from or Output()
         count = len(earlier.token_ids)
         self.request = request
@@ -72,6 +80,8 @@ class Sequence:
         """Tokens sampled by launched steps which the host has not read yet."""
         self.ends = request.params.ends
         self.stop_check = stop_check
+        self.grammar = grammar
+        """Where the answer stands in it."""
         self.max_length = len(self.prompt_ids) + request.params.max_new_tokens
         """Tokens at which it ends; an engine lowers it to its own limit."""
         self.min_length = len(self.prompt_ids) + request.params.min_new_tokens
@@ -95,6 +105,11 @@ class Sequence:
     def is_finished(self) -> bool:
         """Whether the token it got last is its last one; if so, the output says why."""
         if self.token_ids[-1] in self.ends or self._completes_a_stop_string():
+            self.output.finish_reason = "stop"
+            return True
+        if self.grammar is not None and self.grammar.complete:
+            if self.grammar.error is not None:
+                self.error = RuntimeError(f"request {self.request.id!r}: {self.grammar.error}")
             self.output.finish_reason = "stop"
             return True
         if len(self.token_ids) >= self.max_length:

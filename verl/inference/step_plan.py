@@ -49,6 +49,8 @@ class StepPlan:
     """(from, to): blocks to be copied after this step's KV is written."""
     banned: list[tuple[int, int]] = field(default_factory=list)
     """(row in sample order, token): ends of answers that are still too short."""
+    masks: list[tuple[int, bytes]] = field(default_factory=list)
+    """(row in sample order, a bit for each token): rows of which only some tokens are allowed."""
     top_rows: list[tuple[int, int]] = field(default_factory=list)
     """(row in sample order, how many): who is told the likeliest tokens."""
     detailed: bool = False

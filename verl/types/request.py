@@ -39,6 +39,8 @@ class SamplingParams:
     """Logits of tokens in the prompt or the answer are divided by it if positive, multiplied if negative."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token, what is added to its logit)."""
+    grammar: str | None = None
+    """What the answer must be (`verl.inference.grammar`): other tokens are not drawn, and it ends when it is whole."""
     top_log_probs: int = 0
     """How many of the likeliest tokens are told beside each token."""
     prompt_log_probs: bool = False
@@ -56,6 +58,12 @@ class SamplingParams:
             "min_new_tokens",
             self.min_new_tokens,
             "0 to max_new_tokens",
+        )
+        _require(
+            self.grammar is None or not (self.min_new_tokens or self.ignore_eos),
+            "grammar",
+            self.grammar,
+            "none with min_new_tokens or ignore_eos: it says when an answer ends",
         )
         _require(
             isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
@@ -82,7 +90,7 @@ class SamplingParams:
     def reshaped(self) -> bool:
         """What is drawn from is not the whole distribution at the temperature: cut off, greedy, penalised …"""
         changed = self.truncated or self.min_new_tokens > 0 or self.penalised or bool(self.logit_bias)
-        return self.greedy or changed
+        return self.greedy or changed or self.grammar is not None
 
     @property
     def ends(self) -> frozenset[int]:
@@ -134,8 +142,10 @@ class Output:
     None where nobody notes them."""
 
 
-def check_request(request: Request, max_model_len: int) -> None:
-    """Raise ValueError for a request that no engine of this length can answer."""
+def check_request(request: Request, max_model_len: int, grammars: bool = False) -> None:
+    """Raise ValueError for a request that no engine of this length can answer, if it has no `grammars` one with it."""
+    if request.params.grammar is not None and not grammars:
+        raise ValueError(f"request {request.id!r}: this engine knows no grammars. Leave it out, or use the native one.")
     if not request.prompt_ids:
         raise ValueError(f"request {request.id!r}: the prompt is empty. Give at least one token.")
     earlier = request.resume_from

@@ -340,7 +340,7 @@ def test_a_bad_request_is_refused_with_its_own_message(client, fields, param, wo
         ({"chat_template_kwargs": {"tokenize": True}}, "may not set tokenize"),
         ({"chat_template": "{{ messages[7].content }}"}, "the chat template refuses"),
         ({"chat_template": "hello", "tools": [WEATHER]}, "not written by the chat template"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
     ],
 )
 def test_a_bad_chat_is_refused(client, fields, words):
@@ -469,6 +469,52 @@ def test_a_tool_that_must_be_called_is_begun_for_the_model(call):
     assert named.choices[0].message.content is None
     begun = TOKENIZER.encode('<tool_call>\n{"name": "')
     assert call(tool_choice="required").usage.prompt_tokens == call().usage.prompt_tokens + len(begun)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_strict_tool_is_called_with_arguments_of_its_schema(client, choice):
+    pytest.importorskip("llguidance")
+    cities = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Köln"]}}, "required": ["city"]}
+    tool = {"name": "weather", "strict": True, "parameters": {**cities, "additionalProperties": False}}
+    reply = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Rain?"}],
+        tools=[{"type": "function", "function": tool}],
+        tool_choice=choice,
+        temperature=1.5,
+        max_tokens=80,
+        n=4,
+        seed=3,
+    )
+    for each in reply.choices:
+        (call,) = each.message.tool_calls
+        assert (each.finish_reason, call.function.name) == ("tool_calls", "weather")
+        assert json.loads(call.function.arguments)["city"] in ("Bonn", "Köln")
+
+
+def test_answers_have_the_format_that_is_asked_for(client):
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"right": {"type": "boolean"}, "score": {"enum": [0, 1, 2]}},
+        "required": ["right", "score"],
+        "additionalProperties": False,
+    }
+
+    def ask(kind, **fields):
+        asked = [{"role": "user", "content": "Rate it."}]
+        own = {"response_format": {"type": kind, **fields}, "max_tokens": 60, "n": 3, "seed": 1, "logprobs": True}
+        return client.chat.completions.create(model="tiny", messages=asked, **own).choices
+
+    for choice in ask("json_schema", json_schema={"name": "rating", "schema": schema}):
+        found = json.loads(choice.message.content)
+        assert (type(found["right"]), found["score"] in (0, 1, 2)) == (bool, True)
+        assert choice.finish_reason == "stop"
+    assert all(choice.message.content.startswith("{") for choice in ask("json_object"))
+    assert not any(choice.message.content.startswith("{") for choice in ask("text"))
+    for fields, words in (({}, "must be"), ({"json_schema": {"schema": {"type": "odd"}}}, "Invalid type: odd")):
+        with pytest.raises(openai.BadRequestError, match=words):
+            ask("json_schema", **fields)
 
 
 def test_a_tool_that_may_not_be_called_is_not_offered(call, client):

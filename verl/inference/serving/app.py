@@ -65,6 +65,8 @@ class OpenAIApp(ApiApp):
         with _as_api_errors():
             for request in requests:
                 self._check(request)
+            if ask.params.grammar is not None:
+                await asyncio.to_thread(self._engine.prepare, ask.params)
         chat, decoder = path == CHAT, self._tokenizer
         choices = [_Choice(index, request, ask, chat, decoder) for index, request in enumerate(requests)]
         if not ask.stream:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.inference.serving.fields import ApiError, Fields, read_json
-from verl.inference.serving.tool_calls import asked_tools, with_read_arguments
+from verl.inference.serving.response_format import asked_grammar
+from verl.inference.serving.tool_calls import asked_tools, strict_grammar, with_read_arguments
 from verl.types.request import Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
 
@@ -153,6 +154,10 @@ def read_chat(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> ChatA
     limit = fields.integer("max_completion_tokens", facts.max_model_len, low=1)
     tools, begun = asked_tools(fields)
     ask = _ask(fields, facts, 1, limit, top if log_probs else None)
+    if begun and ask.params.grammar is not None:
+        fields.refuse("response_format", "does not go with a tool that must be called")
+    if begun:
+        ask = replace(ask, params=replace(ask.params, grammar=strict_grammar(fields, tools, begun)))
     options = _template_options(fields, facts.client_templates, tokenizer)
     template = options.get("chat_template") or tokenizer.chat_template
     if not template:
@@ -214,6 +219,7 @@ def _params(fields: Fields, facts: ModelFacts, new_tokens: int, top: int) -> Sam
             frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
             repetition_penalty=fields.number("repetition_penalty", 1.0),
             logit_bias=fields.biases("logit_bias", facts.vocab_size),
+            grammar=asked_grammar(fields),
             top_log_probs=top,
         )
     except ValueError as error:

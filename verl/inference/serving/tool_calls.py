@@ -9,13 +9,16 @@ import json
 import uuid
 from typing import Any
 
+from verl.inference.grammar import text_grammar
 from verl.inference.serving.fields import ApiError, Fields
 from verl.utils.tool_calls.call import json_call
 from verl.utils.tool_calls.hermes import CLOSE, OPEN
 
-__all__ = ["ToolText", "asked_tools", "with_read_arguments"]
+__all__ = ["ToolText", "asked_tools", "strict_grammar", "with_read_arguments"]
 
 Tools = list[dict[str, Any]]
+
+_ARGUMENTS = ', "arguments": '
 
 
 def asked_tools(fields: Fields) -> tuple[Tools, str]:
@@ -34,7 +37,28 @@ def asked_tools(fields: Fields) -> tuple[Tools, str]:
         fields.refuse(
             "tool_choice", f"must be none, auto, required, or one of the tools ({', '.join(map(str, names))})"
         )
-    return tools, f'{OPEN}\n{{"name": {json.dumps(_name_of(choice))}, "arguments": '
+    return tools, f'{OPEN}\n{{"name": {json.dumps(_name_of(choice))}{_ARGUMENTS}'
+
+
+def strict_grammar(fields: Fields, tools: Tools, begun: str) -> str | None:
+    """What an answer that begins a call must go on with, where all that it may call are `strict`; None: anything."""
+    called = [tool["function"] for tool in tools]
+    if not begun or not called:
+        return None
+    named = begun.endswith(_ARGUMENTS)
+    if named:
+        name = _name_of(fields.given["tool_choice"])
+        called = [function for function in called if function["name"] == name]
+    if not all(function.get("strict") is True for function in called):
+        return None
+    rows: list[list[Any]] = []
+    for function in called:
+        told = [] if named else [json.dumps(function["name"])[1:] + _ARGUMENTS]
+        rows.append([*told, function.get("parameters") or {"type": "object"}, "}"])  # the end of the answer closes it
+    try:
+        return text_grammar(rows)
+    except ValueError as error:
+        fields.refuse("tools", f"cannot be followed strictly: {error}")
 
 
 def with_read_arguments(message: dict[str, Any], where: str) -> dict[str, Any]:

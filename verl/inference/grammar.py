@@ -1,0 +1,93 @@
+"""Grammars, by llguidance: which tokens may come next, so that an answer as a whole is what a JSON schema allows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["AnswerGrammar", "GrammarTokenizer", "json_grammar", "text_grammar"]
+
+# A model that is not sure goes on with white space for ever, if it may.
+_OPTIONS = {"whitespace_pattern": r" ?|\r?\n[ \t]{0,24}"}
+_ABSENT = "a grammar needs the package llguidance, which is not installed here: pip install llguidance"
+
+
+def json_grammar(schema: dict[str, Any]) -> str:
+    """The grammar of the JSON texts that a schema describes. ValueError: it cannot be one."""
+    return _checked(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS))
+
+
+def text_grammar(choices: Sequence[Sequence[str | dict[str, Any]]]) -> str:
+    """One of these choices: each a row of texts, as they stand, and of schemas, each for a JSON text."""
+    rows = []
+    for choice in choices:
+        parts = [
+            json.dumps(part, ensure_ascii=False)
+            if isinstance(part, str)
+            else f"%json {json.dumps({**part, 'x-guidance': _OPTIONS})}"
+            for part in choice
+        ]
+        rows.append(" ".join(parts))
+    return _checked(_library().LLMatcher.grammar_from_lark(f"start: {' | '.join(rows)}"))
+
+
+def _checked(grammar: str) -> str:
+    problem = _library().LLMatcher.validate_grammar(grammar)
+    if problem:
+        raise ValueError(problem.strip())
+    return grammar
+
+
+class GrammarTokenizer:
+    """A tokenizer as grammars read it; `ends` are the tokens that end an answer."""
+
+    def __init__(self, tokenizer: Any, ends: frozenset[int]) -> None:
+        _library()
+        import llguidance.hf
+
+        self._tokens = llguidance.hf.from_tokenizer(tokenizer, eos_token=sorted(ends) or None)
+
+    def compile(self, grammar: str) -> AnswerGrammar:
+        """The beginning of an answer in this grammar. ValueError: it is none."""
+        matcher = _library().LLMatcher(self._tokens, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"grammar: {matcher.get_error().strip()}")
+        return AnswerGrammar(matcher)
+
+
+class AnswerGrammar:
+    """Where an answer stands in its grammar."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> AnswerGrammar:
+        """For another answer, from here on."""
+        return AnswerGrammar(self._matcher.deep_copy())
+
+    def allowed(self) -> bytes:
+        """A bit for each token, the lowest of a byte first: whether it may come next."""
+        return self._matcher.compute_bitmask()
+
+    def accept(self, token: int) -> None:
+        """The token came."""
+        self._matcher.consume_token(token)
+
+    @property
+    def complete(self) -> bool:
+        """Nothing can follow."""
+        return self._matcher.is_stopped()
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot be gone on with: a token that is not allowed, or a limit of the library."""
+        return self._matcher.get_error().strip().partition("\n")[0] if self._matcher.is_error() else None
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{_ABSENT}.") from error
+    return llguidance
