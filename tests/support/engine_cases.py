@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 OUTPUTS_OF_KIND = {
-    "causal_lm": ["log_probs", "entropy"],
+    "causal_lm": ["log_probs", "entropy", "other_log_probs"],
     "value": ["values", "last_value"],
     "sequence_classification": ["scores"],
 }
@@ -96,6 +96,7 @@ def make_batch(
         "responses": ids[:, prompt + extra_prompt :],
         "response_mask": sampled.long(),
         "weights": weights,
+        "teacher_top_ids": torch.randint(5, vocab, (rows, response, 3), generator=draw, dtype=torch.int32),
     }
     return DataProto.from_dict(tensors)
 
@@ -103,7 +104,8 @@ def make_batch(
 def token_loss(outputs: dict[str, torch.Tensor], batch: DataProto, counts: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     """A weighted sum of every output over sampled tokens (or over rows), divided by the global number of tokens."""
     mask = batch.batch["response_mask"].bool()
-    tokens, rows = ([out for out in outputs.values() if out.dim() == dim] for dim in (2, 1))
+    rows = [out for out in outputs.values() if out.dim() == 1]
+    tokens = [each for out in outputs.values() if out.dim() > 1 for each in (out.unbind(2) if out.dim() > 2 else [out])]
     value = sum(torch.where(mask, out * batch.batch["weights"] + out**2, 0.0).sum() for out in tokens)
     value = sum(((out**2).sum() for out in rows), start=value)
     return value / counts.tokens, {"loss": (value / counts.tokens, 1.0), "tokens": (mask.sum(), counts.tokens)}

@@ -16,6 +16,10 @@ import torch
 from verl.algos.aggregate import agg_loss
 from verl.algos.returns import keep
 
+# Of a token that cannot occur: exp of it is 0, and 0 times it is 0.
+_LOWEST = -1e4
+# Where K tokens have all the probability, what is left is rounding.
+_LEAST_REST = 1e-7
 # exp of more than this says "unrelated" and no longer how much; it also keeps a stray token finite.
 MAX_LOG_RATIO = 20.0
 
@@ -58,6 +62,24 @@ def compute_kl_loss(
     return agg_loss(divergence, response_mask, loss_agg_mode, loss_scale_factor=loss_scale_factor)
 
 
+def top_k_kl(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) -> torch.Tensor:
+    """The KL of two distributions over K tokens and, as one more, all others: [..., K] log-probs of the same tokens ->
+    [...]. `kind` is a name of `TOP_K_KLS`: which of the two the mean is taken over.
+
+    Tokens put together can only look more alike: it is at most the KL over the whole vocabulary. Its gradient is exact.
+    """
+    mine, other = (_with_the_rest(value) for value in (log_prob, ref_log_prob))
+    weighs = mine if TOP_K_KLS[kind] else other
+    return (weighs.exp() * (mine - other if TOP_K_KLS[kind] else other - mine)).sum(-1)
+
+
+def _with_the_rest(log_probs: torch.Tensor) -> torch.Tensor:
+    """[..., K] -> [..., K + 1]: the last is the log-prob of all other tokens. What cannot occur is finite, too."""
+    log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32)).clamp(min=_LOWEST)
+    rest = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=_LEAST_REST)
+    return torch.cat([log_probs, rest.log()], dim=-1)
+
+
 def _k1(difference: torch.Tensor) -> torch.Tensor:
     return difference
 
@@ -70,6 +92,9 @@ def _k3(difference: torch.Tensor) -> torch.Tensor:
     bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(-bounded) + bounded
 
+
+TOP_K_KLS = {"reverse_kl_topk": True, "forward_kl_topk": False}
+"""Whether the mean is over the policy, KL(policy || reference), or over the reference."""
 
 KL_ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "kl": _k1,

@@ -29,14 +29,20 @@ class TeacherConfig(RefConfig):
 @dataclass(kw_only=True, slots=True)
 class DistillationLossConfig(Block):
     loss_mode: str = key(
-        "Estimate of KL(student || teacher) from the sampled token; a trailing + takes the KL's own gradient.",
-        choices=names.KL_LOSS_TYPES,
+        "The KL to the teacher: an estimate from the sampled token (+: with the KL's gradient), or over topk tokens.",
+        choices=(*names.KL_LOSS_TYPES, *names.TOP_K_KLS),
     )
+    topk: int = key("How many of the teacher's likeliest tokens the modes of that name take.", min=1)
     distillation_loss_coef: float = key("What it is multiplied by, in the loss or in the reward.", min=0)
     use_task_rewards: bool = key("Learn from scores, too; False: from the teachers alone, and nothing is scored.")
     as_reward: bool = key(
         "Subtract the KL from the token rewards, for the estimator to turn into advantages; False: add it to the loss."
     )
+
+    @property
+    def over_top_tokens(self) -> bool:
+        """Whether the sampled tokens are not enough."""
+        return self.loss_mode in names.TOP_K_KLS
 
 
 @dataclass(kw_only=True, slots=True)

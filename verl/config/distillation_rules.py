@@ -23,6 +23,9 @@ def distillation_rules(config: PPOConfig, report: Report) -> None:
             f"{_LOSS}.loss_mode = k1: the gradient of this estimate is 0 on average, and nothing is learned from the "
             f"teachers. Set {_LOSS}.loss_mode=k1+ for the same value with the KL's gradient."
         )
+    if loss.as_reward and loss.over_top_tokens:
+        why = f"{_LOSS}.as_reward = True rewards the sampled token, which a KL over many tokens is not about"
+        report.problem(f"{_LOSS}.loss_mode", loss.loss_mode, why, "Set it to k1, or as_reward=False")
     for key, wanted, why in (
         ("reward_model.enable", config.reward_model.enable, "nothing would read its scores"),
         ("algorithm.filter_groups.enable", config.algorithm.filter_groups.enable, "no answer has a score to differ in"),

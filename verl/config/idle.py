@@ -256,6 +256,11 @@ RULES: tuple[Rule, ...] = (
         f"no reference runs; {ACTOR}.use_kl_loss=True or algorithm.use_kl_in_reward=True starts one",
     ),
     Rule(
+        ("distillation.distillation_loss.topk",),
+        lambda config: not config.distillation.enabled or config.distillation.distillation_loss.over_top_tokens,
+        f"only distillation.distillation_loss.loss_mode={' and '.join(names.TOP_K_KLS)} read it",
+    ),
+    Rule(
         ("distillation.*",), _is_set("distillation.enabled"), "no teacher runs; distillation.enabled=True starts them"
     ),
     Rule(

@@ -144,6 +144,8 @@ LOSS_AGG_MODES = (
 )
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 # A trailing "+" takes the value of the estimate and the unbiased gradient (straight-through); so does "kl" itself.
+# Over the teacher's likeliest tokens and the rest, at every place of an answer.
+TOP_K_KLS = ("reverse_kl_topk", "forward_kl_topk")
 KL_LOSS_TYPES = KL_PENALTIES + tuple(f"{name}+" for name in KL_PENALTIES)
 
 

@@ -17,14 +17,16 @@ from verl.models.fused_head import label_statistics
 from verl.models.heads import head_weights, logit_adjustment, logit_head
 from verl.models.packing import PackedRows, TokenRows, refuse_lone_responses
 from verl.models.sharing import SharedRows
+from verl.models.top_tokens import TopTokens, top_tokens
 from verl.utils.device_copy import copied_together
 
 FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
-    "causal_lm": ("log_probs", "entropy"),
+    "causal_lm": ("log_probs", "entropy", "other_log_probs", "top_ids", "top_log_probs"),
     "value": ("values", "last_value"),
     "sequence_classification": ("scores",),
 }
-# One number per row; all others have one per response token.
+# One number per row; all others have one per response token, or several: `other_log_probs`, of tokens that the rows
+# name beside each, and `top_ids` with `top_log_probs`, the likeliest ones.
 FIELDS_OF_ROWS = ("scores", "last_value")
 
 
@@ -86,9 +88,10 @@ class ResponseModel(nn.Module):
         check_labels(kind, config)
 
     def forward(
-        self, rows: Rows, fields: Sequence[str], shape: tuple[int, int], temperature: float = 1.0
+        self, rows: Rows, fields: Sequence[str], shape: tuple[int, int], temperature: float = 1.0, top_k: int = 0
     ) -> dict[str, torch.Tensor]:
-        """The named `fields`, float32 `shape` [b, R] with 0 at padding; `scores` and `last_value` [b].
+        """The named `fields`, float32 `shape` [b, R] with 0 at padding; `scores` and `last_value` [b]; `top_ids` and
+        `top_log_probs` [b, R, `top_k`], without gradients.
 
         Two more, for trials: `hidden` [tokens, H] and, of rows with padding, `head_gap` as one number.
         """
@@ -104,11 +107,16 @@ class ResponseModel(nn.Module):
         hidden = hidden.index_select(0, rows.before)
         weight, bias = head_weights(self.hf)
         adjust = logit_adjustment(self.hf.config)
-        log_probs, entropy = label_statistics(
-            hidden, weight, rows.labels, temperature, "entropy" in fields, bias=bias, adjust=adjust
-        )
-        found = {"log_probs": log_probs, "entropy": entropy}
-        return {name: scattered(value, rows, shape) for name, value in found.items() if name in fields}
+        if top_k:
+            top = top_tokens(hidden, weight, rows.labels, temperature, top_k, bias=bias, adjust=adjust)
+            found = top_fields(top)
+        else:
+            found = label_fields(
+                *label_statistics(
+                    hidden, weight, rows.labels, temperature, "entropy" in fields, bias=bias, adjust=adjust
+                )
+            )
+        return {name: scattered(found[name], rows, shape) for name in fields}
 
     def _hidden(self, rows: Rows) -> torch.Tensor:
         """[tokens, H], in the order of the flattened `rows.input_ids`."""
@@ -147,6 +155,18 @@ class ResponseModel(nn.Module):
         return logits.squeeze(-1).float()
 
 
+def label_fields(log_probs: torch.Tensor, entropy: torch.Tensor | None) -> dict[str, Any]:
+    """What `label_statistics` found, by field; of labels [N, 1 + K] the first is the token's own."""
+    if log_probs.dim() == 1:
+        return {"log_probs": log_probs, "entropy": entropy}
+    return {"log_probs": log_probs[:, 0], "other_log_probs": log_probs[:, 1:], "entropy": entropy}
+
+
+def top_fields(top: TopTokens) -> dict[str, torch.Tensor]:
+    """What `top_tokens` found, by field."""
+    return {"log_probs": top.log_probs, "top_ids": top.ids, "top_log_probs": top.top_log_probs}
+
+
 def check_labels(kind: str, config: Any) -> None:
     """ValueError for a classifier that gives several numbers."""
     if kind == "sequence_classification" and config.num_labels != 1:
@@ -162,8 +182,8 @@ def of_rows(values: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def scattered(values: torch.Tensor, rows: Rows, shape: tuple[int, int]) -> torch.Tensor:
-    """[N] -> [b, R] with 0 elsewhere; only real positions are part of the graph."""
+    """[N, …] -> [b, R, …] with 0 elsewhere; only real positions are part of the graph."""
     if isinstance(rows, SharedRows):
         values = rows.of_responses(values)
-    empty = torch.zeros(shape, dtype=values.dtype, device=values.device)
+    empty = torch.zeros((*shape, *values.shape[1:]), dtype=values.dtype, device=values.device)
     return empty.index_put((rows.rows, rows.columns), values)

@@ -49,6 +49,10 @@ class RowStatistics(NamedTuple):
     def log_probs(self) -> torch.Tensor:
         return (self.label - self.highest) - self.total.log()
 
+    def log_probs_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Of others than the label: x [rows, K]."""
+        return (x - self.highest[:, None]) - self.total.log()[:, None]
+
     def entropy(self) -> torch.Tensor:
         return self.total.log() - self.weighted / self.total
 
@@ -76,6 +80,7 @@ def label_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probability of `labels` [N] at `hidden` [N, H] under the head `weight` [vocab, H], and the entropy: [N] each.
 
+    Labels may be [N, K], and their log-probabilities are then; -inf for those that no row of the head stands for.
     The inputs are multiplied in their dtype; logits and all that follows are float32 (float64 for such inputs).
     `adjust` comes before `temperature`. Gradients reach `hidden`, `weight` and `bias`; there are no second derivatives.
     Where the vocabulary is shared by the ranks of a group, `weight` and `bias` are this rank's part (maybe none of it),
@@ -102,11 +107,28 @@ def chunk_bytes(rows: int, vocab: int, element_size: int, device_type: str) -> i
     return min(rows * vocab * max(4, element_size), CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]))
 
 
+def statistics_into(
+    planes: torch.Tensor,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float,
+    adjust: LogitAdjustment,
+    with_entropy: bool,
+) -> None:
+    """`RowStatistics` of `logits` [rows, vocab], which may be overwritten, into its planes [4, rows]."""
+    if _has_kernels(logits):
+        from verl.models.kernels.label_statistics import row_statistics
+
+        row_statistics(logits, labels, planes, temperature, adjust.scale, adjust.softcap, with_entropy)
+    else:
+        torch.stack(chunk_statistics(logits, labels, temperature, adjust, with_entropy), out=planes)
+
+
 def chunk_statistics(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, adjust: LogitAdjustment, with_entropy: bool
 ) -> RowStatistics:
     """The statistics of `logits` [rows, vocab], which are overwritten; labels may lie outside this vocabulary."""
-    x = _scaled_(logits, temperature, adjust)
+    x = scaled_(logits, temperature, adjust)
     inside = (labels >= 0) & (labels < x.shape[1])
     label = x.gather(1, torch.where(inside, labels, 0)[:, None])[:, 0]
     label = torch.where(inside, label, -torch.inf)
@@ -119,6 +141,13 @@ def chunk_statistics(
     return RowStatistics(highest, share.sum(dim=1), weighted, label)
 
 
+def at_labels(logits: torch.Tensor, labels: torch.Tensor, temperature: float, adjust: LogitAdjustment) -> torch.Tensor:
+    """Adjusted logits / temperature of `labels` [rows, K]; -inf where they lie outside this vocabulary."""
+    inside = (labels >= 0) & (labels < logits.shape[1])
+    found = scaled_(logits.gather(1, torch.where(inside, labels, 0)), temperature, adjust)
+    return torch.where(inside, found, -torch.inf)
+
+
 def chunk_gradients_(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -129,27 +158,60 @@ def chunk_gradients_(
     temperature: float,
     adjust: LogitAdjustment,
 ) -> torch.Tensor:
-    """The gradient with respect to `logits` [rows, vocab], which are float32 or float64, in their place; all others
-    [rows].
+    """The gradient with respect to `logits` [rows, vocab], which are float32 or float64, in their place; labels and
+    their gradients [rows] or [rows, K], all others [rows].
 
     With p the softmax: d_log_prob (1[label] - p) - d_entropy p (log p + entropy), times what adjustment and
     temperature do to a small change. Log-totals and entropies are those of the whole vocabulary.
     """
-    x = _scaled_(logits, temperature, adjust)
+    x = scaled_(logits, temperature, adjust)
     slope = None
     if adjust.softcap is not None:
         slope = (x * (temperature / adjust.softcap)).square_().neg_().add_(1.0)
-    d_log_probs = d_log_probs * (adjust.scale / temperature)
+    d_log_probs = d_log_probs.reshape(len(x), -1) * (adjust.scale / temperature)
     x.sub_(log_total[:, None])
     if d_entropy is None or entropy is None:
-        x.exp_().mul_(-d_log_probs[:, None])
+        x.exp_().mul_(-d_log_probs.sum(dim=1, keepdim=True))
     else:
         d_entropy = d_entropy * (adjust.scale / temperature)
         p = x.clamp_(min=_LOWEST_LOG_P).exp()
-        x.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_log_probs[:, None]).mul_(p).neg_()
-    inside = (labels >= 0) & (labels < x.shape[1])
-    x.scatter_add_(1, torch.where(inside, labels, 0)[:, None], torch.where(inside, d_log_probs, 0.0)[:, None])
+        x.add_(entropy[:, None]).mul_(d_entropy[:, None]).add_(d_log_probs.sum(dim=1, keepdim=True)).mul_(p).neg_()
+    _add_at_(x, labels, d_log_probs)
     return x if slope is None else x.mul_(slope)
+
+
+def _kernel_gradients(
+    logits: torch.Tensor,
+    d_logits: torch.Tensor,
+    labels: torch.Tensor,
+    log_total: torch.Tensor,
+    entropy: torch.Tensor | None,
+    d_log_probs: torch.Tensor,
+    d_entropy: torch.Tensor | None,
+    temperature: float,
+    adjust: LogitAdjustment,
+) -> None:
+    """The same into `d_logits`, which may be `logits`, by a kernel that knows of one label per row: of several it is
+    told none, and they are added after it."""
+    from verl.models.kernels.label_statistics import logit_gradients
+
+    one, pull, slope = labels, d_log_probs, 1.0
+    if labels.dim() > 1:
+        one, pull = labels.new_full((len(labels),), -1), d_log_probs.sum(dim=1)
+        if adjust.softcap is not None:
+            capped = at_labels(logits, labels, 1.0, adjust).clamp_(min=-adjust.softcap) / adjust.softcap
+            slope = 1.0 - capped.square()
+    statistics = (one, log_total, entropy, pull, d_entropy)
+    logit_gradients(logits, d_logits, *statistics, temperature, adjust.scale, adjust.softcap)
+    if labels.dim() > 1:
+        _add_at_(d_logits, labels, d_log_probs * (adjust.scale / temperature) * slope)
+
+
+def _add_at_(x: torch.Tensor, labels: torch.Tensor, values: torch.Tensor) -> None:
+    """x[row, label] += value, of `labels` [rows] or [rows, K] that lie inside, `values` [rows, K]."""
+    labels = labels.reshape(len(x), -1)
+    inside = (labels >= 0) & (labels < x.shape[1])
+    x.scatter_add_(1, torch.where(inside, labels, 0), torch.where(inside, values, 0.0).to(x.dtype))
 
 
 class _LabelStatistics(torch.autograd.Function):
@@ -169,27 +231,24 @@ class _LabelStatistics(torch.autograd.Function):
         shared_by: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden, labels = hidden.contiguous(), labels.contiguous()
-        planes = torch.empty(len(RowStatistics._fields), len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
-        if not len(weight):  # padding of the vocabulary, all of it
-            planes.copy_(planes.new_tensor([torch.finfo(planes.dtype).min, 0.0, 0.0, -torch.inf])[:, None])
-        for rows, logits in _logit_chunks(hidden, weight, bias, chunk_rows):
-            if _has_kernels(logits):
-                from verl.models.kernels.label_statistics import row_statistics
-
-                row_statistics(
-                    logits, labels[rows], planes[:, rows], temperature, adjust.scale, adjust.softcap, with_entropy
-                )
-            else:
-                found = chunk_statistics(logits, labels[rows], temperature, adjust, with_entropy)
-                torch.stack(found, out=planes[:, rows])
+        planes = empty_statistics(hidden, weight)
+        several = planes.new_full(labels.shape, -torch.inf) if labels.dim() > 1 else None
+        for rows, logits in logit_chunks(hidden, weight, bias, chunk_rows):
+            one = labels[rows]
+            if several is not None:
+                several[rows] = at_labels(logits, one, temperature, adjust)
+                one = one.new_full((len(one),), -1)
+            statistics_into(planes[:, rows], logits, one, temperature, adjust, with_entropy)
         statistics = RowStatistics(*planes)
         if shared_by is not None:
             statistics = statistics.across(shared_by)
+            if several is not None:
+                dist.all_reduce(several, dist.ReduceOp.MAX, shared_by)
         entropy = statistics.entropy() if with_entropy else None
         ctx.save_for_backward(hidden, weight, bias, labels, statistics.log_total(), entropy)
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.adjust, ctx.chunk_rows, ctx.shared_by = temperature, adjust, chunk_rows, shared_by
-        return statistics.log_probs(), entropy
+        return statistics.log_probs() if several is None else statistics.log_probs_of(several), entropy
 
     @staticmethod
     @once_differentiable
@@ -197,9 +256,9 @@ class _LabelStatistics(torch.autograd.Function):
         hidden, weight, bias, labels, log_total, entropy = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         totals = _Totals(hidden, weight, bias, wanted, one_chunk=len(hidden) <= ctx.chunk_rows)
-        d_log_probs = torch.zeros_like(log_total) if d_log_probs is None else d_log_probs.contiguous()
+        d_log_probs = log_total.new_zeros(labels.shape) if d_log_probs is None else d_log_probs.contiguous()
         d_entropy = None if d_entropy is None else d_entropy.contiguous()
-        for rows, logits in _logit_chunks(hidden, weight, bias, ctx.chunk_rows):
+        for rows, logits in logit_chunks(hidden, weight, bias, ctx.chunk_rows):
             statistics = (
                 labels[rows],
                 log_total[rows],
@@ -207,14 +266,13 @@ class _LabelStatistics(torch.autograd.Function):
                 d_log_probs[rows],
                 None if d_entropy is None else d_entropy[rows],
                 ctx.temperature,
+                ctx.adjust,
             )
             if _has_kernels(logits):
-                from verl.models.kernels.label_statistics import logit_gradients
-
                 d_logits = totals.place(logits)
-                logit_gradients(logits, d_logits, *statistics, ctx.adjust.scale, ctx.adjust.softcap)
+                _kernel_gradients(logits, d_logits, *statistics)
             else:
-                d_logits = chunk_gradients_(logits, *statistics, ctx.adjust).to(hidden.dtype)
+                d_logits = chunk_gradients_(logits, *statistics).to(hidden.dtype)
             totals.add(rows, d_logits)
         d_hidden, d_weight, d_bias = totals.gradients()
         if ctx.shared_by is not None and d_hidden is not None:
@@ -268,7 +326,15 @@ class _Totals:
         return (self._d_hidden, *sums)
 
 
-def _logit_chunks(
+def empty_statistics(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The planes of `RowStatistics` for `hidden` [N, H]: [4, N], to be filled; of an empty vocabulary, its own."""
+    planes = torch.empty(len(RowStatistics._fields), len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
+    if not len(weight):  # padding of the vocabulary, all of it
+        planes.copy_(planes.new_tensor([torch.finfo(planes.dtype).min, 0.0, 0.0, -torch.inf])[:, None])
+    return planes
+
+
+def logit_chunks(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk_rows: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Rows and their logits, at least float32; each chunk is written over the one before."""
@@ -300,7 +366,7 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, b
         torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
 
 
-def _scaled_(logits: torch.Tensor, temperature: float, adjust: LogitAdjustment) -> torch.Tensor:
+def scaled_(logits: torch.Tensor, temperature: float, adjust: LogitAdjustment) -> torch.Tensor:
     """Adjusted logits / temperature, at least float32; in place when `logits` are."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if adjust.scale != 1.0:

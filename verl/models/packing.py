@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 
 from verl.models.ulysses import SequenceParallel
 from verl.utils.device_copy import copied_together
+
+Rows = TypeVar("Rows", bound="TokenRows")
 
 # Sequences are padded to the longest of their group: by up to a quarter, or by a few tokens, which cost less than
 # another call.
@@ -107,7 +110,7 @@ class TokenRows:
     before: torch.Tensor
     """[N] the place in the flattened `input_ids` of the token before it, whose hidden state predicts it."""
     labels: torch.Tensor
-    """[N] its id."""
+    """[N] its id; or [N, 1 + K], with those of tokens that could have been in its place."""
     last: torch.Tensor
     """[b] the place of each row's last token in the flattened `input_ids`."""
 
@@ -153,6 +156,12 @@ def packed_rows(
         labels=input_ids[rows, first + columns],
         last=starts + lengths - 1,
     )
+
+
+def with_alternatives(rows: Rows, ids: torch.Tensor) -> Rows:
+    """The same with other tokens for each response token: `ids` [b, R, K]."""
+    others = ids[rows.rows, rows.columns].to(rows.labels.dtype)
+    return replace(rows, labels=torch.cat([rows.labels[:, None], others], dim=1))
 
 
 def kept_tokens(mask: torch.Tensor) -> torch.Tensor:

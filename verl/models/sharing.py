@@ -74,4 +74,4 @@ def _own(counts: list[int], rank: int) -> slice:
 
 def _or_one(values: torch.Tensor) -> torch.Tensor:
     """`values`, or a single 0 where there are none."""
-    return values if len(values) else values.new_zeros(1)
+    return values if len(values) else values.new_zeros(1, *values.shape[1:])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl.algos.aggregate import global_share
-from verl.algos.kl import KL_ESTIMATES, compute_kl_loss, kl_penalty
+from verl.algos.kl import KL_ESTIMATES, TOP_K_KLS, compute_kl_loss, kl_penalty, top_k_kl
 from verl.config import names
 
 P = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
@@ -20,6 +20,7 @@ def test_the_estimates_are_those_the_configuration_knows_and_each_has_a_hand_com
     assert tuple(KL_ESTIMATES) == names.KL_PENALTIES
     assert set(KL_ESTIMATES) == {*BY_HAND, *SAME}
     assert set(names.KL_LOSS_TYPES) == {*KL_ESTIMATES, *(f"{name}+" for name in KL_ESTIMATES)}
+    assert tuple(TOP_K_KLS) == names.TOP_K_KLS
     for name in names.KL_LOSS_TYPES:
         kl_penalty(torch.zeros(1), torch.zeros(1), name)
 
@@ -130,3 +131,40 @@ def test_kl_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(name, mode):
     parts = [loss(slice(0, 2)), loss(slice(2, 3)), loss(slice(3, 6))]
     torch.testing.assert_close(sum(value for value, _ in parts), whole)
     torch.testing.assert_close(torch.cat([slope for _, slope in parts]), slopes)
+
+
+def test_the_kl_over_the_likeliest_tokens_and_the_rest_by_hand():
+    """Of three tokens the teacher's likeliest is the first: p = (0.5, 0.5 for the rest), q = (0.2, 0.8)."""
+    mine, teachers = P.log()[:1], Q.log()[:1]
+    reverse = 0.2 * math.log(0.2 / 0.5) + 0.8 * math.log(0.8 / 0.5)
+    forward = 0.5 * math.log(0.5 / 0.2) + 0.5 * math.log(0.5 / 0.8)
+    assert top_k_kl(mine, teachers, "reverse_kl_topk").item() == pytest.approx(reverse)
+    assert top_k_kl(mine, teachers, "forward_kl_topk").item() == pytest.approx(forward)
+
+
+@pytest.mark.parametrize("kind", names.TOP_K_KLS)
+def test_more_tokens_tell_more_of_the_kl_and_all_of_them_the_whole_of_it_with_its_gradient(kind):
+    draw = torch.Generator().manual_seed(0)
+    logits, other = (torch.randn(5, 12, generator=draw, dtype=torch.float64) for _ in range(2))
+    logits.requires_grad_()
+    mine, teachers = logits.log_softmax(-1), other.log_softmax(-1)
+    order = teachers.argsort(-1, descending=True)
+    a, b = (mine, teachers) if kind == "reverse_kl_topk" else (teachers, mine)
+    whole = (a.exp() * (a - b)).sum(-1)
+    before = torch.zeros(5, dtype=torch.float64)
+    for k in range(1, 13):
+        found = top_k_kl(mine.gather(1, order[:, :k]), teachers.gather(1, order[:, :k]), kind)
+        assert (found >= before - 1e-6).all()
+        assert (found <= whole + 1e-6).all()
+        before = found.detach()
+    torch.testing.assert_close(found, whole, atol=1e-5, rtol=0)
+    gradients = [torch.autograd.grad(value.sum(), logits, retain_graph=True)[0] for value in (found, whole)]
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=0)
+
+
+def test_tokens_that_cannot_occur_cost_what_they_must_and_no_number_is_lost():
+    never = torch.tensor([[-0.1, -torch.inf]], requires_grad=True)
+    value = top_k_kl(never, torch.tensor([[-0.2, -2.0]]), "reverse_kl_topk")
+    value.sum().backward()
+    assert value.isfinite().all()
+    assert never.grad.isfinite().all()

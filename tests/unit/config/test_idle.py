@@ -42,6 +42,11 @@ CASES: list[tuple[str, list[str], list[str] | None]] = [
     *engine_cases(),
     ("critic.optim.lr=2e-5", [GRPO], []),
     ("distillation.distillation_loss.loss_mode=k2", [], TAUGHT),
+    (
+        "distillation.distillation_loss.topk=9",
+        TAUGHT,
+        [*TAUGHT, "distillation.distillation_loss.loss_mode=forward_kl_topk"],
+    ),
     (f"{TEACHER}.log_prob_micro_batch_size_per_gpu=2", [*TAUGHT, f"{TEACHER}.log_prob_use_dynamic_bsz=True"], TAUGHT),
     (f"{TEACHER}.log_prob_max_token_len_per_gpu=99", TAUGHT, [*TAUGHT, f"{TEACHER}.log_prob_use_dynamic_bsz=True"]),
     (f"{ROLLOUT}.in_process=True", [], [f"{ROLLOUT}.name=vllm"]),

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.models.fused_head import CHUNK_BYTES, label_statistics, rows_per_chunk
 from verl.models.heads import LogitAdjustment
+from verl.models.top_tokens import top_tokens
 
 ADJUSTMENTS = [None, LogitAdjustment(scale=0.25), LogitAdjustment(scale=2.0, softcap=3.0)]
 
@@ -254,3 +255,34 @@ def test_chunks_have_one_size_within_the_budget_and_hold_at_least_a_row():
         count = -(-rows // chunk)
         assert rows > (count - 1) * chunk
         assert chunk - rows / count < 128, "no small chunk is left over"
+
+
+@pytest.mark.parametrize("adjust", ADJUSTMENTS)
+def test_several_labels_at_a_place_have_the_plain_values_and_gradients(adjust):
+    case = Case()
+    draw = torch.Generator().manual_seed(5)
+    labels = torch.cat([case.labels[:, None], torch.randint(0, 29, (11, 4), generator=draw)], dim=1)
+    weights = torch.randn(11, 5, generator=draw, dtype=torch.float64)
+    bias = {"bias": case.bias, "adjust": adjust}
+    found, entropy = label_statistics(case.hidden, case.weight, labels, 0.7, True, chunk_rows=4, **bias)
+    plain = [plain_statistics(case.hidden, case.weight, column, 0.7, **bias) for column in labels.unbind(1)]
+    wanted = torch.stack([log_probs for log_probs, _ in plain], dim=1)
+    torch.testing.assert_close((found, entropy), (wanted, plain[0][1]), rtol=1e-11, atol=1e-11)
+    losses = [(value * weights).sum() + h.sum() for value, h in ((found, entropy), (wanted, plain[0][1]))]
+    torch.testing.assert_close(*(torch.autograd.grad(loss, case.inputs) for loss in losses), rtol=1e-11, atol=1e-11)
+    outside, _ = label_statistics(case.hidden, case.weight, torch.full((11, 1), 29), 1.0, False)
+    assert outside.isneginf().all()
+    assert not torch.autograd.grad(outside.clamp(min=-9.0).sum(), case.inputs[:1])[0].any()
+
+
+@pytest.mark.parametrize("adjust", ADJUSTMENTS)
+def test_the_likeliest_tokens_are_those_of_all_logits_at_once(adjust):
+    case = Case()
+    asked = (case.hidden, case.weight, case.labels, 0.7)
+    found = top_tokens(*asked, 5, bias=case.bias, adjust=adjust, chunk_rows=4)
+    logits = torch.nn.functional.linear(case.hidden, case.weight, case.bias)
+    log_p = ((logits if adjust is None else adjust(logits)) / 0.7).log_softmax(-1)
+    torch.testing.assert_close(found.top_log_probs, log_p.topk(5).values.detach(), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(log_p.gather(1, found.ids).detach(), found.top_log_probs, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found.log_probs, case.plain(0.7, adjust)[0].detach(), rtol=1e-11, atol=1e-11)
+    assert top_tokens(*asked, 99).ids.shape == (11, 29), "there are no more"

@@ -39,6 +39,10 @@ class MicroBatching:
 ALL_ROWS = MicroBatching()
 
 
+TOP = ("top_ids", "top_log_probs")
+"""Fields that `infer` gives with `top_k`."""
+
+
 @dataclass(frozen=True)
 class Counts:
     """What a loss is divided by: sums over one whole optimizer step and all data-parallel ranks."""
@@ -63,7 +67,8 @@ class TrainEngine(Protocol):
     causal LM, at `temperature`), `values` (of a value model: of the state before that token). A sequence classifier
     gives `scores` [B]. All float32, and 0 where the response is padding.
 
-    A value model also gives `last_value` [B]: of the state after the row's last token.
+    A value model also gives `last_value` [B]: of the state after the row's last token. A causal LM gives
+    `other_log_probs` [B, R, K], too: those of the tokens that a batch names beside each in `teacher_top_ids`.
 
     Every method but `manifest` is a collective: all ranks call it, in the same order. Ranks that share rows (of a
     tensor-parallel group, the stages of a pipeline) get the same ones. Where a rank has no outputs, `loss_fn` is not
@@ -106,9 +111,15 @@ class TrainEngine(Protocol):
         """Whether the weights are finite; `thorough`: and what they give for a few tokens, which takes a pass."""
 
     def infer(
-        self, data: DataProto, outputs: Sequence[str], temperature: float = 1.0, micro: MicroBatching = ALL_ROWS
+        self,
+        data: DataProto,
+        outputs: Sequence[str],
+        temperature: float = 1.0,
+        micro: MicroBatching = ALL_ROWS,
+        top_k: int = 0,
     ) -> DataProto:
-        """The fields without gradient, on the CPU, in the order of the rows."""
+        """The fields without gradient, on the CPU, in the order of the rows. With `top_k` of a causal LM also `top_ids`
+        and `top_log_probs` [B, R, top_k]: of the likeliest tokens at each place, the likeliest first."""
 
     def base_weights(self) -> AbstractContextManager[None]:
         """Within it a model with LoRA adapters computes without them: the reference, at no memory."""

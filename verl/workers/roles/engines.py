@@ -9,7 +9,7 @@ from typing import Any
 from verl.config.names import TRAINING_ENGINES
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
-from verl.workers.engine.base import MicroBatching, TrainEngine
+from verl.workers.engine.base import TOP, MicroBatching, TrainEngine
 
 
 def start_engine(
@@ -36,10 +36,15 @@ def start_engine(
 
 
 def inferred(
-    engine: TrainEngine, data: DataProto, columns: Mapping[str, str], temperature: float, micro: MicroBatching
+    engine: TrainEngine,
+    data: DataProto,
+    columns: Mapping[str, str],
+    temperature: float,
+    micro: MicroBatching,
+    top_k: int = 0,
 ) -> DataProto:
     """The engine's fields as columns of the batch: {field: column}. None where results are not taken from this rank."""
-    found = engine.infer(data, list(columns), temperature, micro)
+    found = engine.infer(data, [name for name in columns if name not in TOP], temperature, micro, top_k)
     if not engine.collects:
         return DataProto()
     return DataProto.from_dict({column: found.batch[field] for field, column in columns.items()})

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from verl.algos import agg_loss, compute_kl_loss, get_policy_loss_fn, global_share, rows_of_trajectories
+from verl.algos.kl import TOP_K_KLS, top_k_kl
+from verl.algos.returns import keep
 from verl.config import ActorConfig
 from verl.config.distillation import DistillationLossConfig
 from verl.protocol import DataProto
@@ -35,6 +37,8 @@ class PolicyLoss:
         self.config, self.distillation = config, distillation
         # Entropy takes time: only where it is part of the loss, or where no other pass has measured it.
         self.outputs = ("log_probs", "entropy") if config.entropy_coeff or own_old_log_probs else ("log_probs",)
+        if distillation is not None and distillation.over_top_tokens:
+            self.outputs = (*self.outputs, "other_log_probs")
         self.own_old_log_probs = own_old_log_probs
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.policy_loss_fn = get_policy_loss_fn(config.policy_loss.loss_mode)
@@ -67,7 +71,7 @@ class PolicyLoss:
             total = total + config.kl_loss_coef * kl * share
             metrics["kl_loss"] = _part(kl * share)
         if teachers is not None:
-            kl = self._kl(output, data, "teacher_log_prob", teachers.loss_mode)
+            kl = self._teacher_kl(output, data, teachers.loss_mode)
             total = total + teachers.distillation_loss_coef * kl * share
             metrics["distillation_loss"] = _part(kl * share)
         # Each micro-batch holds its part of the whole step's loss: the parts add up, over ranks too.
@@ -111,6 +115,14 @@ class PolicyLoss:
             config.loss_agg_mode,
             config.loss_scale_factor,
         )
+
+    def _teacher_kl(self, output: dict[str, torch.Tensor], data: DataProto, kind: str) -> torch.Tensor:
+        """From the sampled token, or over the teacher's likeliest ones."""
+        if kind not in TOP_K_KLS:
+            return self._kl(output, data, "teacher_log_prob", kind)
+        config, columns, mask = self.config, data.batch, data.batch["response_mask"]
+        kl = keep(top_k_kl(output["other_log_probs"], columns["teacher_top_log_probs"], kind), mask.bool())
+        return agg_loss(kl, mask, config.loss_agg_mode, loss_scale_factor=config.loss_scale_factor)
 
     def old_log_probs(self, rows: int) -> torch.Tensor:
         """Those that the pass gave itself, for all rows of the batch: [rows, response], on the CPU."""

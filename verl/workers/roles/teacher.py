@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from verl.config.distillation import DistillationConfig
 from verl.config.model import ModelConfig
@@ -38,13 +37,17 @@ class TeacherWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("teacher"))
     @phase_memory("teacher", at="distillation")
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
-        """`teacher_log_prob`: [batch, response], under the teacher that `meta_info["teacher"]` names."""
+        """`teacher_log_prob`: [batch, response], under the teacher that `meta_info["teacher"]` names; for a loss over
+        its likeliest tokens also `teacher_top_ids` and `teacher_top_log_probs` [batch, response, K]."""
         block, engine = self.config.teacher, self._engines[data.meta_info["teacher"]]
         micro = MicroBatching.by(
             block.log_prob_use_dynamic_bsz,
             block.log_prob_micro_batch_size_per_gpu,
             block.log_prob_max_token_len_per_gpu,
         )
-        columns: dict[str, Any] = {"log_probs": "teacher_log_prob"}
+        loss, columns = self.config.distillation_loss, {"log_probs": "teacher_log_prob"}
+        top_k = loss.topk if loss.over_top_tokens else 0
+        if top_k:
+            columns |= {"top_ids": "teacher_top_ids", "top_log_probs": "teacher_top_log_probs"}
         with engine.awake(optimizer=False):
-            return inferred(engine, data, columns, float(data.meta_info["temperature"]), micro)
+            return inferred(engine, data, columns, float(data.meta_info["temperature"]), micro, top_k)

@@ -151,7 +151,7 @@ def test_the_kl_to_the_teacher_by_hand_with_and_without_task_rewards():
             }
         )
         asked = DistillationLossConfig(
-            loss_mode="k3+", distillation_loss_coef=2.0, use_task_rewards=task, as_reward=False
+            loss_mode="k3+", topk=1, distillation_loss_coef=2.0, use_task_rewards=task, as_reward=False
         )
         loss = PolicyLoss(as_config(ActorConfig, {}), distillation=asked)
         found, metrics = loss({"log_probs": log_prob}, data, Counts(tokens=1, sequences=1))
@@ -166,7 +166,9 @@ def test_the_teachers_loss_does_not_depend_on_how_rows_are_cut():
     torch.manual_seed(0)
     columns = {name: torch.randn(6, 5) for name in ("log_probs", "teacher_log_prob")}
     mask = (torch.arange(5) < torch.tensor([5, 1, 3, 4, 2, 5])[:, None]).long()
-    asked = DistillationLossConfig(loss_mode="k3+", distillation_loss_coef=1.0, use_task_rewards=False, as_reward=False)
+    asked = DistillationLossConfig(
+        loss_mode="k3+", topk=1, distillation_loss_coef=1.0, use_task_rewards=False, as_reward=False
+    )
     loss = PolicyLoss(as_config(ActorConfig, {}), distillation=asked)
     found = []
     for parts in (1, 3):

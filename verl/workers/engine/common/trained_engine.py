@@ -21,7 +21,7 @@ from verl.protocol import DataProto
 from verl.utils.device_copy import copied_together
 from verl.utils.flops import SequenceCost
 from verl.utils.progress import expect
-from verl.workers.engine.base import ALL_ROWS, Counts, LossFn, Metrics, MicroBatching
+from verl.workers.engine.base import ALL_ROWS, TOP, Counts, LossFn, Metrics, MicroBatching
 from verl.workers.engine.common import compiling, groups
 from verl.workers.engine.common.micro_batches import MetricSums, local_counts
 from verl.workers.engine.common.offload import EngineMemory
@@ -32,6 +32,8 @@ from verl.workers.engine.common.saving import BackgroundSaves
 from verl.workers.engine.common.step_checks import reason_against, step_metrics
 from verl.workers.engine.common.stored_engine import StoredEngine
 
+# A column of other tokens for each of a response: [B, R, K].
+ALTERNATIVES = "teacher_top_ids"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -46,6 +48,8 @@ class Passes:
     use: Callable[[dict[str, torch.Tensor], DataProto, list[int] | None], torch.Tensor]
     """Takes the fields of a micro-batch and the indices of its rows (None: a filler that keeps step with other ranks);
     gives the loss, scaled, for a backward pass."""
+    top_k: int = 0
+    """How many of the likeliest tokens are told at every place."""
     notes: bool = False
     """Whether routers keep which experts they chose."""
 
@@ -247,20 +251,27 @@ class TrainedEngine(StoredEngine):
         return groups.largest(int(not finite), self.device) == 0
 
     def infer(
-        self, data: DataProto, outputs: Sequence[str], temperature: float = 1.0, micro: MicroBatching = ALL_ROWS
+        self,
+        data: DataProto,
+        outputs: Sequence[str],
+        temperature: float = 1.0,
+        micro: MicroBatching = ALL_ROWS,
+        top_k: int = 0,
     ) -> DataProto:
         """The fields [B, R] (`FIELDS_OF_ROWS`: [B]) without gradient, float32 on the CPU, in the order of the rows; on
         a rank that has no outputs, none."""
         keys = ["input_ids", "attention_mask"] + (["responses"] if self.kind != "sequence_classification" else [])
         keys += [ROUTED] if ROUTED in data.batch.keys() else []
+        keys += [ALTERNATIVES] if "other_log_probs" in outputs else []
         inputs = data.select(batch_keys=keys, non_tensor_batch_keys=[], meta_info_keys=[])
         expect(len(data))
-        found = self._found(inputs, outputs, temperature, micro)
+        outputs = [*outputs, *(TOP if top_k else ())]
+        found = self._found(inputs, outputs, temperature, micro, top_k)
         return DataProto.from_dict(found) if found else DataProto()
 
     @torch.no_grad()
     def _found(
-        self, data: DataProto, outputs: Sequence[str], temperature: float, micro: MicroBatching
+        self, data: DataProto, outputs: Sequence[str], temperature: float, micro: MicroBatching, top_k: int = 0
     ) -> dict[str, torch.Tensor]:
         fields = tuple(name for name in outputs if name != ROUTED)
         self._check_fields(fields, temperature)
@@ -278,15 +289,19 @@ class TrainedEngine(StoredEngine):
             return torch.zeros((), device=self.device)
 
         with self._active():
-            routes = self._look(Passes(data, fields, temperature, micro, use, notes=noting is not None))
+            routes = self._look(Passes(data, fields, temperature, micro, use, top_k, noting is not None))
             found = {ROUTED: noting.noted(data, routes)} if noting is not None else {}
         if not self._gives:
             return {}
         for name, values in parts.items():
-            per_row = name in FIELDS_OF_ROWS
-            found[name] = torch.zeros(len(data) if per_row else (len(data), data.batch["responses"].shape[1]))
+            shape = () if name in FIELDS_OF_ROWS else (data.batch["responses"].shape[1],)
+            more = values[0].shape[1 + len(shape) :] if values else ()
+            dtype = torch.int32 if name == "top_ids" else torch.float32
+            found[name] = torch.zeros((len(data), *shape, *more), dtype=dtype)
             if order:
-                found[name][order] = torch.cat(values).cpu()  # the first time that the host waits for the device
+                found[name][order] = (
+                    torch.cat(values).to(dtype).cpu()
+                )  # the first time that the host waits for the device
         return found
 
     def _check_fields(self, fields: Sequence[str], temperature: float) -> None:
@@ -299,6 +314,7 @@ class TrainedEngine(StoredEngine):
             raise ValueError(f"temperature: {temperature} is not above 0; log-probabilities need one that is.")
 
     def _on_device(self, part: DataProto) -> DataProto:
-        tensors = {name: value for name, value in part.batch.items() if name != ROUTED}  # routers have been told
+        told = (ROUTED, ALTERNATIVES)  # what routers and heads have been told
+        tensors = {name: value for name, value in part.batch.items() if name not in told}
         moved = zip(tensors, copied_together(list(tensors.values()), self.device), strict=True)
         return DataProto.from_dict(dict(moved), part.non_tensor_batch, part.meta_info)

@@ -16,7 +16,7 @@ from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelCo
 from verl.models.forward import ResponseModel, front_rows
 from verl.models.loading import ModelKind, empty_model, pretrained_model
 from verl.models.lora import Adapters
-from verl.models.packing import packed_rows
+from verl.models.packing import packed_rows, with_alternatives
 from verl.models.sharing import shared_rows
 from verl.models.trials import check_head, runs_packed
 from verl.models.ulysses import check_heads
@@ -26,7 +26,7 @@ from verl.workers.engine.common import compiling, groups
 from verl.workers.engine.common.micro_batches import micro_batches, with_last
 from verl.workers.engine.common.routers import Routes
 from verl.workers.engine.common.same_model import about
-from verl.workers.engine.common.trained_engine import Passes, TrainedEngine
+from verl.workers.engine.common.trained_engine import ALTERNATIVES, Passes, TrainedEngine
 from verl.workers.engine.fsdp import sharding
 from verl.workers.engine.fsdp.model_weights import ModelWeights
 from verl.workers.engine.fsdp.optimizer import ShardedAdamW
@@ -207,9 +207,11 @@ class FSDPEngine(TrainedEngine):
         shape = (len(part), batch["responses"].shape[1] if self.kind != "sequence_classification" else 0)
         without_padding: Any = packed_rows if self._packs else front_rows
         rows = without_padding(batch["input_ids"], batch["attention_mask"], shape[1], self.model.pad_token_id)
+        if "other_log_probs" in passes.fields:
+            rows = with_alternatives(rows, batch[ALTERNATIVES])
         if self._sharing is not None:
             rows = shared_rows(rows, self._sharing)
         if self._routers is not None:
             self._routers.begin(part, rows.packing.total, filler, passes.notes)
         with compiling.running_compiled(self._compiled, type(self.model.hf).__name__):
-            return self.model(rows.to(self.device), passes.fields, shape, passes.temperature)
+            return self.model(rows.to(self.device), passes.fields, shape, passes.temperature, passes.top_k)

@@ -16,7 +16,7 @@ from verl.config.engine import MegatronConfig, OptimConfig
 from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
 from verl.models.core.architecture import CoreArchitecture
 from verl.models.loading import ModelKind, empty_model
-from verl.models.packing import PackedRows, packed_rows
+from verl.models.packing import PackedRows, packed_rows, with_alternatives
 from verl.models.sharing import padded_rows, shared_rows
 from verl.models.ulysses import SequenceParallel
 from verl.protocol import DataProto
@@ -25,7 +25,7 @@ from verl.workers.engine.common.frozen import checked
 from verl.workers.engine.common.micro_batches import micro_batches
 from verl.workers.engine.common.routers import Routers, Routes
 from verl.workers.engine.common.same_model import about
-from verl.workers.engine.common.trained_engine import Passes, TrainedEngine
+from verl.workers.engine.common.trained_engine import ALTERNATIVES, Passes, TrainedEngine
 from verl.workers.engine.megatron.core_checkpoints import is_core_checkpoint, load_core_weights
 from verl.workers.engine.megatron.filling import fill
 from verl.workers.engine.megatron.layout import CoreLayout, Sizes
@@ -199,6 +199,10 @@ class MegatronEngine(TrainedEngine):
             packed_rows(part.batch["input_ids"], part.batch["attention_mask"], width, self._pad_token_id)
             for part, _ in parts
         ]
+        if "other_log_probs" in passes.fields:
+            packed = [
+                with_alternatives(rows, part.batch[ALTERNATIVES]) for rows, (part, _) in zip(packed, parts, strict=True)
+            ]
         longest = max((rows.packing.total for rows in packed), default=0) if in_turn else 0
         return [
             self._micro_batch(part, indices, self._placed(rows, longest), (len(part), width), passes.notes)

@@ -30,7 +30,7 @@ from torch.nn.functional import gelu, linear, rms_norm, silu
 
 from verl.config.engine import RECOMPUTE, MegatronConfig
 from verl.models.core.architecture import CoreArchitecture, padded_vocab
-from verl.models.forward import check_labels, of_rows, scattered
+from verl.models.forward import check_labels, label_fields, of_rows, scattered, top_fields
 from verl.models.heads import logit_adjustment
 from verl.models.loading import ModelKind
 from verl.models.packing import PackedRows
@@ -40,7 +40,7 @@ from verl.workers.engine.megatron.experts import Experts
 from verl.workers.engine.megatron.layout import CoreLayout
 from verl.workers.engine.megatron.rotary import Rotary
 from verl.workers.engine.megatron.router_replay import Router
-from verl.workers.engine.megatron.vocab_head import vocab_parallel_statistics
+from verl.workers.engine.megatron.vocab_head import vocab_parallel_statistics, vocab_parallel_top_tokens
 
 _ACTIVATIONS = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
 
@@ -156,6 +156,7 @@ class CoreModel(LanguageModule):
         names: Sequence[str],
         shape: tuple[int, int],
         temperature: float,
+        top_k: int = 0,
         routes: Routes | None = None,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """The named fields as `verl.models.forward.ResponseModel` gives them; hidden states before the last stage."""
@@ -176,28 +177,20 @@ class CoreModel(LanguageModule):
         if self.config.sequence_parallel:
             # The heads below give every rank the gradient of all tokens.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return self._fields(hidden.flatten(0, 1), rows, names, shape, temperature)
+        return self._fields(hidden.flatten(0, 1), rows, names, shape, temperature, top_k)
 
     def _fields(
-        self, hidden: torch.Tensor, rows: PackedRows, names: Sequence[str], shape: tuple[int, int], temperature: float
+        self,
+        hidden: torch.Tensor,
+        rows: PackedRows,
+        names: Sequence[str],
+        shape: tuple[int, int],
+        temperature: float,
+        top_k: int,
     ) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         if self.kind == "causal_lm":
-            weight = self.output_layer.weight
-            if weight is None:
-                weight = self.shared_embedding_or_output_weight()
-            log_probs, entropy = vocab_parallel_statistics(
-                hidden.index_select(0, rows.before),
-                weight,
-                rows.labels,
-                temperature,
-                "entropy" in names,
-                tp_group=self._layout.tp.group if self._layout.tp.size > 1 else None,
-                vocab_start=self._layout.tp.rank * len(weight),
-                vocab_size=self._vocab,
-                adjust=self._adjust,
-            )
-            per_token = {"log_probs": log_probs, "entropy": entropy}
+            per_token = self._of_tokens(hidden.index_select(0, rows.before), rows, names, temperature, top_k)
         else:
             per_token = {"values": self._scored(hidden, rows.before)} if "values" in names else {}
             if "values" not in names or "last_value" in names:
@@ -205,6 +198,24 @@ class CoreModel(LanguageModule):
                 found = {"last_value": last, "scores": last}
         found |= {name: scattered(value, rows, shape) for name, value in per_token.items() if name in names}
         return {name: found[name] for name in names}
+
+    def _of_tokens(
+        self, hidden: torch.Tensor, rows: PackedRows, names: Sequence[str], temperature: float, top_k: int
+    ) -> dict[str, torch.Tensor]:
+        """Of a language model, by name; `hidden` [N, H] predicts the labels."""
+        weight = self.output_layer.weight
+        if weight is None:
+            weight = self.shared_embedding_or_output_weight()
+        shared: dict[str, Any] = {
+            "tp_group": self._layout.tp.group if self._layout.tp.size > 1 else None,
+            "vocab_start": self._layout.tp.rank * len(weight),
+            "vocab_size": self._vocab,
+            "adjust": self._adjust,
+        }
+        asked = hidden, weight, rows.labels, temperature
+        if top_k:
+            return top_fields(vocab_parallel_top_tokens(*asked, top_k, **shared))
+        return label_fields(*vocab_parallel_statistics(*asked, "entropy" in names, **shared))
 
     def _scored(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return self.score(hidden.index_select(0, places).float()).squeeze(-1)

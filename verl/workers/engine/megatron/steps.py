@@ -41,7 +41,7 @@ def run_micro_batches(
 
     def forward_step(source: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
         micro = next(source)
-        output = chunk(micro.rows, passes.fields, micro.shape, passes.temperature, micro.routes)
+        output = chunk(micro.rows, passes.fields, micro.shape, passes.temperature, passes.top_k, micro.routes)
         if source is sources[0]:
             tick(len(micro.indices or ()))
         # Core adds up tokens to divide gradients by, and leaves the loss of a triple as it is.

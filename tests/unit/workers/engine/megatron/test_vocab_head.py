@@ -11,7 +11,8 @@ import torch
 from tests.support.gloo_threads import in_threads
 from tests.unit.models.test_fused_head import ADJUSTMENTS, Allocations, Case, plain_statistics
 from verl.models.fused_head import label_statistics
-from verl.workers.engine.megatron.vocab_head import vocab_parallel_statistics
+from verl.models.top_tokens import top_tokens
+from verl.workers.engine.megatron.vocab_head import vocab_parallel_statistics, vocab_parallel_top_tokens
 
 VOCAB = 29
 
@@ -87,3 +88,27 @@ def test_no_rank_ever_has_more_than_a_chunk_of_its_part_of_the_logits():
     for made in seen:
         most = max(shape.numel() for shape in made.shapes if len(shape) == 2 and shape[1] > case.hidden.shape[1])
         assert most <= 4 * len(weight) // 2
+
+
+@pytest.mark.parametrize("multiple", [1, 32])  # 32: the last rank has nothing but padding
+def test_several_labels_and_the_likeliest_tokens_are_those_of_the_whole_vocabulary(multiple):
+    case = Case(vocab=VOCAB, bias=False)
+    weight = padded_weight(case, 3, multiple)
+    labels = torch.cat([case.labels[:, None], (case.labels[:, None] + torch.arange(1, 4)) % VOCAB], dim=1)
+
+    def asked(rank, group):
+        part = weight.chunk(3)[rank].clone().requires_grad_()
+        hidden = case.hidden.detach().clone().requires_grad_()
+        shared = {"tp_group": group, "vocab_start": rank * len(part), "vocab_size": VOCAB}
+        top = vocab_parallel_top_tokens(hidden, part, case.labels, 0.7, 12, **shared)
+        found, _ = vocab_parallel_statistics(hidden, part, labels, 0.7, False, **shared)
+        return top, found.detach(), *torch.autograd.grad((found**2).sum(), [hidden, part])
+
+    wanted, _ = label_statistics(case.hidden, case.weight, labels, 0.7, False)
+    d_hidden, d_weight = torch.autograd.grad((wanted**2).sum(), [case.hidden, case.weight])
+    results = in_threads(3, asked)
+    for top, found, rank_d_hidden, _ in results:
+        torch.testing.assert_close(found, wanted.detach())
+        torch.testing.assert_close(rank_d_hidden, d_hidden)
+        torch.testing.assert_close(tuple(top), tuple(top_tokens(case.hidden, case.weight, case.labels, 0.7, 12)))
+    torch.testing.assert_close(torch.cat([part for *_, part in results])[:VOCAB], d_weight)
