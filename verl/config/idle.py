@@ -274,6 +274,11 @@ RULES: tuple[Rule, ...] = (
         "no reward model runs; reward_model.enable=True starts one",
     ),
     Rule(
+        ("reward_model.judge.*",),
+        _is_set("reward_model.judge.enable"),
+        "reward_model.judge.enable = False",
+    ),
+    Rule(
         ("reward_model.path",),
         lambda config: config.reward_model.enable or config.reward_model.url is not None,
         "no reward model runs; reward_model.enable=True starts one",

@@ -21,6 +21,25 @@ class OverlongBufferConfig(Block):
 
 
 @dataclass(kw_only=True, slots=True)
+class JudgeConfig(Block):
+    enable: bool = key("Score with a language model that writes a judgement of each answer.")
+    template: str = key(
+        "What it is asked, in Jinja (prompt, messages, answer, ground_truth, extra_info): a text or a file (*.jinja)."
+    )
+    system: str | None = key("A system message before that.", null="none")
+    parser: str = key("How its score is read.", choices=("json", "regex"))
+    field: str = key("json: the number's name in the last JSON object of the judgement.")
+    json_schema: dict[str, Any] = key("json: the schema that the judge is held to (response_format); {}: none.")
+    pattern: str = key("regex: its first group is the number; the last match counts.")
+    low: float = key("Its lowest score, which becomes 0; a number outside is no score.")
+    high: float = key("Its highest score, which becomes 1.")
+    n: int = key("Judgements of each answer; their mean is the score.", min=1)
+    max_tokens: int = key("Longest judgement.", min=1)
+    temperature: float = key("Of its sampling.", min=0)
+    model: str | None = key("What the server calls the model.", null="the only one that it has")
+
+
+@dataclass(kw_only=True, slots=True)
 class RewardModelConfig(Block):
     enable: bool = key("Score with a reward model on devices.")
     path: str | None = key(
@@ -67,6 +86,7 @@ class RewardModelConfig(Block):
     )
     fsdp_config: FSDPConfig = key("The fsdp engine.")
     megatron_config: MegatronConfig = key("The megatron engine.", aliases=("megatron",))
+    judge: JudgeConfig = key("A language model as the reward model.")
     enable_resource_pool: bool = key("Give the reward model devices of its own (reward_pool).")
     n_gpus_per_node: int = key("Size of reward_pool per node.", null="", follows="trainer.n_gpus_per_node", min=1)
     nnodes: int = key("Nodes of reward_pool.", min=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from verl.config import names
 from verl.config.algorithm_rules import algorithm_rules
 from verl.config.data import CustomClassConfig, SamplerConfig
@@ -212,6 +214,7 @@ def _rewards(config: PPOConfig, report: Report) -> None:
     reward = config.reward_model
     if reward.enable and reward.path is None:
         report.problem("reward_model.path", None, "reward_model.enable = True needs a model", "Set reward_model.path=…")
+    _judge(config, report)
     buffer = reward.overlong_buffer
     if buffer.enable and buffer.len > config.data.max_response_length:
         why = f"is more than data.max_response_length = {config.data.max_response_length}"
@@ -220,6 +223,25 @@ def _rewards(config: PPOConfig, report: Report) -> None:
     if buffer.enable and manager is not None and not manager.overlong_buffer:
         why = f"reward_model.reward_manager = {reward.reward_manager} knows no overlong buffer"
         report.problem("reward_model.overlong_buffer.enable", True, why, "Set reward_model.reward_manager=dapo")
+
+
+def _judge(config: PPOConfig, report: Report) -> None:
+    reward, judge, at = config.reward_model, config.reward_model.judge, "reward_model.judge"
+    if not judge.enable:
+        return
+    if reward.url is None:
+        fix = "Set reward_model.url=host:port of a server (python -m verl.inference.server --model …)"
+        report.problem(f"{at}.enable", True, "no server is named that has the judge", fix)
+    if config.custom_reward_function.path is not None:
+        why = "custom_reward_function.path scores the answers; it can ask the judge itself, at reward_router_address"
+        report.problem(f"{at}.enable", True, why, "Leave one of them out")
+    if judge.low >= judge.high:
+        report.problem(f"{at}.low", judge.low, f"is not below {at}.high = {judge.high:g}", "Set the worst score")
+    try:
+        if re.compile(judge.pattern).groups < 1:
+            report.problem(f"{at}.pattern", judge.pattern, "has no group", "Put the number into parentheses")
+    except re.error as error:
+        report.problem(f"{at}.pattern", judge.pattern, f"is no regular expression ({error})", "Correct it")
 
 
 def _pools(config: PPOConfig, report: Report) -> None:

@@ -34,7 +34,7 @@ SCHEMA = {
 }
 ENDS = frozenset({TOKENIZER.eos_token_id})
 FREE = SamplingParams(max_new_tokens=24, eos_token_ids=ENDS)
-IN_GRAMMAR = replace(FREE, max_new_tokens=120)
+IN_GRAMMAR = replace(FREE, max_new_tokens=480)
 PROMPT = TOKENIZER("Say it in JSON.")["input_ids"]
 
 
@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module", params=[0, 1], ids=["at once", "one step ahead"])
 def answer(folder, request):
     """`answer(requests)`: their outputs, from one engine of few slots."""
-    config = as_config(RolloutConfig, {"max_model_len": 256, "max_num_seqs": 6})
+    config = as_config(RolloutConfig, {"max_model_len": 512, "max_num_seqs": 6})
     built = build_engine(folder, as_config(ModelConfig, {"path": folder}, at="actor_rollout_ref.model"), config)
     runner = Ahead(built.runner) if request.param else built.runner
     engine = AsyncEngine(Engine(built.engine.scheduler, runner), tiny_tokenizer)

@@ -17,14 +17,14 @@ from omegaconf import DictConfig
 from verl.algos.trajectories import Trajectories
 from verl.config.load import as_config
 from verl.config.ppo import PPOConfig
-from verl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
+from verl.config.reward import CustomRewardFunctionConfig, JudgeConfig, RewardModelConfig
 from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.agents import given_scores, place_scores, said_by_agents
 from verl.utils.code_runner import CodeSettings
 from verl.utils.fs import resolve_model_path
 from verl.utils.import_utils import load_user_object
-from verl.utils.reward_score import code, default_compute_score, known_data_sources, served
+from verl.utils.reward_score import code, default_compute_score, judge, known_data_sources, served
 from verl.utils.reward_score.registry import set_arguments
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
@@ -32,6 +32,8 @@ from verl.workers.reward_manager.naive import ERROR, FAILED
 
 logger = logging.getLogger(__name__)
 
+# A request may wait for many others; unless reward_kwargs.timeout says otherwise.
+_SERVER_SECONDS = 600.0
 # What the parameters of a function that asks a reward model's server are called.
 _OF_A_SERVER = _ADDRESS, _TOKENIZER = "reward_router_address", "reward_model_tokenizer"
 Config = PPOConfig | DictConfig | Mapping[str, Any]
@@ -70,6 +72,8 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int = 0, **
     fusion = as_config(SandboxFusionConfig, _block(config, "sandbox_fusion"))
     set_arguments(code.compute_score, settings=CodeSettings.of(sandbox, fusion))
     compute_score = get_custom_reward_fn(config) or _of_the_url(block) or default_compute_score
+    if block.url is not None and "timeout" in accepted:
+        arguments.setdefault("timeout", _SERVER_SECONDS)
     return cls(tokenizer=tokenizer, num_examine=num_examine, compute_score=compute_score, **arguments)
 
 
@@ -84,8 +88,8 @@ def get_custom_reward_fn(config: Config) -> Callable[..., Any] | None:
     block = as_config(CustomRewardFunctionConfig, _block(config, "custom_reward_function"))
     if block.path is None:
         return None
-    judge = as_config(RewardModelConfig, _block(config, "reward_model"))
-    required, optional = _called_with(judge.reward_manager)
+    model = as_config(RewardModelConfig, _block(config, "reward_model"))
+    required, optional = _called_with(model.reward_manager)
     function = load_user_object(
         block.path,
         block.name,
@@ -101,23 +105,44 @@ def get_custom_reward_fn(config: Config) -> Callable[..., Any] | None:
             f"custom_reward_function.reward_kwargs: {block.name}{inspect.signature(function)} does not take "
             f"{', '.join(unknown)}. Remove it, or add the parameter."
         )
-    given = {**_of_a_server(function, judge), **block.reward_kwargs}
+    given = {**_of_a_server(function, model), **block.reward_kwargs}
     return functools.partial(function, **given) if given else function
 
 
 def _of_the_url(block: RewardModelConfig) -> Callable[..., Any] | None:
-    """Scores of the reward model behind `reward_model.url`."""
-    return None if block.url is None else functools.partial(served.compute_score, reward_router_address=block.url)
+    """Scores of the reward model or judge behind `reward_model.url`."""
+    if block.url is None:
+        return None
+    if not block.judge.enable:
+        return functools.partial(served.compute_score, reward_router_address=block.url)
+    return functools.partial(judge.compute_score, reward_router_address=block.url, judge=_judge(block.judge))
 
 
-def _of_a_server(function: Callable[..., Any], judge: RewardModelConfig) -> dict[str, Any]:
+def _judge(block: JudgeConfig) -> judge.Judge:
+    """ValueError: its template cannot be read, or is none."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        text = judge.template_text(block.template)
+        judge.compiled(text)
+    except OSError as error:
+        raise ValueError(
+            f"reward_model.judge.template: {error}. Name a file that is there, or give the text."
+        ) from error
+    except TemplateSyntaxError as error:
+        raise ValueError(f"reward_model.judge.template: line {error.lineno} is no Jinja: {error.message}.") from error
+    settings = {name: value for name, value in block.to_dict().items() if name != "enable"}
+    return judge.Judge(**{**settings, "template": text})
+
+
+def _of_a_server(function: Callable[..., Any], model: RewardModelConfig) -> dict[str, Any]:
     """What a function that asks a reward model's server is given: the address, as host:port, and the tokenizer."""
     asked = inspect.signature(function).parameters
     found: dict[str, Any] = {}
-    if judge.url is not None and _ADDRESS in asked:
-        found[_ADDRESS] = judge.url.removeprefix("http://").rstrip("/")
-    if judge.path is not None and _TOKENIZER in asked:
-        found[_TOKENIZER] = hf_tokenizer(resolve_model_path(judge.path, "reward_model.path"))
+    if model.url is not None and _ADDRESS in asked:
+        found[_ADDRESS] = model.url.removeprefix("http://").rstrip("/")
+    if model.path is not None and _TOKENIZER in asked:
+        found[_TOKENIZER] = hf_tokenizer(resolve_model_path(model.path, "reward_model.path"))
     for name, key in ((_ADDRESS, "reward_model.url=host:port"), (_TOKENIZER, "reward_model.path")):
         if name in asked and name not in found and asked[name].default is inspect.Parameter.empty:
             raise ValueError(f"custom_reward_function.path: its {name} is not known. Set {key} of the reward model.")

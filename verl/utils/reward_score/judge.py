@@ -1,0 +1,139 @@
+"""A language model as judge: it is asked about each answer, and a score is read from what it writes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.utils.reward_score.served import post, required_prompt
+
+_FILES = (".txt", ".md", ".jinja", ".j2")
+_SHOWN = 300
+
+
+@dataclass(frozen=True)
+class Judge:
+    """How a judge is asked and read: the fields of `reward_model.judge`, the template's text in place of its file."""
+
+    template: str
+    system: str | None
+    parser: str
+    field: str
+    json_schema: dict[str, Any]
+    pattern: str
+    low: float
+    high: float
+    n: int
+    max_tokens: int
+    temperature: float
+    model: str | None
+
+    def request(self, **facts: Any) -> dict[str, Any]:
+        """The body of the request for its judgements."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        asked = [*system, {"role": "user", "content": compiled(self.template).render(**facts)}]
+        body: dict[str, Any] = {"messages": asked, "max_tokens": self.max_tokens, "temperature": self.temperature}
+        if self.n > 1:
+            body["n"] = self.n
+        if self.model is not None:
+            body["model"] = self.model
+        if self.parser == "json" and self.json_schema:
+            described = {"name": "judgement", "schema": self.json_schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": described}
+        return body
+
+    def read(self, judgement: str) -> float:
+        """The score in a judgement, from 0 to 1. ValueError: there is none."""
+        value = _in_json(judgement, self.field) if self.parser == "json" else _in_text(judgement, self.pattern)
+        if value is None:
+            where = f"a JSON object with {self.field!r}" if self.parser == "json" else f"a match of {self.pattern!r}"
+            raise ValueError(f"the judge gave no score ({where}): {judgement[-_SHOWN:]!r}")
+        if not self.low <= value <= self.high:
+            raise ValueError(f"the judge's score {value:g} is not from {self.low:g} to {self.high:g}")
+        return (value - self.low) / (self.high - self.low)
+
+
+async def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    data_source: str,
+    extra_info: Any,
+    raw_prompt: Any,
+    reward_router_address: str,
+    judge: Judge,
+) -> dict[str, Any]:
+    """`score`: the mean of the judgements that could be read; `judge_unreadable`: the share of those that could not;
+    `judgement`: the first. ValueError: none could."""
+    messages = required_prompt(raw_prompt)
+    body = judge.request(
+        prompt=str(messages[-1]["content"]),
+        messages=messages,
+        answer=solution_str,
+        ground_truth=ground_truth,
+        data_source=data_source,
+        extra_info=extra_info,
+    )
+    reply = await post(reward_router_address, "/v1/chat/completions", body)
+    texts = [choice["message"]["content"] or "" for choice in reply["choices"]]
+    scores, problems = [], []
+    for text in texts:
+        try:
+            scores.append(judge.read(text))
+        except ValueError as error:
+            problems.append(error)
+        await asyncio.sleep(0)
+    if not scores:
+        raise problems[0]
+    unreadable = len(problems) / len(texts)
+    return {"score": sum(scores) / len(scores), "judge_unreadable": unreadable, "judgement": texts[0]}
+
+
+def template_text(template: str) -> str:
+    """The template itself, read where a file is named."""
+    if "\n" in template or not template.endswith(_FILES):
+        return template
+    return Path(template).expanduser().read_text(encoding="utf-8")
+
+
+@functools.lru_cache
+def compiled(template: str) -> Any:
+    """jinja2.TemplateSyntaxError: it is no template. What it names and is not given raises when it is written."""
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    return ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True).from_string(template)
+
+
+def _in_json(text: str, field: str) -> float | None:
+    """The number under `field` in the last JSON object that has one."""
+    decoder, found = json.JSONDecoder(), None
+    start = text.find("{")
+    while start >= 0:
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except ValueError:
+            start = text.find("{", start + 1)
+            continue
+        number = value.get(field)
+        if isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number):
+            found = float(number)
+        start = text.find("{", end)
+    return found
+
+
+def _in_text(text: str, pattern: str) -> float | None:
+    matches = re.findall(pattern, text)
+    if not matches:
+        return None
+    last = matches[-1] if isinstance(matches[-1], str) else matches[-1][0]
+    try:
+        value = float(last)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
