@@ -15,6 +15,7 @@ from verl.config import (
     reward,
     rm_rules,
     sft,
+    sft_rules,
     supervised_rules,
     validate,
 )
@@ -58,9 +59,9 @@ PPO = Root(
 SFT = Root(
     sft.SFTConfig,
     "sft_trainer",
-    supervised_rules.resolve,
-    supervised_rules.validate,
-    supervised_rules.check_environment,
+    sft_rules.resolve,
+    sft_rules.validate,
+    sft_rules.check_environment,
     old_spellings=sft.old_spellings,
 )
 RM = Root(RMConfig, "rm_trainer", rm_rules.resolve, supervised_rules.validate, rm_rules.check_environment)

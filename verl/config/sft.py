@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.generation import EvalRewardConfig
 from verl.config.problems import Report
+from verl.config.reward import CustomRewardFunctionConfig
+from verl.config.rollout import GeneratorConfig
 from verl.config.schema import key
-from verl.config.supervised import SupervisedConfig, SupervisedDataConfig
+from verl.config.supervised import SupervisedConfig, SupervisedDataConfig, SupervisedTrainerConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,6 +35,14 @@ class SFTDataConfig(SupervisedDataConfig):
         "Learn everything the assistant says in a conversation, not only its last answer.",
         aliases=("multiturn.enable",),
     )
+    val_prompt_files: list[str] = key(
+        "Prompts that the model answers at every validation, scored: rows as main_ppo's; empty: none.",
+        null="none",
+        path=True,
+    )
+    val_n: int = key("Answers to each of them.", min=1)
+    max_prompt_length: int = key("Longest of them in tokens.", min=1)
+    reward_fn_key: str = key("Their column that says which reward function scores the answer.")
     rewritten_turns: str = key(
         "Where the template rewrites earlier turns (drops thinking): a row of each of its texts, or refuse.",
         choices=("split", "error"),
@@ -41,8 +52,19 @@ class SFTDataConfig(SupervisedDataConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class SFTTrainerConfig(SupervisedTrainerConfig):
+    log_val_generations: int = key(
+        "Answers to data.val_prompt_files that every tracker gets; the console shows three.", min=0
+    )
+
+
+@dataclass(kw_only=True, slots=True)
 class SFTConfig(SupervisedConfig):
     data: SFTDataConfig = key("Rows and batches.")
+    rollout: GeneratorConfig = key("How prompts of data.val_prompt_files are answered.")
+    reward_model: EvalRewardConfig = key("How those answers are scored.")
+    custom_reward_function: CustomRewardFunctionConfig = key("A reward function of your own for them.")
+    trainer: SFTTrainerConfig = key("The run.")
 
 
 def old_spellings(values: dict[str, Any], report: Report) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from verl.config import EvalConfig
+from verl.config import EvalConfig, SFTConfig
 from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
 from verl.trainer.ppo.validation_metrics import process_validation_metrics
 from verl.utils.dataset.files import find_files
@@ -30,7 +30,7 @@ from verl.utils.reward_score import known_data_sources
 from verl.workers.reward_manager.naive import RewardError, describe_failures
 from verl.workers.reward_manager.scorer import Sample, Score
 
-__all__ = ["evaluate", "show"]
+__all__ = ["evaluate", "reward_rules", "scored", "show"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,10 @@ def evaluate(config: EvalConfig) -> Metrics:
     Metrics are those of validation: mean@n, pass@k, best@k, maj@k. They go to `data.output_path` too, if set.
     """
     data = config.data
-    own = get_custom_reward_fn(config.to_dict()) is not None
     rows = Rows(find_files(data.path))
-    refuse_problems(rows, _rules(config, own))
+    refuse_problems(rows, [_answers_rule(data.response_key), *reward_rules(config)])
     prompts, samples = _samples(rows, config)
-    scores = _scored(config, samples)
+    scores = scored(config, samples)
     names = dict.fromkeys(name for score in scores for name in score.extra)
     columns = {name: [score.extra.get(name) for score in scores] for name in names}
     masked = config.reward_model.on_error == "mask"
@@ -88,10 +87,13 @@ def show(metrics: Metrics, console: Console) -> None:
     console.print(table)
 
 
-def _rules(config: EvalConfig, own_function: bool) -> list[Rule]:
+def reward_rules(config: EvalConfig | SFTConfig) -> list[Rule]:
+    """Rows say what scores them, and hold what that needs."""
     key = config.data.reward_fn_key
-    rules = [text_rule(key, "data.reward_fn_key"), _answers_rule(config.data.response_key)]
-    return rules if own_function else [*rules, source_rule(key, known_data_sources()), ground_truth_rule()]
+    rules = [text_rule(key, "data.reward_fn_key")]
+    if get_custom_reward_fn(config.to_dict()) is not None:
+        return rules
+    return [*rules, source_rule(key, known_data_sources()), ground_truth_rule()]
 
 
 def _answers_rule(key: str) -> Rule:
@@ -123,7 +125,8 @@ def _samples(rows: Rows, config: EvalConfig) -> tuple[list[int], list[Sample]]:
     return prompts, samples
 
 
-def _scored(config: EvalConfig, samples: Sequence[Sample]) -> list[Score]:
+def scored(config: EvalConfig | SFTConfig, samples: Sequence[Sample]) -> list[Score]:
+    """Every sample by its reward function; one that fails ends this, or scores 0, as `reward_model.on_error` says."""
     manager = load_reward_manager(config.to_dict(), None, 0)
     try:
         scores = manager.score(samples)

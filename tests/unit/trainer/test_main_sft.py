@@ -188,11 +188,30 @@ def test_multiturn_learns_every_answer_and_nothing_between(model_path, files):
         assert tokenizer.decode(batch["input_ids"][0]) == tokenizer.apply_chat_template(messages, tokenize=False)
 
 
+EXACT = """
+def compute_score(data_source, solution_str, ground_truth):
+    return {"score": float(solution_str == ground_truth), "tokens": len(solution_str)}
+"""
+
+
 def test_a_tiny_set_is_learned_by_heart_and_the_export_answers_it(model_path, files):
+    """Validation has the model answer as it is then, and scores what it says."""
     (files / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS[:4])))
+    asked = [
+        {"data_source": "sums", "prompt": row["prompt"], "reward_model": {"ground_truth": row["response"]}}
+        for row in ROWS[:4]
+    ]
+    (files / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    (files / "exact.py").write_text(EXACT)
     size = ["data.train_batch_size=4", "trainer.total_epochs=60", "trainer.save_freq=0", "optim.lr=1e-2"]
-    run_sft(make_config(model_path, *size))
-    losses = [data["train/loss"] for _, data in logged(files)]
+    answers = ["data.val_prompt_files=asked.jsonl", "custom_reward_function.path=exact.py", "data.max_prompt_length=64"]
+    answers += ["rollout.max_new_tokens=12", "trainer.test_freq=0", "data.val_n=2"]
+    run_sft(make_config(model_path, *size, *answers))
+    (_, first), *steps = logged(files)
+    assert first["val-core/sums/reward/mean@2"] == 0
+    assert steps[-1][1]["val-core/sums/reward/mean@2"] == 1
+    assert steps[-1][1]["val-aux/sums/tokens/mean@2"] == sum(len(row["response"]) for row in ROWS[:4]) / 4
+    losses = [data["train/loss"] for _, data in steps]
     assert losses[0] > 5
     assert losses[-1] < 0.2
     folder = resolve_model_path(files / "steps" / "global_step_60")

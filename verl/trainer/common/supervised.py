@@ -133,6 +133,11 @@ class SupervisedTrainer(Generic[Config]):
                 joined.setdefault(name, []).extend(values)
         return reduce_metrics(joined)
 
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to validate with."""
+        return self.val_dataloader is not None
+
     def _loaders(self) -> tuple[BatchLoader, DataLoader | None]:
         data, collate = self.config.data, self.collator()
         train = train_loader(self.dataset(is_train=True), data, collate)
@@ -149,7 +154,7 @@ class SupervisedTrainer(Generic[Config]):
             self._load_checkpoint()
             self.status.step = self.global_steps
             with progress_bar(self.status.standing):
-                if trainer.val_before_train and self.val_dataloader is not None:
+                if trainer.val_before_train and self.validates:
                     found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate)
                     self.tracking.log(found or self.setbacks.metrics(), self.global_steps)
                 self._train()
@@ -171,7 +176,7 @@ class SupervisedTrainer(Generic[Config]):
         with phases("step", self.worker_group):
             metrics = self._train_step(batch)
         saves = self._is_due(trainer.save_freq)
-        tests = self.val_dataloader is not None and self._is_due(trainer.test_freq)
+        tests = self.validates and self._is_due(trainer.test_freq)
         found, stopping = self._end_step(
             step, saves, tests, step >= self.total_training_steps, phases, self.worker_group
         )
@@ -202,9 +207,8 @@ class SupervisedTrainer(Generic[Config]):
 
     def _validate(self) -> dict[str, float]:
         """Of all validation rows."""
-        assert self.val_dataloader is not None
         found = []
-        for rows in self.val_dataloader:
+        for rows in self.val_dataloader or ():
             if self.stop_requested.is_set() and self.config.trainer.save_within is not None:
                 logger.warning("validation given up: there may be no time for it (trainer.save_within)")
                 return {}

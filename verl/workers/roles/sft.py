@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from verl.config import SFTConfig, load_config
+from verl.config import ModelConfig, RolloutConfig, SFTConfig, as_config, load_config
 from verl.config.engine import CheckpointConfig
-from verl.protocol import DataProto
+from verl.protocol import DataProto, object_array
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.types.request import Request
+from verl.utils.field_errors import keys_under
 from verl.utils.fs import resolve_model_path
-from verl.utils.progress import expect
+from verl.utils.progress import expect, tick
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.step_checks import REFUSED, SKIPPED
 from verl.workers.roles.engines import inferred, start_engine
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.saving import SavingWorker
+from verl.workers.rollout.placement import open_rollout
+from verl.workers.rollout.prompts import sampling_params
+from verl.workers.sharding_manager.in_process import InProcessTransfer
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+# What of a model an engine that generates is told.
+_MODEL = ("path", "trust_remote_code", "override_config")
 
 
 def token_mean_loss(
@@ -42,6 +50,7 @@ class SFTWorker(SavingWorker):
 
     def __init__(self, config: Any) -> None:
         self.config = load_config(config, check_files=False, root=SFTConfig)
+        self._rollout: Any = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -78,6 +87,46 @@ class SFTWorker(SavingWorker):
             return found
         total, tokens = negative_log_likelihood(found.batch["log_probs"], data)
         return DataProto(meta_info={"metrics": {"val/loss": (float(total), float(tokens))}})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_answers(self, version: int) -> None:
+        """Open the engine that answers, or wake it, and hand it the weights as they are now."""
+        if self._rollout is None:
+            config = self.config
+            # A rollout of PPO never samples at temperature 0; requests say it themselves.
+            settings = {**config.rollout.to_dict(), "temperature": config.rollout.temperature or 1.0}
+            settings |= {"free_cache_engine": True, "free_weights": True}
+            model = as_config(ModelConfig, {name: config.model[name] for name in _MODEL}, at="actor_rollout_ref.model")
+            with keys_under("rollout", RolloutConfig):
+                path = resolve_model_path(config.model.path)
+                self._rollout = open_rollout(path, model, as_config(RolloutConfig, settings), self.device)
+            self._transfer = InProcessTransfer(self.engine, self._rollout)
+        self._rollout.resume()
+        self._transfer.sync(version)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
+    def answer(self, data: DataProto) -> DataProto:
+        """`answer`, token ids, to each of `prompt_ids`; between `begin_answers` and `end_answers`."""
+        if not self.engine.collects:
+            return DataProto()
+        expect(len(data))
+        given = sampling_params(self._rollout.config, data.meta_info, temperature=self.config.rollout.temperature)
+        columns = zip(data.non_tensor_batch["prompt_ids"], data.non_tensor_batch["noise_key"], strict=True)
+        requests = [
+            Request(str(row), list(ids), replace(given, key=int(noise)), group=str(row))
+            for row, (ids, noise) in enumerate(columns)
+        ]
+        answers = []
+        for future in self._rollout.submit(requests):
+            answers.append(list(future.result().token_ids))
+            tick()
+        return DataProto.from_dict({}, {"answer": object_array(answers)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_answers(self) -> None:
+        """The engine's memory is training's again."""
+        if self._rollout is not None:
+            self._rollout.release()
 
     @property
     def checkpoint(self) -> CheckpointConfig:

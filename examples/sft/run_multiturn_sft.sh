@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Supervised fine-tuning on conversations: every answer of the assistant is learned, on eight GPUs, packed.
+# A row has `messages`, a list of {role, content}; a message may have `loss`, its weight (0: not learned).
+# bash examples/sft/run_multiturn_sft.sh [key=value …]
+set -euo pipefail
+
+DATA_DIR=${DATA_DIR:-$HOME/data/conversations}
+
+exec python3 -m verl.trainer.main_sft \
+    data.train_files="$DATA_DIR/train.parquet" \
+    data.val_files="$DATA_DIR/test.parquet" \
+    data.messages_key=messages \
+    data.multiturn=True \
+    data.train_batch_size=64 \
+    data.use_dynamic_bsz=True \
+    data.max_token_len_per_gpu=16384 \
+    data.max_length=8192 \
+    data.truncation=right \
+    model.path=Qwen/Qwen2.5-7B-Instruct \
+    ulysses_sequence_parallel_size=2 \
+    optim.lr=1e-5 \
+    trainer.n_gpus_per_node=8 \
+    trainer.total_epochs=2 \
+    trainer.project_name=multiturn-sft \
+    trainer.experiment_name=qwen2.5-7b-instruct \
+    "$@"
