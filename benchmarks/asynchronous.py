@@ -58,7 +58,7 @@ _SHOWN = {
 _LARGE = [
     f"{ACTOR}.optim.state_dtype=bf16",
     f"{ACTOR}.fsdp_config.optimizer_offload=True",
-    f"{ROLLOUT}.gpu_memory_utilization=0.2",
+    f"{ROLLOUT}.gpu_memory_utilization=0.15",
     f"{ROLLOUT}.max_num_seqs=128",
 ]
 _ACCURACY = "val/two_step/accuracy"

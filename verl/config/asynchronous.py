@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from verl.config import names
 from verl.config.plan import ROLLOUT
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
@@ -29,6 +30,12 @@ def ahead_of(trainer: TrainerConfig) -> Ahead:
         return Ahead(1, "wait", in_order=True, partial=False)
     exact = trainer.max_staleness == 0
     return Ahead(trainer.max_staleness, trainer.staleness_strategy, in_order=exact, partial=trainer.partial_rollout)
+
+
+def stands_still(config: PPOConfig) -> bool:
+    """Whether an engine in the trainer's process, alone, computes nothing until weights are handed over."""
+    rollout, turns = config.actor_rollout_ref.rollout, not config.trainer.overlap and ahead_of(config.trainer).partial
+    return turns and rollout.tensor_model_parallel_size == 1 and not names.ROLLOUTS[rollout.name].foreign
 
 
 def resolve_asynchronous(config: PPOConfig, report: Report) -> None:

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from verl.config import names
+from verl.config.asynchronous import stands_still
 from verl.config.plan import (
     ACTOR,
     BLOCK_OF_ROLE,
@@ -354,9 +355,14 @@ RULES: tuple[Rule, ...] = (
         f"only {ROLLOUT}.name=native and vllm know them",
     ),
     Rule(
-        _below(ROLLOUT, "free_cache_engine", "free_weights"),
+        _below(ROLLOUT, "free_cache_engine"),
         lambda config: config.trainer.mode == "sync" or not shares_devices(config),
-        "with trainer.mode other than sync generation goes on while training, and gives nothing back",
+        "with trainer.mode other than sync answers are under way while training, and keep their KV",
+    ),
+    Rule(
+        _below(ROLLOUT, "free_weights"),
+        lambda config: config.trainer.mode == "sync" or not shares_devices(config) or stands_still(config),
+        "generation goes on while training, and needs them; trainer.overlap=False lets it stand still",
     ),
     Rule(
         _below(ROLLOUT, "free_weights"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config import names
 from verl.config.actor import ActorConfig
-from verl.config.asynchronous import resolve_asynchronous
+from verl.config.asynchronous import resolve_asynchronous, stands_still
 from verl.config.devices import visible_gpus
 from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, layout_of, shares_devices
 from verl.config.ppo import PPOConfig
@@ -180,7 +180,10 @@ def _pools(config: PPOConfig, report: Report) -> None:
     if rollout.return_routed_experts is None:
         rollout.return_routed_experts = config.actor_rollout_ref.actor.router_replay.mode == "R3"
     if config.trainer.mode != "sync" and shares_devices(config):
-        rollout.free_cache_engine = rollout.free_weights = False  # generation goes on while training
+        if rollout.free_weights is None:
+            rollout.free_weights = rollout.free_cache_engine
+        rollout.free_weights = rollout.free_weights and stands_still(config)
+        rollout.free_cache_engine = False  # answers are under way while training
     if rollout.free_weights is None:
         rollout.free_weights = rollout.free_cache_engine and shares_devices(config) and not rollout.server_urls
 

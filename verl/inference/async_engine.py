@@ -192,6 +192,11 @@ class AsyncEngine:
             self._changed.notify_all()
             self._wait_until_still()
 
+    @property
+    def paused(self) -> bool:
+        """Whether requests wait for `unpause`."""
+        return _PAUSE in self._halted_by
+
     def unpause(self) -> None:
         """Go on after `pause`."""
         with self._changed:

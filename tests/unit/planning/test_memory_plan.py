@@ -174,13 +174,15 @@ def test_kv_follows_the_share_of_the_device_and_leaves_with_training():
 
 
 def test_generation_beside_training_gives_nothing_back_and_may_be_told_to_take_less():
-    beside = load("trainer.mode=async")
+    beside = load("trainer.mode=async", "trainer.overlap=True")
     plan = plan_of(beside, 24)
     taken = phase(plan, "gen").parts["rollout"]
     assert phase(plan, "update_actor").parts["rollout"] == taken >= phase(plan_of(load(), 24), "gen").parts["rollout"]
     found = {remedy.key for remedy, _ in helpful("update_actor", lambda key: pick(beside, key))}
     assert f"{ROLLOUT}.gpu_memory_utilization" in found
     assert not found & {f"{ROLLOUT}.free_cache_engine", f"{ROLLOUT}.free_weights"}
+    by_turns = plan_of(load("trainer.mode=async"), 24)
+    assert taken - phase(by_turns, "update_actor").parts["rollout"] == 2 * SHAPE.parameters
     apart = load("trainer.mode=async", f"{ROLLOUT}.nnodes=1")
     assert apart.actor_rollout_ref.rollout.free_cache_engine
 

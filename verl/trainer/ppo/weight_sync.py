@@ -38,11 +38,13 @@ class WeightSync:
 
         A generation that stays open goes on beside training, or stands still where they take turns.
         """
+        goes_on = False
         if self._groups.generation_open:
             self._holds = self._groups.takes_turns
+            goes_on = not self._holds
             if self._holds:
                 self._groups.rollout.hold_generation()
-        elif self._groups.frees_weights:
+        if self._groups.frees_weights and not goes_on:
             self._groups.actor.free_rollout_weights()
 
     def hand_over(self, version: int) -> None:

@@ -128,6 +128,8 @@ class EmbeddedRollout(BaseRollout):
         if self._unfit:
             raise RuntimeError(f"rollout: the engine has no weights to generate with. {self._unfit}")
         if "weights" in self._released and self.config.free_weights:
+            if isinstance(self._loop, AsyncEngine) and self._loop.paused:
+                return  # whoever asks waits for what ends the pause, after a hand-over
             raise RuntimeError(
                 "rollout: the weights were let go (rollout.free_weights). Hand them over again before generating."
             )

@@ -235,9 +235,13 @@ def test_weights_that_were_let_go_come_with_an_update_and_running_requests_wait_
     engine.resume()
     with pytest.raises(RuntimeError, match=r"let go \(rollout.free_weights\). Hand them over"):
         engine.submit([request("b")])
-    assert not wait(futures, timeout=0.1).done
+    engine.pause_generation("keep")
+    later = engine.submit([request("b")])  # who asks in a pause waits for its end
+    assert not wait([*futures, *later], timeout=0.1).done
     engine.update_weights(weights.items())
+    engine.resume_generation()
     assert only(futures).token_ids == whole.token_ids
+    assert only(later).token_ids
     assert only(engine.submit([request()])).token_ids == whole.token_ids
 
 
