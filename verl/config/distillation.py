@@ -13,6 +13,9 @@ from verl.config.schema import Block, key
 @dataclass(kw_only=True, slots=True)
 class TeacherModelConfig(Block):
     model_path: str | None = key("Local folder, hub name or URL of its weights.", null="not set", path=True)
+    url: list[str] | None = key(
+        "Servers that have it, instead: `python -m verl.inference.server` or `vllm serve`.", null="it runs here"
+    )
     num_replicas: int | None = key(
         "Copies of its weights, each sharded over ranks / num_replicas of them.", null="as fsdp_size says", min=1
     )
@@ -72,7 +75,7 @@ class DistillationConfig(Block):
     @property
     def local_teachers(self) -> Mapping[str, TeacherModelConfig]:
         """Those that run here, by name."""
-        return self.teacher_models if self.enabled else {}
+        return {name: teacher for name, teacher in self.teacher_models.items() if self.enabled and not teacher.url}
 
     def engine_of(self, name: str, ranks: int) -> TeacherConfig:
         """How a teacher runs on so many ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from verl.config.plan import layout_of
+from verl.config.plan import ROLLOUT, layout_of
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 
@@ -51,9 +51,23 @@ def _teachers(config: PPOConfig, report: Report) -> None:
             report.problem(f"{_TEACHERS}.{mine[1]}.key", key, f"{' and '.join(mine)} have {whose}", fix)
     ranks = layout_of(config, "teacher").world_size
     for name, teacher in teachers.items():
+        if teacher.url:
+            _served(config, name, report)
+            continue
         if teacher.model_path is None:
-            report.problem(f"{_TEACHERS}.{name}.model_path", None, "the teacher has no weights", "Set it")
+            report.problem(f"{_TEACHERS}.{name}.model_path", None, "the teacher has no weights", "Set it, or url=…")
         if teacher.num_replicas is not None and ranks % teacher.num_replicas:
             why = f"copies do not divide the {ranks} ranks of {layout_of(config, 'teacher').pool}"
             fix = "Set a divisor, or leave it out: one copy is shared by all ranks"
             report.problem(f"{_TEACHERS}.{name}.num_replicas", teacher.num_replicas, why, fix)
+
+
+def _served(config: PPOConfig, name: str, report: Report) -> None:
+    temperature, teacher = config.actor_rollout_ref.rollout.temperature, config.distillation.teacher_models[name]
+    if temperature != 1:
+        why = f"{_TEACHERS}.{name}.url: a server tells log-probs at temperature 1, and the student answers at another"
+        fix = f"Set it to 1.0, or {_TEACHERS}.{name}.model_path and let the teacher run here"
+        report.problem(f"{ROLLOUT}.temperature", temperature, why, fix)
+    for key in ("model_path", "num_replicas"):
+        if teacher[key] is not None:
+            report.notice(f"{_TEACHERS}.{name}.{key} = {teacher[key]}: no effect, the servers at url have the teacher.")

@@ -28,6 +28,8 @@ from verl.inference.server import main
 from verl.inference.serving.app import in_options
 from verl.inference.serving.fields import ApiError
 from verl.inference.serving.openai_requests import ModelFacts, parse
+from verl.protocol import DataProto
+from verl.trainer.ppo.teacher_servers import TeacherServer
 
 KEY = "a secret"
 MAX_LENGTH = 50_000
@@ -399,6 +401,46 @@ def test_a_prompt_can_be_scored_without_an_answer(complete, folder):
     assert answer.usage.completion_tokens == 0
     again = complete(prompt=TOKENIZER.encode("abc"), logprobs=1, echo=True, max_tokens=2)
     assert again.choices[0].logprobs.token_logprobs[:3] == answer.choices[1].logprobs.token_logprobs
+
+
+def test_a_teacher_tells_the_log_probs_of_given_tokens_by_id(complete, address, folder, monkeypatch):
+    """`prompt_logprobs`, and the client that distillation asks with: rows as a batch has them."""
+    monkeypatch.setenv("VERL_API_KEY", KEY)
+    ids = torch.tensor([[0, 0, 40, 41, 42, 43, 44], [50, 51, 52, 53, 54, 0, 0]])
+    tensors = {"input_ids": ids, "attention_mask": (ids > 0).long(), "responses": ids[:, 4:]}
+    teacher = TeacherServer("big", [address, f"{address}/v1"], top_k=25)
+    found = teacher.columns(DataProto.from_dict(tensors)).batch
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for row, (prompt, length) in enumerate(((2, 3), (4, 1))):
+        tokens = ids[row][ids[row] > 0]
+        with torch.no_grad():
+            log_p = model(tokens[None]).logits[0].log_softmax(-1)[prompt - 1 : prompt - 1 + length]
+        wanted = log_p.gather(1, tokens[prompt:][:, None])[:, 0]
+        torch.testing.assert_close(found["teacher_log_prob"][row, :length], wanted, atol=1e-4, rtol=0)
+        top = found["teacher_top_log_probs"][row, :length]
+        torch.testing.assert_close(top, log_p.topk(25).values, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            top, log_p.gather(1, found["teacher_top_ids"][row, :length].long()), atol=1e-4, rtol=0
+        )
+        assert not found["teacher_log_prob"][row, length:].any()
+    (choice,) = complete(prompt=[40, 41, 42], max_tokens=1, extra={"prompt_logprobs": 2}).choices
+    assert choice.prompt_logprobs[0] is None
+    assert "41" in choice.prompt_logprobs[1]
+    assert len(choice.prompt_logprobs[1]) in (2, 3)
+    with pytest.raises(openai.BadRequestError, match="goes with neither"):
+        complete(echo=True, extra={"prompt_logprobs": 2})
+
+
+def test_a_server_of_another_vocabulary_or_none_at_all_is_no_teacher(address, monkeypatch):
+    monkeypatch.setenv("VERL_API_KEY", KEY)
+    TeacherServer("big", [address], 0).check(TOKENIZER, "student")
+    other = tiny_tokenizer()
+    other.add_tokens([f"<|other{number}|>" for number in range(6)])
+    with pytest.raises(ValueError, match=r"teacher_models\.big\.url: http.* tokens of the student.*= student: token"):
+        TeacherServer("big", [address], 0).check(other, "student")
+    monkeypatch.setattr("verl.trainer.ppo.teacher_servers._FIRST_PAUSE_S", 0.0)
+    with pytest.raises(ConnectionError, match=r"teacher_models\.big\.url: http://127\.0\.0\.1:9.* does not answer"):
+        TeacherServer("big", ["http://127.0.0.1:9"], 0).check(TOKENIZER, "student")
 
 
 def test_a_chat_is_told_the_likeliest_tokens(client):

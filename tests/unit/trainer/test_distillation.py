@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +15,7 @@ from tests.support.tiny import save_tiny_model
 from tests.support.training_harness import make_task, make_trainer, overrides, run_training
 from verl.config import ConfigError, load_config
 from verl.protocol import DataProto, object_array
-from verl.trainer.ppo.teachers import check_teachers, rows_of_teachers
+from verl.trainer.ppo.teachers import check_teachers, joined, rows_of_teachers
 from verl.utils import hf_tokenizer
 
 TEACHERS = "distillation.teacher_models"
@@ -124,6 +125,15 @@ def test_rows_go_to_the_teacher_of_their_source_else_to_the_one_for_all_others()
         rows_of_teachers(batch, "data_source", {"a": "first"})
 
 
+def test_what_servers_and_ranks_say_is_joined_in_the_order_of_the_rows():
+    parts = [
+        DataProto.from_dict({"x": torch.full((rows, width), value)})
+        for rows, width, value in ((2, 3, 1.0), (1, 2, 2.0))
+    ]
+    whole = joined(parts, [np.array([0, 2]), np.array([1])], width=4).batch["x"]
+    assert whole.tolist() == [[1, 1, 1, 0], [2, 2, 0, 0], [1, 1, 1, 0]]
+
+
 def test_data_without_a_teacher_is_refused_before_training(task, tmp_path):
     trainer = make_trainer(arguments(task, tmp_path, f"{TEACHERS}.large.key=toy"))
     with pytest.raises(ValueError, match=r"train\.parquet.* row 1.*data_source = 'game'"):
@@ -146,6 +156,7 @@ def test_another_vocabulary_is_refused_with_both_names(task, tmp_path):
         ((f"{TEACHERS}.b.model_path=x/y",), "large and b have no key"),
         ((f"{TEACHERS}.b.key=toy",), f"{TEACHERS}.b.model_path"),
         ((f"{TEACHERS}.large.num_replicas=3",), "do not divide the 1 ranks"),
+        ((f"{TEACHERS}.large.url=http://big:8001",), r"temperature = 0\.8: .*tells log-probs at temperature 1"),
         ((ALONE, "algorithm.filter_groups.enable=True"), "no answer has a score to differ in"),
         ((f"{LOSS}.loss_mode=k9",), "is not known"),
         ((f"{TEACHERS}.large.modelpath=x",), f"Did you mean {TEACHERS}.large.model_path"),

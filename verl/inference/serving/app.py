@@ -140,7 +140,7 @@ class _Choice:
         self._text = TextStream(tokenizer, request.params.stop, context)
         self._tools = ToolText(ask.begun) if ask.tools else None
         self._echoed = None if ask.echoed is None else ask.echoed[index // ask.n]
-        self._scores_only = ask.scores_only
+        self._scores_only, self._tells_prompt = ask.scores_only, ask.tells_prompt
         self._held: list[Token] = []
         self._offset = 0
 
@@ -163,6 +163,8 @@ class _Choice:
         if self.finished and not self._scores_only:
             told += self._text.finish()
         part = Part(self.index, told, offset=self._offset, finish_reason=reason)
+        if self._tells_prompt:
+            part.prompt = prompt_tokens(self.request.prompt_ids, piece)
         if self._tools is not None:
             part.text, part.calls = self._tools.push(told, last=self.finished)
             if self._tools.calls and reason == "stop":

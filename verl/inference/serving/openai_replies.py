@@ -29,6 +29,8 @@ class Part:
     calls: list[dict[str, Any]] = field(default_factory=list)
     offset: int = 0
     finish_reason: str | None = None
+    prompt: list[Token] = field(default_factory=list)
+    """The prompt's, where they are told by token id."""
 
 
 def sampled_tokens(output: Output) -> list[Token]:
@@ -90,6 +92,8 @@ class Replies:
 
     def _choice(self, part: Part, said: dict[str, Any]) -> dict[str, Any]:
         log_probs = self._log_probs(part) if self._ask.log_probs else None
+        if part.prompt:
+            said = {**said, "prompt_logprobs": [self._by_id(*token) for token in part.prompt]}
         return {"index": part.index, **said, "logprobs": log_probs, "finish_reason": part.finish_reason}
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
@@ -120,6 +124,18 @@ class Replies:
             "token_logprobs": [log_prob for _, log_prob, _ in part.tokens],
             "top_logprobs": tops,
             "text_offset": _offsets(texts, part.offset),
+        }
+
+    def _by_id(self, token: int, log_prob: float | None, top: TopLogProbs | None) -> dict[str, Any] | None:
+        """The likeliest tokens by id, and the token itself; none before the first."""
+        if log_prob is None:
+            return None
+        ranked: list[tuple[int, float, int | None]]
+        ranked = [(other, value, rank) for rank, (other, value) in enumerate(top or (), start=1)]
+        ranked += [] if any(other == token for other, _, _ in ranked) else [(token, log_prob, None)]
+        return {
+            str(other): {"logprob": value, "rank": rank, "decoded_token": self._text_of(other)}
+            for other, value, rank in ranked
         }
 
     def _entry(self, token: int, log_prob: float | None) -> dict[str, Any]:

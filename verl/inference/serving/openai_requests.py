@@ -36,6 +36,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
 _MOST_TOP = 20
+_MOST_PROMPT_TOP = 1024
 _COMPLETION_TOKENS = 16
 _NO_TEMPLATE = "this model has no chat template. Use /v1/completions."
 _NO_CLIENT_TEMPLATE = (
@@ -73,6 +74,8 @@ class Ask:
     log_probs: bool
     echoed: list[str] | None = None
     """Texts of the prompts, with which the answers begin."""
+    tells_prompt: bool = False
+    """Log-probs of the prompts are told by token id, beside the answers."""
     scores_only: bool = False
     """Only the prompts are told: max_tokens is 0."""
     tools: bool = False
@@ -113,13 +116,19 @@ def parse(path: str, body: bytes, facts: ModelFacts, tokenizer: Any) -> Ask:
 
 def _completion(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> Ask:
     """A text, token ids, or a list of either."""
-    fields = Fields(given, ("prompt", "echo"))
+    fields = Fields(given, ("prompt", "echo", "prompt_logprobs"))
     prompt = fields.given.get("prompt")
     several = isinstance(prompt, list) and prompt and all(isinstance(item, str | list) for item in prompt)
     items: list[Any] = prompt if several and isinstance(prompt, list) else [prompt]
     echo, top = fields.boolean("echo", False), fields.integer("logprobs", None, 0, _MOST_TOP)
     ask = _ask(fields, facts, len(items), _COMPLETION_TOKENS, top, lowest=0 if echo else 1)
+    likeliest = fields.integer("prompt_logprobs", None, 0, _MOST_PROMPT_TOP)
+    if likeliest is not None and (echo or ask.log_probs or ask.stream):
+        fields.refuse("prompt_logprobs", "goes with neither logprobs, echo nor stream")
     ask = replace(ask, prompts=[read_prompt(item, facts, tokenizer) for item in items])
+    if likeliest is not None:
+        told = replace(ask.params, prompt_log_probs=True, top_log_probs=likeliest)
+        return replace(ask, params=told, tells_prompt=True)
     if not echo:
         return ask
     texts = [item if isinstance(item, str) else tokenizer.decode(item) for item in items]

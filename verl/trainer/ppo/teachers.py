@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.config import PPOConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.groups import WorkerGroups
+from verl.trainer.ppo.teacher_servers import TeacherServer
 from verl.utils import hf_tokenizer
 
 Infer = Callable[[Callable[..., Any], DataProto, str], DataProto]
@@ -24,19 +26,35 @@ class Teachers:
         """`infer(method, batch, role)` makes a group's pass over a batch, as `WorkerGroups.infer` does."""
         self._groups, self._infer = groups, infer
         self._source_key = config.data.reward_fn_key
+        distillation, loss = config.distillation, config.distillation.distillation_loss
+        self._servers = {
+            name: TeacherServer(name, teacher.url, loss.topk if loss.over_top_tokens else 0)
+            for name, teacher in distillation.teacher_models.items()
+            if teacher.url and distillation.enabled
+        }
         self._by_source = {teacher.key: name for name, teacher in config.distillation.teacher_models.items()}
 
     def columns(self, batch: DataProto) -> DataProto:
-        """`teacher_log_prob`: [batch, response], of every row under its own teacher."""
+        """`teacher_log_prob`: [batch, response], of every row under its own teacher; for a loss over the likeliest
+        tokens theirs, too."""
         rows = rows_of_teachers(batch, self._source_key, self._by_source)
         parts = [
             self._said_by(name, batch if len(rows) == 1 else batch.select_idxs(mine)) for name, mine in rows.items()
         ]
         if len(parts) == 1:
             return parts[0]
+        if self._servers:
+            return joined(parts, list(rows.values()), batch.batch["responses"].shape[1])
         return DataProto.concat(parts).select_idxs(np.argsort(np.concatenate(list(rows.values()))))
 
+    def check_servers(self, tokenizer: Any, student: str) -> None:
+        """ValueError where a server does not answer, or has other tokens than the student."""
+        for server in self._servers.values():
+            server.check(tokenizer, student)
+
     def _said_by(self, name: str, batch: DataProto) -> DataProto:
+        if name in self._servers:
+            return self._servers[name].columns(batch)
         return self._infer(partial(_ask, self._groups.teacher.compute_teacher_log_prob, name), batch, "teacher")
 
 
@@ -49,6 +67,17 @@ def rows_of_teachers(batch: DataProto, key: str, by_source: Mapping[str | None, 
         raise ValueError(_no_teacher(sources[names.index(None)], key, by_source))
     of_row = np.array(names)
     return {str(name): np.flatnonzero(of_row == name) for name in dict.fromkeys(names)}
+
+
+def joined(parts: Sequence[DataProto], rows: Sequence[np.ndarray], width: int) -> DataProto:
+    """Columns that came from here and from servers, of `width` answer tokens, in the order of the batch's rows."""
+    whole = {}
+    for name in parts[0].batch.keys():
+        values = [part.batch[name] for part in parts]
+        whole[name] = values[0].new_zeros(sum(map(len, rows)), width, *values[0].shape[2:])
+        for value, mine in zip(values, rows, strict=True):
+            whole[name][torch.from_numpy(mine), : value.shape[1]] = value
+    return DataProto.from_dict(whole)
 
 
 def check_teachers(config: PPOConfig, folders: Mapping[str, str], tokenizer: Any, dataset: Any) -> None:
