@@ -15,6 +15,7 @@ from verl.config.plan import (
     active_roles,
     actor_is_reference,
     needs_reference,
+    serves_reward_model,
     shares_devices,
 )
 from verl.config.ppo import PPOConfig
@@ -273,6 +274,11 @@ RULES: tuple[Rule, ...] = (
         _below("reward_model", *_OF_A_REWARD_MODEL),
         _is_set("reward_model.enable"),
         "no reward model runs; reward_model.enable=True starts one",
+    ),
+    Rule(
+        ("reward_model.rollout.*",),
+        serves_reward_model,
+        "no reward model is served; reward_model.judge.enable=True or custom_reward_function.path asks for it",
     ),
     Rule(
         ("reward_model.judge.*",),

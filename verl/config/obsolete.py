@@ -24,6 +24,9 @@ FIXED = {
     f"{_ROLLOUT}.pipeline_model_parallel_size": Fixed(
         1, "a copy of an engine is cut by tensor_model_parallel_size only", f"Set {_ROLLOUT}.tensor_model_parallel_size"
     ),
+    "reward_model.rollout.tensor_model_parallel_size": Fixed(
+        1, "each device serves a copy of the reward model", "Leave it out, or serve it elsewhere: reward_model.url"
+    ),
     "reward.reward_manager.source": Fixed(
         "register",
         "managers are found by the name they are registered under",
@@ -87,6 +90,10 @@ OBSOLETE = {
     "data.pad_mode": "model.use_remove_padding decides: tokens are packed, or rows padded to the longest of a pass",
     "data.balance_dp_token": "ranks always get about as many tokens",
     "data.use_shm": "files are read once and cached",
+    "reward_model.rollout.prompt_length": "max_model_len limits prompt and judgement together",
+    "reward_model.rollout.response_length": "requests say how long their answers may be",
+    "reward_model.rollout.free_cache_engine": "where it shares devices, it is parked while nobody is scored",
+    "reward_model.rollout.skip_tokenizer_init": "it reads messages",
     "reward_model.launch_reward_fn_async": "scoring always overlaps generation",
     "trainer.del_local_ckpt_after_load": "max_actor_ckpt_to_keep limits what stays",
     "trainer.remove_previous_ckpt_in_save": "max_actor_ckpt_to_keep limits what stays",

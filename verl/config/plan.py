@@ -172,7 +172,9 @@ def batch_plan(config: PPOConfig) -> BatchPlan:
         loss=_loss_line(config.actor_rollout_ref.actor),
         critic=critic,
         reference=_infer_plan(config, "ref") if needs_reference(config) else None,
-        reward_model=_infer_plan(config, "reward_model") if config.reward_model.enable else None,
+        reward_model=_infer_plan(config, "reward_model")
+        if config.reward_model.enable and not serves_reward_model(config)
+        else None,
         teacher=_infer_plan(config, "teacher") if config.distillation.local_teachers else None,
         strategies=tuple(pick(config, BLOCK_OF_ROLE[r]).strategy for r in active_roles(config) if r in BLOCK_OF_ROLE),
         problems=tuple(problems),
@@ -221,6 +223,18 @@ def scored_by_model(config: PPOConfig) -> bool:
     """Scores are degrees that a reward model gives, here or behind reward_model.url, not verdicts of a function."""
     reward = config.reward_model
     return reward.enable or (reward.url is not None and config.custom_reward_function.path is None)
+
+
+def serves_reward_model(config: PPOConfig) -> bool:
+    """The run's own reward model answers requests: those of a judge, or of a function of the user's."""
+    reward = config.reward_model
+    return reward.enable and (reward.judge.enable or config.custom_reward_function.path is not None)
+
+
+def judge_shares_devices(config: PPOConfig) -> bool:
+    """It does so on devices that other roles use too: parked while nobody is scored."""
+    others = {config.role_mapping[role] for role in active_roles(config) if role != "reward_model"}
+    return serves_reward_model(config) and config.role_mapping["reward_model"] in others
 
 
 def active_roles(config: PPOConfig) -> list[str]:

@@ -29,7 +29,8 @@ class JudgeConfig(Block):
     system: str | None = key("A system message before that.", null="none")
     parser: str = key("How its score is read.", choices=("json", "regex"))
     field: str = key("json: the number's name in the last JSON object of the judgement.")
-    json_schema: dict[str, Any] = key("json: the schema that the judge is held to (response_format); {}: none.")
+    json_schema: dict[str, Any] = key("json: the schema of its judgement; {}: a reason, then the number.")
+    constrain: bool = key("json: hold the judge to that schema (response_format).")
     pattern: str = key("regex: its first group is the number; the last match counts.")
     low: float = key("Its lowest score, which becomes 0; a number outside is no score.")
     high: float = key("Its highest score, which becomes 1.")
@@ -37,6 +38,23 @@ class JudgeConfig(Block):
     max_tokens: int = key("Longest judgement.", min=1)
     temperature: float = key("Of its sampling.", min=0)
     model: str | None = key("What the server calls the model.", null="the only one that it has")
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardRolloutConfig(Block):
+    name: str = key(
+        "Engine that serves the reward model.",
+        choices=("native",),
+        refused={
+            other: ("only the native engine serves a reward model", "Start it yourself and set reward_model.url")
+            for other in ("vllm", "sglang", "trtllm", "hf")
+        },
+    )
+    gpu_memory_utilization: float = key("Share of a GPU that its weights and KV memory take.", above=0, max=1)
+    max_model_len: int | None = key("Longest question and judgement together.", null="what the model reads", min=1)
+    max_num_seqs: int = key("Requests that it works on at once.", min=1)
+    dtype: str = key("Of its weights.", choices=("auto", "bfloat16", "float16", "float32"))
+    enforce_eager: bool = key("No CUDA graphs.")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,6 +105,7 @@ class RewardModelConfig(Block):
     fsdp_config: FSDPConfig = key("The fsdp engine.")
     megatron_config: MegatronConfig = key("The megatron engine.", aliases=("megatron",))
     judge: JudgeConfig = key("A language model as the reward model.")
+    rollout: RewardRolloutConfig = key("Serving it here, for a judge or for custom_reward_function.")
     enable_resource_pool: bool = key("Give the reward model devices of its own (reward_pool).")
     n_gpus_per_node: int = key("Size of reward_pool per node.", null="", follows="trainer.n_gpus_per_node", min=1)
     nnodes: int = key("Nodes of reward_pool.", min=1)

@@ -12,7 +12,7 @@ from verl.config.engine import OptimConfig
 from verl.config.idle import idle_keys
 from verl.config.lora_rules import lora_rules
 from verl.config.megatron_rules import megatron_rules
-from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, batch_plan
+from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, batch_plan, judge_shares_devices
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
 from verl.config.rollout_rules import engine_rules
@@ -227,11 +227,17 @@ def _rewards(config: PPOConfig, report: Report) -> None:
 
 def _judge(config: PPOConfig, report: Report) -> None:
     reward, judge, at = config.reward_model, config.reward_model.judge, "reward_model.judge"
+    if reward.enable and reward.url is not None:
+        why = "reward_model.enable = True starts one here"
+        report.problem("reward_model.url", reward.url, why, "Keep one of the two")
+    if judge_shares_devices(config) and config.trainer.mode != "sync":
+        why = f"trainer.mode = {config.trainer.mode} trains while answers are judged, on the same devices"
+        report.problem("reward_model.enable", True, why, "Set reward_model.enable_resource_pool=True")
     if not judge.enable:
         return
-    if reward.url is None:
-        fix = "Set reward_model.url=host:port of a server (python -m verl.inference.server --model …)"
-        report.problem(f"{at}.enable", True, "no server is named that has the judge", fix)
+    if reward.url is None and not reward.enable:
+        fix = "Set reward_model.url=host:port of a server that has the judge, or reward_model.enable=True and its path"
+        report.problem(f"{at}.enable", True, "there is no judge to ask", fix)
     if config.custom_reward_function.path is not None:
         why = "custom_reward_function.path scores the answers; it can ask the judge itself, at reward_router_address"
         report.problem(f"{at}.enable", True, why, "Leave one of them out")

@@ -30,6 +30,7 @@ class Classifier:
         self._working = 0
         self._changed = threading.Condition()
         self._closing = False
+        self._awake = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="classifier", daemon=True)
         self._thread.start()
 
@@ -48,6 +49,16 @@ class Classifier:
             self._changed.notify()
         return [future for _, future in added]
 
+    def park(self) -> None:
+        """Give the device's memory back; what is asked meanwhile waits until `wake`."""
+        self._awake.acquire()
+        self._device = self._model.device
+        self._model.to("cpu")
+
+    def wake(self) -> None:
+        self._model.to(self._device)
+        self._awake.release()
+
     def close(self) -> None:
         """End the thread; what waits fails."""
         with self._changed:
@@ -65,7 +76,8 @@ class Classifier:
                     return
                 batch = self._take()
                 self._working = len(batch)
-            self._answer([each for each in batch if each[1].set_running_or_notify_cancel()])
+            with self._awake:
+                self._answer([each for each in batch if each[1].set_running_or_notify_cancel()])
             self._working = 0
 
     def _take(self) -> list[_Waiting]:

@@ -12,7 +12,8 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from verl.inference.serving.api_app import ApiApp
@@ -25,7 +26,7 @@ from verl.inference.serving.scoring_requests import parse_scoring
 from verl.utils.http_server.protocol import Limits, asgi_server, bound, warn_if_open
 from verl.utils.logging_setup import setup_logging
 
-__all__ = ["app_of", "main", "options_parser", "serve"]
+__all__ = ["ServedApp", "app_of", "main", "options_parser", "serve"]
 
 DEFAULT_PORT = 8001
 
@@ -48,25 +49,37 @@ def serve(options: argparse.Namespace) -> None:
         if options.api_key is None:
             warn_if_open(taken, "Set --api-key (or VERL_API_KEY), or leave out --host.")
         with contextlib.ExitStack() as held:
-            app, what = app_of(options, held)
+            served = app_of(options, held)
             limits = Limits(connections=options.max_connections)
-            asyncio.run(asgi_server(app, what, limits, "/v1").serve([taken]))
+            asyncio.run(asgi_server(served.app, served.what, limits, "/v1").serve([taken]))
 
 
-def app_of(options: argparse.Namespace, held: contextlib.ExitStack) -> tuple[ApiApp, str]:
-    """What answers requests, and what it is, for the log; `held` ends it."""
+@dataclass(frozen=True)
+class ServedApp:
+    """What answers requests, and what it is, for the log."""
+
+    app: ApiApp
+    what: str
+    park: Callable[[], None]
+    """Give the device's memory back; requests wait until `wake`."""
+    wake: Callable[[], None]
+
+
+def app_of(options: argparse.Namespace, held: contextlib.ExitStack) -> ServedApp:
+    """The model that the options name, ready to be served; `held` ends it."""
     model, body = ServedModel(options, options.task), options.max_body_mb * 2**20
     read: Any = parse_scoring if model.task == "classify" else parse
     parsers = held.enter_context(contextlib.closing(Parsers(read, model.load_tokenizer, options.max_parse_seconds)))
     if model.task == "classify":
         classifier, facts, what = held.enter_context(model.scoring(options.max_answers))
-        app: ApiApp = ScoringApp(classifier, facts, parsers, body, options.api_key)
+        scores = ScoringApp(classifier, facts, parsers, body, options.api_key)
+        made = ServedApp(scores, what, classifier.park, classifier.wake)
     else:
-        served = held.enter_context(model.loaded(options.max_answers, options.allow_client_templates))
-        what = served.what
-        app = OpenAIApp(served.engine, served.check, served.facts, served.tokenizer, parsers, body, options.api_key)
+        of = held.enter_context(model.loaded(options.max_answers, options.allow_client_templates))
+        app = OpenAIApp(of.engine, of.check, of.facts, of.tokenizer, parsers, body, options.api_key)
+        made = ServedApp(app, of.what, of.park, of.wake)
     parsers.wait_until_ready()
-    return app, what
+    return made
 
 
 def options_parser() -> argparse.ArgumentParser:

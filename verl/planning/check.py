@@ -11,7 +11,7 @@ from typing import Any
 from verl.config import PPOConfig, SupervisedConfig
 from verl.config.devices import gpu_memory, host_memory_available
 from verl.config.megatron_rules import MODEL_OF_ROLE, roles_on_megatron
-from verl.config.plan import BLOCK_OF_ROLE, active_roles
+from verl.config.plan import BLOCK_OF_ROLE, active_roles, serves_reward_model
 from verl.config.problems import Report
 from verl.config.schema import pick, put
 from verl.config.trainer import RunConfig
@@ -41,7 +41,7 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
     models: dict[str, tuple[str | None, Any, ModelKind]] = {"actor": (policy.model.path, policy.model, "causal_lm")}
     if config.critic.enable:
         models["critic"] = (config.critic.model.path, config.critic.model, "value")
-    if "reward_model" in active_roles(config):
+    if "reward_model" in active_roles(config) and not serves_reward_model(config):
         models["reward_model"] = (config.reward_model.path, config.reward_model.model, "sequence_classification")
     for name, teacher in config.distillation.local_teachers.items():
         models[f"teacher/{name}"] = (teacher.model_path, replace(policy.model, override_config={}), "causal_lm")

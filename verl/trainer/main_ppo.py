@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from verl.config import PPOConfig, batch_plan, load_config
 from verl.config.load import Config
-from verl.config.plan import active_roles, shares_devices
+from verl.config.plan import active_roles, serves_reward_model, shares_devices
 from verl.trainer.common import preemption
 from verl.trainer.common.cluster import start_ray, wait_for_nodes
 from verl.trainer.common.code_check import check_code_runner
@@ -266,10 +266,12 @@ class TaskRunner:
     def add_reward_model_worker(self, config: PPOConfig) -> None:
         """The reward model, where one is enabled."""
         from verl.trainer.ppo.utils import Role
+        from verl.workers.roles.served_reward_model import ServedRewardModelWorker
 
         if config.reward_model.enable:
             workers = self._workers(config.reward_model.strategy)
-            self._add(config, Role.RewardModel, workers.RewardModelWorker, "reward_model")
+            worker = ServedRewardModelWorker if serves_reward_model(config) else workers.RewardModelWorker
+            self._add(config, Role.RewardModel, worker, "reward_model")
 
     def add_ref_policy_worker(self, config: PPOConfig) -> None:
         """The frozen reference, where a KL needs it."""

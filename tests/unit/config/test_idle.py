@@ -71,6 +71,7 @@ CASES: list[tuple[str, list[str], list[str] | None]] = [
     (f"{REF}.fsdp_config.param_offload=True", [KL, f"{MODEL}.lora_rank=8"], [KL]),
     ("reward_model.micro_batch_size_per_gpu=2", [], ["reward_model.enable=True", "reward_model.path=org/judge"]),
     ("reward_model.path=org/judge", [], ["reward_model.url=one:8001"]),
+    ("reward_model.rollout.max_num_seqs=8", JUDGED, [*JUDGED, "reward_model.judge.enable=True"]),
     ("reward_model.judge.n=3", [], ["reward_model.judge.enable=True", "reward_model.url=one:8001"]),
     ("reward_model.enable_resource_pool=True", [], ["reward_model.enable=True", "reward_model.path=org/judge"]),
     (

@@ -40,7 +40,8 @@ def serving(folder, *options):
     """The program's own app and server, in a thread: (ask(path, **fields), address)."""
     asked = options_parser().parse_args(["--model", folder, "--device", "cpu", *options])
     with contextlib.ExitStack() as held:
-        port = held.enter_context(served_beside(*app_of(asked, held)))
+        made = app_of(asked, held)
+        port = held.enter_context(served_beside(made.app, made.what))
 
         def ask(path, **fields):
             headers = {"Content-Type": "application/json"}

@@ -7,8 +7,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
-from verl.inference.serving.api_app import ApiApp
 from verl.utils.http_server.protocol import Limits, asgi_server, bound
 
 __all__ = ["served_beside"]
@@ -17,10 +17,10 @@ _LOOK_S = 0.01
 
 
 @contextlib.contextmanager
-def served_beside(app: ApiApp, what: str, host: str = "127.0.0.1", port: int = 0) -> Iterator[int]:
+def served_beside(app: Any, what: str, host: str = "127.0.0.1", limits: Limits | None = None) -> Iterator[int]:
     """The port at which the app answers until this is left."""
-    with bound(host, port) as taken:
-        server = asgi_server(app, what, Limits(), "/v1", signals=False)
+    with bound(host, 0) as taken:
+        server = asgi_server(app, what, limits or Limits(), "/v1", signals=False)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([taken])), name="server", daemon=True)
         thread.start()
         while thread.is_alive() and not server.started:

@@ -20,11 +20,14 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.tokenizer import hf_tokenizer
 
 if TYPE_CHECKING:
+    from verl.inference.build import BuiltEngine
     from verl.inference.classifier import Classifier
 
 __all__ = ["Served", "ServedModel", "add_model_options", "positive"]
 
 logger = logging.getLogger(__name__)
+
+_PARKED = "parked"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,9 @@ class Served:
     tokenizer: Any
     what: str
     """For the log."""
+    park: Callable[[], None]
+    """Give the device's memory back; requests wait until `wake`."""
+    wake: Callable[[], None]
 
 
 class ServedModel:
@@ -82,7 +88,8 @@ class ServedModel:
         # A tokenizer of its own for stop strings: the engine looks for them in its thread.
         with contextlib.closing(AsyncEngine(built.engine, self.load_tokenizer)) as engine:
             what = f"{facts.names[0]} ({built.dtype}, {built.device})"
-            yield Served(engine, built.engine.check, facts, tokenizer, what)
+            rest = (partial(_park, engine, built), partial(_wake, engine, built))
+            yield Served(engine, built.engine.check, facts, tokenizer, what, *rest)
 
     @contextlib.contextmanager
     def scoring(self, max_answers: int) -> Iterator[tuple[Classifier, ModelFacts, str]]:
@@ -108,6 +115,28 @@ class ServedModel:
         )
         with contextlib.closing(Classifier(module.to(device, dtype), options.max_num_batched_tokens)) as classifier:
             yield classifier, facts, f"{facts.names[0]} ({dtype}, {device}, {classifier.num_labels} labels)"
+
+
+def _park(engine: AsyncEngine, built: BuiltEngine) -> None:
+    import torch
+
+    engine.halt(_PARKED)
+    engine.recompute()
+    built.kv.release()
+    if built.device.type == "cuda":  # host memory is where a CPU's weights are already
+        built.weights.offload()
+        torch.cuda.empty_cache()
+
+
+def _wake(engine: AsyncEngine, built: BuiltEngine) -> None:
+    import torch
+
+    if built.device.type == "cuda":
+        built.weights.onload()
+    built.kv.restore()
+    if built.device.type == "cuda":
+        torch.cuda.current_stream(built.device).synchronize()  # steps run in another thread than this one
+    engine.go(_PARKED)
 
 
 def add_model_options(parser: argparse.ArgumentParser, port: int) -> None:
@@ -142,6 +171,7 @@ def _rollout_config(options: argparse.Namespace, length: int) -> RolloutConfig:
             "max_num_seqs": options.max_num_seqs,
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "enforce_eager": options.enforce_eager,
+            "free_weights": False,
         },
     )
 

@@ -16,7 +16,7 @@ import torch
 from verl.algos import takes_argument
 from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
-from verl.config.plan import ROLLOUT, scored_by_model
+from verl.config.plan import ROLLOUT, judge_shares_devices, scored_by_model, serves_reward_model
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.answer_ends import answer_ends
 from verl.trainer.common.dumps import decode
@@ -48,10 +48,11 @@ class Generator:
         self._config, self._tokenizer, self._groups, self._infer = config, tokenizer, groups, infer
         self._scores = config.distillation.scores_answers
         self.reward_fn = reward_fn if self._scores else NoRewards()
-        self._has_judge = Role.RewardModel in groups.roles
+        self._has_judge = Role.RewardModel in groups.roles and not serves_reward_model(config)
         self._degrees = scored_by_model(config) or not self._scores
         self._greedy = takes_argument(config.algorithm.adv_estimator, "reward_baselines")
-        self._overlap = RewardOverlap(config.reward_model.overlap and not self._has_judge)
+        busy = self._has_judge or judge_shares_devices(config)
+        self._overlap = RewardOverlap(config.reward_model.overlap and not busy)
         self._tool_use = ToolUse(config.actor_rollout_ref.rollout, config.do_search)
 
     def start(self) -> None:

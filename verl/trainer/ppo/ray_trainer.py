@@ -11,7 +11,13 @@ from typing import Any
 from verl.algos import AdvantageEstimator
 from verl.config import PPOConfig, load_config
 from verl.config.old_log_probs import from_update
-from verl.config.plan import actor_is_reference, batch_plan, needs_reference
+from verl.config.plan import (
+    actor_is_reference,
+    batch_plan,
+    judge_shares_devices,
+    needs_reference,
+    serves_reward_model,
+)
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.common.dumps import dump_batch, dump_rows
@@ -39,6 +45,7 @@ from verl.trainer.ppo.metric_utils import compute_data_metrics, phase_metrics, r
 from verl.trainer.ppo.mismatch import RolloutMismatch, sampled_by
 from verl.trainer.ppo.prompts import make_dataloader
 from verl.trainer.ppo.revival import Revival
+from verl.trainer.ppo.served_judge import ServedJudge
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.teachers import Teachers
 from verl.trainer.ppo.utils import Role
@@ -192,6 +199,9 @@ class RayPPOTrainer:
         with self.watch:
             self.groups.start()
             self.weight_sync.connect()
+            if serves_reward_model(self.config):
+                judge = ServedJudge(self.groups, judge_shares_devices(self.config))
+                self.reward_fn, self.val_reward_fn = judge.start(self.reward_fn, self.val_reward_fn)
 
     # ---------------------------------------------------------------- the loop
 

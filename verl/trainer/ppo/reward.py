@@ -71,8 +71,10 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int = 0, **
     sandbox = as_config(SandboxConfig, _block(config, "sandbox"))
     fusion = as_config(SandboxFusionConfig, _block(config, "sandbox_fusion"))
     set_arguments(code.compute_score, settings=CodeSettings.of(sandbox, fusion))
-    compute_score = get_custom_reward_fn(config) or _of_the_url(block) or default_compute_score
-    if block.url is not None and "timeout" in accepted:
+    own = get_custom_reward_fn(config)
+    compute_score = own or _of_the_url(block) or default_compute_score
+    asks = block.url is not None or block.judge.enable or (own is not None and block.enable)
+    if asks and "timeout" in accepted:
         arguments.setdefault("timeout", _SERVER_SECONDS)
     return cls(tokenizer=tokenizer, num_examine=num_examine, compute_score=compute_score, **arguments)
 
@@ -110,12 +112,11 @@ def get_custom_reward_fn(config: Config) -> Callable[..., Any] | None:
 
 
 def _of_the_url(block: RewardModelConfig) -> Callable[..., Any] | None:
-    """Scores of the reward model or judge behind `reward_model.url`."""
-    if block.url is None:
-        return None
-    if not block.judge.enable:
-        return functools.partial(served.compute_score, reward_router_address=block.url)
-    return functools.partial(judge.compute_score, reward_router_address=block.url, judge=_judge(block.judge))
+    """Scores of the reward model or judge behind `reward_model.url`; the address of the run's own comes with `bind`."""
+    address = {} if block.url is None else {_ADDRESS: block.url}
+    if block.judge.enable:
+        return functools.partial(judge.compute_score, judge=_judge(block.judge), **address)
+    return functools.partial(served.compute_score, **address) if address else None
 
 
 def _judge(block: JudgeConfig) -> judge.Judge:
@@ -144,7 +145,8 @@ def _of_a_server(function: Callable[..., Any], model: RewardModelConfig) -> dict
     if model.path is not None and _TOKENIZER in asked:
         found[_TOKENIZER] = hf_tokenizer(resolve_model_path(model.path, "reward_model.path"))
     for name, key in ((_ADDRESS, "reward_model.url=host:port"), (_TOKENIZER, "reward_model.path")):
-        if name in asked and name not in found and asked[name].default is inspect.Parameter.empty:
+        later = name == _ADDRESS and model.enable  # once it is served: NaiveRewardManager.bind
+        if name in asked and name not in found and not later and asked[name].default is inspect.Parameter.empty:
             raise ValueError(f"custom_reward_function.path: its {name} is not known. Set {key} of the reward model.")
     return found
 

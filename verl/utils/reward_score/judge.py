@@ -15,6 +15,7 @@ from verl.utils.reward_score.served import post, required_prompt
 
 _FILES = (".txt", ".md", ".jinja", ".j2")
 _SHOWN = 300
+_LONGEST_REASON = 400
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Judge:
     parser: str
     field: str
     json_schema: dict[str, Any]
+    constrain: bool
     pattern: str
     low: float
     high: float
@@ -43,10 +45,21 @@ class Judge:
             body["n"] = self.n
         if self.model is not None:
             body["model"] = self.model
-        if self.parser == "json" and self.json_schema:
-            described = {"name": "judgement", "schema": self.json_schema}
+        if self.parser == "json" and self.constrain:
+            described = {"name": "judgement", "schema": self.json_schema or self._usual_schema()}
             body["response_format"] = {"type": "json_schema", "json_schema": described}
         return body
+
+    def _usual_schema(self) -> dict[str, Any]:
+        reason = {"type": "string", "maxLength": _LONGEST_REASON}
+        number = {"type": "number", "minimum": self.low, "maximum": self.high}
+        properties = {"reason": reason, self.field: number}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }
 
     def read(self, judgement: str) -> float:
         """The score in a judgement, from 0 to 1. ValueError: there is none."""

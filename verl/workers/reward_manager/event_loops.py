@@ -92,6 +92,7 @@ class EventLoops:
     def _reset(self) -> None:
         self._waiting: deque[Call] = deque()
         self._links: list[_Link] = []
+        self._writers: set[asyncio.StreamWriter] = set()
         self._running = 0  # processes, those included that have not connected yet
         self._lost = 0  # since the last answer
 
@@ -129,10 +130,6 @@ class EventLoops:
     def _run(self) -> None:
         self._loop.call_later(_LOOK_S, self._look)
         self._loop.run_forever()
-        handlers = asyncio.all_tasks(self._loop)
-        for handler in handlers:
-            handler.cancel()
-        self._loop.run_until_complete(asyncio.gather(*handlers, return_exceptions=True))
         self._loop.close()
 
     def _stop(self) -> None:
@@ -143,6 +140,13 @@ class EventLoops:
             link.calls.clear()
         for call in unfinished:
             call.tell(None, PoolClosed("the scorers were closed"))
+        for writer in set(self._writers):
+            writer.close()
+        self._ending = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        """When all that serve a loop have seen that it is over."""
+        await asyncio.gather(*(asyncio.all_tasks() - {self._ending}), return_exceptions=True)
         self._loop.stop()
 
     # ---------------------------------------------------------------- on the loop of this process
@@ -178,6 +182,7 @@ class EventLoops:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One loop, from when it connects until it ends."""
         link = None
+        self._writers.add(writer)
         try:
             _, pid = await receive(reader)
             link = _Link(writer, pid)
@@ -194,6 +199,7 @@ class EventLoops:
                 for call in link.calls.values():
                     self._alone(call)
         finally:
+            self._writers.discard(writer)
             writer.close()
 
     def _look(self) -> None:

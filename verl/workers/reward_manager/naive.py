@@ -191,6 +191,14 @@ class NaiveRewardManager:
         """Samples that lost their scorer to somebody else and were scored by another, so far."""
         return self._pool.scored_again
 
+    def bind(self, **arguments: Any) -> None:
+        """From now on the reward function gets these, too, as far as it has such parameters."""
+        known = inspect.signature(self.compute_score).parameters
+        given = {name: value for name, value in arguments.items() if name in known}
+        if given:
+            self.compute_score = functools.partial(self.compute_score, **given)
+            self._pool = self._pool.of(self.compute_score)
+
     def close(self) -> None:
         """End the scorer processes. The next call starts new ones."""
         self._pool.close()

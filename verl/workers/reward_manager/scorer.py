@@ -133,6 +133,11 @@ class ScorerPool:
         calls = zip(parts, self._outcomes(parts, [len(part) for part in parts]), strict=True)
         return [score for part, outcome in calls for score in _scores_of_call(len(part), outcome)]
 
+    def of(self, compute_score: Callable[..., Any]) -> ScorerPool:
+        """The same for another function; this one is closed."""
+        self.close()
+        return ScorerPool(compute_score, *self._arguments[1:])
+
     @property
     def scored_again(self) -> int:
         """Samples whose scorer was killed or stopped by somebody else, and that another one scored, so far."""

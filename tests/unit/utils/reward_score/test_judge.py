@@ -67,7 +67,10 @@ def test_the_template_has_question_answer_and_what_the_row_knows(tmp_path):
     usual = judge_of().request(prompt="What is 6 × 7?", answer="42", ground_truth=None)
     assert "Question:\nWhat is 6 × 7?\n" in usual["messages"][0]["content"]
     assert "Right result" not in usual["messages"][0]["content"]
-    assert usual["response_format"]["json_schema"]["schema"]["required"] == ["reason", "score"]
+    schema = usual["response_format"]["json_schema"]["schema"]
+    assert (schema["required"], schema["properties"]["score"]["maximum"]) == (["reason", "score"], 10)
+    free = judge_of("reward_model.judge.constrain=False").request(prompt="", answer="", ground_truth=None)
+    assert "response_format" not in free
 
 
 @pytest.mark.parametrize(
