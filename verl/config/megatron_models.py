@@ -52,7 +52,7 @@ def model_layout_rules(config: PPOConfig, report: Report, folders: Mapping[str, 
     for role in roles_on_megatron(config):
         for numbers in _models(config, role, folders or {}):
             block = f"{BLOCK_OF_ROLE[role]}.megatron_config"
-            _Fit(block, pick(config, block), numbers, layout_of(config, role).world_size, report).check()
+            Fit(block, pick(config, block), numbers, layout_of(config, role).world_size, report).check()
     mode = pick(config, REPLAY)
     if mode != "disabled" and not all(numbers.experts for numbers in _models(config, "actor", folders or {})):
         report.problem(REPLAY, mode, "the model has no experts", "Leave it out")
@@ -93,8 +93,8 @@ def split_evenly(layers: int, stages: int, parts: int = 1) -> tuple[int, int] | 
 
 
 @dataclass(frozen=True)
-class _Fit:
-    """One role's sizes beside its model's numbers."""
+class Fit:
+    """One role's sizes beside its model's numbers; `check` reports those that do not divide."""
 
     block: str
     sizes: MegatronConfig

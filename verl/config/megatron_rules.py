@@ -12,7 +12,7 @@ from verl.config.engine import RECOMPUTE, UNEVEN, MegatronConfig
 from verl.config.plan import BLOCK_OF_ROLE, active_roles, divisors, layout_of, near_values
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
-from verl.config.schema import pick
+from verl.config.schema import join, pick
 
 MODEL_OF_ROLE = {"critic": "critic.model", "reward_model": "reward_model.model"}
 _POLICY_MODEL = "actor_rollout_ref.model"
@@ -79,51 +79,56 @@ def roles_on_megatron(config: PPOConfig) -> list[str]:
 def megatron_rules(config: PPOConfig, report: Report) -> None:
     """Report what of every role on this engine cannot work, whatever the model is."""
     for role in roles_on_megatron(config):
-        path = BLOCK_OF_ROLE[role]
-        sizes, block = pick(config, path).megatron_config, f"{path}.megatron_config"
-        _not_done(config, role, path, report)
-        _expert_ranks(config, role, block, sizes, report)
-        _pipeline(block, sizes, report)
-        _decided(block, sizes, report)
-        _recompute(block, sizes, report)
-        if sizes.use_dist_checkpointing and sizes.dist_checkpointing_path is None:
-            why = f"{block}.use_dist_checkpointing = True begins with the weights of a checkpoint"
-            fix = "Set it to a …/global_step_N/actor, or leave use_dist_checkpointing out"
-            report.problem(f"{block}.dist_checkpointing_path", None, why, fix)
+        path, model, layout = BLOCK_OF_ROLE[role], MODEL_OF_ROLE.get(role, _POLICY_MODEL), layout_of(config, role)
+        lora = pick(config, model).lora_rank if role in ("actor", "critic") else 0
+        block_rules(path, pick(config, path), (f"{model}.lora_rank", lora), (layout.world_size, layout.pool), report)
 
 
-def _not_done(config: PPOConfig, role: str, path: str, report: Report) -> None:
+def block_rules(path: str, block: Any, lora: tuple[str, int], pool: tuple[int, str], report: Report) -> None:
+    """The same of one block at `path`. `lora`: the key of the adapters' rank, and it; `pool`: its ranks and name."""
+    sizes, at = block.megatron_config, join(path, "megatron_config")
+    _not_done(path, block, lora, report)
+    _expert_ranks(at, sizes, pool, report)
+    _pipeline(at, sizes, report)
+    _decided(at, sizes, report)
+    _recompute(at, sizes, report)
+    if sizes.use_dist_checkpointing and sizes.dist_checkpointing_path is None:
+        why = f"{at}.use_dist_checkpointing = True begins with the weights of a checkpoint"
+        fix = "Set it to a …/global_step_N/actor, or leave use_dist_checkpointing out"
+        report.problem(f"{at}.dist_checkpointing_path", None, why, fix)
+
+
+def _not_done(path: str, block: Any, lora: tuple[str, int], report: Report) -> None:
     """Keys of the other engine that would be ignored, and would have changed the training."""
-    block, by = pick(config, path), (f"{path}.strategy",)
+    strategy = join(path, "strategy")
     size = block.ulysses_sequence_parallel_size
     if size > 1:
-        why = f"{path}.strategy = megatron splits sequences by context_parallel_size"
-        fix = f"Set {path}.megatron_config.context_parallel_size={size} instead"
-        report.problem(f"{path}.ulysses_sequence_parallel_size", size, why, fix, by)
-    model = MODEL_OF_ROLE.get(role, _POLICY_MODEL)
-    rank = pick(config, model).lora_rank if role in ("actor", "critic") else 0
+        why = f"{strategy} = megatron splits sequences by context_parallel_size"
+        fix = f"Set {join(path, 'megatron_config')}.context_parallel_size={size} instead"
+        report.problem(join(path, "ulysses_sequence_parallel_size"), size, why, fix, (strategy,))
+    key, rank = lora
     if rank:
-        why, fix = f"{path}.strategy = megatron has no adapters", f"Set it to 0, or {path}.strategy=fsdp2"
-        report.problem(f"{model}.lora_rank", rank, why, fix, by)
+        why, fix = f"{strategy} = megatron has no adapters", f"Set it to 0, or {strategy}=fsdp2"
+        report.problem(key, rank, why, fix, (strategy,))
     if "optim" in block and block.optim.state_dtype != "fp32":
-        why = f"{path}.strategy = megatron keeps its moments in float32"
-        fix = f"Leave it out; {path}.megatron_config.optimizer_offload=True saves more"
-        report.problem(f"{path}.optim.state_dtype", block.optim.state_dtype, why, fix, by)
+        why = f"{strategy} = megatron keeps its moments in float32"
+        fix = f"Leave it out; {join(path, 'megatron_config')}.optimizer_offload=True saves more"
+        report.problem(join(path, "optim.state_dtype"), block.optim.state_dtype, why, fix, (strategy,))
 
 
-def _expert_ranks(config: PPOConfig, role: str, block: str, sizes: MegatronConfig, report: Report) -> None:
+def _expert_ranks(block: str, sizes: MegatronConfig, pool: tuple[int, str], report: Report) -> None:
     """The experts of one stage lie on ranks of their own count, which must divide the pool as the layers' do."""
-    layout, stages = layout_of(config, role), sizes.pipeline_model_parallel_size
+    (world, name), stages = pool, sizes.pipeline_model_parallel_size
     expert, width = sizes.expert_model_parallel_size, sizes.expert_tensor_parallel_size or 1
     ranks = expert * width * stages
     uses = ("trainer.n_gpus_per_node", "trainer.nnodes", "resource_pool_spec", "role_mapping")
     own_count = expert > 1 or width != sizes.tensor_model_parallel_size  # else they lie as the layers do
-    if own_count and layout.world_size % ranks:
+    if own_count and world % ranks:
         why = (
             f"the experts of one copy take {ranks} ranks (expert {expert} × expert tensor {width} × pipeline {stages}),"
-            f" which do not divide the {layout.world_size} ranks of {layout.pool}"
+            f" which do not divide the {world} ranks of {name}"
         )
-        room = layout.world_size // stages if layout.world_size % stages == 0 else 0
+        room = world // stages if world % stages == 0 else 0
         good = divisors(room // width) if room % width == 0 else []
         fix = f"Set it to {near_values(good, expert)}" if good else f"Set {block}.expert_tensor_parallel_size=1"
         own = tuple(f"{block}.{name}" for name in ("pipeline_model_parallel_size", "expert_tensor_parallel_size"))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config import names
+from verl.config.engine import MegatronConfig
 from verl.config.generation import EvalRewardConfig
 from verl.config.problems import Report
 from verl.config.reward import CustomRewardFunctionConfig
@@ -61,10 +63,29 @@ class SFTTrainerConfig(SupervisedTrainerConfig):
 @dataclass(kw_only=True, slots=True)
 class SFTConfig(SupervisedConfig):
     data: SFTDataConfig = key("Rows and batches.")
+    strategy: str = key(
+        "Training engine (fsdp and fsdp2 are the same one).",
+        choices=names.STRATEGIES,
+        aliases=("engine", "model.strategy"),
+    )
+    megatron_config: MegatronConfig = key("The megatron engine.", aliases=("megatron",))
     rollout: GeneratorConfig = key("How prompts of data.val_prompt_files are answered.")
     reward_model: EvalRewardConfig = key("How those answers are scored.")
     custom_reward_function: CustomRewardFunctionConfig = key("A reward function of your own for them.")
     trainer: SFTTrainerConfig = key("The run.")
+
+    @property
+    def split(self) -> dict[str, int]:
+        if self.strategy != "megatron":
+            return {"Ulysses": self.ulysses_sequence_parallel_size}
+        sizes = self.megatron_config
+        stages = sizes.pipeline_model_parallel_size
+        return {"TP": sizes.tensor_model_parallel_size, "PP": stages, "CP": sizes.context_parallel_size}
+
+    @property
+    def sharing(self) -> int:
+        split = self.split
+        return split.get("Ulysses") or split["CP"]
 
 
 def old_spellings(values: dict[str, Any], report: Report) -> None:

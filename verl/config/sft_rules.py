@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from verl.config import files, supervised_rules
-from verl.config.context_length import limit_of_folder
+import math
+
+from verl.config import files, names, supervised_rules
+from verl.config.context_length import config_of_folder, limit_of_folder
+from verl.config.megatron_models import Fit, ModelNumbers
+from verl.config.megatron_rules import block_rules
 from verl.config.problems import Report
-from verl.config.rollout_rules import check_engine, engine_rules
+from verl.config.rollout_rules import check_engine, engine_rules, is_installed
 from verl.config.sft import SFTConfig
 
+_MEGATRON = "megatron_config"
 _ENGINES = ("native", "hf")
 _ONLY_FOR_ANSWERS = ("rollout.", "reward_model.", "custom_reward_function.", "data.val_n")
 
@@ -15,7 +20,8 @@ _ONLY_FOR_ANSWERS = ("rollout.", "reward_model.", "custom_reward_function.", "da
 def resolve(config: SFTConfig, report: Report) -> None:
     """Fill in every null that stands for something."""
     supervised_rules.resolve(config, report)
-    rollout = config.rollout
+    sizes, rollout = config.megatron_config, config.rollout
+    sizes.dtype = sizes.dtype or ("bf16" if config.trainer.device == "cuda" else "fp32")
     if rollout.dtype == "auto":
         rollout.dtype = "bfloat16" if config.trainer.device == "cuda" else "float32"
     if rollout.max_model_len is None:
@@ -25,6 +31,7 @@ def resolve(config: SFTConfig, report: Report) -> None:
 def validate(config: SFTConfig, report: Report) -> None:
     """Report every rule that a resolved configuration breaks."""
     supervised_rules.validate(config, report)
+    _engine(config, report)
     rollout, data = config.rollout, config.data
     if not data.val_prompt_files:
         idle = sorted(name for name in config.changed if name.startswith(_ONLY_FOR_ANSWERS))
@@ -44,9 +51,32 @@ def validate(config: SFTConfig, report: Report) -> None:
         report.problem("rollout.max_model_len", rollout.max_model_len, why, fix, ("data.max_prompt_length",))
 
 
+def _engine(config: SFTConfig, report: Report) -> None:
+    """What the megatron engine cannot do, and its keys where another runs."""
+    if config.strategy != "megatron":
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+            size = config.megatron_config[name]
+            if size > 1:
+                why = f"strategy = {config.strategy} does not split a model this way"
+                fix = "Leave the key out, or set strategy=megatron"
+                report.problem(f"{_MEGATRON}.{name}", size, why, fix, ("strategy",))
+        return
+    lora = ("model.lora_rank", config.model.lora_rank)
+    block_rules("", config, lora, (config.ranks, "the run"), report)
+    each = math.prod(config.split.values())
+    if config.ranks % each:
+        shared = " × ".join(f"{name} {size}" for name, size in config.split.items())
+        why = f"{shared} take {each} ranks, which do not divide the {config.ranks} of the run"
+        size = config.megatron_config.tensor_model_parallel_size
+        uses = ("trainer.n_gpus_per_node", "trainer.nnodes")
+        report.problem(f"{_MEGATRON}.tensor_model_parallel_size", size, why, "Lower one of them, or add ranks", uses)
+
+
 def check_environment(config: SFTConfig, report: Report) -> None:
     """Report every path that does not exist here and every package that is asked for and missing."""
     supervised_rules.check_environment(config, report)
+    if config.strategy == "megatron":
+        _check_megatron(config, report)
     if not config.data.val_prompt_files:
         return
     check_engine("rollout", config.rollout, report)
@@ -57,3 +87,17 @@ def check_environment(config: SFTConfig, report: Report) -> None:
         why = f"is more than the {limit} positions of model.path = {config.model.path}"
         fix = "Shorten data.max_prompt_length or rollout.max_new_tokens"
         report.problem("rollout.max_model_len", config.rollout.max_model_len, why, fix, ("model.path",))
+
+
+def _check_megatron(config: SFTConfig, report: Report) -> None:
+    row, sizes = names.TRAINING_ENGINES["megatron"], config.megatron_config
+    if not is_installed(row.package):
+        report.broken(
+            "strategy", "megatron", f"{row.package} is not installed here", f"Run {row.install}; or set strategy=fsdp2"
+        )
+    if sizes.dist_checkpointing_path:
+        files.must_exist(f"{_MEGATRON}.dist_checkpointing_path", sizes.dist_checkpointing_path, report)
+    found = config_of_folder(config.model.path or "", config.model.override_config)
+    numbers = None if found is None else ModelNumbers.of(found)
+    if numbers is not None:
+        Fit(_MEGATRON, sizes, numbers, config.ranks, report).check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -102,6 +103,16 @@ class SupervisedConfig(WholeConfig):
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
     @property
+    def split(self) -> dict[str, int]:
+        """How many ranks share every row, by what for."""
+        return {"Ulysses": self.ulysses_sequence_parallel_size}
+
+    @property
+    def sharing(self) -> int:
+        """Ranks over which the tokens of a row are spread."""
+        return self.ulysses_sequence_parallel_size
+
+    @property
     def dp_size(self) -> int:
         """Parts that a batch is cut into: groups of ranks that share every row."""
-        return max(1, self.ranks // self.ulysses_sequence_parallel_size)
+        return max(1, self.ranks // math.prod(self.split.values()))

@@ -71,7 +71,7 @@ def _batches(config: SupervisedConfig, report: Report) -> None:
         why = f"is more than the {count(rows // ranks, 'row')} of a training step on each rank"
         fix = f"Set it to {rows // ranks} or less, or raise data.train_batch_size"
         report.problem("data.micro_batch_size_per_gpu", micro, why, fix, ("data.train_batch_size", *_RANKS))
-    needed = math.ceil(data.max_length / config.ulysses_sequence_parallel_size)
+    needed = math.ceil(data.max_length / config.sharing)
     if data.use_dynamic_bsz and data.max_token_len_per_gpu < needed:
         why = f"a row of data.max_length = {data.max_length} tokens does not fit"
         fix = f"Set it to {needed} or more"
@@ -93,8 +93,8 @@ def describe(config: SupervisedConfig) -> str:
     """The batches of a training step in one readable line, and what the strategy is; for the log."""
     data, ranks = config.data, config.ranks
     share = config.rows_per_step // config.dp_size
-    sharing = config.ulysses_sequence_parallel_size
-    split = f" = data-parallel {config.dp_size} × Ulysses {sharing}" if sharing > 1 else ""
+    shared = "".join(f" × {name} {size}" for name, size in config.split.items() if size > 1)
+    split = f" = data-parallel {config.dp_size}{shared}" if shared else ""
     if data.use_dynamic_bsz:
         micro = f"micro-batches of up to {data.max_token_len_per_gpu} tokens"
     else:

@@ -72,19 +72,27 @@ def _refuse_what_core_cannot(config: PPOConfig, folders: Mapping[str, str]) -> N
         models.append(("teacher", f"distillation.teacher_models.{name}.model_path", like))
     for role, key, model in models:
         path = pick(config, key)
-        folder = folders.get(path or "", path)
-        if folder is None or not os.path.isdir(expand_path(folder)):
-            continue
-        try:
-            CoreArchitecture.of(read_config(resolve_model_path(folder), model.trust_remote_code, model.override_config))
-        except ValueError as error:
-            why, _, _ = str(error).partition(". ")
-            report.problem(key, path, why, f"Set {BLOCK_OF_ROLE[role]}.strategy=fsdp2, or choose another model")
+        _check_core(key, path, folders.get(path or "", path), model, f"{BLOCK_OF_ROLE[role]}.strategy", report)
     report.raise_if_any()
+
+
+def _check_core(key: str, path: str | None, folder: str | None, model: Any, strategy: str, report: Report) -> None:
+    """Report a model, if it is in a folder here, that Core cannot express."""
+    if folder is None or not os.path.isdir(expand_path(folder)):
+        return
+    try:
+        CoreArchitecture.of(read_config(resolve_model_path(folder), model.trust_remote_code, model.override_config))
+    except ValueError as error:
+        why, _, _ = str(error).partition(". ")
+        report.problem(key, path, why, f"Set {strategy}=fsdp2, or choose another model")
 
 
 def check_supervised_memory(config: SupervisedConfig) -> MemoryPlan | None:
     """The same of a supervised run."""
+    if config.strategy == "megatron":
+        report = Report()
+        _check_core("model.path", config.model.path, config.model.path, config.model, "strategy", report)
+        report.raise_if_any()
     shape = _shape(config.model.path, config.model, config.model_kind)
     if shape is None:
         return None

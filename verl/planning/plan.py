@@ -57,7 +57,7 @@ def supervised_memory_plan(
     config: SupervisedConfig, shape: ModelShape, device: DeviceMemory | None, host: HostMemory | None = None
 ) -> MemoryPlan:
     """Of a supervised run: one phase, in which nothing else needs the device."""
-    data, sharing, kind = config.data, config.ulysses_sequence_parallel_size, config.trainer.device
+    data, sharing, kind = config.data, config.sharing, config.trainer.device
     model = _model(config, config.model, shape, config.ranks, kind, config.model_kind)
     rows = math.ceil(config.rows_per_step / config.dp_size)
     most = rows * data.max_length

@@ -121,6 +121,27 @@ def test_scripts_written_for_the_older_keys_run_unchanged():
     assert load("data.ignore_input_ids_mismatch=True", "engine=fsdp").strategy == "fsdp"
 
 
+def test_ranks_of_the_megatron_engine_share_rows_by_its_sizes():
+    sizes = ("engine=megatron", "megatron.tensor_model_parallel_size=2", "megatron_config.context_parallel_size=2")
+    config = load(*sizes, "trainer.n_gpus_per_node=8", "data.train_batch_size=6")
+    assert (config.strategy, config.dp_size, config.sharing, config.megatron_config.dtype) == ("megatron", 2, 2, "fp32")
+    assert "over 8 ranks = data-parallel 2 × TP 2 × CP 2 (cpu), 3 each" in describe(config)
+    assert set(problems(*sizes)) == {"megatron_config.tensor_model_parallel_size"}
+    found = problems("strategy=megatron", "model.lora_rank=8", "ulysses_sequence_parallel_size=2")
+    assert set(found) == {"model.lora_rank", "ulysses_sequence_parallel_size"}
+    assert "Set megatron_config.context_parallel_size=2 instead" in found["ulysses_sequence_parallel_size"]
+    found = problems("megatron_config.tensor_model_parallel_size=2")
+    assert "set strategy=megatron" in found["megatron_config.tensor_model_parallel_size"]
+
+
+def test_prompts_that_a_validation_answers_have_rules_of_their_own():
+    assert any("no effect without data.val_prompt_files" in notice for notice in load("rollout.top_p=0.9").notices)
+    asked = ("data.val_prompt_files=x.parquet",)
+    assert not any("no effect" in notice for notice in load(*asked, "rollout.top_p=0.9").notices)
+    found = problems(*asked, "rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "rollout.max_model_len=9")
+    assert set(found) == {"rollout.name", "rollout.tensor_model_parallel_size", "rollout.max_model_len"}
+
+
 def test_all_problems_come_at_once():
     found = problems(
         "data.train_batch_size=7",
@@ -129,7 +150,7 @@ def test_all_problems_come_at_once():
         "data.custom_cls.path=x.py",
         "trainer.resume_mode=resume_path",
         "fsdp_config.fsdp_size=3",
-        "strategy=megatron",
+        "strategy=deepspeed",
         "algorithm.adv_estimator=grpo",
     )
     assert set(found) == {
