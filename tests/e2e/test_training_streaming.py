@@ -1,11 +1,16 @@
-"""Asynchronous training on Ray, generation on devices of its own: a loop worker and a replica die under the stream."""
+"""Asynchronous training on Ray: loop workers, replicas, trainer ranks and controllers die under the stream."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.trained_prompts import Notes
@@ -61,3 +66,43 @@ def test_a_replica_that_is_stopped_is_found_while_the_trainer_waits(tmp_path: Pa
     assert [len(step) for step in run.trained] == [8] * 4
     assert run.history[-1]["training/generation_restarts"] == 1
     assert any("is stopped (SIGSTOP)" in record.message for record in caplog.records)
+
+
+def kill_after(step: int, process: subprocess.Popen, folder: Path, name: str) -> None:
+    """The largest process of the run that is called so, when this step is saved and later answers are under way.
+
+    Of ranks that is the trainer's: loop workers have no model.
+    """
+    deadline = time.monotonic() + 240
+    while not (folder / "checkpoints" / f"global_step_{step}").is_dir():
+        assert process.poll() is None, (folder / "log.txt").read_text()[-3000:]
+        assert time.monotonic() < deadline, (folder / "log.txt").read_text()[-3000:]
+        time.sleep(0.05)
+    family = psutil.Process(process.pid).children(recursive=True)
+    named = [member for member in family if member.name().startswith(name)]
+    max(named, key=lambda member: member.memory_info().rss).kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "one_step_off"])
+def test_a_killed_trainer_rank_and_a_killed_controller_lose_and_repeat_no_prompt(tmp_path: Path, mode: str):
+    """The real command, which starts again by itself: every prompt of the epoch is in the answers of just one step."""
+    task, steps = make_task(tmp_path / "task", rows=64), range(1, 9)
+    more = (f"trainer.mode={mode}", "trainer.save_freq=1", f"trainer.rollout_data_dir={tmp_path / 'answers'}")
+    grpo = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "trainer.total_training_steps=8", "data.val_files=[]")
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(task, tmp_path, *grpo, *more)]
+    with (tmp_path / "log.txt").open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path, env={**os.environ, "RAY_ADDRESS": "local"}
+        )
+        try:
+            kill_after(2, process, tmp_path, "ray::RayRank")
+            kill_after(5, process, tmp_path, "ray::TaskRunner")
+            assert process.wait(timeout=240) == 0, (tmp_path / "log.txt").read_text()[-3000:]
+        finally:
+            process.kill()
+    files = [(tmp_path / "answers" / f"{step}.jsonl").read_text().splitlines() for step in steps]
+    prompts = [{json.loads(line)["input"] for line in lines} for lines in files]
+    assert [len(step) for step in prompts] == [8] * 8
+    assert len(set().union(*prompts)) == 64
+    assert (tmp_path / "log.txt").read_text().count("\nrestart ") == 2
