@@ -1,0 +1,30 @@
+"""The tour goes all the way: what PPO learned from a trained reward model is what the served model answers."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(1800)
+def test_the_tour_from_random_weights_to_a_served_model(tmp_path):
+    command = [sys.executable, "examples/tour/run.py", "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    told = re.search(r"right on (\d+)% of new pairs\nreward (\S+) .*PPO, (\S+) after\n", done.stdout)
+    assert int(told[1]) > 90
+    assert float(told[3]) > float(told[2])
+    before, after = re.search(r"accuracy (\d+)% before PPO, (\d+)% after", done.stdout).groups()
+    assert int(before) < 50
+    assert int(after) > 75
+    answers = re.findall(r"#### (\d+) +\(right: (\d+)\)", done.stdout)
+    assert len(answers) == 3
+    assert sum(given == right for given, right in answers) >= 2
+    AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
