@@ -73,7 +73,7 @@ class PipelineEngine:
         return True
 
     @torch.no_grad()
-    def infer(self, data, outputs, temperature=1.0, micro=None):
+    def infer(self, data, outputs, temperature=1.0, micro=None, top_k=0):
         order, parts = [], []
         for part, rows in micro_batches(data, micro, TOKENS, lambda count: count):
             front = self._rows(part)
