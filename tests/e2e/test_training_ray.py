@@ -123,8 +123,9 @@ def test_a_reward_model_with_another_template_scores_the_answers(task, tmp_path,
     """On two ranks each row's messages and answer are written in the judge's own way, in training and validation."""
     judge = save_classifier(tmp_path / "judge")
     reward = ("reward_model.enable=True", f"reward_model.path={judge}", "data.system_prompt=Be brief.")
+    alone = ("custom_reward_function.path=null", "algorithm.adv_estimator=grpo")
     more = ("trainer.total_training_steps=1", "data.max_prompt_length=64", "trainer.n_gpus_per_node=2")
-    trainer = run_training(overrides(task, tmp_path, *reward, *more, "algorithm.adv_estimator=grpo"), RayWorkerGroup)
+    trainer = run_training(overrides(task, tmp_path, *reward, *more, *alone), RayWorkerGroup)
     batch = trainer._last_batch
     scores, mask = batch.batch["rm_scores"], batch.batch["response_mask"]
     assert torch.equal((scores != 0).sum(-1), torch.ones(len(scores), dtype=torch.long)), "one score per answer"

@@ -140,6 +140,12 @@ def _of_a_server(function: Callable[..., Any], model: RewardModelConfig) -> dict
     """What a function that asks a reward model's server is given: the address, as host:port, and the tokenizer."""
     asked = inspect.signature(function).parameters
     found: dict[str, Any] = {}
+    if model.enable and _ADDRESS not in asked:
+        logger.warning(
+            "custom_reward_function.path scores the answers and has no parameter %s: nobody asks the reward model of "
+            "reward_model.enable=True. Leave one of them out.",
+            _ADDRESS,
+        )
     if model.url is not None and _ADDRESS in asked:
         found[_ADDRESS] = model.url.removeprefix("http://").rstrip("/")
     if model.path is not None and _TOKENIZER in asked:
