@@ -18,7 +18,7 @@ exec python3 -m verl.trainer.main_rm \
     data.truncation=left \
     model.path="$MODEL" \
     model.enable_gradient_checkpointing=False \
-    optim.lr=2e-5 \
+    optim.lr=1e-4 \
     trainer.n_gpus_per_node=1 \
     trainer.total_epochs=2 \
     trainer.save_freq=0 \
