@@ -12,6 +12,8 @@ from torch import nn
 
 __all__ = ["Classifier"]
 
+# So often somebody who waits for a parked model looks whether it will ever be woken.
+_LOOK_S = 0.2
 _Waiting = tuple[list[int], "Future[list[float]]"]
 
 
@@ -54,9 +56,13 @@ class Classifier:
         self._awake.acquire()
         self._device = self._model.device
         self._model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def wake(self) -> None:
         self._model.to(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # it works in another thread, on another stream
         self._awake.release()
 
     def close(self) -> None:
@@ -66,7 +72,8 @@ class Classifier:
             self._changed.notify()
         self._thread.join()
         for _, future in self._waiting:
-            future.set_exception(RuntimeError("the classifier was closed before this sequence was scored."))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RuntimeError("the classifier was closed before this sequence was scored."))
 
     def _run(self) -> None:
         while True:
@@ -76,9 +83,21 @@ class Classifier:
                     return
                 batch = self._take()
                 self._working = len(batch)
-            with self._awake:
+            if not self._woken():
+                self._waiting += batch
+                return
+            try:
                 self._answer([each for each in batch if each[1].set_running_or_notify_cancel()])
+            finally:
+                self._awake.release()
             self._working = 0
+
+    def _woken(self) -> bool:
+        """Take the model when it is on its device; False where it will not be again, because this ends."""
+        while not self._awake.acquire(timeout=_LOOK_S):
+            if self._closing:
+                return False
+        return True
 
     def _take(self) -> list[_Waiting]:
         """The first that came, so that nobody waits for ever, and those of about its length: little is padding."""

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
+
+SCORED_AT_END = "scored_at_end_token"
+"""In a tokenizer's configuration: its model reads the score at the end token of the answer, not after what the template
+writes behind it. So `verl.trainer.main_rm` trains."""
 # A tokenizer that knows no limit of its model says some such number.
 _NO_LIMIT = 10**9
 
@@ -14,7 +19,7 @@ class ConversationTokens:
 
     Without a template each is the pair (contents of the other messages, a line break between them; answer), as
     classifiers of question and answer are trained. What is longer than `longest` tokens (None: what the tokenizer says
-    of its model) loses its beginning: what is scored is the answer.
+    of its model) loses its beginning: what is scored is the answer. A tokenizer with `SCORED_AT_END` ends them there.
     """
 
     def __init__(self, tokenizer: Any, longest: int | None = None) -> None:
@@ -26,8 +31,12 @@ class ConversationTokens:
         """Token ids of each. ValueError: the template refuses one."""
         if not getattr(self._tokenizer, "chat_template", None):
             return self._pairs(conversations)
-        # A template has already written the special tokens it wants.
-        encoded = self._tokenizer(self._written(conversations), add_special_tokens=False)["input_ids"]
+        if self._tokenizer.init_kwargs.get(SCORED_AT_END):
+            encoder = ConversationEncoder(self._tokenizer, {}, last_turn_only=True)
+            encoded = [up_to_answer(encoder.rows([dict(message) for message in each])[0]) for each in conversations]
+        else:
+            # A template has already written the special tokens it wants.
+            encoded = self._tokenizer(self._written(conversations), add_special_tokens=False)["input_ids"]
         return [ids if self._longest is None else ids[-self._longest :] for ids in encoded]
 
     def _pairs(self, conversations: Sequence[Sequence[Any]]) -> list[list[int]]:

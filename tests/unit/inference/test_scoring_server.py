@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from tests.support.tiny import tiny_config, tiny_tokenizer
 from verl import DataProto
 from verl.config import load_config
+from verl.inference.classifier import Classifier
 from verl.inference.server import app_of, options_parser
 from verl.inference.serving.background import served_beside
 from verl.protocol import object_array
@@ -157,3 +158,12 @@ def test_a_run_scores_with_a_reward_model_behind_a_url(server, reward_model):
 def test_a_server_that_is_not_there_is_told_before_training():
     with pytest.raises(ValueError, match=r"reward_model\.url: no server answers at http://127\.0\.0\.1:9/health"):
         require_server("127.0.0.1:9")
+
+
+def test_a_classifier_that_is_parked_can_be_closed_and_tells_who_waits(reward_model):
+    model = Classifier(AutoModelForSequenceClassification.from_pretrained(reward_model), max_tokens=64)
+    model.park()
+    (waits,) = model.submit([[1, 2, 3]])
+    model.close()
+    with pytest.raises(RuntimeError, match="closed before"):
+        waits.result(timeout=5)

@@ -27,18 +27,21 @@ class Router:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         response = Response(send)
         try:
-            body = await read_body(headers_of(scope), receive, _MOST_BODY, _TOO_LARGE)
+            try:
+                body = await read_body(headers_of(scope), receive, _MOST_BODY, _TOO_LARGE)
+            except ValueError as error:
+                return await response.whole(413, {"error": {"message": str(error)}})
             await while_there(self._forward(scope, body, response), receive)
         except Gone:
             return
-        except ValueError as error:
-            await response.whole(413, {"error": {"message": str(error)}})
 
     async def _forward(self, scope: dict[str, Any], body: bytes, response: Response) -> None:
         import httpx
 
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None), trust_env=False)
+        if not self.servers:
+            return await response.whole(503, {"error": {"message": "no server is there yet"}})
         server = least_busy(list(self.servers), self._under_way)
         kind = headers_of(scope).get("content-type", "")
         headers = {"content-type": kind, "authorization": f"Bearer {self.servers[server]}"}

@@ -14,6 +14,7 @@ from verl.protocol import DataProto
 from verl.trainer.common.supervised import SupervisedTrainer
 from verl.trainer.rm.data import compared_answers, pairs_of
 from verl.trainer.rm.padding import padding_token
+from verl.utils.conversation_tokens import SCORED_AT_END
 from verl.utils.dataset.preference_dataset import PreferenceDataset
 from verl.utils.import_utils import load_user_object
 from verl.utils.metric import reduce_metrics
@@ -32,6 +33,7 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
         super().__init__(config)
         self.tokenizer.pad_token = padding_token(self.tokenizer)
         self.config.model.override_config["pad_token_id"] = self.tokenizer.pad_token_id
+        self.tokenizer.init_kwargs[SCORED_AT_END] = True
 
     def dataset(self, is_train: bool) -> Any:
         data = self.config.data

@@ -43,8 +43,8 @@ class AnswerCheck:
 
     def run(self, group: Any, step: int, tracking: Tracking) -> dict[str, float]:
         """Hand the weights over, answer, score: metrics as those of PPO's validation; some answers to the trackers."""
-        group.begin_answers(step)
         try:
+            group.begin_answers(step)
             found = group.answer(self._batch())
         finally:
             group.end_answers()

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from verl.config.rm import RMDataConfig
 from verl.utils.dataset.chat import Messages, as_messages, prompt_digest
-from verl.utils.dataset.conversation import ConversationEncoder
+from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, Rule, chat_problem, refuse_problems
 from verl.utils.dataset.rows import Rows, value_at
@@ -151,8 +151,7 @@ class PreferenceDataset(Dataset):
     def _answer(self, messages: Messages) -> Encoded:
         """Up to the end token of the last answer: what a template writes after it, generation never sees."""
         (row,) = self._encoder.rows(messages)
-        learned = [place for place, weight in enumerate(row.weights) if weight]
-        return row.ids[: learned[-1] + 1], len(learned)
+        return up_to_answer(row), sum(1 for weight in row.weights if weight)
 
     def _refuse_overlong(self, lengths: np.ndarray) -> None:
         limit = self.config.max_length

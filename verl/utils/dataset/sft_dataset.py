@@ -122,10 +122,10 @@ class SFTDataset(Dataset):
         ]
 
     def _encode(self, number: int, row: Mapping[str, Any]) -> list[LearnedRow]:
-        thinking = row.get(self.config.enable_thinking_key)
+        thinking = value_at(row, self.config.enable_thinking_key)
         kwargs = {} if thinking is None else {"enable_thinking": bool(thinking)}
         try:
-            return self._encoder.rows(self.messages_of(row), as_tools(row.get(self.config.tools_key)), **kwargs)
+            return self._encoder.rows(self.messages_of(row), as_tools(value_at(row, self.config.tools_key)), **kwargs)
         except ValueError as error:
             raise DataError([f"{self.rows.where(number)}: {error}"]) from error
 

@@ -64,7 +64,7 @@ def require_server(address: str) -> None:
     import httpx
 
     try:
-        httpx.get(f"{base_url(address)}/health", timeout=10).raise_for_status()
+        httpx.get(f"{base_url(address)}/health", timeout=10, trust_env=False).raise_for_status()
     except httpx.HTTPError as error:
         raise ValueError(
             f"reward_model.url: no server answers at {base_url(address)}/health ({error}). Start it"
@@ -78,5 +78,5 @@ def _client() -> Any:
 
     loop = asyncio.get_running_loop()
     if loop not in _clients:
-        _clients[loop] = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        _clients[loop] = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None), trust_env=False)
     return _clients[loop]

@@ -163,6 +163,8 @@ def test_what_the_template_itself_marks_is_learned(tmp_path):
     assert item["input_ids"].tolist() == whole["input_ids"]
     assert item["loss_mask"].tolist() == whole["assistant_masks"]
     assert learned(SFTDataset(file, tokenizer, {})[0]).strip() == "4!"
+    tokenizer.chat_template = "{{ messages | length }}" + template  # its beginning changes with every message
+    assert learned(SFTDataset(file, tokenizer, {})[0]).strip() == "4!"
 
 
 TOOLS = (
@@ -219,8 +221,8 @@ def test_a_message_counts_by_its_own_loss(tmp_path):
 
 def test_thinking_is_switched_by_a_column_of_the_row(tmp_path):
     tokenizer = templated("{% if enable_thinking %}<|system|>{% endif %}" + TOOLS)
-    rows = [{"messages": CHAT[1:3], "enable_thinking": on} for on in (True, False)]
-    data = SFTDataset(write(tmp_path / "a.jsonl", rows), tokenizer, {})
+    rows = [{"messages": CHAT[1:3], "extra": {"thinks": on}} for on in (True, False)]
+    data = SFTDataset(write(tmp_path / "a.jsonl", rows), tokenizer, {"enable_thinking_key": "extra.thinks"})
     assert [tokenizer.decode(data[row]["input_ids"]).startswith("<|system|>") for row in (0, 1)] == [True, False]
 
 
