@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from _shapes import save_random_model, shape_config
+from _shapes import shape_config, write_model
 
 from verl.utils.flops import SequenceCost
 
@@ -62,10 +61,7 @@ class SFTWork:
     def write(self, folder: Path) -> Path:
         """Model, tokenizer and rows under `folder`: as text for ours, as tokens (the same) for TRL."""
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "model").is_dir():
-            device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-            save_random_model(folder / "model", self.model_config(), dtype, device)
-            tiny_tokenizer().save_pretrained(folder / "model")
+        write_model(folder / "model", self.model_config())
         self._write_rows(folder / "rows.parquet")
         (folder / "work.json").write_text(json.dumps(asdict(self)))
         return folder

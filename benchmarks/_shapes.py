@@ -137,3 +137,13 @@ def seconds_each(run: Run, copies: int) -> float:
         torch.cuda.synchronize()
         best = min(best, begin.elapsed_time(end) / 1e3)
     return best / copies
+
+
+def write_model(folder: Path, config: Any) -> None:
+    """Random weights in what a run here would compute with, and a tokenizer of characters; once."""
+    from tests.support.tiny import tiny_tokenizer
+
+    if not folder.is_dir():
+        device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+        save_random_model(folder, config, dtype, device)
+        tiny_tokenizer().save_pretrained(folder)

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from _shapes import save_random_model, shape_config
+from _shapes import shape_config, write_model
 
 from verl.utils.flops import SequenceCost
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from tests.support.tiny import tiny_tokenizer
 
 REWARD_FILE = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -87,10 +85,7 @@ class Work:
     def write(self, folder: Path) -> Path:
         """Model, tokenizer, prompts with their schedule and a reward under `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "model").is_dir():
-            device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-            save_random_model(folder / "model", self.model_config(), dtype, device)
-            tiny_tokenizer().save_pretrained(folder / "model")
+        write_model(folder / "model", self.model_config())
         (folder / "reward.py").write_text(REWARD_FILE)
         self._write_prompts(folder / f"{self.case}.parquet")
         (folder / f"{self.case}.json").write_text(json.dumps(asdict(self)))

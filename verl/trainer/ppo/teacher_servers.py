@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from verl.protocol import DataProto
+from verl.utils.patient_requests import replied
 
 __all__ = ["TeacherServer"]
 
-_TRIES, _FIRST_PAUSE_S = 5, 0.5
 _AT_ONCE = 64
-_BUSY = (429, 502, 503, 504)
 # Tokens that a server is asked about before training, to see that its vocabulary is the student's.
 _PROBED = 32
 
@@ -78,11 +76,9 @@ class TeacherServer:
         """What is said of every row, in order; rows go to the servers in turn."""
         import httpx
 
-        key = os.environ.get("VERL_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         limit = asyncio.Semaphore(_AT_ONCE * len(self._urls))
         # The servers are named by their addresses; proxies of the environment are for the outside.
-        async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30), headers=headers, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30), trust_env=False) as http:
             for each in [url] if url else self._urls:
                 if each not in self._names:
                     models = await self._replied(http, each, "/v1/models", None)
@@ -99,23 +95,5 @@ class TeacherServer:
 
     async def _replied(self, http: Any, url: str, path: str, asked: dict[str, Any] | None) -> Any:
         """A server that cannot be reached, or has too much to do, is asked again a few times."""
-        import httpx
-
-        failure = ""
-        for attempt in range(_TRIES):
-            if attempt:
-                await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
-            try:
-                reply = await (http.get(url + path) if asked is None else http.post(url + path, json=asked))
-            except httpx.TransportError as error:
-                failure = repr(error)
-                continue
-            if reply.status_code == 200:
-                return reply.json()
-            failure = f"status {reply.status_code}: {reply.text[:500]}"
-            if reply.status_code not in _BUSY:
-                raise ValueError(f"{self._key}: {url}{path} refuses the request: {failure}")
-        raise ConnectionError(
-            f"{self._key}: {url}{path} does not answer ({_TRIES} tries): {failure}. Start it (python -m"
-            " verl.inference.server --model …, or vllm serve), or correct the address."
-        )
+        remedy = ". Start it (python -m verl.inference.server --model …, or vllm serve), or correct the address."
+        return await replied(http, self._key, url + path, asked, remedy)

@@ -396,12 +396,12 @@ def gathered(start: Callable[[Done], None], calls: int, units: Sequence[int] | N
 
 
 def _pickled(thing: Any) -> bytes:
+    if getattr(thing, "__module__", None) == "__main__":
+        return portable(thing)
     try:
-        if getattr(thing, "__module__", None) != "__main__":
-            return pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)
-    except Exception:  # noqa: BLE001 - what cannot be found over there by its name may yet travel by content
-        pass
-    return portable(thing)
+        return pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return portable(thing)  # it cannot be found over there by its name; it travels by content
 
 
 def _result(letter: bytes, content: bytes) -> tuple[Any, Exception | None]:

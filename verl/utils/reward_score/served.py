@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import weakref
 from typing import Any
 
-_TRIES = 4
-_FIRST_PAUSE_S = 0.5
-_NOT_THERE = (429, 502, 503, 504)
+from verl.utils.patient_requests import replied
+
 # An event loop has connections of its own.
 _clients: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -33,25 +31,7 @@ async def post(address: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
     $VERL_API_KEY is sent where it is set. ConnectionError: it stays silent. ValueError: it refuses.
     """
-    import httpx
-
-    key = os.environ.get("VERL_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    failure = ""
-    for attempt in range(_TRIES):
-        if attempt:
-            await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
-        try:
-            reply = await _client().post(f"{base_url(address)}{path}", json=body, headers=headers)
-        except httpx.TransportError as error:
-            failure = repr(error)
-            continue
-        if reply.status_code == 200:
-            return reply.json()
-        failure = f"status {reply.status_code}: {reply.text[:500]}"
-        if reply.status_code not in _NOT_THERE:
-            raise ValueError(f"reward_model.url: {base_url(address)}{path} refuses the request: {failure}")
-    raise ConnectionError(f"reward_model.url: {base_url(address)}{path} does not answer ({_TRIES} tries): {failure}")
+    return await replied(_client(), "reward_model.url", f"{base_url(address)}{path}", body)
 
 
 def base_url(address: str) -> str:

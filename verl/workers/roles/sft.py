@@ -8,18 +8,16 @@ from typing import Any
 import torch
 
 from verl.config import ModelConfig, RolloutConfig, SFTConfig, as_config, load_config
-from verl.config.engine import CheckpointConfig
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.types.request import Request
 from verl.utils.field_errors import keys_under
 from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect, tick
-from verl.workers.engine.base import Counts, MicroBatching
-from verl.workers.engine.common.step_checks import REFUSED, SKIPPED
-from verl.workers.roles.engines import inferred, start_engine
+from verl.workers.engine.base import Counts
+from verl.workers.roles.engines import inferred
 from verl.workers.roles.memory import phase_memory
-from verl.workers.roles.saving import SavingWorker
+from verl.workers.roles.supervised import SupervisedWorker
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.rollout.prompts import sampling_params
 from verl.workers.sharding_manager.in_process import InProcessTransfer
@@ -45,7 +43,7 @@ def negative_log_likelihood(log_probs: torch.Tensor, data: DataProto) -> Pair:
     return -(log_probs * weights).sum(), weights.sum()
 
 
-class SFTWorker(SavingWorker):
+class SFTWorker(SupervisedWorker):
     """One rank of supervised fine-tuning. Batches have a rollout's columns; `response_mask` marks what to learn."""
 
     def __init__(self, config: Any) -> None:
@@ -55,12 +53,7 @@ class SFTWorker(SavingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model and shard it over the ranks."""
-        config = self.config
-        self.init_process_group()
-        torch.manual_seed(config.data.seed + self.rank)  # for dropout, where the model is told to have some
-        path = resolve_model_path(config.model.path)
-        optim = config.optim
-        self.engine = start_engine(self, "sft", path, "causal_lm", config.model, config, optim, optim.grad_clip)
+        self._start("sft")
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
     @phase_memory("sft")
@@ -68,15 +61,7 @@ class SFTWorker(SavingWorker):
         """One optimizer step on the rows of all ranks; metrics in `meta_info["metrics"]`."""
         expect(len(data))
         found = self.engine.forward_backward(data, token_mean_loss, ["log_probs"], micro=self._micro())
-        step = self.engine.optimizer_step()
-        metrics: dict[str, Any] = {
-            **{f"train/{name}": value for name, value in found.items()},
-            "train/grad_norm": step["grad_norm"],
-            "train/lr": step["lr"],
-            "train/skipped_steps": step[SKIPPED] + step[REFUSED],
-        }
-        if self.device.type == "cuda":
-            metrics["perf/memory_allocated_gb_max"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+        metrics = {f"train/{name}": value for name, value in found.items()} | self._step_metrics()
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
@@ -127,11 +112,3 @@ class SFTWorker(SavingWorker):
         """The engine's memory is training's again."""
         if self._rollout is not None:
             self._rollout.release()
-
-    @property
-    def checkpoint(self) -> CheckpointConfig:
-        return self.config.checkpoint
-
-    def _micro(self) -> MicroBatching:
-        data = self.config.data
-        return MicroBatching.by(data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu)
