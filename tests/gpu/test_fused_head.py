@@ -124,6 +124,52 @@ def test_values_and_gradients_are_as_near_to_float64_as_those_of_full_logits(dty
         assert error(mine, wanted) <= 1.1 * error(theirs, wanted) + 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("adjust", ADJUSTMENTS)
+def test_several_labels_of_nearly_certain_rows_are_as_exact_as_rounding_once_allows(dtype, adjust):
+    rows, size, vocab, temperature = 200, 64, 9001, 0.7
+    hidden, weight, bias, label = head(rows, size, vocab, dtype)
+    with torch.no_grad():  # the first token of each row is all but sure, the second as likely as any, two are the same
+        hidden.copy_(weight[label] * (40.0 / weight[label].float().square().sum(dim=1, keepdim=True)).to(dtype))
+    labels = torch.randint(0, vocab, (rows, 8), device=CUDA)
+    labels[:, 0], labels[:, 2], labels[::2, 3] = label, labels[:, 1], -100
+    shares = torch.randn(rows, 8, device=CUDA)
+    found, entropy = label_statistics(
+        hidden, weight, labels, temperature, True, bias=bias, adjust=adjust, chunk_rows=64
+    )
+    told = labels >= 0
+    ours = torch.autograd.grad((found * shares)[told].sum() + entropy.sum(), (hidden, weight, bias))
+
+    inputs = [value.detach().double().requires_grad_() for value in (hidden, weight, bias)]
+    log_p = torch.log_softmax(adjust(torch.nn.functional.linear(*inputs)) / temperature, dim=-1)
+    true = log_p.gather(1, labels.clamp(min=0))
+    surprise = -(log_p.exp() * log_p).sum(dim=-1)
+    wanted = torch.autograd.grad((true * shares)[told].sum() + surprise.sum(), inputs)
+    torch.testing.assert_close(found[told].double(), true[told].detach(), rtol=1e-4, atol=1e-4)
+    assert found[~told].isneginf().all()
+    for mine, theirs in zip(ours, wanted, strict=True):
+        error = (mine.double() - theirs).norm() / theirs.norm()
+        assert error < max(ROUNDING[dtype], 1e-4), f"relative error {error:.2e}"
+
+
+def test_the_gradient_of_several_labels_is_rounded_after_its_sum():
+    """Forward KL of a teacher that agrees: the parts of a label all but cancel, and what is left is what is learned."""
+    from verl.models.fused_head import _kernel_gradients
+
+    rows, vocab, top = 64, 9001, 16
+    logits = padded(rows, vocab, torch.float32, spread=1.0)
+    logits[:, 7] += 16.0  # p = 0.999
+    p = logits.double().softmax(dim=-1)
+    labels = p.topk(top).indices
+    pulls = p.gather(1, labels).float() * 1.01
+    d_logits = torch.empty(rows, logits.stride(0), device=CUDA, dtype=torch.bfloat16)[:, :vocab]
+    log_total = torch.logsumexp(logits.double(), dim=-1).float()
+    _kernel_gradients(logits, d_logits, labels, log_total, None, pulls, None, 1.0, LogitAdjustment())
+    wanted = torch.zeros_like(p).scatter_add(1, labels, pulls.double()) - p * pulls.double().sum(dim=1, keepdim=True)
+    # float32 knows a log-total of 17 to 2e-6, and with it a probability of 1.
+    torch.testing.assert_close(d_logits.double(), wanted, rtol=2.0**-8, atol=5e-6)
+
+
 def test_a_chunk_and_the_weights_gradient_are_all_the_memory_it_takes():
     rows, size = 16_384, 896
     hidden, weight, _, labels = head(rows, size, QWEN_VOCAB, torch.bfloat16)
@@ -144,6 +190,8 @@ def test_no_pass_waits_for_the_gpu():
         try:
             log_probs, entropy = label_statistics(hidden, weight, labels, 0.7, True, chunk_rows=128)
             (log_probs.sum() + entropy.sum()).backward()
+            several, _ = label_statistics(hidden, weight, labels[:, None].expand(-1, 3), 0.7, False, chunk_rows=128)
+            several.sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert hidden.grad.isfinite().all()

@@ -192,19 +192,42 @@ def _kernel_gradients(
     adjust: LogitAdjustment,
 ) -> None:
     """The same into `d_logits`, which may be `logits`, by a kernel that knows of one label per row: of several it is
-    told none, and they are added after it."""
+    told none, and what it wrote at their places is written anew."""
     from verl.models.kernels.label_statistics import logit_gradients
 
-    one, pull, slope = labels, d_log_probs, 1.0
+    statistics = (labels, log_total, entropy, d_log_probs, d_entropy)
+    at_several = None
     if labels.dim() > 1:
-        one, pull = labels.new_full((len(labels),), -1), d_log_probs.sum(dim=1)
-        if adjust.softcap is not None:
-            capped = at_labels(logits, labels, 1.0, adjust).clamp_(min=-adjust.softcap) / adjust.softcap
-            slope = 1.0 - capped.square()
-    statistics = (one, log_total, entropy, pull, d_entropy)
+        at_several = gradients_at_labels(logits, *statistics, temperature, adjust)
+        nowhere = labels.new_full((len(labels),), -1)
+        statistics = (nowhere, log_total, entropy, d_log_probs.sum(dim=1), d_entropy)
     logit_gradients(logits, d_logits, *statistics, temperature, adjust.scale, adjust.softcap)
-    if labels.dim() > 1:
-        _add_at_(d_logits, labels, d_log_probs * (adjust.scale / temperature) * slope)
+    if at_several is not None:
+        columns, found = at_several
+        d_logits.scatter_(1, columns, found.to(d_logits.dtype))
+
+
+def gradients_at_labels(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    log_total: torch.Tensor,
+    entropy: torch.Tensor | None,
+    d_log_probs: torch.Tensor,
+    d_entropy: torch.Tensor | None,
+    temperature: float,
+    adjust: LogitAdjustment,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns of `logits` [rows, vocab], among them those of all `labels` [rows, K], and `chunk_gradients_` there:
+    [rows, K] each. At a token that is nearly certain -p and the label's part all but cancel: rounding comes after the
+    sum."""
+    inside = (labels >= 0) & (labels < logits.shape[1])
+    # A column that comes several times has its sum at the first of its places, and every place says the same.
+    columns, order = torch.where(inside, labels, 0).sort(dim=1)
+    first = torch.searchsorted(columns, columns)
+    places = torch.where(inside.gather(1, order), first, -1)
+    found, pulls = logits.gather(1, columns), d_log_probs.gather(1, order)
+    found = chunk_gradients_(found, places, log_total, entropy, pulls, d_entropy, temperature, adjust)
+    return columns, found.gather(1, first)
 
 
 def _add_at_(x: torch.Tensor, labels: torch.Tensor, values: torch.Tensor) -> None:

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl.models.fused_head import CHUNK_BYTES, label_statistics, rows_per_chunk
+from verl.models.fused_head import (
+    CHUNK_BYTES,
+    chunk_gradients_,
+    gradients_at_labels,
+    label_statistics,
+    rows_per_chunk,
+)
 from verl.models.heads import LogitAdjustment
 from verl.models.top_tokens import top_tokens
 
@@ -273,6 +279,37 @@ def test_several_labels_at_a_place_have_the_plain_values_and_gradients(adjust):
     outside, _ = label_statistics(case.hidden, case.weight, torch.full((11, 1), 29), 1.0, False)
     assert outside.isneginf().all()
     assert not torch.autograd.grad(outside.clamp(min=-9.0).sum(), case.inputs[:1])[0].any()
+
+
+@pytest.mark.parametrize("adjust", ADJUSTMENTS)
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_gradients_at_labels_are_those_that_all_logits_have_there(adjust, with_entropy):
+    draw = torch.Generator().manual_seed(5)
+    logits = torch.randn(40, 9, generator=draw) * 3
+    labels = torch.randint(-2, 11, (40, 6), generator=draw)  # some twice, some in another part of the vocabulary
+    pulls, others = torch.randn(40, 6, generator=draw), torch.randn(3, 40, generator=draw)
+    log_total, entropy, d_entropy = others[0] + 9.0, others[1], others[2] if with_entropy else None
+    asked = (labels, log_total, entropy, pulls, d_entropy, 0.7, adjust or LogitAdjustment())
+    before = logits.clone()
+    columns, found = gradients_at_labels(logits, *asked)
+    assert torch.equal(logits, before)
+    wanted = chunk_gradients_(before, *asked)
+    torch.testing.assert_close(found, wanted.gather(1, columns), rtol=1e-5, atol=1e-6)
+    without = chunk_gradients_(logits.clone(), torch.full_like(labels, -1), *asked[1:])
+    torch.testing.assert_close(without.scatter(1, columns, found), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_nearly_certain_label_among_several_has_its_gradient_rounded_after_the_sum():
+    logits, labels = torch.tensor([[9.0, 0.0, 0.0, 0.0]]), torch.tensor([[0, 2]])
+    log_p = logits.log_softmax(-1)
+    pulls = log_p.exp().gather(1, labels)
+    none = torch.full_like(labels, -1)
+    asked = (torch.logsumexp(logits, 1), None, pulls, None, 1.0, LogitAdjustment())
+    columns, found = gradients_at_labels(logits, labels, *asked)
+    gradient = chunk_gradients_(logits.clone(), none, *asked).bfloat16().scatter(1, columns, found.bfloat16())
+    p = log_p.double().exp()
+    wanted = torch.zeros(1, 4, dtype=torch.double).scatter_add(1, labels, pulls.double()) - p * pulls.double().sum()
+    torch.testing.assert_close(gradient.double(), wanted, rtol=2.0**-8, atol=0.0)
 
 
 @pytest.mark.parametrize("adjust", ADJUSTMENTS)
