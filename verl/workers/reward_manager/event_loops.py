@@ -41,6 +41,7 @@ class Call:
     number: int
     done: Done
     began: float = 0.0
+    apart: bool = False  # its loop was lost
 
     def tell(self, value: Any, error: Exception | None = None) -> None:
         self.done(self.number, value, error)
@@ -59,7 +60,7 @@ class EventLoops:
     """Up to `most` loops in processes of `pool`, whose initializer loads what they run (`attempt.load`)."""
 
     def __init__(self, pool: ProcessPool, most: int, timeout: float, alone: Callable[[Call], None]) -> None:
-        """`alone` makes a call in a process of its own."""
+        """`alone` makes a call in a process of its own, or raises what keeps one from starting."""
         self._pool, self._most, self._timeout, self._alone = pool, most, timeout, alone
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -113,9 +114,9 @@ class EventLoops:
         self._thread.start()
 
     def _start_process(self) -> None:
-        self._running += 1
         arguments = os.path.join(self._folder, "calls"), self._timeout
         self._pool.enqueue(answer_on_loop, [arguments], self._on_end)
+        self._running += 1  # its end is counted on this loop, so not before this
 
     def _on_end(self, number: int, value: Any, error: Exception | None) -> None:
         """In the pool's thread: a loop's process has ended."""
@@ -156,17 +157,31 @@ class EventLoops:
         self._deal()
 
     def _deal(self) -> None:
-        """Give what waits to the loops that have room; start another one if none has."""
-        while self._waiting:
-            link = min(self._links, key=lambda link: len(link.calls), default=None)
-            if link is not None and len(link.calls) < PER_LOOP:
-                self._send(link, self._waiting.popleft())
-            elif self._lost >= _MOST_LOST:
-                self._alone(self._waiting.popleft())
-            elif self._running < self._most and self._running == len(self._links):
-                return self._start_process()
-            else:
-                return
+        """Give out what waits; if no process can be had for it, everyone who waits is told why."""
+        try:
+            while self._waiting and self._give_out(self._waiting[0]):
+                self._waiting.popleft()
+        except Exception as error:  # noqa: BLE001 - becomes the error of every call that waits
+            told, self._waiting = self._waiting, deque()
+            for call in told:
+                closed = PoolClosed(f"no process can be started for the reward function: {error}")
+                closed.__cause__ = error
+                call.tell(None, closed)
+
+    def _give_out(self, call: Call) -> bool:
+        """To the loop with the most room, whether there is one; start another one if none has any."""
+        link = min(self._links, key=lambda link: len(link.calls), default=None)
+        if call.apart:
+            self._alone(call)
+        elif link is not None and len(link.calls) < PER_LOOP:
+            self._send(link, call)
+        elif self._lost >= _MOST_LOST:
+            self._alone(call)
+        else:
+            if self._running < self._most and self._running == len(self._links):
+                self._start_process()
+            return False
+        return True
 
     def _send(self, link: _Link, call: Call) -> None:
         number = next(self._numbers)
@@ -194,13 +209,20 @@ class EventLoops:
                 link.calls.pop(number).tell(outcome)
                 self._deal()
         except (asyncio.IncompleteReadError, ConnectionError):
-            if link is not None:
-                self._links.remove(link)
-                for call in link.calls.values():
-                    self._alone(call)
+            pass  # its process has ended
         finally:
             self._writers.discard(writer)
             writer.close()
+            if link is not None:
+                self._links.remove(link)
+                self._make_apart(list(link.calls.values()))
+
+    def _make_apart(self, calls: list[Call]) -> None:
+        """Those of a lost loop, before any others: one of them may be why."""
+        for call in calls:
+            call.apart = True
+        self._waiting.extendleft(reversed(calls))
+        self._deal()
 
     def _look(self) -> None:
         """End loops that have not said what became of a call though its time has long been up."""

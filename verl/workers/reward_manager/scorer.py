@@ -185,10 +185,7 @@ class ScorerPool:
     def _alone(self, call: Call) -> None:
         """In a process that no other call shares, whatever became of the loop it was on."""
         assert self._pool is not None
-        try:
-            self._pool.enqueue(score_loaded, [(call.row,)], lambda _, *outcome: call.tell(*outcome), self._timeout)
-        except InitializerError as error:
-            call.tell(None, error)
+        self._pool.enqueue(score_loaded, [(call.row,)], lambda _, *outcome: call.tell(*outcome), self._timeout)
 
     def _outcome_here(self, given: Any) -> Any:
         try:

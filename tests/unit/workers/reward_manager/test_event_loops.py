@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+
 import pytest
 
 from verl.utils.import_utils import load_user_object
+from verl.utils.process_pool import PoolClosed, ProcessPool
+from verl.workers.reward_manager.event_loops import EventLoops
 from verl.workers.reward_manager.scorer import Sample, ScorerPool
 
 # Does what the answer says.
 FUNCTION = """
-import asyncio, os, time
+import asyncio, functools, os, time
 
 begun = []
+
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
 
 async def score(solution_str, ground_truth, extra_info):
     if solution_str == "meet":
@@ -29,8 +38,16 @@ async def score(solution_str, ground_truth, extra_info):
         os._exit(3)
     if solution_str == "lambda":
         return {"score": 1.0, "what": lambda: 0}
+    if solution_str == "unreadable":
+        return {"score": 1.0, "what": Unreadable()}
     await asyncio.sleep(0.2)
     return float(solution_str)
+
+def load_unless(marker):
+    if os.path.exists(marker):
+        raise OSError("the model's files are gone")
+    from verl.utils.reward_score.attempt import load, score_awaited
+    load(functools.partial(score_awaited, score), {})
 """
 
 
@@ -72,3 +89,43 @@ def test_a_function_of_lists_may_be_async(tmp_path):
     function = load_user_object(str(tmp_path / "mine.py"), "score", key="custom_reward_function.path")
     with ScorerPool(function, processes=1, timeout=60, takes_lists=True, batch_size=2) as pool:
         assert [score.value for score in pool.score([Sample("mine", "a", "")] * 2)] == [1.0, 0.0]
+
+
+def test_an_answer_that_cannot_be_read_here_costs_its_own_sample(function):
+    samples = [Sample("mine", answer, "") for answer in ["0.25", "unreadable", "0.5", "0.5"]]
+    with ScorerPool(function, processes=1, timeout=5.0) as pool:
+        scores = [future.result(timeout=30) for future in [pool.submit(sample) for sample in samples]]
+    assert [score.kind for score in scores] == [None, "invalid", None, None]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_calls_for_which_no_process_can_be_had_are_told_so(tmp_path, function, lost):
+    """The process that starts loops goes, and cannot be started again; where calls were under way, or none."""
+    marker, outcomes, told = tmp_path / "gone", [], threading.Semaphore(0)
+    load_unless = load_user_object(function.__globals__["__file__"], "load_unless", key="custom_reward_function.path")
+    pool = ProcessPool(1, initializer=functools.partial(load_unless, str(marker)))
+
+    def done(number, value, error):
+        outcomes.append((value, error))
+        told.release()
+
+    def alone(call):
+        raise OSError("the model's files are gone")
+
+    row = {"data_source": "mine", "solution_str": "0.5", "ground_truth": "", "extra_info": {}}
+    loops = EventLoops(pool, 1, 60.0, alone)
+    try:
+        loops.enqueue([row], done)
+        assert told.acquire(timeout=20)
+        if lost:
+            loops.enqueue([{**row, "solution_str": "wait"}] * 3, done)
+        marker.touch()
+        pool.close()
+        loops.enqueue([row] * 2, done)
+        for _ in range(5 if lost else 2):
+            assert told.acquire(timeout=20), "they wait for ever"
+    finally:
+        loops.close()
+    assert outcomes.pop(0)[0][0] == 0.5
+    assert {type(error) for _, error in outcomes} == {PoolClosed}
+    assert all("files are gone" in str(error) for _, error in outcomes)
