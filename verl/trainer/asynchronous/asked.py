@@ -50,11 +50,11 @@ def ages(made: Iterable[Trajectory], steps: Mapping[int, int], default: int) -> 
     """
     versions = [
         {
-            int(version)
+            version
             for row in one.rows
             for turn in row.turns
             if turn.source == "model" and turn.versions is not None
-            for version in turn.versions
+            for version in set(turn.versions)  # of thousands of tokens a few
             if version >= 0
         }
         for one in made

@@ -76,6 +76,8 @@ class Buffer:
         self._waits, self._surplus, self._batches = strategy == "wait", surplus, batches
         self._out: dict[int, Group] = {}
         self._finished: dict[int, Group] = {}
+        self._promised = 0
+        """How many of both are promised: sending a batch does not look at all of them for each of its prompts."""
         self._last_serial = -1
         self._again: set[str] = set()
         """Prompts that were dropped for their age and not sent again yet."""
@@ -105,9 +107,9 @@ class Buffer:
         before = group.uid in self._again
         self._again.discard(group.uid)
         # No more is promised than the batches hold that are filled before the group is too old.
-        held = (*self._out.values(), *self._finished.values())
-        promised = sum(each.promised for each in held) + len(self._training(group.sent_at))
+        promised = self._promised + len(self._training(group.sent_at))
         group.promised = (self._waits or before) and promised < (self._max_staleness + 1) * self._per_batch
+        self._promised += group.promised
         self._out[group.serial] = group
 
     def finished(self, group: Group, oldest: int, partial: int = 0, rows: Any = None) -> None:
@@ -151,7 +153,8 @@ class Buffer:
     def reject(self, groups: Iterable[Group]) -> None:
         """Finished groups, taken or not, that are not trained: their prompts are used up, others may go out instead."""
         for group in groups:
-            self._finished.pop(group.serial, None)
+            if self._finished.pop(group.serial, None) is not None:
+                self._promised -= group.promised
             if (used := self._batch.pop(group.serial, None)) is not None and used.staleness:
                 self.counts[STALE] -= used.answers
             self.counts["rejected"] += 1
@@ -159,6 +162,7 @@ class Buffer:
     def give_up(self, group: Group, why: str) -> None:
         """A group that is lost: the caller puts its prompt back."""
         (self._finished if group.serial in self._finished else self._out).pop(group.serial)
+        self._promised -= group.promised
         self.counts[f"dropped/{why}"] += 1
 
     def in_flight(self) -> list[Group]:
@@ -210,6 +214,7 @@ class Buffer:
         self._finished = {group.serial: group for group in groups if group.serial in finished}
         for group in self._out.values():  # also one whose answers could not be saved
             group.oldest, group.partial = None, 0
+        self._promised = sum(group.promised for group in groups)
         self._last_serial, self._again = state["last_serial"], set(state["again"])
         self._batch_of, self._batch = -1, {}
         self.counts, self._told = Counter(state["counts"]), Counter(state["counts"])
@@ -226,6 +231,7 @@ class Buffer:
         self._batch_of = version
         for group in chosen:
             del self._finished[group.serial]
+            self._promised -= group.promised
             self._batch[group.serial] = used = _Used(version - group.born, group.answers, group.partial)
             self.counts[STALE] += used.answers if used.staleness else 0
 

@@ -271,3 +271,20 @@ def test_answers_do_not_grow_old_in_the_queue_of_a_slow_trainer():
             serial += 1
         assert buffer.take(version) is not None
         assert buffer.metrics(version)["async/staleness/max"] <= 1
+
+
+def test_sending_a_batch_does_not_look_at_all_groups_for_each_of_its_prompts():
+    """With 512 devices tens of thousands are out."""
+    looks = [0]
+
+    class Watched(Group):
+        def __getattribute__(self, name: str):
+            looks[0] += 1
+            return super().__getattribute__(name)
+
+    buffer = Buffer(500, 3, "wait")
+    groups = [Watched(serial, f"p{serial}", answers=2, sent_at=0) for serial in range(buffer.room(0))]
+    for group in groups:
+        buffer.sent(group)
+        buffer.finished(group, 0)
+    assert looks[0] <= 20 * len(groups)
