@@ -34,7 +34,7 @@ class Costs:
         points = self.decode_ms
         if sequences <= points[0][0]:
             return points[0][1] / 1e3
-        at = min(max(1, bisect_left([count for count, _ in points], sequences)), len(points) - 1)
+        at = min(max(1, bisect_left(points, (sequences,))), len(points) - 1)
         (low, below), (high, above) = points[at - 1], points[at]
         return (below + (above - below) * (sequences - low) / (high - low)) / 1e3
 

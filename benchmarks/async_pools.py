@@ -4,11 +4,12 @@
     python benchmarks/async_pools.py --ranks 16 --staleness 4 --lengths mine.json
     python benchmarks/async_pools.py --count answers.parquet --tokenizer MODEL > mine.json
 
-Devices cost what was measured on one (`--trace`, a file of benchmarks/traces); the batch grows with the devices. In
-the synchronous peer all of them generate, wait for the longest answer, then train. Asynchronously some answer and the
-others train; every batch then also needs a pass for its old log-probs. `bound` is the work alone: every device always
-busy, decoding at full load. Lengths are lognormal with a limit (a tail of `--tail` times the mean), or those of a file:
-{"answers": [[tokens of every answer of a prompt], …]}. Not in it: scaling losses of larger groups of ranks.
+Devices cost what was measured on one (`--costs`), answers are as long as some were (`--lengths`, files of
+benchmarks/traces); the batch grows with the devices. In the synchronous peer all of them generate, wait for the longest
+answer, then train. Asynchronously some answer and the others train; every batch then also needs a pass for its old
+log-probs. `bound` is the work alone: every device always busy, decoding at full load. Longer tails than were measured:
+`--tail` draws lengths from a lognormal distribution, cut at so many times the mean. Not in it: scaling losses of larger
+groups of ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from _answer_lengths import FIELDS, in_groups, read_lengths
 from _pool_clock import Costs, Pool
 from _report import report
 
 from verl.trainer.asynchronous.buffer import Buffer, Group
 from verl.trainer.asynchronous.idle import IdleTime, verdict
 
-TRACE = Path(__file__).parent / "traces" / "qwen2.5-0.5b_h200.json"
+TRACES = Path(__file__).parent / "traces"
+COSTS = TRACES / "qwen2.5-0.5b_h200.json"
+LENGTHS = sorted(TRACES.glob("answers_*.json"))
 PROMPT_TOKENS = 128
 # The controller looks for finished groups this often.
 COLLECT_S = 0.05
@@ -40,6 +44,7 @@ class Work:
 
     prompts: int
     lengths: list[list[int]]
+    name: str
     seed: int = 7
 
     @classmethod
@@ -53,7 +58,8 @@ class Work:
             found = sum(min(share * scale, longest) for share in shares) / len(shares)
             low, high = (scale, high) if found < mean else (low, scale)
         cut = [max(1, min(round(share * scale), longest)) for share in shares]
-        return cls(prompts, [cut[start : start + n] for start in range(0, len(cut), n)])
+        groups = [cut[start : start + n] for start in range(0, len(cut), n)]
+        return cls(prompts, groups, f"lognormal, cut at {longest / mean:.0f} x mean")
 
     @property
     def mean(self) -> float:
@@ -216,6 +222,7 @@ def row(work: Work, costs: Costs, ranks: int, staleness: int, options: argparse.
     limit = bound(work, costs, ranks)
     return {
         "ranks": ranks,
+        "lengths": work.name,
         "answers": f"mean {work.mean:.0f}, max {work.longest}",
         "max_staleness": staleness,
         "rollout : trainer": f"{rollout} : {ranks - rollout}",
@@ -229,51 +236,51 @@ def row(work: Work, costs: Costs, ranks: int, staleness: int, options: argparse.
     }
 
 
-def counted(path: Path, tokenizer: str) -> dict[str, Any]:
-    """Lengths of the answers that `main_generation` wrote, as `--lengths` reads them."""
-    import pyarrow.parquet as pq
-    from transformers import AutoTokenizer
-
-    encode = AutoTokenizer.from_pretrained(tokenizer).encode
-    answers = pq.read_table(path)["responses"].to_pylist()
-    lengths = [[len(encode(text, add_special_tokens=False)) + 1 for text in texts] for texts in answers]
-    return {"what": f"{path.name}, {tokenizer}", "answers": lengths}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, default=TRACE, help="what a device costs")
-    parser.add_argument("--lengths", type=Path, help="a JSON file of measured answer lengths")
+    parser.add_argument("--costs", type=Path, default=COSTS, help="what a device costs")
+    parser.add_argument("--lengths", type=Path, nargs="+", default=LENGTHS, help="measured lengths, one row for each")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32, 128, 512])
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--prompts", type=int, default=8, help="a device and step, with 8 answers each")
-    parser.add_argument("--mean", type=int, default=512)
-    parser.add_argument("--tail", type=int, nargs="+", default=[4, 8, 16, 32], help="longest answer over the mean")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of the lognormal lengths")
+    parser.add_argument("--prompts", type=int, default=8, help="a device and step")
+    parser.add_argument("--n", type=int, default=8, help="answers a prompt")
+    parser.add_argument("--tail", type=int, nargs="*", default=[], help="instead: lognormal, longest answer over mean")
+    parser.add_argument("--mean", type=int, default=512, help="for --tail")
+    parser.add_argument("--sigma", type=float, default=1.0, help="for --tail")
     parser.add_argument("--slots", type=int, default=512, help="rollout.max_num_seqs")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--count", type=Path, help="print the lengths of these answers (main_generation), and end")
-    parser.add_argument("--tokenizer", help="for --count")
+    parser.add_argument("--count", type=Path, help="print the lengths of these answers, and end")
+    parser.add_argument("--tokenizer", help="for texts: the folder of a model")
+    parser.add_argument("--fields", nargs="+", default=FIELDS, help="for texts: where answers are")
     parser.add_argument("--json", help="append the result to this file")
     options = parser.parse_args()
     if options.count:
-        print(json.dumps(counted(options.count, options.tokenizer)))
+        found = read_lengths(options.count, options.tokenizer, tuple(options.fields))
+        print(json.dumps({"what": f"{options.count.name}, {options.tokenizer}", "answers": found}))
         return
-    costs = Costs.read(options.trace)
+    tables(works(options), Costs.read(options.costs), options)
 
-    def work(tail: int) -> Work:
-        if options.lengths:
-            return Work(options.prompts, json.loads(options.lengths.read_text())["answers"])
-        return Work.lognormal(options.prompts, 8, options.mean, options.mean * tail, options.sigma)
 
-    tail, staleness = options.tail[-1], options.staleness[-1]
-    by_ranks = [row(work(tail), costs, ranks, staleness, options) for ranks in options.ranks]
-    report("by devices", by_ranks, options.json)
-    middle = options.ranks[len(options.ranks) // 2]
-    by_age = [row(work(tail), costs, middle, each, options) for each in options.staleness]
+def works(options: argparse.Namespace) -> list[Work]:
+    """With lengths that were measured, or with tails that were not; the longest tail last."""
+    if options.tail:
+        tails = [options.mean * tail for tail in options.tail]
+        return [Work.lognormal(options.prompts, options.n, options.mean, tail, options.sigma) for tail in tails]
+    found = []
+    for path in options.lengths:
+        lengths = read_lengths(path, options.tokenizer, tuple(options.fields))
+        found.append(Work(options.prompts, in_groups(lengths, options.n), path.stem.removeprefix("answers_")))
+    return sorted(found, key=lambda work: work.longest / work.mean)
+
+
+def tables(found: list[Work], costs: Costs, options: argparse.Namespace) -> None:
+    """By lengths, at the middle number of devices; for the longest tail also by devices and by staleness."""
+    middle, staleness, longest = options.ranks[len(options.ranks) // 2], options.staleness[-1], found[-1]
+    report("by lengths", [row(work, costs, middle, staleness, options) for work in found], options.json)
+    by_age = [row(longest, costs, middle, each, options) for each in options.staleness]
     report("by max_staleness: where the longest answer is the limit", by_age, options.json)
-    if not options.lengths:
-        report("by tail", [row(work(each), costs, middle, staleness, options) for each in options.tail], options.json)
+    by_ranks = [row(longest, costs, ranks, staleness, options) for ranks in options.ranks]
+    report("by devices", by_ranks, options.json)
 
 
 if __name__ == "__main__":
