@@ -158,6 +158,7 @@ def greedy(folder, prompt, count):
 def test_the_model_is_listed_under_its_names(client, folder):
     assert [model.id for model in client.models.list()] == [str(folder), "tiny"]
     assert client.models.retrieve("tiny").owned_by == "verl"
+    assert client.models.retrieve("tiny").max_model_len == MAX_LENGTH
 
 
 @pytest.mark.usefixtures("address")
@@ -433,14 +434,23 @@ def test_a_teacher_tells_the_log_probs_of_given_tokens_by_id(complete, address, 
 
 def test_a_server_of_another_vocabulary_or_none_at_all_is_no_teacher(address, monkeypatch):
     monkeypatch.setenv("VERL_API_KEY", KEY)
-    TeacherServer("big", [address], 0).check(TOKENIZER, "student")
+    TeacherServer("big", [address], 0).check(TOKENIZER, "student", 100)
     other = tiny_tokenizer()
     other.add_tokens([f"<|other{number}|>" for number in range(6)])
     with pytest.raises(ValueError, match=r"teacher_models\.big\.url: http.* tokens of the student.*= student: token"):
-        TeacherServer("big", [address], 0).check(other, "student")
+        TeacherServer("big", [address], 0).check(other, "student", 100)
     monkeypatch.setattr("verl.utils.patient_requests._FIRST_PAUSE_S", 0.0)
     with pytest.raises(ConnectionError, match=r"teacher_models\.big\.url: http://127\.0\.0\.1:9.* does not answer"):
-        TeacherServer("big", ["http://127.0.0.1:9"], 0).check(TOKENIZER, "student")
+        TeacherServer("big", ["http://127.0.0.1:9"], 0).check(TOKENIZER, "student", 100)
+
+
+def test_a_server_that_cannot_read_the_longest_rows_is_refused_before_training(address, monkeypatch):
+    """A row as long as all that it reads would be refused in the middle of training."""
+    monkeypatch.setenv("VERL_API_KEY", KEY)
+    teacher = TeacherServer("big", [address], 0)
+    teacher.check(TOKENIZER, "student", MAX_LENGTH - 1)
+    with pytest.raises(ValueError, match=r"up to 50000 .*rows of up to 50000 .*--max-model-len 50001 or more"):
+        teacher.check(TOKENIZER, "student", MAX_LENGTH)
 
 
 def test_a_chat_is_told_the_likeliest_tokens(client):

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from verl.inference.serving.fields import ApiError
+from verl.inference.serving.openai_requests import ModelFacts
 from verl.utils.http_server.asgi import Gone, Receive, Response, Send, headers_of, read_body, while_there
 
 __all__ = ["ApiApp"]
@@ -22,8 +23,8 @@ class ApiApp(ABC):
 
     posts: ClassVar[tuple[str, ...]]
 
-    def __init__(self, names: tuple[str, ...], max_body: int, api_key: str | None) -> None:
-        self._names, self._max_body, self._api_key = names, max_body, api_key
+    def __init__(self, facts: ModelFacts, max_body: int, api_key: str | None) -> None:
+        self._facts, self._max_body, self._api_key = facts, max_body, api_key
         self._since = int(time.time())
 
     @abstractmethod
@@ -79,9 +80,9 @@ class ApiApp(ABC):
             raise ApiError("Incorrect API key provided.", status=401, code="invalid_api_key")
 
     def _models(self, name: str) -> dict[str, Any]:
-        entries = [
-            {"id": known, "object": "model", "created": self._since, "owned_by": "verl"} for known in self._names
-        ]
+        told = {"object": "model", "created": self._since, "owned_by": "verl"}
+        told["max_model_len"] = self._facts.max_model_len
+        entries = [{"id": known, **told} for known in self._facts.names]
         if not name:
             return {"object": "list", "data": entries}
         found = next((entry for entry in entries if entry["id"] == name), None)

@@ -50,9 +50,8 @@ class OpenAIApp(ApiApp):
         max_body: int,
         api_key: str | None = None,
     ) -> None:
-        super().__init__(facts.names, max_body, api_key)
-        self._engine, self._check, self._facts, self._tokenizer = engine, check, facts, tokenizer
-        self._parsers = parsers
+        super().__init__(facts, max_body, api_key)
+        self._engine, self._check, self._tokenizer, self._parsers = engine, check, tokenizer, parsers
 
     @property
     def _unfinished(self) -> int:

@@ -32,8 +32,8 @@ class ScoringApp(ApiApp):
         max_body: int,
         api_key: str | None = None,
     ) -> None:
-        super().__init__(facts.names, max_body, api_key)
-        self._classifier, self._facts, self._parsers = classifier, facts, parsers
+        super().__init__(facts, max_body, api_key)
+        self._classifier, self._parsers = classifier, parsers
 
     @property
     def _unfinished(self) -> int:

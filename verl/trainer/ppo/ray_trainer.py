@@ -194,7 +194,7 @@ class RayPPOTrainer:
     def init_workers(self) -> None:
         """Reserve devices, start one group per pool with its roles colocated, load the models."""
         self.generator.start()
-        self.teachers.check_servers(self.tokenizer, self.config.actor_rollout_ref.model.path)
+        self.teachers.check_servers(self.tokenizer)
         self.state.begin()
         with self.watch:
             self.groups.start()

@@ -25,7 +25,7 @@ class TeacherServer:
     def __init__(self, name: str, urls: Sequence[str], top_k: int) -> None:
         self._key = f"distillation.teacher_models.{name}.url"
         self._urls, self._top_k = [url.rstrip("/").removesuffix("/v1") for url in urls], top_k
-        self._names: dict[str, str] = {}
+        self._models: dict[str, dict[str, Any]] = {}
 
     def columns(self, batch: DataProto) -> DataProto:
         """`teacher_log_prob` [batch, response] and, for a loss over the likeliest tokens, their columns."""
@@ -41,12 +41,14 @@ class TeacherServer:
             self._fill(row, ids[len(ids) - length :], places[len(places) - length :], found)
         return DataProto.from_dict(found)
 
-    def check(self, tokenizer: Any, student: str) -> None:
-        """ValueError where nobody answers, or another vocabulary is served than the student's."""
+    def check(self, tokenizer: Any, student: str, longest: int) -> None:
+        """ValueError where nobody answers, another vocabulary is served than the student's, or rows of `longest` tokens
+        are too long."""
         size = len(tokenizer)
         probe = sorted({size * place // _PROBED for place in range(_PROBED)} | {size - 1})
         for url in self._urls:
             places = asyncio.run(self._ask_all([probe], url))[0]
+            self._refuse_short(url, longest)
             for token, place in zip(probe[1:], places[1:], strict=True):
                 said = place[str(token)].get("decoded_token")
                 mine = tokenizer.decode([token], clean_up_tokenization_spaces=False)
@@ -56,6 +58,17 @@ class TeacherServer:
                         f" {student}: token {token} is {said!r} there and {mine!r} here. Serve a model of the same"
                         " vocabulary."
                     )
+
+    def _refuse_short(self, url: str, longest: int) -> None:
+        # Some servers do not tell. vLLM samples a token after the row whatever it is asked for, and wants room for it.
+        limit = self._models[url].get("max_model_len")
+        if limit is not None and longest >= limit:
+            raise ValueError(
+                f"{self._key}: {url} reads up to {limit} tokens (max_model_len), and is to be sent rows of up to"
+                f" {longest} (data.max_prompt_length + actor_rollout_ref.rollout.max_new_tokens), with room for one"
+                f" more. Serve it with --max-model-len {longest + 1} or more, or shorten data.max_prompt_length or"
+                " data.max_response_length."
+            )
 
     def _fill(self, row: int, ids: list[int], places: list[Any], found: Mapping[str, torch.Tensor]) -> None:
         for column, (token, place) in enumerate(zip(ids, places, strict=True)):
@@ -80,12 +93,16 @@ class TeacherServer:
         # The servers are named by their addresses; proxies of the environment are for the outside.
         async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30), trust_env=False) as http:
             for each in [url] if url else self._urls:
-                if each not in self._names:
-                    models = await self._replied(http, each, "/v1/models", None)
-                    self._names[each] = models["data"][0]["id"]
+                if each not in self._models:
+                    self._models[each] = (await self._replied(http, each, "/v1/models", None))["data"][0]
 
             async def ask(at: str, ids: list[int]) -> list[Any]:
-                asked = {"model": self._names[at], "prompt": ids, "max_tokens": 1, "prompt_logprobs": self._top_k}
+                asked = {
+                    "model": self._models[at]["id"],
+                    "prompt": ids,
+                    "max_tokens": 1,
+                    "prompt_logprobs": self._top_k,
+                }
                 async with limit:
                     reply = await self._replied(http, at, "/v1/completions", asked)
                 return reply["choices"][0]["prompt_logprobs"]

@@ -33,6 +33,9 @@ class Teachers:
             if teacher.url and distillation.enabled
         }
         self._by_source = {teacher.key: name for name, teacher in config.distillation.teacher_models.items()}
+        rollout = config.actor_rollout_ref.rollout
+        self._student = config.actor_rollout_ref.model.path
+        self._longest = min(rollout.max_model_len, config.data.max_prompt_length + rollout.max_new_tokens)
 
     def columns(self, batch: DataProto) -> DataProto:
         """`teacher_log_prob`: [batch, response], of every row under its own teacher; for a loss over the likeliest
@@ -47,10 +50,10 @@ class Teachers:
             return joined(parts, list(rows.values()), batch.batch["responses"].shape[1])
         return DataProto.concat(parts).select_idxs(np.argsort(np.concatenate(list(rows.values()))))
 
-    def check_servers(self, tokenizer: Any, student: str) -> None:
-        """ValueError where a server does not answer, or has other tokens than the student."""
+    def check_servers(self, tokenizer: Any) -> None:
+        """ValueError where a server does not answer, has other tokens than the student, or reads too few of them."""
         for server in self._servers.values():
-            server.check(tokenizer, student)
+            server.check(tokenizer, self._student, self._longest)
 
     def _said_by(self, name: str, batch: DataProto) -> DataProto:
         if name in self._servers:
