@@ -13,9 +13,10 @@ from verl.config.critic import CriticConfig
 from verl.config.data import CustomClassConfig, DataConfig, SamplerConfig
 from verl.config.engine import CheckpointConfig, FSDPConfig, MegatronConfig, OptimConfig
 from verl.config.generation import EvalConfig, GenerationConfig
+from verl.config.layout import Layout, active_roles, layout_of
 from verl.config.load import as_config, load_config
 from verl.config.model import CriticModelConfig, ModelConfig, RewardModelModelConfig
-from verl.config.plan import BatchPlan, Layout, UpdatePlan, active_roles, batch_plan, layout_of
+from verl.config.plan import BatchPlan, UpdatePlan, batch_plan
 from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.config.problems import ConfigError, Problem
 from verl.config.ref import RefConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from verl.config import names
 from verl.config.asynchronous import ahead_of
+from verl.config.layout import ACTOR, ROLLOUT
 from verl.config.old_log_probs import old_log_prob_rules
-from verl.config.plan import ACTOR, ROLLOUT
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from verl.config import names
-from verl.config.plan import ROLLOUT
+from verl.config.layout import ROLLOUT
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.trainer import TrainerConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.generation import GenerationConfig
-from verl.config.plan import ROLLOUT
+from verl.config.layout import ROLLOUT
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.supervised import SupervisedConfig

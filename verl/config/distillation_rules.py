@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from verl.config.plan import ROLLOUT, layout_of
+from verl.config.layout import ROLLOUT, layout_of
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from verl.config import names
 from verl.config.asynchronous import stands_still
-from verl.config.plan import (
+from verl.config.layout import (
     ACTOR,
     BLOCK_OF_ROLE,
     ROLLOUT,

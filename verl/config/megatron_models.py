@@ -8,12 +8,13 @@ from typing import Any
 
 from verl.config.context_length import config_of_folder
 from verl.config.engine import UNEVEN, MegatronConfig
+from verl.config.layout import BLOCK_OF_ROLE, layout_of
 from verl.config.megatron_rules import MODEL_OF_ROLE, roles_on_megatron
-from verl.config.plan import BLOCK_OF_ROLE, divisors, layout_of, near_values
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.router_replay import KEY as REPLAY
 from verl.config.schema import pick
+from verl.config.wording import divisors, near_values
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Of Core: embedding and loss count as a layer each.

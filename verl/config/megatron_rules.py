@@ -9,10 +9,11 @@ import difflib
 from typing import Any
 
 from verl.config.engine import RECOMPUTE, UNEVEN, MegatronConfig
-from verl.config.plan import BLOCK_OF_ROLE, active_roles, divisors, layout_of, near_values
+from verl.config.layout import BLOCK_OF_ROLE, active_roles, layout_of
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
 from verl.config.schema import join, pick
+from verl.config.wording import divisors, near_values
 
 MODEL_OF_ROLE = {"critic": "critic.model", "reward_model": "reward_model.model"}
 _POLICY_MODEL = "actor_rollout_ref.model"

@@ -9,7 +9,7 @@ from verl.config import names
 from verl.config.actor import ActorConfig
 from verl.config.asynchronous import resolve_asynchronous, stands_still
 from verl.config.devices import visible_gpus
-from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, layout_of, shares_devices
+from verl.config.layout import ACTOR, BLOCK_OF_ROLE, ROLLOUT, layout_of, shares_devices
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.schema import Block, join, pick, put, walk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.config.plan import ACTOR, ROLLOUT
+from verl.config.layout import ACTOR, ROLLOUT
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 

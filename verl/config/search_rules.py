@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.config.plan import ROLLOUT
+from verl.config.layout import ROLLOUT
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 

@@ -7,7 +7,7 @@ import math
 from verl.config import files
 from verl.config.context_length import supervised_context_rules
 from verl.config.lora_rules import lora_rules
-from verl.config.plan import FSDP_IS_FSDP2, count
+from verl.config.plan import FSDP_IS_FSDP2
 from verl.config.problems import Report
 from verl.config.resolve import DEFAULT_MICRO_BATCH, empty_lists, resolve_run
 from verl.config.supervised import SupervisedConfig
@@ -18,6 +18,7 @@ from verl.config.validate import (
     user_code_rules,
     values_present,
 )
+from verl.config.wording import count
 
 _RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 

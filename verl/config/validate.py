@@ -10,9 +10,10 @@ from verl.config.data import CustomClassConfig, SamplerConfig
 from verl.config.distillation_rules import distillation_rules
 from verl.config.engine import OptimConfig
 from verl.config.idle import idle_keys
+from verl.config.layout import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, judge_shares_devices
 from verl.config.lora_rules import lora_rules
 from verl.config.megatron_rules import megatron_rules
-from verl.config.plan import ACTOR, BLOCK_OF_ROLE, ROLLOUT, active_roles, batch_plan, judge_shares_devices
+from verl.config.plan import batch_plan
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
 from verl.config.rollout_rules import engine_rules

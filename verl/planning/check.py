@@ -10,8 +10,8 @@ from typing import Any
 
 from verl.config import PPOConfig, SupervisedConfig
 from verl.config.devices import gpu_memory, host_memory_available
+from verl.config.layout import BLOCK_OF_ROLE, active_roles, serves_reward_model
 from verl.config.megatron_rules import MODEL_OF_ROLE, roles_on_megatron
-from verl.config.plan import BLOCK_OF_ROLE, active_roles, serves_reward_model
 from verl.config.problems import Report
 from verl.config.schema import pick, put
 from verl.config.trainer import RunConfig

@@ -6,7 +6,7 @@ import math
 
 from verl.config import names
 from verl.config.asynchronous import ahead_of
-from verl.config.plan import layout_of, shares_devices
+from verl.config.layout import layout_of, shares_devices
 from verl.config.ppo import PPOConfig
 from verl.config.rollout import RolloutConfig
 from verl.inference.build import NativeOptions

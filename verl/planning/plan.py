@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from verl.config.layout import BLOCK_OF_ROLE, active_roles, actor_is_reference, layout_of, needs_reference
 from verl.config.names import TRAINING_ENGINES
-from verl.config.plan import BLOCK_OF_ROLE, active_roles, actor_is_reference, layout_of, needs_reference
 from verl.config.ppo import PPOConfig
 from verl.config.schema import pick
 from verl.config.supervised import SupervisedConfig

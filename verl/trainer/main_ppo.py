@@ -14,8 +14,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.config import PPOConfig, batch_plan, load_config
+from verl.config.layout import active_roles, serves_reward_model, shares_devices
 from verl.config.load import Config
-from verl.config.plan import active_roles, serves_reward_model, shares_devices
 from verl.trainer.common import preemption
 from verl.trainer.common.cluster import start_ray, wait_for_nodes
 from verl.trainer.common.code_check import check_code_runner

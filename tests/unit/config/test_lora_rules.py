@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 
 from verl.config import ConfigError, load_config
+from verl.config.layout import active_roles, actor_is_reference, layout_of, needs_reference
 from verl.config.lora_rules import module_matcher
-from verl.config.plan import active_roles, actor_is_reference, layout_of, needs_reference
 
 BASE = ["data.train_files=x.parquet", "actor_rollout_ref.model.path=m", "algorithm.adv_estimator=grpo"]
 GROUP = ["actor_rollout_ref.rollout.n=4", "trainer.device=cpu", "actor_rollout_ref.model.lora_rank=8"]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from verl.config.plan import ROLLOUT
+from verl.config.layout import ROLLOUT
 
 # Phases in which the trainer waits for scored answers.
 _WAITING = ("gen", "reward")

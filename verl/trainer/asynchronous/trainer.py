@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from verl.config.asynchronous import ahead_of
-from verl.config.plan import shares_devices
+from verl.config.layout import shares_devices
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import WorkerError
 from verl.trainer.asynchronous.idle import verdict

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import ConfigError, PPOConfig, Problem
-from verl.config.plan import scored_by_model
+from verl.config.layout import scored_by_model
 from verl.utils.code_runner import CodeSettings
 from verl.utils.reward_score import code, score_function
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from verl.config import PPOConfig, names
-from verl.config.plan import ROLLOUT
+from verl.config.layout import ROLLOUT
 from verl.protocol import DataProto
 from verl.trainer.common.guard import TrainingStoppedError
 from verl.trainer.ppo.groups import WorkerGroups, local_columns

@@ -16,7 +16,7 @@ import torch
 from verl.algos import takes_argument
 from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
-from verl.config.plan import ROLLOUT, judge_shares_devices, scored_by_model, serves_reward_model
+from verl.config.layout import ROLLOUT, judge_shares_devices, scored_by_model, serves_reward_model
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.answer_ends import answer_ends
 from verl.trainer.common.dumps import decode

@@ -14,7 +14,7 @@ from verl.agent.loop import imported_class, listed_loops
 from verl.agent.tool_files import read_tool_files
 from verl.agent.worker import AgentLoopWorker
 from verl.config import PPOConfig
-from verl.config.plan import BLOCK_OF_ROLE, ROLLOUT, layout_of
+from verl.config.layout import BLOCK_OF_ROLE, ROLLOUT, layout_of
 from verl.planning.engines import beside
 from verl.protocol import DataProto
 from verl.single_controller.base.handle import RankHandle

@@ -10,14 +10,9 @@ from typing import Any
 
 from verl.algos import AdvantageEstimator
 from verl.config import PPOConfig, load_config
+from verl.config.layout import actor_is_reference, judge_shares_devices, needs_reference, serves_reward_model
 from verl.config.old_log_probs import from_update
-from verl.config.plan import (
-    actor_is_reference,
-    batch_plan,
-    judge_shares_devices,
-    needs_reference,
-    serves_reward_model,
-)
+from verl.config.plan import batch_plan
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.common.dumps import dump_batch, dump_rows

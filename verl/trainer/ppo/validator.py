@@ -11,7 +11,7 @@ import numpy as np
 
 from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
-from verl.config.plan import scored_by_model
+from verl.config.layout import scored_by_model
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.dumps import answer_texts, write_jsonl
 from verl.trainer.common.setbacks import Setbacks
