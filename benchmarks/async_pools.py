@@ -28,7 +28,7 @@ from _pool_clock import Costs, Pool
 from _report import report
 
 from verl.trainer.asynchronous.buffer import Buffer, Group
-from verl.trainer.asynchronous.idle import IdleTime, verdict
+from verl.trainer.asynchronous.idle import IdleTime, Setup, verdict
 
 TRACES = Path(__file__).parent / "traces"
 COSTS = TRACES / "qwen2.5-0.5b_h200.json"
@@ -118,13 +118,14 @@ class Asynchronous:
         self._now = 0.0
         self._serial = -1
         self._left: dict[int, int] = {}
-        self._idle = IdleTime(lambda: self._now)
+        self._at_once = rollout * slots
+        self._idle = self._clocked()
 
     def run(self, steps: int, warm_up: int) -> Result:
         samples, begun, ages = 0, 0.0, []
         for version in range(warm_up + steps):
             if version == warm_up:
-                begun, self._idle = self._now, IdleTime(lambda: self._now)
+                begun, self._idle = self._now, self._clocked()
                 self._idle.under_way(self._pool.load)
             batch, seconds = self._step(version)
             if version >= warm_up:
@@ -132,14 +133,21 @@ class Asynchronous:
                 samples += sum(group.answers for group in batch)
                 ages.append(self._buffer.metrics(version)["async/staleness/mean"])
         shares = self._idle.shares()
+        assert shares is not None
+        setup = Setup(
+            self._mode, self._staleness, self._mode == "async", own_devices=True, reached=self._buffer.reached
+        )
         return Result(
             samples / (self._now - begun),
             shares.trainer,
             shares.rollout,
             sum(ages) / len(ages),
             sum(value for name, value in self._buffer.counts.items() if name.startswith("dropped")),
-            verdict(shares, self._mode, self._staleness, self._mode == "async", own_devices=True),
+            verdict(shares, setup),
         )
+
+    def _clocked(self) -> IdleTime:
+        return IdleTime(lambda: self._now, self._at_once)
 
     def _step(self, version: int) -> tuple[list[Group], dict[str, float]]:
         begun = self._now

@@ -16,6 +16,7 @@ from async_pools import LENGTHS, Asynchronous, Work, bound, synchronous
 
 from tests.support.tiny import tiny_tokenizer
 
+MATH = next(path for path in LENGTHS if "math500" in path.name)
 # A step of one sequence takes a second, and half a second more for every other one.
 COSTS = Costs(((1, 1000.0), (3, 2000.0)), update_tokens_per_s=1e3, log_prob_tokens_per_s=1e4, hand_over_s=1.0, rest_s=0)
 
@@ -63,6 +64,26 @@ def test_lengths_that_were_measured_gain_what_the_docs_say():
     sync = synchronous(work, costs, ranks=8, steps=8, slots=512).samples_per_s
     found_8 = Asynchronous(work, costs, 1, 7, staleness=8, slots=512).run(steps=8, warm_up=11)
     assert 2.5 * sync < found_8.samples_per_s < bound(work, costs, 8)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "staleness", "named", "then"),
+    [
+        (1, 4, "actor_rollout_ref.rollout.n_gpus_per_node", (3, 4)),
+        (4, 1, "trainer.max_staleness=2", (4, 2)),
+        (8, 4, "trainer.n_gpus_per_node up", (4, 4)),
+    ],
+    ids=["too few answer", "long answers hold up both", "too few train"],
+)
+def test_what_the_verdict_advises_helps(rollout: int, staleness: int, named: str, then: tuple[int, int]):
+    """16 devices, MATH-500's lengths."""
+    work, costs = Work(8, in_groups(read_lengths(MATH, None), 8), "math500"), Costs.read(MEASURED)
+    before, after = (
+        Asynchronous(work, costs, answering, 16 - answering, age, slots=512).run(steps=8, warm_up=age + 3)
+        for answering, age in ((rollout, staleness), then)
+    )
+    assert named in before.said
+    assert after.samples_per_s > 1.2 * before.samples_per_s
 
 
 def test_lengths_are_read_from_numbers_and_counted_in_what_runs_write(tmp_path: Path):

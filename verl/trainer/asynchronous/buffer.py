@@ -86,6 +86,8 @@ class Buffer:
         self.counts: Counter[str] = Counter()
         """Since the run began: `dropped/<why>`, `rejected`, `stale_samples`."""
         self._told: Counter[str] = Counter()
+        self.reached = 0
+        """The largest staleness that was trained."""
 
     def room(self, version: int) -> int:
         """Prompts that may go out now."""
@@ -234,6 +236,7 @@ class Buffer:
             self._promised -= group.promised
             self._batch[group.serial] = used = _Used(version - group.born, group.answers, group.partial)
             self.counts[STALE] += used.answers if used.staleness else 0
+            self.reached = max(self.reached, used.staleness)
 
     def _required(self, fresh: list[Group], version: int, count: int) -> set[Group] | None:
         """Finished groups without which promises would be broken; None where such a group is still out.

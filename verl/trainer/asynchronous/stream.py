@@ -73,6 +73,8 @@ class AnswerStream:
             data.train_batch_size, ahead.max_staleness, ahead.strategy, ahead.in_order, surplus, total_steps
         )
         self.idle = IdleTime()
+        self._loops_are_fewer = False
+        """Loop workers keep fewer answers going than the engines could decode at once."""
         self._version = 0
         self._steps: dict[int, int] = {}
         """By version of the weights: the last version (trained batches) at which the rollout had them."""
@@ -152,6 +154,16 @@ class AnswerStream:
         if self._lanes and self._buffer.in_flight():
             with self._wait_phase(), self._watched():
                 self._again(self._finish_all)
+
+    @property
+    def reached(self) -> int:
+        """The largest staleness that was trained."""
+        return self._buffer.reached
+
+    @property
+    def loops_limit(self) -> bool:
+        """Answers waited for a loop worker that the engines could have decoded."""
+        return self._loops_are_fewer and self.idle.was_full
 
     def metrics(self) -> dict[str, float]:
         """Of the batch that the step took, and what became of the others."""
@@ -305,6 +317,9 @@ class AnswerStream:
         lanes = [_Lane(agents.handle(rank)) for rank in range(agents.world_size)]
         for lane in lanes:
             lane.handle.ask("begin_stream", replicas, meta)
+        rollout = self._config.actor_rollout_ref.rollout
+        engines, loops = len(replicas) * rollout.max_num_seqs, len(lanes) * rollout.agent.max_concurrent_requests
+        self.idle.at_once, self._loops_are_fewer = min(engines, loops), loops < engines
         self._lanes, self._heard, self._under_way, self._renews = lanes, queue.SimpleQueue(), 0, False
         for lane in lanes:
             threading.Thread(

@@ -10,7 +10,7 @@ from verl.config.asynchronous import ahead_of
 from verl.config.layout import shares_devices
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import WorkerError
-from verl.trainer.asynchronous.idle import verdict
+from verl.trainer.asynchronous.idle import Setup, verdict
 from verl.trainer.asynchronous.stream import AnswerStream
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
@@ -48,9 +48,11 @@ class AsyncPPOTrainer(RayPPOTrainer):
             self.stream.close()
         except WorkerError as error:  # nobody needs the engines any more
             logger.warning("the stream of answers did not end well: %s", error)
-        mode, ahead, own = self.config.trainer.mode, ahead_of(self.config.trainer), not shares_devices(self.config)
-        said = verdict(self.stream.idle.shares(), mode, ahead.max_staleness, ahead.partial, own)
-        logger.info("Who waited for whom: %s.", said)
+        if (shares := self.stream.idle.shares()) is not None:
+            ahead, own = ahead_of(self.config.trainer), not shares_devices(self.config)
+            limits = (self.stream.reached, self.stream.loops_limit)
+            setup = Setup(self.config.trainer.mode, ahead.max_staleness, ahead.partial, own, *limits)
+            logger.info("Who waited for whom: %s.", verdict(shares, setup))
 
     @property
     def _source(self) -> AnswerStream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.trainer.asynchronous.idle import Idle, IdleTime, verdict
+from verl.trainer.asynchronous.idle import Idle, IdleTime, Setup, verdict
 
 
 def test_shares_are_the_waiting_phases_and_the_load_beside_the_largest_one():
@@ -23,20 +23,41 @@ def test_shares_are_the_waiting_phases_and_the_load_beside_the_largest_one():
     assert idle.shares() == Idle(pytest.approx(0.5), pytest.approx(1 - 24 / 64))
 
 
+def test_answers_that_wait_for_their_turn_do_not_make_the_rollout_busier():
+    now = [0.0]
+    idle = IdleTime(lambda: now[0], at_once=4)
+    assert idle.shares() is None, "no step, no verdict"
+    for seconds, under_way in enumerate((100, 50, 4, 2)):
+        now[0] = float(seconds)
+        assert idle.was_full is (seconds > 0)
+        idle.under_way(under_way)
+    now[0] = 4.0
+    idle.step({"step": 4.0})
+    shares = idle.shares()
+    assert shares is not None
+    assert shares.rollout == pytest.approx(1 - (4 + 4 + 4 + 2) / 16)
+
+
+OWN, SHARED = Setup("async", 2, True, True, reached=2), Setup("async", 2, True, False, reached=2)
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
 @pytest.mark.parametrize(
-    ("trainer", "rollout", "mode", "staleness", "partial", "own", "named"),
+    ("trainer", "rollout", "run", "named"),
     [
-        (0.02, 0.03, "async", 2, True, True, "little is left to gain"),
-        (0.0, 0.5, "async", 2, True, True, "trainer.max_staleness=1"),
-        (0.0, 0.5, "async", 1, True, False, "training limits the run"),
-        (0.4, 0.0, "async", 1, True, True, "actor_rollout_ref.rollout.n_gpus_per_node"),
-        (0.4, 0.0, "async", 1, True, False, "actor_rollout_ref.rollout.gpu_memory_utilization"),
-        (0.4, 0.4, "one_step_off", 1, False, True, "trainer.mode=async"),
-        (0.4, 0.4, "async", 2, False, True, "trainer.partial_rollout=True"),
-        (0.4, 0.4, "async", 2, True, True, "trainer.max_staleness=3"),
+        (0.02, 0.03, OWN, "little is left to gain"),
+        (0.0, 0.5, OWN, "trainer.n_gpus_per_node up"),
+        (0.0, 0.5, SHARED, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
+        (0.4, 0.0, OWN, f"{ROLLOUT}.n_gpus_per_node"),
+        (0.4, 0.0, SHARED, f"{ROLLOUT}.gpu_memory_utilization"),
+        (0.4, 0.0, OWN._replace(loops_limit=True), f"{ROLLOUT}.agent.max_concurrent_requests"),
+        (0.4, 0.4, OWN._replace(mode="one_step_off", partial_rollout=False), "trainer.mode=async"),
+        (0.4, 0.4, OWN._replace(partial_rollout=False), "trainer.partial_rollout=True"),
+        (0.4, 0.4, OWN, "trainer.max_staleness=3"),
+        (0.4, 0.4, OWN._replace(reached=1), "trainer.n_gpus_per_node up"),
     ],
 )
-def test_the_verdict_names_the_key_that_would_help(trainer, rollout, mode, staleness, partial, own, named):
-    said = verdict(Idle(trainer, rollout), mode, staleness, partial, own)
+def test_the_verdict_names_the_key_that_would_help(trainer: float, rollout: float, run: Setup, named: str):
+    said = verdict(Idle(trainer, rollout), run)
     assert named in said
     assert f"{trainer:.0%}" in said
