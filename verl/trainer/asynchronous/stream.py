@@ -21,32 +21,22 @@ from verl.config import PPOConfig
 from verl.config.asynchronous import ahead_of
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base.errors import CallCancelled, WorkerError
-from verl.single_controller.base.handle import RankHandle
 from verl.single_controller.base.open_calls import OpenCall
 from verl.trainer.asynchronous.asked import Asked, ages, from_plain, to_plain
 from verl.trainer.asynchronous.buffer import Buffer, Group
 from verl.trainer.asynchronous.idle import IdleTime
+from verl.trainer.asynchronous.lane import Heard, Lane
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.revival import Revival
-from verl.utils.progress import pulse
 
 __all__ = ["AnswerStream"]
 
 logger = logging.getLogger(__name__)
 
-# So long a call for trajectories stands open.
-_STANDING_S = 2.0
 # The trainer looks up so often while it waits: whether it is to give up.
 _WAKE_S = 0.5
-
-
-class _Lane:
-    """One loop worker: the way to it, and what it has to do."""
-
-    def __init__(self, handle: RankHandle) -> None:
-        self.handle, self.rows, self.closed = handle, 0, False
 
 
 class AnswerStream:
@@ -67,7 +57,7 @@ class AnswerStream:
         self._config, self._tokenizer, self._groups, self._generator = config, tokenizer, groups, generator
         self._source, self._wait_phase, self._again = source, waiting, again
         data, ahead = config.data, ahead_of(config.trainer)
-        self._partial = ahead.partial
+        self._partial, self._max_staleness = ahead.partial, ahead.max_staleness
         surplus = max(0, data.gen_batch_size - data.train_batch_size)
         self._buffer = Buffer(
             data.train_batch_size, ahead.max_staleness, ahead.strategy, ahead.in_order, surplus, total_steps
@@ -77,15 +67,16 @@ class AnswerStream:
         """Loop workers keep fewer answers going than the engines could decode at once."""
         self._version = 0
         self._steps: dict[int, int] = {}
-        """By version of the weights: the last version (trained batches) at which the rollout had them."""
+        """By version of the weights: the last version (trained batches) at which the rollout had them. Of those that
+        tokens of a group that is out may have."""
         self._serial = itertools.count()
         self._live: dict[str, Group] = {}
         """Groups that are out, finished or taken by the step under way, by the `uid` of their rows."""
         self._dropped: set[str] = set()
-        """Names of which answers may still come."""
+        """The `uid` of prompts that went back: answers of before may still come, to another name than they get."""
         self._taken: list[Group] = []
-        self._lanes: list[_Lane] = []
-        self._heard: queue.SimpleQueue[tuple[_Lane, Finished | Exception]] = queue.SimpleQueue()
+        self._lanes: list[Lane] = []
+        self._heard: Heard = queue.SimpleQueue()
         self._under_way, self._counting = 0, threading.Lock()
         self._renews = False
         self._calls: list[OpenCall] = []
@@ -96,7 +87,9 @@ class AnswerStream:
     def begin_step(self, step: int, weights: int) -> None:
         """The step has begun, and the rollout has these weights: what has become too old goes back."""
         self._version = step - 1
-        self._steps[weights] = self._version
+        youngest = self._version - self._max_staleness
+        self._steps = {each: at for each, at in self._steps.items() if at >= youngest} | {weights: self._version}
+        self._hear_all()  # what was answered during the last update is not out, and may be younger than its request
         for group in self._taken:
             del self._live[group.rows.name]
         self._taken = []
@@ -259,16 +252,17 @@ class AnswerStream:
 
     def _new_group(self, prompt: DataProto) -> Group:
         uid, answers = str(prompt.non_tensor_batch["uid"][0]), self._generator.answers_per_prompt
-        names = (uid if times == 1 else f"{uid}~{times}" for times in itertools.count(1))
-        name = next(name for name in names if name not in self._live and name not in self._dropped)
-        group = Group(next(self._serial), uid, answers, self._version, rows=Asked(name, prompt, self._version + 1))
+        serial, is_new = next(self._serial), uid not in self._live and uid not in self._dropped
+        self._dropped.discard(uid)
+        name = uid if is_new else f"{uid}~{serial}"
+        group = Group(serial, uid, answers, self._version, rows=Asked(name, prompt, self._version + 1))
         self._buffer.sent(group)
         self._live[name] = group
         return group
 
     def _send(self, groups: Sequence[Group]) -> None:
         """What is not there yet of these groups is asked of the loop workers that have the least to do."""
-        asked: dict[tuple[_Lane, int], list[Group]] = {}
+        asked: dict[tuple[Lane, int], list[Group]] = {}
         for group in groups:
             lane = min(self._lanes, key=lambda each: each.rows)
             lane.rows += group.answers - len(group.rows.made)
@@ -303,7 +297,7 @@ class AnswerStream:
     def _put_back(self, groups: Sequence[Group]) -> None:
         for group in groups:
             del self._live[group.rows.name]
-            self._dropped.add(group.rows.name)
+            self._dropped.add(group.uid)
         self._source().put_back(DataProto.concat([group.rows.prompt for group in groups]))
 
     # ---------------------------------------------------------------- in
@@ -314,7 +308,7 @@ class AnswerStream:
             return self._renew()
         replicas, agents = self._groups.open_generation(), self._groups.agents
         meta = self._generator.meta(self._version + 1, validate=False)
-        lanes = [_Lane(agents.handle(rank)) for rank in range(agents.world_size)]
+        lanes = [Lane(agents.handle(rank)) for rank in range(agents.world_size)]
         for lane in lanes:
             lane.handle.ask("begin_stream", replicas, meta)
         rollout = self._config.actor_rollout_ref.rollout
@@ -322,9 +316,7 @@ class AnswerStream:
         self.idle.at_once, self._loops_are_fewer = min(engines, loops), loops < engines
         self._lanes, self._heard, self._under_way, self._renews = lanes, queue.SimpleQueue(), 0, False
         for lane in lanes:
-            threading.Thread(
-                target=self._keep_collecting, args=(lane, self._heard), name="answer-stream", daemon=True
-            ).start()
+            lane.collect(self._heard, self._came)
         self._send(self._buffer.in_flight())
 
     def _renew(self) -> None:
@@ -336,30 +328,17 @@ class AnswerStream:
                 self._ask(lane, "renew_replicas", replicas)
             self._renews = False
 
-    def _ask(self, lane: _Lane, method: str, *args: Any) -> None:
+    def _ask(self, lane: Lane, method: str, *args: Any) -> None:
         try:
             lane.handle.ask(method, *args)
         except WorkerError:
             self.close()  # with another worker in its place it is opened anew
             raise
 
-    def _keep_collecting(self, lane: _Lane, heard: queue.SimpleQueue[tuple[_Lane, Finished | Exception]]) -> None:
-        told, moved = None, 0
-        while not lane.closed:
-            try:
-                told = lane.handle.ask("collect_trajectories", _STANDING_S)
-                self._count(-len(told.trajectories))
-                self._score(told)
-            except Exception as error:  # noqa: BLE001 - raised in the trainer's thread
-                heard.put((lane, error))
-                return
-            if told.pulses != moved:
-                moved = told.pulses
-                pulse()
-            if told.trajectories or told.lost or told.ended:
-                heard.put((lane, told))
-            if told.ended:
-                return
+    def _came(self, told: Finished) -> None:
+        """In a lane's thread: while the trainer trains, idle times and scores go on."""
+        self._count(-sum(made.uid in self._live for made in told.trajectories))
+        self._score(told)
 
     def _score(self, told: Finished) -> None:
         """Those that are finished, while others are under way."""
@@ -386,20 +365,20 @@ class AnswerStream:
         """Without waiting; what went wrong is left for who waits."""
         while not self._heard.empty():
             lane, told = self._heard.get()
-            if isinstance(told, Exception):
+            if isinstance(told, Exception) or (told.ended and not lane.closed):
                 self._heard.put((lane, told))
                 return
             self._note(lane, told)
 
-    def _note(self, lane: _Lane, told: Finished | Exception) -> None:
+    def _note(self, lane: Lane, told: Finished | Exception) -> None:
         if isinstance(told, Exception):
             self.close()  # what broke the engines says more than what it did to the loop workers
             raise told
-        lane.rows -= len(told.trajectories)
         for made in told.trajectories:
             group = self._live.get(made.uid)
             if group is None or group.oldest is not None:  # it was dropped meanwhile
                 continue
+            lane.rows -= 1
             group.rows.made[made.name] = made
             group.rows.partials.pop(made.name, None)
             if len(group.rows.made) == group.answers:

@@ -20,6 +20,7 @@ from tests.support.training_harness import make_task, overrides, run_training
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.engine import Engine
 from verl.protocol import DataProto
+from verl.trainer.asynchronous.idle import IdleTime
 from verl.trainer.asynchronous.trainer import AsyncPPOTrainer
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -92,12 +93,29 @@ class Gate:
         monkeypatch.setattr(Engine, "step", gated)
 
 
-def test_a_long_answer_holds_nobody_up_and_is_trained_when_it_is_there(tmp_path: Path, monkeypatch):
-    """One answer of 80 tokens, all others of 8: it goes on through the updates of four steps."""
-    task, gate = make_task(tmp_path / "task", rows=64), Gate()
+LONG = (
+    "algorithm.adv_estimator=reinforce_plus_plus",
+    "data.max_response_length=80",
+    f"{ROLLOUT}.ignore_eos=True",
+    "data.shuffle=False",
+    f"{ROLLOUT}.n=1",
+    "trainer.mode=async",
+    "trainer.overlap=True",
+)
+
+
+def task_with_a_long_answer(folder: Path) -> dict[str, str]:
+    """To the first prompt one of 80 tokens, all others have 8."""
+    task = make_task(folder, rows=64)
     table = pq.read_table(task["train"])
     limits = pa.array([80, *([8] * (len(table) - 1))])
     pq.write_table(table.append_column("max_new_tokens", limits), task["train"])
+    return task
+
+
+def test_a_long_answer_holds_nobody_up_and_is_trained_when_it_is_there(tmp_path: Path, monkeypatch):
+    """It goes on through the updates of four steps."""
+    task, gate = task_with_a_long_answer(tmp_path / "task"), Gate()
     gate.put_into(monkeypatch)
 
     class Freeing(Noting):
@@ -108,10 +126,8 @@ def test_a_long_answer_holds_nobody_up_and_is_trained_when_it_is_there(tmp_path:
             if self.global_steps == 4:
                 gate.open.set()
 
-    long = ("data.max_response_length=80", f"{ROLLOUT}.ignore_eos=True", "data.shuffle=False", f"{ROLLOUT}.n=1")
-    steps = ("trainer.mode=async", "trainer.overlap=True", "trainer.max_staleness=6", "trainer.total_training_steps=7")
-    estimator = "algorithm.adv_estimator=reinforce_plus_plus"
-    run = run_training(overrides(task, tmp_path, estimator, *long, *steps), trainer_cls=Freeing)
+    steps = ("trainer.max_staleness=6", "trainer.total_training_steps=7")
+    run = run_training(overrides(task, tmp_path, *LONG, *steps), trainer_cls=Freeing)
     uids = [uid for step in run.trained for uid in step]
     assert len(uids) == len(set(uids)) == 56
     ((trained_in, versions),) = [
@@ -120,6 +136,37 @@ def test_a_long_answer_holds_nobody_up_and_is_trained_when_it_is_there(tmp_path:
     assert trained_in > 4
     assert len(versions) >= 4
     assert all(step["async/in_flight"] + step["async/queue_depth"] <= 56 - 8 * step["step"] for step in run.history)
+
+
+def test_what_is_answered_during_an_update_is_known_before_anything_is_dropped(tmp_path: Path, monkeypatch, caplog):
+    """The long answer ends in the second update: it is too old then, but finished. It is asked again and trained."""
+    task, gate, under_way = task_with_a_long_answer(tmp_path / "task"), Gate(), [0]
+    gate.put_into(monkeypatch)
+    count = IdleTime.under_way
+
+    def counted(idle: IdleTime, answers: int) -> None:
+        count(idle, answers)
+        under_way.append(answers)
+
+    monkeypatch.setattr(IdleTime, "under_way", counted)
+
+    class Waiting(Noting):
+        def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
+            super()._after_step(batch, metrics)
+            if self.global_steps == 2:
+                gate.open.set()
+                while under_way[-1]:
+                    time.sleep(0.005)
+                time.sleep(0.2)  # it is on its way from the thread that counted it
+
+    steps = ("trainer.max_staleness=1", "trainer.staleness_strategy=drop", "trainer.total_training_steps=4")
+    with caplog.at_level("INFO"):
+        run = run_training(overrides(task, tmp_path, *LONG, *steps), trainer_cls=Waiting)
+    dropped = [(step["async/dropped/in_flight"], step["async/dropped/finished"]) for step in run.history]
+    assert dropped == [(0, 0), (0, 0), (0, 1), (0, 0)]
+    uids = [uid for step in run.trained for uid in step]
+    assert len(uids) == len(set(uids)) == 32
+    assert sum("Who waited for whom" in record.message for record in caplog.records) == 1
 
 
 def test_resume_loses_and_repeats_no_prompt(task: dict[str, str], tmp_path: Path):
