@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from verl.config import ModelConfig, RolloutConfig
+from verl.config.rollout import GeneratorConfig
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.attention.base import AttentionBackend
 from verl.inference.attention.torch_attention import TorchAttention
@@ -41,7 +42,7 @@ class NativeOptions:
     """fused, generic, or whichever runs the model."""
 
     @classmethod
-    def of(cls, config: RolloutConfig) -> NativeOptions:
+    def of(cls, config: GeneratorConfig) -> NativeOptions:
         given = dict(config.engine_kwargs["native"] if "native" in config.engine_kwargs else {})
         where, known = "engine_kwargs.native", [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(known))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.config import PPOConfig, SupervisedConfig
+from verl.config.context_length import config_of_folder
 from verl.config.devices import gpu_memory, host_memory_available
 from verl.config.layout import BLOCK_OF_ROLE, active_roles, serves_reward_model
 from verl.config.megatron_rules import MODEL_OF_ROLE, roles_on_megatron
@@ -26,6 +27,7 @@ from verl.utils.fs import expand_path, resolve_model_path
 
 # Ray ends ranks from 95 % of the host's memory on.
 _KEPT_FREE = 0.05
+_CLASSIFIER: ModelKind = "sequence_classification"
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +43,10 @@ def check_memory(config: PPOConfig, folders: Mapping[str, str] | None = None) ->
     models: dict[str, tuple[str | None, Any, ModelKind]] = {"actor": (policy.model.path, policy.model, "causal_lm")}
     if config.critic.enable:
         models["critic"] = (config.critic.model.path, config.critic.model, "value")
-    if "reward_model" in active_roles(config) and not serves_reward_model(config):
-        models["reward_model"] = (config.reward_model.path, config.reward_model.model, "sequence_classification")
+    if "reward_model" in active_roles(config):
+        path, model = config.reward_model.path, config.reward_model.model
+        writes = serves_reward_model(config) and not _is_classifier((folders or {}).get(path or "", path))
+        models["judge" if writes else "reward_model"] = (path, model, "causal_lm" if writes else _CLASSIFIER)
     for name, teacher in config.distillation.local_teachers.items():
         models[f"teacher/{name}"] = (teacher.model_path, replace(policy.model, override_config={}), "causal_lm")
     shapes = {
@@ -127,6 +131,12 @@ def _shape(path: str | None, model: Any, kind: ModelKind = "causal_lm") -> Model
     if path is None or not os.path.isdir(expand_path(path)):
         return None
     return ModelShape.of_folder(resolve_model_path(path), model, kind)
+
+
+def _is_classifier(path: str | None) -> bool:
+    """Whether the model of a local folder has such a head: a server then scores, and writes nothing."""
+    kinds = (config_of_folder(path or "", {}) or {}).get("architectures") or ()
+    return any(name.endswith("ForSequenceClassification") for name in kinds)
 
 
 def _room(trainer: RunConfig) -> tuple[DeviceMemory | None, HostMemory]:

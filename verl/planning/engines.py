@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from verl.config import names
 from verl.config.asynchronous import ahead_of
 from verl.config.layout import layout_of, shares_devices
 from verl.config.ppo import PPOConfig
-from verl.config.rollout import RolloutConfig
+from verl.config.rollout import GeneratorConfig, RolloutConfig
 from verl.inference.build import NativeOptions
 from verl.inference.graphs import pool_bytes
 from verl.inference.kv_memory import bytes_per_token, device_room, host_room, logit_bytes, step_bytes
@@ -19,7 +20,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32"
 # A second process on a GPU: driver context, workspaces of libraries, what torch keeps for later.
 _PROCESS = int(1.0 * GB)
 # Answers are scored before the step's last generation is known to be the last.
-_WITH_WEIGHTS = ("gen", "reward")
+_WITH_WEIGHTS = ("gen", "reward", "judge")
 
 
 def samples(config: PPOConfig) -> int:
@@ -39,20 +40,51 @@ def engine_bytes(
     rollout, on_gpu = config.actor_rollout_ref.rollout, config.trainer.device == "cuda"
     if rollout.server_urls:
         return 0.0
-    c, ranks = BYTES[rollout.dtype], rollout.tensor_model_parallel_size
-    weights = (1 if rollout.quantization else c) * shape.parameters / ranks
-    held = weights if phase in _WITH_WEIGHTS or not rollout.free_weights else 0.0
     goes_on = config.trainer.mode != "sync" and shares_devices(config)  # while training, with what is ahead of it
     batches = 1 + ahead_of(config.trainer).max_staleness if goes_on else 1
     running = min(rollout.max_num_seqs, math.ceil(batches * samples(config) / layout_of(config, "rollout").dp_size))
+    parts = engine_parts(rollout, shape, running, on_gpu, device, resting)
+    held = parts.weights if phase in _WITH_WEIGHTS or not rollout.free_weights else 0.0
+    if names.ROLLOUTS[rollout.name].foreign and on_gpu and device is not None:
+        c = BYTES[rollout.dtype]
+        bucket = _bucket(rollout, c * shape.parameters, c * shape.largest_parameters)
+        layer = c * shape.layer_parameters / shape.layers / rollout.tensor_model_parallel_size
+        return _share(rollout, phase, device, parts.weights, held, parts.step, bucket, layer)
+    if phase != "gen" and not goes_on:
+        freed = rollout.free_cache_engine and rollout.name == "native"
+        return held + parts.graphs + (0.0 if freed else parts.kv)
+    return held + parts.graphs + parts.kv + parts.step
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine of ours takes of one device."""
+
+    weights: float
+    graphs: float
+    kv: float
+    step: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.graphs + self.kv + self.step
+
+
+def engine_parts(
+    rollout: GeneratorConfig,
+    shape: ModelShape,
+    running: int,
+    on_gpu: bool,
+    device: DeviceMemory | None,
+    resting: float = 0.0,
+) -> EngineParts:
+    """With `running` sequences at once. `resting`: what was on the device when the engine chose its KV."""
+    c, ranks = BYTES[rollout.dtype], rollout.tensor_model_parallel_size
+    weights = (1 if rollout.quantization else c) * shape.parameters / ranks
     truncated = not on_gpu or rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
     wide = shape.intermediate // ranks
     step = step_bytes(rollout.max_num_batched_tokens, shape.hidden, wide, c)
     step += logit_bytes(running, shape.vocab, truncated)
-    if names.ROLLOUTS[rollout.name].foreign and on_gpu and device is not None:
-        bucket = _bucket(rollout, c * shape.parameters, c * shape.largest_parameters)
-        layer = c * shape.layer_parameters / shape.layers / ranks
-        return _share(rollout, phase, device, weights, held, step, bucket, layer)
     graphs = 0
     if on_gpu and not rollout.enforce_eager:
         graphs = pool_bytes(c * shape.hidden, step_bytes(1, shape.hidden, wide, c), rollout.max_num_seqs)
@@ -65,9 +97,7 @@ def engine_bytes(
         kv = min(kv, device_room(device.total, free, rollout.gpu_memory_utilization, int(weights), logits))
     elif device is not None:
         kv = min(kv, host_room(device.total))
-    if phase != "gen" and not goes_on:
-        return held + graphs + (0.0 if rollout.free_cache_engine and rollout.name == "native" else kv)
-    return held + graphs + kv + step
+    return EngineParts(weights, graphs, kv, step)
 
 
 def _bucket(rollout: RolloutConfig, weights: float, largest: float) -> float:

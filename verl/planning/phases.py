@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 GB = 2**30
 # The columns of the tables, in order.
-DEVICE_PARTS = ("weights", "optimizer", "gradients", "gathered", "activations", "head", "rollout", "context")
+DEVICE_PARTS = ("weights", "optimizer", "gradients", "gathered", "activations", "head", "rollout", "judge", "context")
 HOST_PARTS = ("processes", "models", "offloaded", "snapshot", "copies", "files", "batches")
 # Share of what torch allocates that is lost between blocks.
 _SLACK = 0.03

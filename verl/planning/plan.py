@@ -11,15 +11,26 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from verl.config.layout import BLOCK_OF_ROLE, active_roles, actor_is_reference, layout_of, needs_reference
+from verl.config.layout import (
+    BLOCK_OF_ROLE,
+    active_roles,
+    actor_is_reference,
+    layout_of,
+    needs_reference,
+    serves_reward_model,
+)
+from verl.config.load import as_config
 from verl.config.names import TRAINING_ENGINES
 from verl.config.ppo import PPOConfig
+from verl.config.rollout import RolloutConfig
 from verl.config.schema import pick
+from verl.config.sft import SFTConfig
 from verl.config.supervised import SupervisedConfig
 from verl.planning.core_shapes import CoreSizes
 from verl.planning.costs import TrainedModel
-from verl.planning.engines import BYTES, beside, engine_bytes, samples
+from verl.planning.engines import BYTES, EngineParts, beside, engine_bytes, engine_parts, samples
 from verl.planning.host import Held, HostMemory, HostPhases, PlannedModel, host_phases, with_snapshots
+from verl.planning.judge import Judge
 from verl.planning.megatron import CoreModel
 from verl.planning.phases import DEVICE_PARTS, GB, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.planning.shapes import ModelShape
@@ -28,6 +39,7 @@ from verl.planning.shapes import ModelShape
 ROLE_OF_PHASE = {
     "gen": "rollout",
     "reward": "reward_model",
+    "judge": "reward_model",  # the same where it answers requests
     "old_log_prob": "actor",
     "ref": "ref",
     "teacher": "teacher",
@@ -44,19 +56,19 @@ def memory_plan(
     config: PPOConfig, shapes: Mapping[str, ModelShape], device: DeviceMemory | None, host: HostMemory | None = None
 ) -> MemoryPlan:
     """Of a resolved configuration. `shapes` by role: actor, and critic, reward_model where there are such roles; those
-    of teachers are called `teacher/<name>`.
+    of teachers are called `teacher/<name>`, that of a reward model that writes `judge`.
 
     `host`: a node's own memory.
     """
-    models = _models(config, shapes)
-    phases = [_phase(config, models, phase, device) for phase in _phases(config)]
-    return _with_host(phases, device, *_host(config, models, host))
+    models, judge = _models(config, shapes), Judge.of(config, shapes)
+    phases = [_phase(config, models, judge, phase, device) for phase in _phases(config)]
+    return _with_host(phases, device, *_host(config, models, judge, host))
 
 
 def supervised_memory_plan(
     config: SupervisedConfig, shape: ModelShape, device: DeviceMemory | None, host: HostMemory | None = None
 ) -> MemoryPlan:
-    """Of a supervised run: one phase, in which nothing else needs the device."""
+    """Of a supervised run: training, and answers to prompts where a validation asks for them."""
     data, sharing, kind = config.data, config.sharing, config.trainer.device
     model = _model(config, config.model, shape, config.ranks, kind, config.model_kind)
     rows = math.ceil(config.rows_per_step / config.dp_size)
@@ -64,16 +76,37 @@ def supervised_memory_plan(
     wanted = data.max_token_len_per_gpu * sharing if data.use_dynamic_bsz else None
     tokens = min(most, wanted or data.micro_batch_size_per_gpu * data.max_length)
     share = math.ceil(tokens / sharing)
-    parts = dict.fromkeys(DEVICE_PARTS, 0.0) | {"weights": model.weights(), "optimizer": model.moments()}
+    here = dict.fromkeys(DEVICE_PARTS, 0.0) | {"weights": model.weights(), "optimizer": model.moments()}
+    here["context"] = _context(kind, config.ranks)
+    engine = _answering(config, shape, device, model.weights())
+    parts = here | {"rollout": engine.graphs if engine else 0.0}
     _add(parts, model.update(share, share, math.ceil(most / tokens)))
-    parts["context"] = _context(kind, config.ranks)
-    phase = PhaseMemory("sft", "all ranks", parts, device.total if device else None)
+    by_phase = {"sft": parts}
+    if engine is not None:
+        by_phase["sft_answers"] = here | {
+            "gradients": model.resting_gradients(),
+            "gathered": _on_their_way(model, as_config(RolloutConfig, {})),
+            "rollout": engine.total,
+        }
+    room = device.total if device else None
+    phases = [PhaseMemory(name, "all ranks", parts, room) for name, parts in by_phase.items()]
     ranks = min(config.ranks, config.trainer.n_gpus_per_node)
     checkpoint = config.checkpoint
     held = Held(model, ranks, saved=tuple(checkpoint.save_contents), snapshot=checkpoint.snapshot)
     batch = config.rows_per_step * data.max_length
     kept = _kept_steps(config.trainer.save_freq, config.trainer.max_ckpt_to_keep)
-    return _with_host([phase], device, {"": held}, partial(host_phases, ranks, batch, kept, host, "sft_"))
+    return _with_host(phases, device, {"": held}, partial(host_phases, ranks, batch, kept, host, "sft_"))
+
+
+def _answering(
+    config: SupervisedConfig, shape: ModelShape, device: DeviceMemory | None, resting: float
+) -> EngineParts | None:
+    """The engine that answers prompts of a validation, and is opened with the first; between these it keeps its
+    graphs."""
+    if not isinstance(config, SFTConfig) or not config.data.val_prompt_files:
+        return None
+    rollout = config.rollout
+    return engine_parts(rollout, shape, rollout.max_num_seqs, config.trainer.device == "cuda", device, resting)
 
 
 def micro_batch_tokens(config: PPOConfig, phase: str) -> tuple[int, int, int]:
@@ -107,7 +140,8 @@ def micro_batch_tokens(config: PPOConfig, phase: str) -> tuple[int, int, int]:
 
 def _phases(config: PPOConfig) -> list[str]:
     roles = {*active_roles(config), *(("ref",) if needs_reference(config) else ())}
-    return [phase for phase, role in ROLE_OF_PHASE.items() if role in roles]
+    other = "reward" if serves_reward_model(config) else "judge"
+    return [phase for phase, role in ROLE_OF_PHASE.items() if role in roles and phase != other]
 
 
 def _models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, PlannedModel]:
@@ -115,7 +149,8 @@ def _models(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> dict[str, Pl
     models, device, policy = {}, config.trainer.device, config.actor_rollout_ref.model
     for role in active_roles(config):
         shape = shapes.get("actor" if role == "ref" else role)
-        if role != "rollout" and shape is not None:
+        served = role == "reward_model" and serves_reward_model(config)
+        if role != "rollout" and not served and shape is not None:
             block = pick(config, BLOCK_OF_ROLE[role])
             model = block.model if role in _KINDS else policy
             world = layout_of(config, role).world_size
@@ -166,7 +201,11 @@ def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, k
 
 
 def _phase(
-    config: PPOConfig, models: Mapping[str, PlannedModel], phase: str, device: DeviceMemory | None
+    config: PPOConfig,
+    models: Mapping[str, PlannedModel],
+    judge: Judge | None,
+    phase: str,
+    device: DeviceMemory | None,
 ) -> PhaseMemory:
     role = ROLE_OF_PHASE[phase]
     if phase == "ref" and actor_is_reference(config):
@@ -183,15 +222,15 @@ def _phase(
             model.weights() for name, model in models.items() if _rests_here(config, _role(name), layout.pool)
         )
         parts["rollout"] += engine_bytes(config, models["actor"].shape, phase, device, resting)
-        if phase == "gen" and isinstance(models["actor"], CoreModel):
-            # Weights on their way: a bucket that is gathered while the one before it is read.
-            bucket = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
-            parts["gathered"] += 2.0 * bucket * 2**20
+        if phase == "gen":
+            parts["gathered"] += _on_their_way(models["actor"], config.actor_rollout_ref.rollout)
     if role in models:
         tokens, answers, passes = micro_batch_tokens(config, phase)
         model = models[role]
         updates = phase.startswith("update")
         _add(parts, model.update(tokens, answers, passes) if updates else model.inference(tokens, answers))
+    if judge is not None and layout_of(config, "reward_model").pool == layout.pool:
+        parts["judge"] = judge.bytes(phase, device)
     parts["context"] = _context(config.trainer.device, layout.world_size)
     return PhaseMemory(phase, layout.pool, parts, device.total if device else None)
 
@@ -206,7 +245,7 @@ def _with_host(
 
 
 def _host(
-    config: PPOConfig, models: Mapping[str, PlannedModel], host: HostMemory | None
+    config: PPOConfig, models: Mapping[str, PlannedModel], judge: Judge | None, host: HostMemory | None
 ) -> tuple[dict[str, Held], HostPhases]:
     """Of the node that has a rank of every role: what it holds by block, and the phases of that."""
     trainer = config.trainer
@@ -220,12 +259,20 @@ def _host(
         moments_away = engine.optimizer_offload and not model.frozen
         at = name.replace(_role(name), BLOCK_OF_ROLE[_role(name)], 1)
         held[at] = Held(model, ranks[_role(name)], engine.param_offload, moments_away, saved, copied)
+    if judge is not None:
+        held["reward_model"] = Held(judge.model(), ranks["reward_model"], param_offload=judge.parks)
     processes = sum({layout_of(config, role).pool: count for role, count in ranks.items()}.values())
     if beside(config.actor_rollout_ref.rollout):
         processes += ranks["rollout"]
     batch = samples(config) * (config.data.max_prompt_length + config.data.max_response_length)
     kept = _kept_steps(trainer.save_freq, trainer.max_actor_ckpt_to_keep)
     return held, partial(host_phases, processes, batch, kept, host, "")
+
+
+def _on_their_way(model: PlannedModel, rollout: RolloutConfig) -> float:
+    """Weights in a hand-over on the megatron engine: a bucket that is gathered while the one before it is read."""
+    bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes
+    return 2.0 * bucket * 2**20 if isinstance(model, CoreModel) else 0.0
 
 
 def _kept_steps(save_freq: int | None, kept: int | None) -> int:

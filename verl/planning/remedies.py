@@ -202,6 +202,12 @@ _TABLE: dict[str, tuple[Remedy, ...]] = {
     "teacher": _reading(_TEACHER, _cut(_TEACHER, *_LOG_PROB)),
     "values": _reading(_CRITIC, _cut(_CRITIC, "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")),
     "reward": _reading(_REWARD, _cut(_REWARD, "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")),
+    "judge": (
+        Remedy(f"{_REWARD}.rollout.gpu_memory_utilization", "lower"),
+        *_KV_STAYS,
+        *_others_rest(_REWARD),
+        Remedy(f"{_REWARD}.rollout.max_num_seqs", "halve"),
+    ),
     "update_critic": _update(_CRITIC, f"{_CRITIC}.model"),
     "update_actor": _update(_ACTOR, f"{_POLICY}.model"),
     # The host's: what was moved there may come back, and a checkpoint need not hold all.
@@ -222,6 +228,12 @@ _TABLE: dict[str, tuple[Remedy, ...]] = {
         Remedy("fsdp_config.grad_offload", "on"),
         Remedy("optim.state_dtype", "bf16"),
         Remedy("data.max_length", "halve"),
+    ),
+    "sft_answers": (
+        Remedy("rollout.gpu_memory_utilization", "lower"),
+        Remedy("optim.state_dtype", "bf16"),
+        Remedy("rollout.max_num_seqs", "halve"),
+        Remedy("rollout.max_num_batched_tokens", "halve"),
     ),
 }
 PHASES = tuple(_TABLE)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from verl.config.context_length import context_limit
 from verl.models.core.architecture import CoreArchitecture
 from verl.models.loading import ModelKind, empty_model, read_config
 from verl.models.lora import Adapters
@@ -44,6 +45,8 @@ class ModelShape:
     """Whether queries and keys have norms of their own (Qwen3)."""
     core: CoreShape | None = None
     """As the megatron engine divides it; None where it cannot."""
+    positions: int | None = None
+    """Tokens that a sequence may have; None: not told."""
 
     @property
     def parameters(self) -> int:
@@ -108,6 +111,7 @@ class ModelShape:
             norm_in_float32=text.model_type.startswith("gemma"),
             head_norms=any(size != hidden for size in norms),
             core=_core(text),
+            positions=context_limit(text.to_dict()),
         )
 
 

@@ -73,7 +73,7 @@ class ServedModel:
         options, length = self._options, self._length
         device = get_device_name() if options.device == "auto" else options.device
         dtype = resolve_dtype(options.dtype, device)
-        built = build_engine(self._path, self._config, _rollout_config(options, length), device, dtype)
+        built = build_engine(self._path, self._config, engine_config(options, length), device, dtype)
         tokenizer = self.load_tokenizer()
         logger.info(built.end_tokens.described(tokenizer))
         facts = ModelFacts(
@@ -163,7 +163,8 @@ def positive(text: str) -> int:
     return value
 
 
-def _rollout_config(options: argparse.Namespace, length: int) -> RolloutConfig:
+def engine_config(options: Any, length: int) -> RolloutConfig:
+    """Of the engine that serves a model; `options` are those of a server, or `reward_model.rollout`."""
     return as_config(
         RolloutConfig,
         {

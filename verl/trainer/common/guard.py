@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl.config import PPOConfig, SupervisedConfig
+from verl.config.layout import serves_reward_model
 from verl.planning.remedies import PHASES
 from verl.single_controller.base.errors import WorkerDiedError
 from verl.trainer.common.ending import what_the_same_command_does
@@ -167,10 +168,18 @@ def advises_on_memory(config: PPOConfig | SupervisedConfig) -> Iterator[None]:
     except Exception as error:
         died = next((cause for cause in causes(error) if isinstance(cause, WorkerDiedError)), None)
         if died is not None and died.advice and died.phase is not None:
-            phase = "sft" if isinstance(config, SupervisedConfig) else _SAME.get(died.phase, died.phase)
+            phase = _planned_phase(config, died.phase)
             if phase in PHASES:
                 died.advise(host_advice(phase, config))
         raise
+
+
+def _planned_phase(config: PPOConfig | SupervisedConfig, phase: str) -> str:
+    """What the memory plan calls a phase."""
+    if isinstance(config, SupervisedConfig):
+        return "sft"
+    found = _SAME.get(phase, phase)
+    return "judge" if found == "reward" and serves_reward_model(config) else found
 
 
 def _who(metrics: Mapping[str, float], name: str, at_least: float = 0.0) -> str:

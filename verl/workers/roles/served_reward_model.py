@@ -14,6 +14,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.fs import resolve_model_path
 from verl.utils.http_server.protocol import Limits
 from verl.utils.network import own_address
+from verl.workers.roles.memory import phase_memory
 
 # Of all scorers together.
 _CONNECTIONS = 8192
@@ -30,6 +31,7 @@ class ServedRewardModelWorker(Worker):
         self._key = secrets.token_hex(16)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @phase_memory("judge", at="reward_model")
     def init_model(self) -> None:
         """Load the model and serve it until the process ends."""
         if self._address:
@@ -69,6 +71,7 @@ class ServedRewardModelWorker(Worker):
             self._parked = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @phase_memory("judge", at="reward_model")
     def wake(self) -> None:
         """Take it again, and answer."""
         if self._parked:

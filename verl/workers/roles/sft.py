@@ -74,6 +74,7 @@ class SFTWorker(SupervisedWorker):
         return DataProto(meta_info={"metrics": {"val/loss": (float(total), float(tokens))}})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @phase_memory("sft_answers")
     def begin_answers(self, version: int) -> None:
         """Open the engine that answers, or wake it, and hand it the weights as they are now."""
         if self._rollout is None:
@@ -90,6 +91,7 @@ class SFTWorker(SupervisedWorker):
         self._transfer.sync(version)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
+    @phase_memory("sft_answers")
     def answer(self, data: DataProto) -> DataProto:
         """`answer`, token ids, to each of `prompt_ids`; between `begin_answers` and `end_answers`."""
         if not self.engine.collects:
