@@ -16,6 +16,16 @@ def resolve(config: RMConfig, report: Report) -> None:
     config.model.override_config.setdefault(_LABELS, 1)
 
 
+def validate(config: RMConfig, report: Report) -> None:
+    """Report every rule that a resolved configuration breaks."""
+    supervised_rules.validate(config, report)
+    if config.data.truncation == "right":
+        report.notice(
+            "data.truncation=right cuts off the end of an answer, where its score is read, and what tells two answers"
+            " apart may be gone. Set data.truncation=left, which shortens the prompt first."
+        )
+
+
 def check_environment(config: RMConfig, report: Report) -> None:
     """Report every path that does not exist here, every package that is missing, and a head that gives no score."""
     supervised_rules.check_environment(config, report)

@@ -16,7 +16,6 @@ from verl.config import (
     rm_rules,
     sft,
     sft_rules,
-    supervised_rules,
     validate,
 )
 from verl.config.generation import EvalConfig, GenerationConfig
@@ -64,7 +63,7 @@ SFT = Root(
     sft_rules.check_environment,
     old_spellings=sft.old_spellings,
 )
-RM = Root(RMConfig, "rm_trainer", rm_rules.resolve, supervised_rules.validate, rm_rules.check_environment)
+RM = Root(RMConfig, "rm_trainer", rm_rules.resolve, rm_rules.validate, rm_rules.check_environment)
 GENERATION = Root(
     GenerationConfig,
     "generation",

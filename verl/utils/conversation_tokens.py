@@ -19,7 +19,8 @@ class ConversationTokens:
 
     Without a template each is the pair (contents of the other messages, a line break between them; answer), as
     classifiers of question and answer are trained. What is longer than `longest` tokens (None: what the tokenizer says
-    of its model) loses its beginning: what is scored is the answer. A tokenizer with `SCORED_AT_END` ends them there.
+    of its model) loses its beginning: what is scored is the answer. A tokenizer with `SCORED_AT_END` ends them there,
+    and writes them as `main_rm` did, with a template or without.
     """
 
     def __init__(self, tokenizer: Any, longest: int | None = None) -> None:
@@ -29,9 +30,10 @@ class ConversationTokens:
 
     def encode(self, conversations: Sequence[Sequence[Any]]) -> list[list[int]]:
         """Token ids of each. ValueError: the template refuses one."""
-        if not getattr(self._tokenizer, "chat_template", None):
+        at_end = self._tokenizer.init_kwargs.get(SCORED_AT_END)
+        if not (at_end or getattr(self._tokenizer, "chat_template", None)):
             return self._pairs(conversations)
-        if self._tokenizer.init_kwargs.get(SCORED_AT_END):
+        if at_end:
             encoder = ConversationEncoder(self._tokenizer, {}, last_turn_only=True)
             encoded = [up_to_answer(encoder.rows([dict(message) for message in each])[0]) for each in conversations]
         else:

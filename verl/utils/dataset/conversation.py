@@ -39,7 +39,8 @@ class ConversationEncoder:
     Where the template marks what the assistant says ({% generation %}), that is learned; else what follows its
     generation prompt, up to and including the end token. Pieces are tokenised on their own, as in generation: the model
     is trained on the very prompt tokens it will see. A template that rewrites earlier turns when later ones come (it
-    drops their thinking) shows the model several texts: each is a row of its own (`split`), or an error.
+    drops their thinking) shows the model several texts: each is a row of its own (`split`), or an error. Without a
+    template a prompt is the plain text that `PromptEncoder` makes of it, and an answer follows it at once.
     """
 
     def __init__(
@@ -58,9 +59,7 @@ class ConversationEncoder:
         """One row, or one for every text that the template makes of the conversation."""
         weights = self._turn_weights(messages)
         said = [{name: value for name, value in message.items() if name != LOSS} for message in messages]
-        if not self._has_template:
-            return [self._encoded(self._plain_pieces(said, weights))]
-        chat = _Chat(self._tokenizer, said, tools, self._given_template, {**self._kwargs, **template_kwargs})
+        chat = self._chat(said, tools, template_kwargs)
         rows: list[list[tuple[str, float]]] = [[]]
         done = ""
         for turn, weight in weights.items():
@@ -68,9 +67,8 @@ class ConversationEncoder:
             if not text[: spans[0][0]].startswith(done):
                 if not self._split:
                     raise ValueError(
-                        f"the chat template rewrites what was said before message {turn} (it may drop the thinking of"
-                        " earlier turns). Set data.rewritten_turns=split, which makes a row of each of its texts, or"
-                        " give one row per answer, with the conversation up to it."
+                        f"{chat.rewrites.format(turn)}. Set data.rewritten_turns=split, which makes a row of each of"
+                        " its texts, or give one row per answer, with the conversation up to it."
                     )
                 rows.append([])
                 done = ""
@@ -93,11 +91,21 @@ class ConversationEncoder:
                 start = place
         return text
 
+    def _chat(
+        self, said: Messages, tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any]
+    ) -> _Chat | _PlainText:
+        if not self._has_template:
+            return _PlainText(self._tokenizer, said, tools)
+        return _Chat(self._tokenizer, said, tools, self._given_template, {**self._kwargs, **template_kwargs})
+
     def _turn_weights(self, messages: Messages) -> dict[int, float]:
         """How much each message of the assistant counts, without those that do not."""
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
-            raise ValueError("the conversation has no message of the assistant to learn from. Add one.")
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+            raise ValueError(
+                f"the conversation has no message of the assistant to learn from (roles: {roles}). Add one."
+            )
         found = {}
         for number, message in enumerate(messages):
             usual = number == turns[-1] if self._last_turn_only else number in turns
@@ -114,17 +122,11 @@ class ConversationEncoder:
             raise ValueError(f"'{LOSS}' is 0 in all messages of the assistant. Give one a weight, or remove the row.")
         return {number: weight for number, weight in found.items() if weight}
 
-    def _plain_pieces(self, messages: Messages, weights: Mapping[int, float]) -> list[tuple[str, float]]:
-        """Without a template: the texts, one per line."""
-        end = self._tokenizer.eos_token or ""
-        return [
-            (str(message["content"]) + (end if number in weights else "\n"), weights.get(number, 0.0))
-            for number, message in enumerate(messages)
-        ]
-
     def _encoded(self, pieces: Sequence[tuple[str, float]]) -> LearnedRow:
-        pieces = [piece for piece in pieces if piece[0]]
+        pieces = [piece for number, piece in enumerate(pieces) if piece[0] or (number == 0 and not self._has_template)]
         encoded = self._tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"]
+        if not self._has_template:  # which would have written the special tokens that begin a text
+            encoded[0] = self._tokenizer(pieces[0][0], add_special_tokens=True)["input_ids"]
         row = LearnedRow()
         for ids, (_, weight) in zip(encoded, pieces, strict=True):
             own = self._until_end(ids) if weight else 0
@@ -138,8 +140,32 @@ class ConversationEncoder:
         return last if last and not self._tokenizer.decode(ids[last:]).strip() else len(ids)
 
 
+class _PlainText:
+    """The texts of one conversation where there is no template: contents one per line, an end token after an answer."""
+
+    rewrites = "without a chat template, what was said before message {} holds no end tokens of earlier answers"
+
+    def __init__(self, tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> None:
+        calling = next((number for number, message in enumerate(messages) if message.get("tool_calls")), None)
+        if tools or calling is not None:
+            what = "tools" if calling is None else f"the 'tool_calls' of message {calling}"
+            raise ValueError(
+                f"the tokenizer has no chat template to write {what}. Take a model that has one (-Instruct, -it), or"
+                " give one (data.apply_chat_template_kwargs.chat_template)."
+            )
+        self._contents, self._end = [str(message["content"]) for message in messages], tokenizer.eos_token or ""
+
+    def said(self, turn: int) -> tuple[str, list[Span]]:
+        """The text up to and with a message of the assistant, and which part of it is its own words."""
+        before = "\n".join(self._contents[:turn])
+        text = before + self._contents[turn] + self._end
+        return text, [(len(before), len(text))]
+
+
 class _Chat:
     """The texts that a template makes of the beginnings of one conversation."""
+
+    rewrites = "the chat template rewrites what was said before message {} (it may drop the thinking of earlier turns)"
 
     def __init__(
         self,
@@ -149,7 +175,8 @@ class _Chat:
         template: str | None,
         kwargs: Mapping[str, Any],
     ) -> None:
-        self._tokenizer, self._messages, self._tools = tokenizer, [_with_parsed_calls(m) for m in messages], tools
+        self._messages = [_with_parsed_calls(number, message) for number, message in enumerate(messages)]
+        self._tokenizer, self._tools = tokenizer, tools
         template = tokenizer.get_chat_template(template, tools)
         marked = _GENERATION.sub(_as_text, template)
         self._template, self._marks, self._kwargs = marked, marked != template, kwargs
@@ -178,6 +205,7 @@ class _Chat:
             start = len(before)
             spans = [(start, len(text))]
         self._refuse_lost_words(turn, text, start)
+        self._refuse_lost_tools(text)
         return text, spans
 
     def _render(self, count: int, generation_prompt: bool) -> str:
@@ -231,24 +259,59 @@ class _Chat:
                 f" part, or set '{LOSS}' of the message to 0."
             )
 
+    def _refuse_lost_tools(self, text: str) -> None:
+        """A model must not learn to call what it is not told of."""
+        for tool in self._tools or ():
+            inner = tool.get("function", tool)
+            name = inner.get("name") if isinstance(inner, Mapping) else None
+            if isinstance(name, str) and name not in text:
+                raise ValueError(
+                    f"the chat template does not write the tool {name!r}, so the model would not know of it. Give a"
+                    " template that does (data.apply_chat_template_kwargs.chat_template), or leave the tools out."
+                )
 
-def as_tools(value: Any) -> list[dict[str, Any]] | None:
-    """The tools of a row: a list of schemas, or the JSON text of one; what a columnar file filled with null goes."""
-    if isinstance(value, str):
-        value = json.loads(value)
-    return _without_nulls(value) or None
+
+def as_tools(value: Any, key: str = "tools") -> list[dict[str, Any]] | None:
+    """The tools of a row: a list of schemas, or the JSON text of one; what a columnar file filled with null goes.
+
+    A list may hold JSON texts, since schemas of different shapes do not fit into one column. ValueError names `key`.
+    """
+    value = _parsed(value, repr(key))
+    found = [
+        _parsed(each, f"schema {number} of {key!r}") for number, each in enumerate(_listed(value or [], repr(key)))
+    ]
+    wrong = next((number for number, each in enumerate(found) if not isinstance(each, Mapping)), None)
+    if wrong is not None:
+        raise ValueError(f"schema {wrong} of {key!r} is a {type(found[wrong]).__name__}. Write a list of JSON schemas.")
+    return _without_nulls(found) or None
 
 
-def _with_parsed_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_parsed_calls(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of tool calls as templates take them: not as text, and without the nulls of a columnar file."""
     changed = dict(message)
-    if changed.get("tool_calls"):
-        changed["tool_calls"] = calls = _without_nulls(changed["tool_calls"])
-        for call in calls:
-            inner = call.get("function", call)
-            if isinstance(inner.get("arguments"), str):
-                inner["arguments"] = json.loads(inner["arguments"] or "{}")
-    return changed
+    at = f"'tool_calls' of message {number}"
+    calls = _without_nulls(_listed(_parsed(changed.get("tool_calls") or [], at), at))
+    for call in calls:
+        inner = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(inner, dict) or "name" not in inner:
+            raise ValueError(f"{at} are not written as [{{function: {{name, arguments}}}}]. Write them so.")
+        if isinstance(inner.get("arguments"), str):
+            inner["arguments"] = _parsed(inner["arguments"] or "{}", f"the 'arguments' in {at}")
+    return changed | {"tool_calls": calls} if calls else changed
+
+
+def _parsed(value: Any, where: str) -> Any:
+    """JSON text as what it says; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: the text is no JSON ({error}). Correct it.") from error
+
+
+def _listed(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where} is a {type(value).__name__}. Write a list, or its JSON text.")
+    return value
 
 
 def _without_nulls(value: Any) -> Any:

@@ -17,7 +17,7 @@ from verl.utils.dataset.chat import Messages, as_messages, prompt_digest
 from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, Rule, chat_problem, refuse_problems
-from verl.utils.dataset.rows import Rows, value_at
+from verl.utils.dataset.rows import Rows, switch_at, value_at
 from verl.utils.dataset.tokens import TokenStore, truncated
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class PreferenceDataset(Dataset):
         refuse_problems(self.rows, [Rule(self._columns(), self._problem, lambda table: False)])
         self._encoder = ConversationEncoder(tokenizer, config.apply_chat_template_kwargs, last_turn_only=True)
         self._pairs = len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows))
+        self._equal: list[int] = []
         self._prompts = self._rows_of_prompts()
         self._stored: tuple[TokenStore, list[int]] | None = None
         if config.truncation == "error":
@@ -62,6 +63,13 @@ class PreferenceDataset(Dataset):
             self._stored = TokenStore.of(ids for ids, _ in encoded), [tokens for _, tokens in encoded]
             self._refuse_overlong(self._stored[0].lengths)
         logger.info("%s: %d pairs of %d prompts", self.rows.parts[0].file, self._pairs, len(self._prompts))
+        if self._equal:
+            logger.warning(
+                "%s (and %d more rows): both answers are the same, so there is nothing to tell apart, and "
+                "the pair is half right in val/accuracy. Remove such rows.",
+                self.rows.where(self._equal[0]),
+                len(self._equal) - 1,
+            )
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -76,7 +84,7 @@ class PreferenceDataset(Dataset):
                 kept = truncated(ids, self.config.max_length, self.config.truncation)
                 compared.append(places.setdefault(tuple(kept.tolist()), len(places)))
                 if len(places) > len(lengths):
-                    lengths.append(min(tokens, len(kept)))
+                    lengths.append(self._kept_answer(len(ids), tokens))
             pairs.append((*compared, *self._numbers(row)))
         return {
             "answers": [torch.tensor(ids, dtype=torch.int64) for ids in places],
@@ -112,10 +120,12 @@ class PreferenceDataset(Dataset):
     def _numbers(self, row: Row) -> tuple[float, float, float]:
         """Preference, margin and weight of a row."""
         config = self.config
-        tied = value_at(row, config.tie_key)
+        tied = switch_at(row, config.tie_key)
         preference = _number(row, config.preference_key, 0.5 if tied else 1.0)
         if not 0 <= preference <= 1:
             raise ValueError(f"{config.preference_key!r} is {preference}: a probability is from 0 to 1. Correct it.")
+        if tied and preference != 0.5:
+            raise ValueError(f"{config.tie_key!r} is true, but {config.preference_key!r} {preference}. Leave one out.")
         weight = _number(row, config.weight_key, 1.0)
         if weight < 0:
             raise ValueError(f"{config.weight_key!r} is {weight}. Set it to 0 or more.")
@@ -130,6 +140,8 @@ class PreferenceDataset(Dataset):
         found: dict[bytes, list[int]] = {}
         for number, row in self._read():
             chosen, rejected = self.conversations(row)
+            if chosen == rejected:
+                self._equal.append(number)
             same = next((at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), -1)
             found.setdefault(prompt_digest(chosen[:same]), []).append(number)
         return list(found.values())
@@ -147,6 +159,11 @@ class PreferenceDataset(Dataset):
             return tuple(self._answer(messages) for messages in self.conversations(row))
         except ValueError as error:
             raise DataError([f"{self.rows.where(number)}: {error}"]) from error
+
+    def _kept_answer(self, length: int, tokens: int) -> int:
+        """How many tokens of an answer, the last ones of so many, are left after truncation."""
+        marks = np.arange(length) >= length - tokens
+        return int(truncated(marks, self.config.max_length, self.config.truncation).sum())
 
     def _answer(self, messages: Messages) -> Encoded:
         """Up to the end token of the last answer: what a template writes after it, generation never sees."""

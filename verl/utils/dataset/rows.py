@@ -190,6 +190,14 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def switch_at(row: Mapping[str, Any], key: str) -> bool | None:
+    """`value_at` that says yes or no; ValueError for anything but a boolean, 0 or 1: the text "false" is not empty."""
+    value = value_at(row, key)
+    if value is not None and value not in (0, 1):
+        raise ValueError(f"{key!r} is {value!r}. Write true or false.")
+    return None if value is None else bool(value)
+
+
 def _first_character(file: str) -> str:
     with open(file, encoding="utf-8", errors="replace") as text:
         while chunk := text.read(4096):

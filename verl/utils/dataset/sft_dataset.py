@@ -16,12 +16,15 @@ from verl.utils.dataset.chat import Messages, as_messages
 from verl.utils.dataset.conversation import ConversationEncoder, LearnedRow, as_tools
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, Rule, chat_rule, refuse_problems, text_rule
-from verl.utils.dataset.rows import Rows, value_at
+from verl.utils.dataset.rows import Rows, switch_at, value_at
 from verl.utils.dataset.tokens import WEIGHTS, TokenStore, truncated
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 1200  # characters of a sample in the log
+
+# The row of the file, token ids and how much each counts.
+Encoded = tuple[int, np.ndarray, np.ndarray]
 
 
 @dataclass(kw_only=True)
@@ -56,8 +59,8 @@ class SFTDataset(Dataset):
     `loss_mask`, which is 1 on answer tokens (the end token included), or their weight: the loss of a token is that of
     predicting it. A conversation is several rows where the chat template rewrites its earlier turns.
 
-    Conversations are tokenised now, and so are all rows with `truncation=error`, which must know their lengths; other
-    rows each when asked for.
+    Conversations are tokenised now, and so is every row whose answer may be cut off: a row of which nothing would be
+    left to learn is left out, and told. With `truncation=left`, which keeps the end, others are when asked for.
     """
 
     last_turn_only: ClassVar[bool] = True
@@ -82,7 +85,7 @@ class SFTDataset(Dataset):
         )
         self._conversations = len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows))
         self._stored: tuple[TokenStore, TokenStore] | None = None
-        if self._from_messages or self.config.truncation == "error":
+        if self._from_messages or self.config.truncation != "left":
             self._store()
         if self._conversations:
             self._tell_sample()
@@ -108,7 +111,10 @@ class SFTDataset(Dataset):
     def messages_of(self, row: Mapping[str, Any]) -> Messages:
         """The conversation of a row of the file; the loss falls on the assistant's part of it."""
         if self._from_messages:
-            return as_messages(row[self.config.messages_key])
+            key = self.config.messages_key
+            if isinstance(row[key], str):
+                raise ValueError(f"{key!r} is a text. Write it as a list of {{role, content}}.")
+            return as_messages(row[key])
         prompt, response = value_at(row, self.config.prompt_key), value_at(row, self.config.response_key)
         return [*as_messages(prompt), {"role": "assistant", "content": response}]
 
@@ -122,10 +128,12 @@ class SFTDataset(Dataset):
         ]
 
     def _encode(self, number: int, row: Mapping[str, Any]) -> list[LearnedRow]:
-        thinking = value_at(row, self.config.enable_thinking_key)
-        kwargs = {} if thinking is None else {"enable_thinking": bool(thinking)}
+        config = self.config
         try:
-            return self._encoder.rows(self.messages_of(row), as_tools(value_at(row, self.config.tools_key)), **kwargs)
+            tools = as_tools(value_at(row, config.tools_key), config.tools_key)
+            thinking = switch_at(row, config.enable_thinking_key)
+            kwargs = {} if thinking is None else {"enable_thinking": thinking}
+            return self._encoder.rows(self.messages_of(row), tools, **kwargs)
         except ValueError as error:
             raise DataError([f"{self.rows.where(number)}: {error}"]) from error
 
@@ -144,19 +152,36 @@ class SFTDataset(Dataset):
             (number, np.array(row.ids, np.int32), np.array(row.weights, np.float32))
             for number, row in self._encode_all()
         ]
-        self._stored = (
-            TokenStore.of(ids for _, ids, _ in encoded),
-            TokenStore.of((weights for _, _, weights in encoded), WEIGHTS),
-        )
         if len(encoded) > self._conversations:
             logger.info(
-                "%d conversations are %d rows: the chat template rewrites earlier turns when later ones come, so "
-                "each text that it makes is learned from by itself (data.rewritten_turns)",
+                "%d conversations are %d rows: earlier turns are written anew when later ones come, so "
+                "each text is learned from by itself (data.rewritten_turns)",
                 self._conversations,
                 len(encoded),
             )
         if self.config.truncation == "error":
-            self._refuse_overlong(self._stored[0].lengths, [number for number, _, _ in encoded])
+            self._refuse_overlong(np.array([len(ids) for _, ids, _ in encoded]), [number for number, _, _ in encoded])
+        else:
+            encoded = self._with_something_to_learn(encoded)
+        self._stored = (
+            TokenStore.of(ids for _, ids, _ in encoded),
+            TokenStore.of((weights for _, _, weights in encoded), WEIGHTS),
+        )
+
+    def _with_something_to_learn(self, encoded: list[Encoded]) -> list[Encoded]:
+        """Without rows whose answers `truncation` cuts off whole: they would only take the place of others."""
+        limit, how = self.config.max_length, self.config.truncation
+        lost = [not truncated(weights, limit, how).any() for _, _, weights in encoded]
+        if not any(lost):
+            return encoded
+        said = (
+            f"{self.rows.where(encoded[lost.index(True)][0])} (and {sum(lost) - 1} more of {len(encoded)}): "
+            f"data.truncation={how} cuts off all that is to be learned, since data.max_length = {limit}."
+        )
+        if all(lost):
+            raise DataError([f"{said} No row is left. Raise it."])
+        logger.warning("%s These rows are left out; raise it to keep them.", said)
+        return [each for each, gone in zip(encoded, lost, strict=True) if not gone]
 
     def _tell_sample(self) -> None:
         """What is learned of the first row, in the log; a model that is not taught where to end is worth a warning."""

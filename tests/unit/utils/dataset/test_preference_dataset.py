@@ -89,6 +89,19 @@ def test_a_long_answer_is_refused_or_keeps_its_end(tmp_path):
     assert item["answer_tokens"] == [4, 64]
 
 
+@pytest.mark.parametrize(("truncation", "kept"), [("left", [4, 9]), ("right", [4, 5]), ("middle", [4, 5])])
+def test_the_length_of_an_answer_is_what_truncation_leaves_of_it(tmp_path, truncation, kept):
+    rows = [{"prompt": "p", "chosen": "yes", "rejected": "no, not at all"}]
+    item = dataset(tmp_path, rows, "data.max_length=9", f"data.truncation={truncation}")[0]
+    assert item["answer_tokens"] == kept
+
+
+def test_pairs_of_an_answer_with_itself_are_told(tmp_path, caplog):
+    rows = [{"prompt": "p", "chosen": answer, "rejected": "b"} for answer in "abb"]
+    dataset(tmp_path, rows)
+    assert "line 2 (and 1 more rows): both answers are the same" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("row", "said_of_it"),
     [
@@ -99,6 +112,8 @@ def test_a_long_answer_is_refused_or_keeps_its_end(tmp_path):
         ({"prompt": "p", "chosen": "a", "rejected": "b", "preference": 1.5}, "'preference' is 1.5"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": -1}, "'weight' is -1"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, "'margin' is 'big'"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "tie": "false"}, "'tie' is 'false'. Write true or false"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "tie": True, "preference": 0.9}, "'tie' is true, but"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_with_the_remedy(tmp_path, row, said_of_it):

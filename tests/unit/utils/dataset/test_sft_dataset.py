@@ -8,8 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tokenizers import processors
 
 from tests.support.tiny import tiny_tokenizer
+from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.problems import DataError
 from verl.utils.dataset.sft_dataset import SFTDataset
@@ -63,12 +65,38 @@ def test_what_a_template_writes_after_the_end_token_is_not_learned(tmp_path):
     assert learned(item) == "2<|end|>4!<|end|>"
 
 
-def test_a_tokenizer_without_template_learns_the_response_as_text(tmp_path):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    item = SFTDataset(write(tmp_path / "a.jsonl", [{"prompt": "Q", "response": "A"}]), tokenizer, {})[0]
-    assert tokenizer.decode(item["input_ids"]) == "Q\nA<|end|>"
-    assert learned(item) == "A<|end|>"
+def plain_tokenizer():
+    """As base models have it: no template, and a token that begins every text (`<|system|>` here)."""
+    tokenizer = templated(None)
+    tokenizer.add_special_tokens({"bos_token": "<|system|>"})
+    begin = processors.TemplateProcessing(single="<|system|> $A", special_tokens=[("<|system|>", 2)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    return tokenizer
+
+
+def test_without_a_template_an_answer_follows_the_very_tokens_that_generation_begins_with(tmp_path):
+    """Once each: with the token that begins a text, and without a line break that no prompt has."""
+    tokenizer = plain_tokenizer()
+    data = MultiTurnSFTDataset(write(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer, {})
+    prompts = PromptEncoder(tokenizer, {}).encode([CHAT[:2], CHAT[:4]])
+    assert [learned(data[row]) for row in (0, 1)] == ["2<|end|>", "4!<|end|>"]
+    for row, prompt in enumerate(prompts):
+        assert data[row]["input_ids"][: len(prompt)].tolist() == prompt
+        assert data[row]["loss_mask"].nonzero()[0] == len(prompt)
+    item = SFTDataset(write(tmp_path / "b.jsonl", [{"prompt": "Q", "response": "A"}]), tokenizer, {})[0]
+    assert tokenizer.decode(item["input_ids"]) == "<|system|>QA<|end|>"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tools": [{"name": "run"}]}, {"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"name": "run"}]}]}],
+)
+def test_without_a_template_nothing_can_be_called(tmp_path, changes):
+    file = write(tmp_path / "a.jsonl", [{"messages": CHAT} | changes])
+    with pytest.raises(
+        DataError, match=r"line 1: the tokenizer has no chat template to write (tools|the 'tool_calls')"
+    ):
+        SFTDataset(file, plain_tokenizer(), {})
 
 
 # As models that think write their turns: an answer keeps its thinking until the user speaks again.
@@ -200,6 +228,47 @@ def test_tools_and_calls_are_written_by_the_template_and_calls_are_learned(tmp_p
     assert tokenizer.decode(item["input_ids"]).startswith(f"<|system|>{told}<|end|><|user|>go")
 
 
+def test_schemas_and_calls_may_each_be_json_text(tmp_path):
+    calls = json.dumps([{"function": {"name": "run", "arguments": "{}"}}])
+    row = {"messages": [CHAT[1], {"role": "assistant", "tool_calls": calls}], "tools": [json.dumps({"name": "run"})]}
+    item = SFTDataset(write(tmp_path / "a.jsonl", [row]), templated(TOOLS), {})[0]
+    assert learned(item) == "<call>run({})</call><|end|>"
+    assert TOKENIZER.decode(item["input_ids"]).startswith('<|system|>{"name": "run"}<|end|>')
+
+
+CALL = {"function": {"name": "run", "arguments": "{broken"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tools": "{broken"}, "'tools': the text is no JSON .*Correct it"),
+        ({"tools": {"name": "run"}}, "'tools' is a dict. Write a list"),
+        ({"tools": ["{broken"]}, "schema 0 of 'tools': the text is no JSON"),
+        ({"tools": [7]}, "schema 0 of 'tools' is a int"),
+        ({"tools": [{"name": "search"}]}, "the chat template does not write the tool 'search'"),
+        ({"enable_thinking": "false"}, "'enable_thinking' is 'false'. Write true or false"),
+        ({"messages": "hello"}, "'messages' is a text. Write it as a list"),
+        (
+            {"messages": [CHAT[1], {"role": "gpt", "content": "2"}]},
+            r"the conversation has no message of the assistant .*\(roles: user, gpt\)",
+        ),
+        (
+            {"messages": [CHAT[1], {"role": "assistant", "tool_calls": [CALL]}]},
+            "the 'arguments' in 'tool_calls' of message 1: the text is no JSON",
+        ),
+        (
+            {"messages": [CHAT[1], {"role": "assistant", "tool_calls": [{"id": 1}]}]},
+            "'tool_calls' of message 1 are not written as",
+        ),
+    ],
+)
+def test_what_templates_cannot_write_is_named_with_its_place(tmp_path, changes, said):
+    """A template that writes no tools would have the model call what it was never told of."""
+    with pytest.raises(DataError, match=f"line 1: {said}"):
+        SFTDataset(write(tmp_path / "a.jsonl", [{"messages": CHAT[1:3]} | changes]), TOKENIZER, {})
+
+
 def test_a_message_counts_by_its_own_loss(tmp_path):
     chat = [*CHAT[:2], {**CHAT[2], "loss": 0.5}, CHAT[3], CHAT[4], CHAT[1], {**CHAT[2], "loss": 0}]
     item = MultiTurnSFTDataset(write(tmp_path / "a.jsonl", [{"messages": chat}]), TOKENIZER, {})[0]
@@ -250,3 +319,18 @@ def test_longer_rows_are_cut_together_with_their_mask(tmp_path):
     item = SFTDataset(file, TOKENIZER, {"max_length": 8, "truncation": "left"})[0]
     assert TOKENIZER.decode(item["input_ids"]) == "<|assistant|>answer<|end|>"
     assert item["loss_mask"].tolist() == [0] + [1] * 7
+
+
+@pytest.mark.parametrize("form", ["messages", "prompt"])
+def test_rows_whose_answer_would_be_cut_off_whole_are_left_out_and_told(tmp_path, caplog, form):
+    asked = ["q" * 30, "q"]
+    rows = [{"prompt": text, "response": "yes"} for text in asked]
+    if form == "messages":
+        rows = [{"messages": [{"role": "user", "content": text}, CHAT[2]]} for text in asked]
+    settings = {"max_length": 8, "truncation": "right"}
+    data = SFTDataset(write(tmp_path / "a.jsonl", rows), TOKENIZER, settings)
+    assert len(data) == 1
+    assert data[0]["loss_mask"].any()
+    assert "line 1 (and 0 more of 2): data.truncation=right cuts off all that is to be learned" in caplog.text
+    with pytest.raises(DataError, match=r"max_length = 8\. No row is left\. Raise it"):
+        SFTDataset(write(tmp_path / "b.jsonl", rows[:1]), TOKENIZER, settings)

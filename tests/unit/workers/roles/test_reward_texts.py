@@ -8,6 +8,8 @@ import torch
 
 from tests.support.tiny import tiny_tokenizer
 from verl.protocol import DataProto, object_array
+from verl.utils.conversation_tokens import SCORED_AT_END, ConversationTokens
+from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
 from verl.utils.dataset.tokens import left_padded
 from verl.workers.roles.reward_texts import RewardTexts
 
@@ -122,3 +124,18 @@ def test_a_batch_without_messages_and_a_template_that_refuses_say_what_to_do():
         RewardTexts(judge_tokenizer(NO_SYSTEM), POLICY, None).encode(batch)
     with pytest.raises(ValueError, match=r"the batch has no 'raw_prompt'.*data\.custom_cls"):
         RewardTexts(judge_tokenizer(TURNS), POLICY, None).encode(batch.select(non_tensor_batch_keys=[]))
+
+
+def test_a_reward_model_of_ours_without_a_template_reads_what_it_was_trained_on():
+    """Not the pair that other classifiers read: the prompt as generation writes it, the answer, its end token."""
+    tokenizer = judge_tokenizer(None)
+    tokenizer.init_kwargs[SCORED_AT_END] = True
+    trained = ConversationEncoder(tokenizer, {}, last_turn_only=True)
+    for row in (0, 1):
+        whole = [*CONVERSATIONS[row], {"role": "assistant", "content": ANSWERS[row]}]
+        (ids,) = ConversationTokens(tokenizer).encode([whole])
+        assert ids == up_to_answer(trained.rows(whole)[0])
+        prompt = "\n".join(message["content"] for message in CONVERSATIONS[row])
+        assert (
+            ids == tokenizer(prompt)["input_ids"] + tokenizer(ANSWERS[row] + "</s>", add_special_tokens=False).input_ids
+        )
