@@ -131,7 +131,8 @@ def test_validation_only_changes_nothing_and_writes_its_answers(task, tmp_path):
     assert "val/toy/accuracy" in trainer.history[0]
     rows = [json.loads(line) for line in (tmp_path / "val" / "0.jsonl").read_text().splitlines()]
     assert len(rows) == 6
-    assert {"input", "output", "score", "step"} <= rows[0].keys()
+    assert {"input", "output", "score", "step", "scoring_failed"} <= rows[0].keys(), "and what the reward said"
+    assert [row["gts"] for row in rows] == [str(i) for i in range(6)]
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -153,6 +154,7 @@ def test_batches_and_answers_are_written_where_asked(task, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "answers" / "1.jsonl").read_text().splitlines()]
     assert len(rows) == 32
     assert rows[0]["data_source"] == "toy"
+    assert all(row["gts"] == row["reward_model"]["ground_truth"] for row in rows)
 
 
 def test_the_actor_waits_for_the_critic(task, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -125,7 +126,8 @@ def test_a_reward_model_with_another_template_scores_the_answers(task, tmp_path,
     reward = ("reward_model.enable=True", f"reward_model.path={judge}", "data.system_prompt=Be brief.")
     alone = ("custom_reward_function.path=null", "algorithm.adv_estimator=grpo")
     more = ("trainer.total_training_steps=1", "data.max_prompt_length=64", "trainer.n_gpus_per_node=2")
-    trainer = run_training(overrides(task, tmp_path, *reward, *more, *alone), RayWorkerGroup)
+    dumps = [f"trainer.{name}_data_dir={tmp_path / name}" for name in ("rollout", "validation")]
+    trainer = run_training(overrides(task, tmp_path, *reward, *more, *alone, *dumps), RayWorkerGroup)
     batch = trainer._last_batch
     scores, mask = batch.batch["rm_scores"], batch.batch["response_mask"]
     assert torch.equal((scores != 0).sum(-1), torch.ones(len(scores), dtype=torch.long)), "one score per answer"
@@ -133,6 +135,9 @@ def test_a_reward_model_with_another_template_scores_the_answers(task, tmp_path,
     assert (scores[torch.arange(len(scores)), last] != 0).all(), "on its last token"
     assert torch.equal(batch.batch["token_level_scores"], scores)
     assert expected_scores(judge, trainer) == pytest.approx(scores.sum(-1).tolist(), abs=1e-4)
+    for name in ("rollout", "validation"):
+        rows = [json.loads(line) for line in (tmp_path / name / "1.jsonl").read_text().splitlines()]
+        assert all(row["gts"].isdigit() for row in rows), "whoever scores the answer"
 
 
 def save_classifier(folder: Path) -> Path:

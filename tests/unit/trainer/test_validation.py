@@ -19,6 +19,7 @@ def part(uids: list[str], source: str, scores: list[float], **extra) -> dict[str
     return {
         "prompt": texts,
         "answer": texts,
+        "gts": [None] * len(uids),
         "uid": uids,
         "data_source": [source] * len(uids),
         "reward": scores,

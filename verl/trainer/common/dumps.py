@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,12 @@ from verl.algos.trajectories import Trajectories
 from verl.protocol import DataProto
 from verl.types.schema import selected_for
 from verl.utils.atomic_file import replacing
+from verl.utils.dataset.problems import ground_truth_of
 from verl.utils.plain_store import save_tensors
 
+_OURS = ("step", "input", "output", "gts", "score", "rows", "turns", "status")
+# Columns that may have the right answer.
+_TRUTHS = ("reward_model", "ground_truth")
 # JSON leaves these as they are, but readers that split text into lines do not.
 _LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 
@@ -28,19 +32,29 @@ def dump_batch(batch: DataProto, folder: str, step: int) -> Path:
 
 
 def dump_rows(batch: DataProto, tokenizer: Any, folder: str, step: int) -> Path:
-    """`N.jsonl`: prompt, answer, score and what the reward said, one line per sample; of agents their turns as well."""
+    """`N.jsonl`: prompt, answer, the right one (`gts`), score and what the reward said, one line per sample; of agents
+    their turns as well."""
     answers, whole = answer_texts(batch, tokenizer), Trajectories.of(batch)
-    scores = whole.sum(batch.batch["token_level_scores"].sum(-1)).tolist()
-    ours = ("step", "input", "output", "score", "rows", "turns", "status")
-    extras = {
-        f"data_{key}" if key in ours else key: batch.non_tensor_batch[key][whole.last_rows]
-        for key in selected_for("dump", batch.non_tensor_batch)
-    }
+    scores, truths = whole.sum(batch.batch["token_level_scores"].sum(-1)).tolist(), ground_truths(batch)
+    columns, names = batch.non_tensor_batch, selected_for("dump", batch.non_tensor_batch)
+    extras = beside_ours({key: columns[key][whole.last_rows] for key in names})
     rows = (
-        {"step": step, **answer, "score": score, **{k: v[i] for k, v in extras.items()}}
-        for i, (answer, score) in enumerate(zip(answers, scores, strict=True))
+        {"step": step, **answer, "gts": truth, "score": score, **{k: v[i] for k, v in extras.items()}}
+        for i, (answer, truth, score) in enumerate(zip(answers, truths, scores, strict=True))
     )
     return write_jsonl(rows, Path(folder) / f"{step}.jsonl")
+
+
+def beside_ours(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Further columns of a dump; those that are called as one of its own are `data_…`."""
+    return {f"data_{name}" if name in _OURS else name: values for name, values in columns.items()}
+
+
+def ground_truths(batch: DataProto) -> list[Any]:
+    """The right answer of every trajectory, whoever scores it; None where the data has none."""
+    columns = {name: batch.non_tensor_batch[name] for name in _TRUTHS if name in batch.non_tensor_batch}
+    rows = Trajectories.of(batch).last_rows
+    return [ground_truth_of({name: values[row] for name, values in columns.items()}) for row in rows]
 
 
 def answer_texts(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:

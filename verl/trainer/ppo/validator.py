@@ -13,7 +13,7 @@ from verl.algos.trajectories import Trajectories
 from verl.config import PPOConfig
 from verl.config.layout import scored_by_model
 from verl.protocol import DataProto, object_array
-from verl.trainer.common.dumps import answer_texts, write_jsonl
+from verl.trainer.common.dumps import answer_texts, beside_ours, ground_truths, write_jsonl
 from verl.trainer.common.setbacks import Setbacks
 from verl.trainer.common.status_line import StatusLine
 from verl.trainer.ppo.agents import FINISHED, statuses
@@ -27,7 +27,7 @@ Samples = dict[str, list[Any]]
 """Columns of answered and scored prompts."""
 
 # Columns of a sample that say what it is; all others say how good it is.
-_DESCRIPTIONS = ("prompt", "answer", "more", "uid", "data_source")
+_DESCRIPTIONS = ("prompt", "answer", "gts", "more", "uid", "data_source")
 # What is worth a look first; the spread and the bounds of each are not.
 _CORE = ("mean@", "best@", "maj@", "pass@")
 _BOUNDS = ("/std", "/low", "/high")
@@ -62,18 +62,17 @@ class Validator:
     def show(self, samples: Samples, step: int, tracking: Tracking) -> None:
         """Sampled answers to the trackers; all of them to JSONL where a folder is set."""
         config = self._config.trainer
-        names = {"input": "prompt", "output": "answer", "score": "reward", "data_source": "data_source", "uid": "uid"}
-        rows = [
-            dict(zip(names, row, strict=True))
-            for row in zip(*(samples[column] for column in names.values()), strict=True)
-        ]
+        own = {"input": "prompt", "output": "answer", "gts": "gts", "score": "reward"}
+        rows = _rows({name: samples[column] for name, column in own.items()})
         if config.log_val_generations and rows:
             order = np.random.default_rng(self._config.data.seed).permutation(len(rows))[: config.log_val_generations]
             chosen = [(rows[i]["input"], rows[i]["output"], rows[i]["score"]) for i in order]
             tracking.log_generations(chosen, step, on_console=config.console_val_generations)
         if (folder := config.validation_data_dir) is not None:
             more = samples.get("more", [{}] * len(rows))
-            dumped = [{"step": step, **row, **texts} for row, texts in zip(rows, more, strict=True)]
+            names = ("data_source", "uid", *(name for name in samples if name not in (*_DESCRIPTIONS, "reward")))
+            said = _rows(beside_ours({name: samples[name] for name in names}))
+            dumped = [{"step": step, **row, **texts, **rest} for row, texts, rest in zip(rows, more, said, strict=True)]
             write = functools.partial(write_jsonl, dumped, Path(folder) / f"{step}.jsonl")
             if config.val_only:  # they are what the run is for
                 write()
@@ -102,11 +101,16 @@ class Validator:
         return said | {
             "prompt": [text.pop("input") for text in texts],
             "answer": [text.pop("output") for text in texts],
+            "gts": ground_truths(local),
             "more": texts,
             "uid": columns["uid"][ends].tolist(),
             "data_source": columns[key][ends].tolist() if key in columns else ["unknown"] * len(whole),
             "reward": [reward if finished else None for reward, finished in zip(rewards, ended, strict=True)],
         }
+
+
+def _rows(columns: Samples) -> list[dict[str, Any]]:
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def known_scores(scores: list[float], failed: Sequence[Any] | None, reward_fn: Any) -> list[float | None]:
