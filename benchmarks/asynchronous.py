@@ -235,7 +235,8 @@ def main() -> None:
     large = options.shape == "qwen2.5-7b"
     if options.steps is None:
         options.steps = 60 if options.learn else 5 if large or options.shape == "tiny" else 14
-    options.warm, options.ahead = min(options.warm, options.steps // 3), min(options.ahead, options.steps // 5)
+    # The first pass for old log-probs, which compiles too, comes in the second step of a stream.
+    options.warm, options.ahead = min(options.warm, max(2, options.steps // 3)), min(options.ahead, options.steps // 5)
     options.checkpointing = options.checkpointing or large
     with tempfile.TemporaryDirectory() as scratch:
         folder = (options.folder or Path(scratch)).resolve()

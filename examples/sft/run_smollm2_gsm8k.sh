@@ -21,7 +21,7 @@ exec python3 -m verl.trainer.main_sft \
     rollout.max_new_tokens=384 \
     model.path="$MODEL" \
     model.enable_gradient_checkpointing=False \
-    optim.lr=2e-4 \
+    optim.lr=1e-3 \
     trainer.n_gpus_per_node=1 \
     trainer.total_epochs=3 \
     trainer.save_freq=0 \
