@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import torch
 
 from verl.config import load_config
 from verl.protocol import DataProto, object_array
+from verl.trainer.common.guard import NoSamplesError
 from verl.trainer.ppo.dynamic_sampling import differing_answers, fill_batch
 from verl.trainer.ppo.prompts import PromptStream
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
+from verl.workers.reward_manager.naive import FAILED
 
 ALL_RIGHT, ALL_WRONG, MIXED = [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]
 
@@ -54,10 +57,11 @@ class Run:
         metrics |= {"reward/acc/mean": float(np.mean(values)), "reward/errors": 3.0}
         return rows
 
-    def fill(self) -> tuple[DataProto, dict[str, float]]:
+    def fill(self, reward_fn: Any = None) -> tuple[DataProto, dict[str, float]]:
         metrics: dict[str, float] = {}
         prompts = self.prompts.take(self.config.data.gen_batch_size)
-        return fill_batch(prompts, metrics, self.roll_out, self.prompts, None, self.config, 7, pad_token_id=0), metrics
+        batch = fill_batch(prompts, metrics, self.roll_out, self.prompts, reward_fn, self.config, 7, pad_token_id=0)
+        return batch, metrics
 
 
 def uids(batch: DataProto) -> list[str]:
@@ -130,6 +134,43 @@ def test_at_the_limit_the_step_goes_on_with_what_it_has(caplog):
     assert uids(batch) == ["b", "b"]
     assert (metrics["filter_groups/missing_prompts"], metrics["filter_groups/num_gen_batches"]) == (1.0, 2.0)
     assert "step 7: 4 prompts in 2 generation batches gave 1 of 2 groups that differ in score" in caplog.text
+
+
+class OneByOne(PromptStream):
+    """As a stream of answers that gives what is missing."""
+
+    def take(self, count: int) -> DataProto:
+        return super().take(1)
+
+
+def test_limits_are_of_prompts_where_they_come_a_few_at_a_time():
+    scores = dict.fromkeys("abcde", ALL_WRONG) | {"f": MIXED, "g": MIXED, "h": MIXED}
+    run = Run(scores, [list("abcd"), list("efgh")], "algorithm.filter_groups.max_num_gen_batches=2")
+    run.prompts.__class__ = OneByOne
+    batch, metrics = run.fill()
+    assert uids(batch) == ["f", "f", "g", "g"]
+    assert metrics["filter_groups/num_gen_batches"] == 7.0
+
+
+@pytest.mark.parametrize(("unscored", "ends"), [("abcdefg", False), ("abcdefghijkl", True)])
+def test_an_outage_is_three_generation_batches_that_nobody_could_score(unscored: str, ends: bool):
+    class Masking:
+        on_error, last_failure = "mask", "no route to the judge"
+
+    class Failing(Run):
+        def roll_out(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
+            rows = super().roll_out(prompts, metrics)
+            rows.non_tensor_batch[FAILED] = object_array([uid in unscored for uid in uids(rows)])
+            return rows
+
+    scores = {uid: ALL_WRONG if uid in unscored else MIXED for uid in "abcdefghijkl"}
+    run = Failing(scores, [list("abcd"), list("efgh"), list("ijkl")])
+    run.prompts.__class__ = OneByOne
+    if ends:
+        with pytest.raises(NoSamplesError, match="3 generation batches in a row"):
+            run.fill(Masking())
+    else:
+        assert uids(run.fill(Masking())[0]) == ["h", "h", "i", "i"]
 
 
 @pytest.mark.parametrize("limit", [-1, 0, 2])

@@ -69,6 +69,8 @@ def fill_batch(
     """
     data, rule = config.data, config.algorithm.filter_groups
     found, times = _Found(data.train_batch_size), Counter[str]()
+    # A stream of answers gives only what is missing: limits are counted in prompts, a batch of them may be a few.
+    most = rule.max_num_gen_batches * data.gen_batch_size
     while True:
         answers_metrics: dict[str, float] = {}
         groups = own_groups(prompts, times)
@@ -79,11 +81,11 @@ def fill_batch(
             source.put_back(prompts.select_idxs(surplus))
         if len(dull):
             source.reject(prompts.select_idxs(dull))
-        if found.unscored_in_a_row >= config.trainer.max_nonfinite_steps:
-            _stop_in_an_outage(found.unscored_in_a_row, reward_fn)
+        if found.unscored_in_a_row >= config.trainer.max_nonfinite_steps * data.gen_batch_size:
+            _stop_in_an_outage(config.trainer.max_nonfinite_steps, reward_fn)
         # Without a limit: a whole epoch that added no group will not do so a second time either.
         in_vain = found.prompts_in_vain >= source.batches_per_epoch * data.gen_batch_size
-        if found.missing == 0 or found.batches == rule.max_num_gen_batches or in_vain:
+        if found.missing == 0 or 0 < most <= found.prompts or in_vain:
             break
         prompts = source.take(data.gen_batch_size)
     metrics |= found.metrics()
@@ -112,7 +114,7 @@ class _Found:
     prompts_in_vain: int = 0
     """Since the last group that differed."""
     unscored_in_a_row: int = 0
-    """Generation batches of which not one answer could be scored."""
+    """Prompts of generation batches of which not one answer could be scored."""
     scores: list[np.ndarray] = field(default_factory=list)
     dropped_scores: list[np.ndarray] = field(default_factory=list)
     per_batch: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -138,7 +140,7 @@ class _Found:
         self.differing += len(kept)
         self.taken += len(chosen)
         failed = batch.non_tensor_batch.get(FAILED)
-        self.unscored_in_a_row = self.unscored_in_a_row + 1 if failed is not None and all(failed) else 0
+        self.unscored_in_a_row = self.unscored_in_a_row + len(uids) if failed is not None and all(failed) else 0
         self.prompts_in_vain = 0 if len(kept) else self.prompts_in_vain + len(uids)
         scores = value_per_answer(batch, "score", "algorithm.filter_groups.metric").numpy()
         self.scores.append(scores)
