@@ -69,9 +69,11 @@ $(STAMP):
 	rm -f $(VENV)/.installed-*
 	touch $@
 
-# One package of Python, which brings no others along: it lives in the base environment.
+# Packages of Python alone, without what they bring along: they live in the base environment. Megatron-Bridge asks for
+# an older transformers and for CUDA's kernels; its conversion of weights, which is what is used, needs neither.
 setup-megatron: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt -e ".[megatron]"
+	$(BIN)/python -m pip install --quiet --no-deps megatron-bridge==0.3.1 einops==0.8.2
 
 # What the engine brought along stays as it is; the pins of constraints.txt hold for everything else.
 setup-vllm: .venv-vllm/$(notdir $(STAMP))

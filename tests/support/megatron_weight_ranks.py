@@ -49,37 +49,37 @@ def handed_over(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]
             model.save_pretrained(stored)
         dist.barrier()
         # Only the first rank's model in memory counts.
-        source: Any = str(stored) if kind == "causal_lm" else model if rank == 0 else _other(name)
+        source: Any = str(stored) if kind == "causal_lm" else model if rank == 0 else other_model(name)
         engine = make_megatron(source, kind, train=kind != "sequence_classification", **LAYOUTS[layout])
         case: dict[str, Any] = {"names": list(engine.manifest()) == list(there)}
         for size in (1 << 30, 40_000, 3_000):
-            case[f"whole, {size}"] = wrong(_walked(engine, None, size, None), there)
-            parts = [_rows(there, each, ranks) for each in range(ranks)]
-            case[f"rows, {size}"] = wrong(_walked(engine, None, size, parts), _cut(there, parts[rank]))
-            first = [_rows(there, 0, 1), *({} for _ in range(ranks - 1))]
+            case[f"whole, {size}"] = wrong(walked(engine, None, size, None), there)
+            parts = [rows_of(there, each, ranks) for each in range(ranks)]
+            case[f"rows, {size}"] = wrong(walked(engine, None, size, parts), cut_rows(there, parts[rank]))
+            first = [rows_of(there, 0, 1), *({} for _ in range(ranks - 1))]
             rounded = {key: value.bfloat16() for key, value in there.items()}
-            one = _walked(engine, torch.bfloat16, size, first)
-            case[f"first rank, {size}"] = wrong(one, _cut(rounded, first[rank]))
+            one = walked(engine, torch.bfloat16, size, first)
+            case[f"first rank, {size}"] = wrong(one, cut_rows(rounded, first[rank]))
         engine.export_hf(Path(folder) / "exported" / f"{layout}-{name}", torch.float32)
         if kind != "sequence_classification" and layout != WEIGHTS_ONLY:  # a save looks first at what a pass gives
             half = make_megatron(source, kind, dtype="bf16", snapshots=False, **LAYOUTS[layout])
             half.save(Path(folder) / "masters" / f"{layout}-{name}", ("model",))
-            again = _megatron(name, layout, _other)
+            again = _megatron(name, layout, other_model)
             again.load(Path(folder) / "masters" / f"{layout}-{name}", ("model",))
             case["masters"] = wrong(whole_weights(again), there)
         found[layout, name] = case
     torch.save(found, Path(folder) / f"found-{rank}.pt")
 
 
-def _rows(tensors: Mapping[str, torch.Tensor], part: int, parts: int) -> dict[str, range]:
+def rows_of(tensors: Mapping[str, torch.Tensor], part: int, parts: int) -> dict[str, range]:
     return {key: range(len(value) * part // parts, len(value) * (part + 1) // parts) for key, value in tensors.items()}
 
 
-def _cut(tensors: Mapping[str, torch.Tensor], rows: Mapping[str, range]) -> dict[str, torch.Tensor]:
+def cut_rows(tensors: Mapping[str, torch.Tensor], rows: Mapping[str, range]) -> dict[str, torch.Tensor]:
     return {key: tensors[key][each.start : each.stop] for key, each in rows.items() if each}
 
 
-def _walked(engine: Any, dtype: torch.dtype | None, size: int, wanted: Any) -> dict[str, torch.Tensor]:
+def walked(engine: Any, dtype: torch.dtype | None, size: int, wanted: Any) -> dict[str, torch.Tensor]:
     """All buckets; what comes in strips put together again."""
     parts: dict[str, list[torch.Tensor]] = {}
     for bucket in engine.buckets(dtype, size, wanted):
@@ -146,7 +146,11 @@ def saved_and_loaded(rank: int, ranks: int, folder: str, cases: list[tuple[str, 
         after = whole_weights(engine)
         case: dict[str, Any] = {"loaded": {}, "steps": {}}
         for other in dict.fromkeys((layout, *others, "fsdp")):
-            again = make_engine(_other(name), MODELS[name][0]) if other == "fsdp" else _megatron(name, other, _other)
+            again = (
+                make_engine(other_model(name), MODELS[name][0])
+                if other == "fsdp"
+                else _megatron(name, other, other_model)
+            )
             again.load(place, ALL)
             same_noise = torch.equal(torch.rand(3), noise)
             case["loaded"][other] = wrong(whole_weights(again), before)
@@ -155,7 +159,7 @@ def saved_and_loaded(rank: int, ranks: int, folder: str, cases: list[tuple[str, 
             if other == layout:
                 case["same numbers"] = same_noise and same_rates
         again.save(Path(folder) / f"fsdp-{layout}-{name}", ALL)
-        back = _megatron(name, layout, _other)
+        back = _megatron(name, layout, other_model)
         back.load(Path(folder) / f"fsdp-{layout}-{name}", ALL)
         case["loaded"]["from fsdp"] = wrong(whole_weights(back), whole_weights(again))
         _steps(back, 2)
@@ -169,7 +173,7 @@ def _megatron(name: str, layout: str, of: Any = model_of) -> Any:
     return make_megatron(of(name), MODELS[name][0], **LAYOUTS[layout])
 
 
-def _other(name: str) -> Any:
+def other_model(name: str) -> Any:
     """The same model with other weights."""
     model = model_of(name)
     for value in model.parameters():
@@ -204,7 +208,7 @@ def started_from_core(rank: int, ranks: int, folder: str) -> None:
     with engine.layout.active():
         parts = {f"model{number}": model.sharded_state_dict() for number, model in enumerate(engine.models)}
         dist_checkpointing.save(parts, str(place))
-    again = _megatron("tied", "DP4", _other)
+    again = _megatron("tied", "DP4", other_model)
     again.load(place, ("model",))
     found: dict[str, Any] = {"loaded": wrong(whole_weights(again), whole_weights(engine))}
     for each in (engine, again):

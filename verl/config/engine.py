@@ -124,6 +124,10 @@ class MegatronConfig(Block):
         null="none; in ref: the actor's",
         path=True,
     )
+    use_mbridge: bool = key(
+        "Weights from and to Hugging Face's names by Megatron-Bridge, where it is installed; else by our own tables.",
+        null="in ref: the actor's",
+    )
     override_transformer_config: dict[str, Any] = key(
         "Values for Core's TransformerConfig, e.g. recompute_granularity (else enable_gradient_checkpointing decides).",
         null="in ref: the actor's",

@@ -12,6 +12,7 @@ from verl.config.engine import RECOMPUTE, UNEVEN, MegatronConfig
 from verl.config.layout import BLOCK_OF_ROLE, active_roles, layout_of
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
+from verl.config.rollout_rules import is_installed
 from verl.config.schema import join, pick
 from verl.config.wording import divisors, near_values
 
@@ -97,6 +98,8 @@ def block_rules(path: str, block: Any, lora: tuple[str, int], pool: tuple[int, s
         why = f"{at}.use_dist_checkpointing = True begins with the weights of a checkpoint"
         fix = "Set it to a …/global_step_N/actor, or leave use_dist_checkpointing out"
         report.problem(f"{at}.dist_checkpointing_path", None, why, fix)
+    if sizes.use_mbridge and not is_installed("megatron.bridge"):
+        report.notice("megatron_config.use_mbridge: megatron-bridge is not installed; our own tables map the weights.")
 
 
 def _not_done(path: str, block: Any, lora: tuple[str, int], report: Report) -> None:

@@ -69,7 +69,6 @@ OBSOLETE = {
     "actor_rollout_ref.ref.megatron_config.router_replay": "only the actor replays experts",
     "critic.megatron_config.router_replay": "only the actor replays experts",
     "reward_model.megatron_config.router_replay": "only the actor replays experts",
-    "*.megatron*.use_mbridge": "weights are mapped by our own tables",
     "*.checkpoint.async_save": "checkpoints are written in the background anyway",
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length says it",
     "actor_rollout_ref.rollout.disable_log_stats": "engine statistics go to the metrics",

@@ -4,24 +4,31 @@ Python imports `sitecustomize` from PYTHONPATH when it starts, so spawned ranks 
 happens before something imports `megatron.core`.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
+import types
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Calls a function before or after the first import of a module."""
+    """Calls a function before or after the first import of a module; who only looks whether it is there calls none."""
 
     def find_spec(self, name, path, target=None):
-        if name not in _AROUND:
-            return None
-        before, after = _AROUND.pop(name)
-        before()
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and after is not None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in _AROUND else None
+        if spec is not None:
             load = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (load(module), after(module))
+            spec.loader.exec_module = lambda module: _run(name, module, load)
         return spec
+
+
+def _run(name, module, load):
+    before, after = _AROUND.pop(name, (_nothing, None))
+    before()
+    load(module)
+    if after is not None:
+        after(module)
 
 
 def _torch_without_cuda():
@@ -79,12 +86,62 @@ def _dispatcher(module):
     module.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = stay
 
 
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds packages of CUDA kernels that Megatron-Bridge imports at its start, those that are not there: any name of
+    theirs is a class."""
+
+    def __init__(self):
+        packages = ("transformer_engine", "transformer_engine_torch", "triton")
+        self._packages = [name for name in packages if importlib.util.find_spec(name) is None]
+
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in self._packages:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = _AnyName.of
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+class _AnyName(type):
+    """A class that takes any arguments, and has any attribute."""
+
+    def of(name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _AnyName(
+            name, (), {"__init__": lambda self, *args, **kwargs: None, "__call__": lambda self, *args: self}
+        )
+
+    def __getattr__(cls, name):
+        return _AnyName.of(name)
+
+
+def _kernels_absent():
+    importlib.import_module("verl.workers.engine.megatron.engine")  # what trains has found out what is not there
+    sys.meta_path.insert(0, _Absent())
+
+
+def _as_before(_):
+    """Nothing else takes them for the real ones."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Absent)]
+    for name, module in list(sys.modules.items()):
+        if isinstance(getattr(module, "__loader__", None), _Absent):
+            del sys.modules[name]
+
+
 def _nothing():
     pass
 
 
 _AROUND = {
     "megatron.core": (_torch_without_cuda, None),
+    "megatron.bridge": (_kernels_absent, _as_before),
     "megatron.core.tensor_parallel.random": (_nothing, _random),
     "megatron.core.transformer.moe.token_dispatcher": (_nothing, _dispatcher),
 }

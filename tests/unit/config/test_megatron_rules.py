@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from verl.config import ConfigError, load_config, names
+from verl.config import ConfigError, load_config, megatron_rules, names
 from verl.config.engine import MegatronConfig
 from verl.config.idle import check_built
 from verl.config.megatron_models import ModelNumbers, model_layout_rules, split_evenly
@@ -62,7 +62,7 @@ def model_problems(tmp_path, model, *overrides: str) -> dict[str, str]:
 # ---------------------------------------------------------------- keys
 
 
-def test_every_key_of_the_convention_is_accepted_and_seed_and_bridge_are_told():
+def test_every_key_of_the_convention_is_accepted_and_seed_is_told():
     spelled = f"{ACTOR}.megatron"
     config = load(
         f"{spelled}.tensor_model_parallel_size=2",
@@ -75,9 +75,18 @@ def test_every_key_of_the_convention_is_accepted_and_seed_and_bridge_are_told():
     )
     block = config.actor_rollout_ref.actor.megatron_config
     assert (block.dtype, block.expert_tensor_parallel_size, block.sequence_parallel) == ("bf16", 2, True)
+    assert block.use_mbridge
     assert config.actor_rollout_ref.ref.megatron_config == block  # what it leaves out is the actor's, mappings too
-    assert [notice for notice in config.notices if "use_mbridge" in notice]
     assert [notice for notice in config.notices if ".seed is not needed" in notice]
+
+
+@pytest.mark.parametrize(("there", "lines"), [(False, 1), (True, 0)])
+def test_one_line_says_that_a_bridge_is_not_installed(monkeypatch, there, lines):
+    monkeypatch.setattr(megatron_rules, "is_installed", lambda package: there or package != "megatron.bridge")
+    critic = ["algorithm.adv_estimator=gae", "critic=megatron", "critic.model.path=org/model"]
+    config = load(*critic, f"{MEGATRON}.use_mbridge=True", "critic.megatron_config.use_mbridge=True")
+    assert len([notice for notice in config.notices if "use_mbridge" in notice]) == lines
+    assert not [notice for notice in load(*critic).notices if "use_mbridge" in notice]
 
 
 def test_a_reference_of_another_layout_keeps_what_it_sets():

@@ -47,6 +47,11 @@ class CoreWeight:
             )
         return tuple(whole // size if at == self.split else length for at, length in enumerate(self.shape))
 
+    def as_one(self) -> CoreWeight:
+        """The same weight as one tensor of Core's name, as a single rank would have it."""
+        join: Join = "plain" if self.join == "qkv" else self.join
+        return replace(self, hf=(self.name,), stored=(), expert=None, join=join)
+
 
 @dataclass(frozen=True)
 class Piece:

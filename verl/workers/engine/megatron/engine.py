@@ -26,9 +26,11 @@ from verl.workers.engine.common.micro_batches import micro_batches
 from verl.workers.engine.common.routers import Routers, Routes
 from verl.workers.engine.common.same_model import about
 from verl.workers.engine.common.trained_engine import ALTERNATIVES, Passes, TrainedEngine
+from verl.workers.engine.megatron.bridged_weights import BridgedWeights
 from verl.workers.engine.megatron.core_checkpoints import is_core_checkpoint, load_core_weights
 from verl.workers.engine.megatron.filling import fill
 from verl.workers.engine.megatron.layout import CoreLayout, Sizes
+from verl.workers.engine.megatron.mbridge import bridge_of
 from verl.workers.engine.megatron.model import CoreModel, core_config, core_names, ddp_config
 from verl.workers.engine.megatron.optimizer import CoreAdamW
 from verl.workers.engine.megatron.router_replay import core_routers
@@ -78,11 +80,13 @@ class MegatronEngine(TrainedEngine):
         self._pad_token_id = getattr(self.hf_config, "pad_token_id", None) or 0
         self.arch = CoreArchitecture.of(self.hf_config)
         self._compiled = compile_layers and self.device.type == "cuda"
+        bridge = bridge_of(engine_config, self.arch, kind, self.hf_config, self.device)
         with layout.active():
             self._build(model_config, engine_config, optim is not None, replays)
             skeleton = empty_model(self.hf_config, kind, self.compute_dtype, self._trust_remote_code)
             named = [(part, core_names(part, layout)) for part in self.models]
-            self._weights = CoreWeights(named, layout, self.arch, kind, skeleton, self.device)
+            given = named, layout, self.arch, kind, skeleton, self.device
+            self._weights = CoreWeights(*given) if bridge is None else BridgedWeights(bridge, *given)
             self._optimizer: CoreAdamW | None = None
             if optim is not None:
                 self._optimizer = CoreAdamW(self.chunks, optim, total_steps, bool(engine_config.grad_offload))

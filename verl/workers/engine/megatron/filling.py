@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +17,13 @@ from verl.models.loading import pretrained_model
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.weights import bucketed
 from verl.workers.engine.megatron.gathering import common
+from verl.workers.engine.megatron.hf_files import HFFiles
 from verl.workers.engine.megatron.optimizer_parts import optimizer_parts
 from verl.workers.engine.megatron.weights import CoreWeights
 
 # What is sent at a time.
 _BUCKET = 2**28
 logger = logging.getLogger(__name__)
-
-
-class HFFiles:
-    """The safetensors files of a folder, of which slices are read."""
-
-    def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
-
-        self._files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
-
-    @cached_property
-    def _names(self) -> dict[str, Any]:
-        return {name: file for file in self._files for name in file.keys()}
-
-    def name_of(self, name: str) -> str | None:
-        """As it is stored: a bare model's weights have no prefix."""
-        bare = name.removeprefix("model.")
-        return name if name in self._names else bare if bare in self._names else None
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._names[name].get_slice(name).get_shape())
-
-    def read(self, name: str, where: tuple[int | slice, ...]) -> torch.Tensor:
-        return self._names[name].get_slice(name)[where]
 
 
 class _Places:
@@ -92,6 +68,11 @@ def fill(
     places = _Places(weights, optimizer)
     if not isinstance(model, nn.Module) and _fill_from_folder(weights, places, Path(model), optimizer is not None):
         return
+    if weights.only_files and not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model.path: {model} has no safetensors files of this model, which Megatron-Bridge reads. Set "
+            "megatron_config.use_mbridge=False."
+        )
     node = groups.node_group()
     source: nn.Module | None = None
     with groups.failing_together():
@@ -121,10 +102,8 @@ def _fill_from_folder(weights: CoreWeights, places: _Places, folder: Path, learn
         for name in weights.live:
             stored = spelling[name]
             places.clear(name)
-            for piece in weights.pieces(name, stored=stored is True) if stored is not None else ():
-                found = files.name_of(piece.hf)
-                assert found is not None
-                places.put(name, piece, files.read(found, piece.source))
+            for piece, values in weights.read(name, files, stored=stored) if stored is not None else ():
+                places.put(name, piece, values)
     return True
 
 

@@ -19,12 +19,16 @@ from verl.types.weights import Manifest, TensorSpec, Wanted
 from verl.workers.engine.common.chunks import Chunk
 from verl.workers.engine.common.weights import bucketed
 from verl.workers.engine.megatron.gathering import Copy, Found, Held, Strip, common, exchanged, on_first_rank, spread
+from verl.workers.engine.megatron.hf_files import HFFiles
 from verl.workers.engine.megatron.layout import CoreLayout
 from verl.workers.engine.megatron.layout import Part as Place
 
 
 class CoreWeights:
     """Of one engine. Making one is a collective, with the layout active."""
+
+    only_files = False
+    """Whether it is filled from safetensors files or a model in memory alone, not from what transformers loads."""
 
     def __init__(
         self,
@@ -49,10 +53,7 @@ class CoreWeights:
         own = {hf: value.dtype for name, value in self.live.items() for hf in self.table[name].hf}
         dist.all_gather_object(dtypes, own)
         self._dtypes = {name: dtype for each in dtypes for name, dtype in each.items()}
-        self._dense = self._copy(parallel_state.get_model_parallel_group(), layout.tp, experts=False)
-        self._experts = self._copy(
-            parallel_state.get_expert_tensor_model_pipeline_parallel_group(), layout.etp, experts=True
-        )
+        self._dense, self._experts = self._copies(lambda weight: weight)
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -65,16 +66,21 @@ class CoreWeights:
 
     def buckets(self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None) -> Iterator[Found]:
         """See `TrainEngine.buckets`."""
-        kinds = list({id(each): each for each in wanted or ()}.values())
-        strips: list[Strip] = []
+        kinds = _kinds(wanted)
+        strips = self._strips(dtype, max_bytes, wanted)
+        for bucket in bucketed(((strip, strip.size) for strip in strips), max_bytes):
+            yield self._bucket(bucket, kinds, wanted, max_bytes)
+
+    def _strips(self, dtype: torch.dtype | None, max_bytes: int, wanted: Sequence[Wanted] | None) -> list[Strip]:
+        """What is handed over, in the order of the manifest."""
+        kinds, strips = _kinds(wanted), list[Strip]()
         for name, spec in self.manifest.items():
             if wanted is not None and not any(name in each for each in kinds):
                 continue
             target = dtype if dtype is not None and spec.dtype.is_floating_point else spec.dtype
             strip = Strip(name, spec.shape, target, range(spec.shape[0]))
             strips += [strip] if wanted is None or strip.size <= max_bytes else strip.cut(max_bytes)
-        for bucket in bucketed(((strip, strip.size) for strip in strips), max_bytes):
-            yield self._bucket(bucket, kinds, wanted, max_bytes)
+        return strips
 
     def _bucket(
         self, strips: Sequence[Strip], kinds: Sequence[Wanted], wanted: Sequence[Wanted] | None, max_bytes: int
@@ -119,6 +125,11 @@ class CoreWeights:
         place = self._place(weight)
         return shard_slices(weight, self._arch, place.rank, place.size, stored=stored)
 
+    def read(self, name: str, files: HFFiles, *, stored: bool) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """This rank's shard of Core's weight `name` out of Hugging Face files, piece by piece."""
+        for piece in self.pieces(name, stored=stored):
+            yield piece, files.read(piece.hf, piece.source)
+
     def chunks(self, name: str, values: torch.Tensor, start: int = 0) -> Iterator[Chunk]:
         """`values`, elements of this rank's shard of Core's weight `name` from `start` on, as rectangles by Hugging
         Face name that share its memory. Padding of the vocabulary is in none."""
@@ -149,7 +160,17 @@ class CoreWeights:
     def _place(self, weight: CoreWeight) -> Place:
         return self._layout.tp if weight.expert is None else self._layout.etp
 
-    def _copy(self, group: dist.ProcessGroup, place: Place, experts: bool) -> Copy:
+    def _copies(self, seen: Callable[[CoreWeight], CoreWeight]) -> tuple[Copy, Copy]:
+        """Who holds what outside experts, and in them, of the tensors that weights are made of as they are `seen`."""
+        of_experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        return (
+            self._copy(parallel_state.get_model_parallel_group(), self._layout.tp, False, seen),
+            self._copy(of_experts, self._layout.etp, True, seen),
+        )
+
+    def _copy(
+        self, group: dist.ProcessGroup, place: Place, experts: bool, seen: Callable[[CoreWeight], CoreWeight]
+    ) -> Copy:
         """Who in `group` holds what; a collective of it."""
         ranks = tuple(dist.get_process_group_ranks(group))
         own = [name for name in self.live if (self.table[name].expert is not None) == experts]
@@ -161,7 +182,7 @@ class CoreWeights:
                 continue
             for owner, (part, keys) in enumerate(told):
                 if _key(weight) in keys and (weight.split is not None or part == 0):
-                    for piece in shard_slices(weight, self._arch, part, place.size):
+                    for piece in shard_slices(seen(weight), self._arch, part, place.size):
                         held.setdefault(piece.hf, []).append(Held(owner, weight.name, piece.place, _box(piece.source)))
         held |= {name: held[first] for name, first in self._tied.items() if first in held}
         return Copy(group, ranks, held)
@@ -171,6 +192,11 @@ class CoreWeights:
             weight = self.table[name]
             expected = weight.shard_shape(self._place(weight).size)
             assert tuple(value.shape) == expected, f"{name}: {tuple(value.shape)}, not {expected}"
+
+
+def _kinds(wanted: Sequence[Wanted] | None) -> list[Wanted]:
+    """Those that are not the same object."""
+    return list({id(each): each for each in wanted or ()}.values())
 
 
 def _key(weight: CoreWeight) -> tuple[Any, int | None]:

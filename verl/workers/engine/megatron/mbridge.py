@@ -1,0 +1,157 @@
+"""Megatron-Bridge's conversion between Core's weights and Hugging Face tensors, one whole weight at a time.
+
+The bridge can also deal weights out to tensor, pipeline and expert ranks, with collectives of its own on Core's groups.
+Those are not used: they do not pad vocabularies, and may not run beside training, as an export does.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from verl.config.engine import MegatronConfig
+from verl.models.core.architecture import CoreArchitecture
+from verl.models.core.weight_map import CoreWeight, shard_slices, weight_map
+from verl.models.loading import ModelKind
+from verl.workers.engine.common import groups
+
+logger = logging.getLogger(__name__)
+
+
+def bridge_of(
+    config: MegatronConfig, arch: CoreArchitecture, kind: ModelKind, hf_config: Any, device: torch.device
+) -> Bridge | None:
+    """None where `use_mbridge` is off or a rank cannot import the package: our own tables do the same. A collective.
+
+    To be called while no layout is active. ValueError for a model that the bridge does not map.
+    """
+    if not config.use_mbridge:
+        return None
+    error = _import_error()
+    if groups.largest(int(error is not None), device):
+        if dist.get_rank() == 0:
+            absent = isinstance(error, ModuleNotFoundError) and error.name == "megatron.bridge"
+            level = logging.INFO if absent else logging.WARNING  # that it is absent, the configuration's check has said
+            why = error or "not on every rank"
+            logger.log(level, "use_mbridge: no megatron-bridge (%s); our own tables map the weights.", why)
+        return None
+    return Bridge(arch, kind, hf_config)
+
+
+def _import_error() -> ImportError | None:
+    try:
+        import megatron.bridge  # noqa: F401
+    except ImportError as error:
+        return error
+    return None
+
+
+class WholeWeight(nn.Module):
+    """A module as the bridge looks at it for sizes: all of one weight is on this rank."""
+
+    def __init__(self, config: TransformerConfig, name: str, shape: tuple[int, ...], like: torch.Tensor) -> None:
+        super().__init__()
+        self.config = config
+        place = torch.empty((), dtype=like.dtype, device=like.device).expand(shape)  # takes no memory
+        self.register_parameter(name, nn.Parameter(place, requires_grad=False))
+
+
+class Bridge:
+    """Of one model. The head of a value model or classifier, which the bridge does not know, is copied as it is."""
+
+    def __init__(self, arch: CoreArchitecture, kind: ModelKind, hf_config: Any) -> None:
+        from megatron.bridge.models.conversion.param_mapping import AutoMapping
+
+        AutoMapping.register_module_type(WholeWeight.__name__, "replicated")
+        self._bridge = _model_bridge(hf_config)
+        self._config = TransformerConfig(
+            num_layers=arch.layers,
+            hidden_size=arch.hidden,
+            num_attention_heads=arch.heads,
+            num_query_groups=arch.kv_heads,
+            kv_channels=arch.head_dim,
+            num_moe_experts=arch.experts.count if arch.experts is not None else None,
+        )
+        registry = self._bridge.mapping_registry()
+        self._mappings: dict[str, Any] = {}
+        for weight in weight_map(arch, kind):
+            if weight.copy_of is None and not weight.name.startswith("score."):
+                self._mappings[weight.name] = _of_one_rank(registry.megatron_to_hf_lookup(weight.name))
+                self._try_out(weight, arch, hf_config.model_type)
+
+    def to_core(self, weight: CoreWeight, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """The whole weight, without padding, in the type of what `read` gives by Hugging Face name."""
+        mapping = self._mappings.get(weight.copy_of or weight.name)
+        tensors = {name: read(name) for name in weight.stored or weight.hf}
+        (like, *_) = tensors.values()
+        if mapping is None:
+            return like
+        found = self._bridge.maybe_modify_loaded_hf_weight(mapping.hf_param, tensors)
+        return mapping.hf_to_megatron(found, self._module(mapping, weight, like))
+
+    def to_hf(self, weight: CoreWeight, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What it is made of, by the names that checkpoints on disk have."""
+        mapping = self._mappings.get(weight.copy_of or weight.name)
+        if mapping is None:
+            return {weight.hf[0]: whole}
+        return mapping.megatron_to_hf(whole, self._module(mapping, weight, whole))
+
+    def _module(self, mapping: Any, weight: CoreWeight, like: torch.Tensor) -> WholeWeight:
+        return WholeWeight(self._config, mapping.megatron_param.rpartition(".")[2], weight.shape, like)
+
+    def _try_out(self, weight: CoreWeight, arch: CoreArchitecture, family: str) -> None:
+        """There and back on the meta device; ValueError where names or shapes are not those of the model.
+
+        It also settles that the mapping never talks to other ranks: it looks for Core's groups on its first use.
+        """
+        mapping, shapes = self._mappings[weight.name], _shapes(weight, arch)
+        if mapping is None or set(_names(mapping)) != set(shapes):
+            raise _refusal(family, weight.name)
+        whole = self.to_core(weight, lambda name: torch.empty(shapes[name], device="meta"))
+        back = {name: tuple(value.shape) for name, value in self.to_hf(weight, whole).items()}
+        if tuple(whole.shape) != weight.shape or back != shapes:
+            raise _refusal(family, weight.name)
+
+
+def _model_bridge(hf_config: Any) -> Any:
+    from megatron.bridge.models.conversion.model_bridge import get_model_bridge
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        return get_model_bridge(MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)])
+    except NotImplementedError as error:
+        raise _refusal(hf_config.model_type) from error
+
+
+def _refusal(family: str, weight: str | None = None) -> ValueError:
+    what = f"this {family} model's {weight}" if weight is not None else f"{family} models"
+    return ValueError(
+        f"megatron_config.use_mbridge: Megatron-Bridge has no mapping for {what}. Set megatron_config.use_mbridge="
+        "False: our own tables have one."
+    )
+
+
+def _of_one_rank(mapping: Any) -> Any:
+    """Named as a dense layer's: the bridge would ask all ranks for an expert that it knows to be one."""
+    if mapping is not None:
+        mapping.megatron_param = re.sub(r"\.experts\.local_experts\.\d+\.", ".", mapping.megatron_param)
+    return mapping
+
+
+def _names(mapping: Any) -> list[str]:
+    return list(mapping.hf_param.values()) if isinstance(mapping.hf_param, Mapping) else [mapping.hf_param]
+
+
+def _shapes(weight: CoreWeight, arch: CoreArchitecture) -> dict[str, tuple[int, ...]]:
+    """Of the Hugging Face tensors on disk that the whole weight is made of."""
+    rows: dict[str, int] = {}
+    for piece in shard_slices(weight, arch, 0, 1, stored=True):
+        rows[piece.hf] = rows.get(piece.hf, 0) + piece.place[0].stop - piece.place[0].start
+    return {name: (count, *weight.shape[1:]) for name, count in rows.items()}
