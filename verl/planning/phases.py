@@ -9,6 +9,18 @@ GB = 2**30
 # The columns of the tables, in order.
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "gathered", "activations", "head", "rollout", "judge", "context")
 HOST_PARTS = ("processes", "models", "offloaded", "snapshot", "copies", "files", "batches")
+# Whose passes a phase runs, in the order of a step.
+ROLE_OF_PHASE = {
+    "gen": "rollout",
+    "reward": "reward_model",
+    "judge": "reward_model",  # the same where it answers requests
+    "old_log_prob": "actor",
+    "ref": "ref",
+    "teacher": "teacher",
+    "values": "critic",
+    "update_critic": "critic",
+    "update_actor": "actor",
+}
 # Share of what torch allocates that is lost between blocks.
 _SLACK = 0.03
 

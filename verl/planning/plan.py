@@ -32,21 +32,9 @@ from verl.planning.engines import BYTES, EngineParts, beside, engine_bytes, engi
 from verl.planning.host import Held, HostMemory, HostPhases, PlannedModel, host_phases, with_snapshots
 from verl.planning.judge import Judge
 from verl.planning.megatron import CoreModel
-from verl.planning.phases import DEVICE_PARTS, GB, DeviceMemory, MemoryPlan, PhaseMemory
+from verl.planning.phases import DEVICE_PARTS, GB, ROLE_OF_PHASE, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.planning.shapes import ModelShape
 
-# Whose passes a phase runs, in the order of a step.
-ROLE_OF_PHASE = {
-    "gen": "rollout",
-    "reward": "reward_model",
-    "judge": "reward_model",  # the same where it answers requests
-    "old_log_prob": "actor",
-    "ref": "ref",
-    "teacher": "teacher",
-    "values": "critic",
-    "update_critic": "critic",
-    "update_actor": "actor",
-}
 _KINDS = {"critic": "value", "reward_model": "sequence_classification"}
 # Measured: a process on a GPU (driver context, library workspaces), and buffers of nccl where ranks work together.
 _CONTEXT, _COLLECTIVES = int(0.6 * GB), int(0.4 * GB)

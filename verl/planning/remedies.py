@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from verl.config.names import TRAINING_ENGINES
 from verl.config.schema import pick
+from verl.planning.phases import ROLE_OF_PHASE
 
 _POLICY, _CRITIC, _REWARD = "actor_rollout_ref", "critic", "reward_model"
 _TEACHER = "distillation.teacher"
 _ACTOR, _REF, _ROLLOUT = f"{_POLICY}.actor", f"{_POLICY}.ref", f"{_POLICY}.rollout"
+_BLOCKS = {
+    "actor": _ACTOR,
+    "ref": _REF,
+    "rollout": _ROLLOUT,
+    "critic": _CRITIC,
+    "reward_model": _REWARD,
+    "teacher": _TEACHER,
+}
 UNKNOWN: Any = object()
 """The value of a key that is not in the configuration at hand."""
 # Parts of keys' names, and what moving them costs.
@@ -64,6 +73,11 @@ class Remedy:
             yield now
 
     @property
+    def role(self) -> str | None:
+        """Whose key it is; None: the run's."""
+        return next((role for role, block in _BLOCKS.items() if self.key.startswith(f"{block}.")), None)
+
+    @property
     def cost(self) -> str:
         """What is paid for it."""
         name = self.key.rpartition(".")[2]
@@ -91,15 +105,19 @@ def value_of(config: Any, key: str) -> Any:
         return UNKNOWN
 
 
-def remedies(phase: str) -> tuple[Remedy, ...]:
-    """For a phase of a device or a host (see `PHASES`), in the order of what they cost."""
-    return _TABLE.get(phase, ())
+def remedies(phase: str, roles: Collection[str] | None = None) -> list[Remedy]:
+    """For a phase of a device or a host (see `PHASES`), in the order of what they cost: of its own role and of `roles`,
+    those that are there (None: not known, any)."""
+    there = None if roles is None else {None, ROLE_OF_PHASE.get(phase), *roles}
+    return [remedy for remedy in _TABLE.get(phase, ()) if there is None or remedy.role in there]
 
 
-def helpful(phase: str, value_of: Callable[[str], Any]) -> Iterator[tuple[Remedy, Any]]:
+def helpful(
+    phase: str, value_of: Callable[[str], Any], roles: Collection[str] | None = None
+) -> Iterator[tuple[Remedy, Any]]:
     """Those that can still move, with the key's value; `value_of` gives UNKNOWN where there is none."""
-    for remedy in remedies(phase):
-        if not _is_read(remedy.key, value_of):
+    for remedy in remedies(phase, roles):
+        if not _is_read(remedy, value_of):
             continue
         if remedy.only_if is not None:
             other = value_of(remedy.only_if[0])
@@ -110,13 +128,13 @@ def helpful(phase: str, value_of: Callable[[str], Any]) -> Iterator[tuple[Remedy
             yield remedy, now
 
 
-def _is_read(key: str, value_of: Callable[[str], Any]) -> bool:
+def _is_read(remedy: Remedy, value_of: Callable[[str], Any]) -> bool:
     """Whether the training engine of the key's role reads it; where that is not known, as fsdp does."""
-    role = next((role for role in (_ACTOR, _REF, _CRITIC, _REWARD, _TEACHER) if key.startswith(f"{role}.")), None)
-    if role is None:
+    if remedy.role in (None, "rollout"):
         return True
-    row = TRAINING_ENGINES.get(value_of(f"{role}.strategy"), TRAINING_ENGINES["fsdp2"])
+    row = TRAINING_ENGINES.get(value_of(f"{_BLOCKS[remedy.role]}.strategy"), TRAINING_ENGINES["fsdp2"])
     others = {other.block for other in TRAINING_ENGINES.values()} - {row.block}
+    key = remedy.key
     return not others & set(key.split(".")) and (row.block == "fsdp_config" or not key.endswith(_OF_FSDP))
 
 

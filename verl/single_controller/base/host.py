@@ -43,6 +43,8 @@ class RankHost:
             with worker_rank(info), self._heart.running("__init__", lambda: 0):
                 for role, cls in cls_with_init.roles().items():
                     self._workers[role] = cls()
+                    if isinstance(self._workers[role], Worker):
+                        self._workers[role].colocated = tuple(cls_with_init.roles())
         except Exception as error:  # noqa: BLE001 - carried to the controller, which raises it
             return Failure.of(error)
         return None

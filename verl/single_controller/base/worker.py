@@ -87,6 +87,8 @@ class Worker:
     `control` (concurrent, answers while compute is busy).
     """
 
+    colocated: tuple[str, ...] = ()
+    """The names of all roles of its process, its own included."""
     _rank_info: RankInfo
     _meshes: dict[str, MeshPlace]
     _cancel_requested: threading.Event

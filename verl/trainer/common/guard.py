@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl.config import PPOConfig, SupervisedConfig
-from verl.config.layout import serves_reward_model
+from verl.config.layout import active_roles, serves_reward_model
 from verl.planning.remedies import PHASES
 from verl.single_controller.base.errors import WorkerDiedError
 from verl.trainer.common.ending import what_the_same_command_does
@@ -170,7 +170,8 @@ def advises_on_memory(config: PPOConfig | SupervisedConfig) -> Iterator[None]:
         if died is not None and died.advice and died.phase is not None:
             phase = _planned_phase(config, died.phase)
             if phase in PHASES:
-                died.advise(host_advice(phase, config))
+                roles = None if isinstance(config, SupervisedConfig) else active_roles(config)
+                died.advise(host_advice(phase, config, roles=roles))
         raise
 
 

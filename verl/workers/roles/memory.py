@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from verl.config.devices import host_memory_available
-from verl.planning.remedies import UNKNOWN, Remedy, helpful, remedies, value_of
+from verl.planning.remedies import UNKNOWN, helpful, remedies, value_of
+from verl.single_controller.base import Worker
 from verl.utils.device_memory import memory_in_use
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 _MOST_REMEDIES = 14
+# Roles that are called otherwise in the configuration, or are several there.
+_PARTS = {
+    "actor_rollout": ("actor", "rollout"),
+    "actor_rollout_ref": ("actor", "rollout", "ref"),
+    "rm": ("reward_model",),
+}
 _HOST = "DefaultCPUAllocator"  # what torch's message has when the machine's own memory is full
 
 
@@ -30,44 +37,55 @@ def phase_memory(phase: str, at: str = "") -> Callable[[Callable[_P, _R]], Calla
                 return method(*args, **kwargs)
             except torch.OutOfMemoryError as error:
                 worker: Any = args[0]
-                raise torch.OutOfMemoryError(explain(phase, error, worker.config, at, worker.device)) from error
+                told = explain(phase, error, worker.config, at, worker.device, _roles_beside(worker))
+                raise torch.OutOfMemoryError(told) from error
             except (MemoryError, RuntimeError) as error:
                 if not isinstance(error, MemoryError) and _HOST not in str(error):
                     raise
                 worker = args[0]
-                raise MemoryError(explain_host(phase, error, worker.config, at)) from error
+                raise MemoryError(explain_host(phase, error, worker.config, at, _roles_beside(worker))) from error
 
         return run
 
     return decorate
 
 
-def explain(phase: str, error: torch.OutOfMemoryError, config: Any, at: str, device: torch.device) -> str:
-    """The phase, the size, what was in use, and the keys to change in the order of what they cost."""
+def explain(
+    phase: str,
+    error: torch.OutOfMemoryError,
+    config: Any,
+    at: str,
+    device: torch.device,
+    roles: Collection[str] | None = None,
+) -> str:
+    """The phase, the size, what was in use, and the keys to change in the order of what they cost: of `roles`, if it is
+    known which are there."""
     asked = _ASKED.search(str(error))
     lines = [f"{phase}: out of device memory. " + (f"{asked[1]} more were asked for; " if asked else "")]
     lines[0] += _in_use(device)
     if asked is None:
         lines.append(f"  {str(error).splitlines()[0] if str(error) else 'no size was given'}")
     lines.append("What helps, cheapest first:")
-    found = list(_helpful(phase, config, at))[:_MOST_REMEDIES]
+    found = list(helpful(phase, lambda key: _value(config, key, at), roles))[:_MOST_REMEDIES]
     lines += [f"  {number}. {remedy.describe(now)}" for number, (remedy, now) in enumerate(found, start=1)]
     if not found:
         lines.append("  more devices, or a smaller model")
     return "\n".join(lines)
 
 
-def explain_host(phase: str, error: Exception, config: Any, at: str) -> str:
+def explain_host(phase: str, error: Exception, config: Any, at: str, roles: Collection[str] | None = None) -> str:
     """The same for the machine's own memory; what moves from a device to it would not help."""
     said = str(error).splitlines()[0] if str(error) else "no size was given"
     free = f"{host_memory_available() / 2**30:.1f} GB are free now"
-    return f"{phase}: out of host memory, {free}. {said}\n{host_advice(phase, config, at)}"
+    return f"{phase}: out of host memory, {free}. {said}\n{host_advice(phase, config, at, roles)}"
 
 
-def host_advice(phase: str, config: Any, at: str = "") -> str:
+def host_advice(phase: str, config: Any, at: str = "", roles: Collection[str] | None = None) -> str:
     """The keys to change when a phase needs more of the machine's own memory than there is, cheapest first."""
-    found = [remedy.describe(now) for remedy, now in _helpful(phase, config, at) if "offload" not in remedy.key]
-    moved = [key for each in remedies(phase) if "offload" in (key := each.key) and _value(config, key, at) is True]
+    helps = helpful(phase, lambda key: _value(config, key, at), roles)
+    found = [remedy.describe(now) for remedy, now in helps if "offload" not in remedy.key]
+    offloads = [each.key for each in remedies(phase, roles) if "offload" in each.key]
+    moved = [key for key in offloads if _value(config, key, at) is True]
     steps = [*found[:_MOST_REMEDIES], *(f"{key}=False" for key in moved), "fewer ranks on this machine, or more memory"]
     return "\n".join(["What helps, cheapest first:", *(f"  {i}. {step}" for i, step in enumerate(steps, start=1))])
 
@@ -91,6 +109,7 @@ def _value(config: Any, key: str, at: str) -> Any:
     return value_of(config, key.removeprefix(f"{at}.") if at else key)
 
 
-def _helpful(phase: str, config: Any, at: str) -> Iterator[tuple[Remedy, Any]]:
-    """Remedies that can still move, with their values."""
-    return helpful(phase, lambda key: _value(config, key, at))
+def _roles_beside(worker: Any) -> list[str] | None:
+    """The roles in a worker's process, which share its device, as the configuration calls them; None: not known."""
+    names = worker.colocated if isinstance(worker, Worker) else ()
+    return [role for name in names for role in _PARTS.get(name, (name,))] or None

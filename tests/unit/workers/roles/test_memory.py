@@ -13,7 +13,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
-from verl.single_controller.ray import RayClassWithInitArgs, actors
+from verl.single_controller.ray import RayClassWithInitArgs, actors, create_colocated_worker_cls
 from verl.single_controller.ray.actors import death
 from verl.trainer.common.guard import advises_on_memory
 from verl.trainer.common.status_line import StatusLine
@@ -83,6 +83,33 @@ def test_keys_of_another_engine_are_not_advised():
     assert "critic.fsdp_config" not in str(caught.value)
 
 
+class Actor(Worker):
+    def __init__(self, config):
+        self.config, self.engine = config, FullDevice(MESSAGE)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @phase_memory("update_actor", at="actor_rollout_ref")
+    def update_actor(self):
+        """Runs out of memory."""
+        self.engine.infer()
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_only_roles_that_share_the_device_are_advised_on(estimator):
+    config = run_of(estimator=estimator)
+    roles = {"actor_rollout": RayClassWithInitArgs(Actor, config=config.actor_rollout_ref)}
+    if estimator == "gae":
+        roles["critic"] = RayClassWithInitArgs(Critic, config=config.critic, error=MESSAGE)
+    group = LocalWorkerGroup(ray_cls_with_init=create_colocated_worker_cls(roles)).spawn(roles)["actor_rollout"]
+    with pytest.raises(WorkerCallError) as caught:
+        group.update_actor()
+    text = str(caught.value)
+    assert "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu" in text
+    assert ("critic.fsdp_config.optimizer_offload" in text) == (estimator == "gae")
+    for other in ("actor_rollout_ref.ref.", "reward_model.", "distillation."):
+        assert other not in text
+
+
 def test_an_error_without_a_size_keeps_its_own_words():
     with pytest.raises(WorkerCallError, match="the region could not be mapped"):
         start("the region could not be mapped").update_critic()
@@ -127,21 +154,22 @@ def test_out_of_host_memory_names_the_phase_and_keys_that_do_not_move_more_there
     assert "offload" not in str(caught.value)
 
 
-def killed(error: Exception) -> WorkerDiedError:
+def killed(error: Exception, phase="update_actor") -> WorkerDiedError:
     """What a group makes of what Ray raises."""
     what, advice = death(error)
-    died = WorkerDiedError(what, "actor", 1, "host", "update_actor", str(error))
+    died = WorkerDiedError(what, "actor", 1, "host", phase, str(error))
     died.advice = advice
     return died
 
 
-def by_monitor() -> WorkerDiedError:
+def by_monitor(phase="update_actor") -> WorkerDiedError:
     said = "1 worker(s) were killed. Memory on the node (IP: 10.0.0.1) was 22.31GB used / 23.50GB limit (0.949)\nmore"
-    return killed(ray.exceptions.OutOfMemoryError(said))
+    return killed(ray.exceptions.OutOfMemoryError(said), phase)
 
 
-def run_of(**actor) -> PPOConfig:
+def run_of(estimator="gae", **actor) -> PPOConfig:
     names = [f"actor_rollout_ref.actor.{name}={value}" for name, value in actor.items()]
+    names.append(f"algorithm.adv_estimator={estimator}")
     paths = ["data.train_files=x.parquet", "actor_rollout_ref.model.path=org/model", "trainer.n_gpus_per_node=1"]
     return load_config(None, [*paths, *names], check_files=False)
 
@@ -158,6 +186,14 @@ def test_a_rank_that_was_killed_leaves_with_the_keys_of_its_phase():
     assert "actor_rollout_ref.actor.fsdp_config.grad_offload=False" in died.summary
     assert "offload=True" not in died.summary
     assert died.summary in str(died)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_a_rank_that_was_killed_leaves_with_keys_of_roles_that_the_run_has(estimator):
+    with pytest.raises(WorkerDiedError) as caught, advises_on_memory(run_of(estimator)):
+        raise by_monitor("save_checkpoint")
+    assert "actor_rollout_ref.actor.optim.state_dtype=bf16" in caught.value.summary
+    assert ("critic.optim.state_dtype=bf16" in caught.value.summary) == (estimator == "gae")
 
 
 def test_where_the_phase_tells_nothing_the_general_advice_stays():
