@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -164,6 +165,43 @@ def test_a_sampler_that_learns_draws_nothing_ahead_and_is_saved_with_what_it_lea
     PromptStream(loader, 1).learn_from(3)
     assert loader.state_dict()["sampler"] == {"told": 3}
     PromptStream(object(), 1).learn_from(1)  # a dataloader of the user's may be anything
+
+
+class Told(Numbers):
+    """Says when the last row is asked for."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.last = threading.Event()
+
+    def __getitem__(self, item):
+        if item == len(self) - 1:
+            self.last.set()
+        return super().__getitem__(item)
+
+
+def test_without_processes_the_next_batch_is_made_while_one_is_used():
+    rows = Told(4)
+    loader = BatchLoader(rows, SequentialSampler(rows), batch_size=2, drop_last=True, num_workers=0, collate_fn=list)
+    batches = iter(loader)
+    assert [row for row, _ in next(batches)] == [0, 1]
+    assert rows.last.wait(20)
+    assert loader.state_dict()["batches"] == 1
+    assert [row for row, _ in next(batches)] == [2, 3]
+
+
+def test_a_row_that_cannot_be_read_fails_where_its_batch_is_due():
+    class Broken(Numbers):
+        def __getitem__(self, item):
+            return {0: 0, 1: 1}[item]
+
+    rows = Broken(4)
+    batches = iter(
+        BatchLoader(rows, SequentialSampler(rows), batch_size=2, drop_last=True, num_workers=0, collate_fn=list)
+    )
+    assert next(batches) == [0, 1]
+    with pytest.raises(KeyError):
+        next(batches)
 
 
 def test_a_place_that_another_version_saved_is_refused_with_what_to_do():

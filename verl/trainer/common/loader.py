@@ -8,6 +8,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -21,8 +22,9 @@ logger = logging.getLogger(__name__)
 class BatchLoader:
     """Batches of a dataset in a sampler's order; iterating once is one epoch, or the rest of a restored one.
 
-    The saved position is that of the batches handed out. What worker processes have loaded beyond them is drawn again
-    after a restore, so no row is lost or repeated, and the number of workers may change in between. A sampler with
+    The saved position is that of the batches handed out. What was loaded beyond them is drawn again after a restore, so
+    no row is lost or repeated, and the number of workers may change in between. Without worker processes a thread loads
+    the next batch while one is used: tokenizers let others run. A sampler with
     `state_dict` and `load_state_dict` is restored by them; any other begins anew, and what was handed out is skipped.
     Worker processes start with the first batch and stay: they see the dataset as it is then.
     """
@@ -46,6 +48,7 @@ class BatchLoader:
         self._num_workers = _useful_workers(num_workers, len(self), sampler)
         self.learns = isinstance(sampler, AbstractCurriculumSampler)
         """Whether the next batch depends on what becomes of this one: it must not be fetched early."""
+        self._by_thread = not (self._num_workers or self.learns or hasattr(dataset, "state_dict"))
         self._keeps_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         self._done = 0  # batches of this epoch handed out
         self._restored = False
@@ -54,6 +57,7 @@ class BatchLoader:
         self._state: Any = None
         self._before: tuple[int, Any] = (0, None)  # `_done` and `_state` without the batch handed out last
         self._skip = 0
+        self._coming: Future[Any] | None = None
         self._loader = DataLoader(
             dataset,
             batch_sampler=_EachEpoch(self._draw),
@@ -73,7 +77,7 @@ class BatchLoader:
         self._skip = 0 if self._keeps_state else self._done
         self._restored = False
         self._state = self._sampler_state()
-        for batch in self._loader:
+        for batch in self._one_ahead() if self._by_thread else self._loader:
             self._before = self._done, self._state
             self._state = self._ahead.popleft()
             self._done += 1
@@ -84,6 +88,8 @@ class BatchLoader:
 
         `without_last`: as if the batch handed out last had not been.
         """
+        if self._coming is not None:
+            wait([self._coming])  # in the middle of a draw nobody knows where the sampler stands
         done, sampler = self._before if without_last else (self._done, self._state)
         if self._keeps_state and not without_last and not self._ahead:
             # With nothing drawn ahead the sampler itself knows best: it may have learned since the last batch.
@@ -128,6 +134,15 @@ class BatchLoader:
         if rows and not self._drop_last:
             self._ahead.append(self._sampler_state())
             yield rows
+
+    def _one_ahead(self) -> Iterator[Any]:
+        """Batches; while one is used, a thread makes the next."""
+        source, end = iter(self._loader), object()
+        with ThreadPoolExecutor(1, "next-batch") as thread:
+            self._coming = thread.submit(next, source, end)
+            while (batch := self._coming.result()) is not end:
+                self._coming = thread.submit(next, source, end)
+                yield batch
 
     def _sampler_state(self) -> Any:
         return copy.deepcopy(self.sampler.state_dict()) if self._keeps_state and not self.learns else None
