@@ -154,17 +154,17 @@ def test_out_of_host_memory_names_the_phase_and_keys_that_do_not_move_more_there
     assert "offload" not in str(caught.value)
 
 
-def killed(error: Exception, phase="update_actor") -> WorkerDiedError:
+def killed(error: Exception) -> WorkerDiedError:
     """What a group makes of what Ray raises."""
     what, advice = death(error)
-    died = WorkerDiedError(what, "actor", 1, "host", phase, str(error))
+    died = WorkerDiedError(what, "actor", 1, "host", "update_actor", str(error))
     died.advice = advice
     return died
 
 
-def by_monitor(phase="update_actor") -> WorkerDiedError:
+def by_monitor() -> WorkerDiedError:
     said = "1 worker(s) were killed. Memory on the node (IP: 10.0.0.1) was 22.31GB used / 23.50GB limit (0.949)\nmore"
-    return killed(ray.exceptions.OutOfMemoryError(said), phase)
+    return killed(ray.exceptions.OutOfMemoryError(said))
 
 
 def run_of(estimator="gae", **actor) -> PPOConfig:
@@ -190,8 +190,9 @@ def test_a_rank_that_was_killed_leaves_with_the_keys_of_its_phase():
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_a_rank_that_was_killed_leaves_with_keys_of_roles_that_the_run_has(estimator):
-    with pytest.raises(WorkerDiedError) as caught, advises_on_memory(run_of(estimator)):
-        raise by_monitor("save_checkpoint")
+    config, phase = run_of(estimator), StatusLine(5).phase("save_checkpoint")
+    with pytest.raises(WorkerDiedError) as caught, advises_on_memory(config), phase:
+        raise by_monitor()
     assert "actor_rollout_ref.actor.optim.state_dtype=bf16" in caught.value.summary
     assert ("critic.optim.state_dtype=bf16" in caught.value.summary) == (estimator == "gae")
 
