@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -30,6 +31,8 @@ _SETTABLE = {field.name for field in fields(SamplingParams)} - {"key"}
 _NOTE_S, _NOTING_S = 0.02, 10.0
 # Requests more than elsewhere that are worth a prompt computed once.
 _NEARLY = 8
+# Conversations, and groups, whose replica is known: those of before have ended, or cost a prefix computed again.
+_REMEMBERED = 16_384
 
 
 class ServerManager:
@@ -52,8 +55,8 @@ class ServerManager:
         self._vocabulary, self._outlives = vocabulary, outlives_replicas
         self._renewed = asyncio.Event()
         self._replicas, self._params, self._max_model_len, self._client = replicas, params, max_model_len, client
-        self._home: dict[str, Replica] = {}
-        self._group_home: dict[str, Replica] = {}
+        self._home: OrderedDict[str, Replica] = OrderedDict()
+        self._group_home: OrderedDict[str, Replica] = OrderedDict()
         self._serial = itertools.count()
         self._turn = first
         self._under_way: dict[str, Replica] = {}
@@ -154,7 +157,9 @@ class ServerManager:
     def _replica_of(self, request_id: str, group: str) -> Replica:
         """Where its turns are; at first where the least is to do, or nearly: answers of a group share their prompt."""
         home = self._home.get(request_id)
-        if home is None or home.lost:
+        if home is not None and not home.lost:
+            self._home.move_to_end(request_id)
+        else:
             living = [replica for replica in self._replicas if not replica.lost] or self._replicas
             order = [living[(self._turn + step) % len(living)] for step in range(len(living))]
             self._turn += 1
@@ -162,6 +167,9 @@ class ServerManager:
             neighbour = self._group_home.get(group, least)
             near = not neighbour.lost and neighbour.load <= least.load + _NEARLY
             home = self._home[request_id] = self._group_home[group] = neighbour if near else least
+            for homes in (self._home, self._group_home):  # of a stream they would be all of the run's
+                if len(homes) > _REMEMBERED:
+                    homes.popitem(last=False)
         return home
 
     def _params_of(self, given: Mapping[str, Any]) -> SamplingParams:

@@ -1,0 +1,72 @@
+"""Which replica a turn goes to, and that a stream, which lives as long as the run, does not remember all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from dataclasses import dataclass, field
+
+import pytest
+
+from verl.agent import server_manager
+from verl.agent.record import Record, recording
+from verl.agent.server_manager import ServerManager
+from verl.types.request import Output, Request, SamplingParams
+
+
+@dataclass
+class Answers:
+    """A replica that answers at once."""
+
+    load: int = 0
+    lost: bool = False
+    asked: list[str] = field(default_factory=list)
+
+    async def answer(self, request: Request) -> Output:
+        self.asked.append(request.id)
+        return Output([7], [-0.1], [0], finish_reason="stop")
+
+
+class Name(str):
+    """Of a conversation; a plain one cannot be watched."""
+
+
+def ask(manager: ServerManager, name: str, group: str = "p") -> None:
+    async def asking() -> None:
+        with recording(Record(group=group)):
+            await manager.generate(name, prompt_ids=[1, 2], sampling_params={})
+
+    asyncio.run(asking())
+
+
+def counts(replicas: list[Answers]) -> list[int]:
+    return [len(each.asked) for each in replicas]
+
+
+def test_a_first_turn_goes_where_the_least_is_to_do_and_later_ones_stay_there():
+    replicas = [Answers(load=30), Answers(load=20), Answers(load=31)]
+    manager = ServerManager(replicas, SamplingParams(max_new_tokens=8), 64, "test")
+    ask(manager, "a")
+    replicas[1].load = 200
+    ask(manager, "a")
+    assert counts(replicas) == [0, 2, 0], "its prefix is there"
+    ask(manager, "b")
+    assert counts(replicas) == [1, 2, 0], "of the same prompt, but far more is to do there"
+    replicas[0].load = 35
+    ask(manager, "c")
+    assert counts(replicas) == [2, 2, 0], "nearly the least, and it has the prompt"
+    replicas[1].lost = True
+    ask(manager, "a", group="q")
+    assert counts(replicas) == [2, 2, 1]
+
+
+def test_conversations_that_have_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server_manager, "_REMEMBERED", 4)
+    manager = ServerManager([Answers(), Answers()], SamplingParams(max_new_tokens=8), 64, "test")
+    names, groups = ([Name(f"{kind}{number}") for number in range(100)] for kind in "ng")
+    alive = [weakref.ref(name) for name in (*names, *groups)]
+    for _ in range(100):
+        ask(manager, names.pop(), groups.pop())
+    gc.collect()
+    assert sum(each() is not None for each in alive) == 2 * 4
