@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from verl.inference.step_plan import Masks
 from verl.inference.token_sampling import SampledRows, SamplingBatch, Shape, sample_tokens
 from verl.types.request import SamplingParams
 from verl.utils.device_copy import copied_together
@@ -49,7 +50,7 @@ class Sampler:
         index: torch.Tensor,
         positions: torch.Tensor,
         banned: Sequence[tuple[int, int]],
-        masks: Sequence[tuple[int, bytes]] = (),
+        masks: Masks | None = None,
     ) -> SampledRows:
         """One token per row of `logits` [rows, vocab]; row i belongs to slot slots[i], which is index[i] on the device.
 
@@ -57,7 +58,7 @@ class Sampler:
         """
         truncated = not self._truncated.isdisjoint(slots)
         shape = self._shaper.shape(slots, index, positions)
-        if masks:
+        if masks is not None:
             shape = _masked(shape, masks, self._device)
         if self._device.type == "cuda" and not truncated and not banned and shape is None:
             return self._in_one_pass(logits, index, positions)
@@ -86,10 +87,10 @@ class Sampler:
         return sample_rows(logits, index, positions, columns.keys, columns.temperature, columns.greedy)
 
 
-def _masked(shape: Shape | None, masks: Sequence[tuple[int, bytes]], device: torch.device) -> Shape:
+def _masked(shape: Shape | None, masks: Masks, device: torch.device) -> Shape:
     """After `shape`, the tokens that a row's mask does not allow have no chance; nor have those it does not know."""
-    rows = [row for row, _ in masks]
-    packed = torch.stack([torch.frombuffer(bytearray(mask), dtype=torch.uint8) for _, mask in masks])
+    rows, words = masks
+    packed = torch.from_numpy(words).view(torch.uint8)
     packed, bit = copied_together([packed, torch.arange(8, dtype=torch.uint8)], device)
 
     def apply(logits: torch.Tensor, block: slice) -> torch.Tensor:

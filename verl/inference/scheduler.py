@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.inference.block_manager import BlockManager
+from verl.inference.grammar import masks_of
 from verl.inference.sequence import Sequence, accept_details, accept_tokens
 from verl.inference.step_plan import Prefill, StepDetails, StepPlan, banned_tokens
 from verl.types.request import Request, check_request
@@ -146,7 +147,7 @@ class Scheduler:
             placed = zip(rows, plan.sample_positions, strict=True)
             plan.banned = banned_tokens((row, s.params, at - len(s.prompt_ids)) for row, (s, at) in enumerate(placed))
         if self._with_grammar:
-            plan.masks = [(row, s.grammar.allowed()) for row, s in enumerate(rows) if s.grammar is not None]
+            plan.masks = masks_of(sequence.grammar for sequence in rows)
         if self._with_details:
             plan.top_rows = [(row, s.params.top_log_probs) for row, s in enumerate(rows) if s.params.top_log_probs]
             plan.detailed = bool(plan.top_rows or self._scored)

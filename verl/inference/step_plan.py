@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 from verl.types.request import SamplingParams, TopLogProbs
 
-__all__ = ["Prefill", "StepDetails", "StepPlan", "banned_tokens"]
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Masks", "Prefill", "StepDetails", "StepPlan", "banned_tokens"]
+
+Masks: TypeAlias = "tuple[list[int], np.ndarray]"
+"""Rows in sample order, and [those rows, words] int32: a bit for each token, the lowest first, whether it may come."""
 
 
 @dataclass(slots=True)
@@ -49,8 +56,8 @@ class StepPlan:
     """(from, to): blocks to be copied after this step's KV is written."""
     banned: list[tuple[int, int]] = field(default_factory=list)
     """(row in sample order, token): ends of answers that are still too short."""
-    masks: list[tuple[int, bytes]] = field(default_factory=list)
-    """(row in sample order, a bit for each token): rows of which only some tokens are allowed."""
+    masks: Masks | None = None
+    """Rows of which only some tokens are allowed."""
     top_rows: list[tuple[int, int]] = field(default_factory=list)
     """(row in sample order, how many): who is told the likeliest tokens."""
     detailed: bool = False

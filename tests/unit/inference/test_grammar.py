@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 
@@ -109,10 +110,10 @@ def test_a_schema_that_is_none_and_a_grammar_that_never_ends_are_refused():
 
 def test_a_mask_cuts_rows_of_its_own_whatever_the_vocabulary():
     """Bits in order, none for tokens beyond the mask; the row without one is drawn from as before."""
-    sampler, logits = Sampler(4, 16, torch.device("cpu")), torch.randn(3, 21, generator=torch.manual_seed(0))
+    sampler, logits = Sampler(4, 16, torch.device("cpu")), torch.randn(3, 40, generator=torch.manual_seed(0))
     greedy = SamplingParams(temperature=0.0)
     sampler.assign([(slot, greedy) for slot in range(3)])
-    logits[:, 20] = 9.0
-    masks = [(0, bytes([0b10000010, 0])), (2, bytes([0, 0b00000100]))]
+    logits[:, 39] = 9.0
+    masks = ([0, 2], np.array([[0b10000010], [0b00000100 << 8]], np.int32))
     found = sampler.sample(logits, [0, 1, 2], torch.arange(3), torch.zeros(3, dtype=torch.int64), (), masks)
-    assert found.tokens.tolist() == [1 if logits[0, 1] > logits[0, 7] else 7, 20, 10]
+    assert found.tokens.tolist() == [1 if logits[0, 1] > logits[0, 7] else 7, 39, 10]
