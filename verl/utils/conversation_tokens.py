@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from verl.utils.dataset.chat import Messages
 from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
 
 SCORED_AT_END = "scored_at_end_token"
@@ -35,11 +36,23 @@ class ConversationTokens:
             return self._pairs(conversations)
         if at_end:
             encoder = ConversationEncoder(self._tokenizer, {}, last_turn_only=True)
-            encoded = [up_to_answer(encoder.rows([dict(message) for message in each])[0]) for each in conversations]
+            encoded = [self._up_to_end(encoder, [dict(message) for message in each]) for each in conversations]
         else:
             # A template has already written the special tokens it wants.
             encoded = self._tokenizer(self._written(conversations), add_special_tokens=False)["input_ids"]
         return [ids if self._longest is None else ids[-self._longest :] for ids in encoded]
+
+    def _up_to_end(self, encoder: ConversationEncoder, messages: Messages) -> list[int]:
+        """What a policy says is scored, whatever it is: also what a template would not let it learn."""
+        if messages[-1].get("role") != "assistant":
+            raise ValueError(
+                f"the last message is the {messages[-1].get('role')}'s, and the model scores what the assistant says"
+            )
+        try:
+            return up_to_answer(encoder.rows(messages)[0])
+        except ValueError:  # the template changes the answer: it is scored as written, or refused for good
+            ids = self._tokenizer(self._written([messages]), add_special_tokens=False)["input_ids"][0]
+            return ids[: encoder.until_end(ids)]
 
     def _pairs(self, conversations: Sequence[Sequence[Any]]) -> list[list[int]]:
         contents = [[str(message["content"]) for message in each] for each in conversations]

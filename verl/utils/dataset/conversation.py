@@ -129,12 +129,12 @@ class ConversationEncoder:
             encoded[0] = self._tokenizer(pieces[0][0], add_special_tokens=True)["input_ids"]
         row = LearnedRow()
         for ids, (_, weight) in zip(encoded, pieces, strict=True):
-            own = self._until_end(ids) if weight else 0
+            own = self.until_end(ids) if weight else 0
             row.ids += ids
             row.weights += [weight] * own + [0.0] * (len(ids) - own)
         return row
 
-    def _until_end(self, ids: list[int]) -> int:
+    def until_end(self, ids: list[int]) -> int:
         """How many tokens the model would have sampled itself: templates may add a line break after the end token."""
         last = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in self._special), 0)
         return last if last and not self._tokenizer.decode(ids[last:]).strip() else len(ids)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 
+from tests.support.chat_models import chat_tokenizer
 from tests.support.tiny import tiny_tokenizer
 from verl.protocol import DataProto, object_array
 from verl.utils.conversation_tokens import SCORED_AT_END, ConversationTokens
@@ -139,3 +142,23 @@ def test_a_reward_model_of_ours_without_a_template_reads_what_it_was_trained_on(
         assert (
             ids == tokenizer(prompt)["input_ids"] + tokenizer(ANSWERS[row] + "</s>", add_special_tokens=False).input_ids
         )
+
+
+def test_whatever_a_policy_says_is_scored_though_the_template_would_not_let_it_be_learned():
+    """Qwen3's drops what stands between two ends of thinking: that must not end a run."""
+    tokenizer = copy.deepcopy(chat_tokenizer("qwen3"))
+    tokenizer.init_kwargs[SCORED_AT_END] = True
+    question = {"role": "user", "content": "2+2?"}
+    answers = ["4", "a</think>b</think>c"]
+    encoded = ConversationTokens(tokenizer).encode([[question, {"role": "assistant", "content": a}] for a in answers])
+    assert [tokenizer.decode(ids).rpartition("</think>")[2] for ids in encoded] == [
+        "\n\n4<|im_end|>",
+        "\n\nc<|im_end|>",
+    ]
+
+
+def test_a_reward_model_of_ours_scores_no_earlier_answer_where_the_user_speaks_last():
+    tokenizer = judge_tokenizer(TURNS)
+    tokenizer.init_kwargs[SCORED_AT_END] = True
+    with pytest.raises(ValueError, match="the last message is the user's"):
+        ConversationTokens(tokenizer).encode([CONVERSATIONS[2]])
