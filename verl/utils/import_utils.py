@@ -2,7 +2,8 @@
 
 A file is read once into a `UserCode` (its path and text). The text travels: a worker on a node that lacks the file
 calls `UserCode.load()` and gets the whole module. Functions and classes of a loaded file may also be pickled directly;
-cloudpickle (Ray's and the stand-alone one) then takes them by value, with whatever of the module they use.
+cloudpickle (Ray's and the stand-alone one) then takes them by value, with whatever of the module they use. Where that
+cannot be pickled (a client, a lock), `by_text` names them by the file's text instead.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 _PACKAGE_PREFIX = "pkg://"
 _MODULE_PREFIX = "verl_user_"
 # Without it a second thread would find the module of a first one that is still running it.
 _LOADING = threading.RLock()
+# By the module's name.
+_LOADED: dict[str, UserCode] = {}
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class UserCode:
     def _execute(self) -> ModuleType:
         module = ModuleType(self.name)
         module.__file__ = self.path
+        _LOADED[self.name] = self
         # Tracebacks and inspect.getsource show the text also where the file does not exist.
         linecache.cache[self.path] = (len(self.source), None, self.source.splitlines(keepends=True), self.path)
         # Before running: dataclasses and typing look their module up by name.
@@ -57,6 +62,10 @@ class UserCode:
             del sys.modules[self.name]
             raise
         return module
+
+    def object_at(self, name: str) -> Any:
+        """What the module has under a name, which may have dots."""
+        return attrgetter(name)(self.load())
 
 
 def read_user_code(path: str | os.PathLike[str]) -> UserCode:
@@ -197,6 +206,22 @@ def register_user_modules_by_value() -> None:
             for pickler in picklers:
                 if pickler is not None:
                     pickler.register_pickle_by_value(module)
+
+
+def by_text(found: Any) -> tuple[Callable[..., Any], tuple[UserCode, str]] | None:
+    """How another process gets a function or class of a user's file: as pickle's `__reduce__` says it.
+
+    None: it is something else, or not what the file has under its name.
+    """
+    if not isinstance(found, FunctionType | type):
+        return None
+    code = _LOADED.get(found.__module__)
+    try:
+        if code is None or code.object_at(found.__qualname__) is not found:
+            return None
+    except AttributeError:  # it is inside a function, or the file has taken the name back
+        return None
+    return UserCode.object_at, (code, found.__qualname__)
 
 
 def _defined_in(module: ModuleType) -> list[str]:

@@ -6,6 +6,7 @@ The far side, with the messages between the two: `verl.utils.process_pool.fork_s
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -23,7 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl.utils import process_tree
-from verl.utils.import_utils import register_user_modules_by_value
+from verl.utils.import_utils import by_text, register_user_modules_by_value
 from verl.utils.process_pool.errors import CannotSend, InitializerError
 from verl.utils.process_pool.fork_server import CALLS, CONTROL, ENDED, FORK, FRAME, KILLED, PRELOAD, frame
 
@@ -254,14 +255,33 @@ def ending_in_words(code: int) -> str:
 
 
 def portable(thing: Any) -> bytes:
-    """A pickle that a process which starts from scratch can read: users' modules and `__main__` go by content."""
+    """A pickle that a process which starts from scratch can read: users' modules and `__main__` go by content.
+
+    A user's function that holds what cannot travel (the client that its file opens) is read from the file's text there,
+    which runs once more.
+    """
     import cloudpickle
 
     register_user_modules_by_value()
     try:
         return cloudpickle.dumps(thing)
+    except Exception as error:  # noqa: BLE001 - objects of users raise anything when they are pickled
+        return _by_text(thing, error)
+
+
+def _by_text(thing: Any, why_not: Exception) -> bytes:
+    import cloudpickle
+
+    class ByText(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            return by_text(obj) or super().reducer_override(obj)
+
+    written = io.BytesIO()
+    try:
+        ByText(written).dump(thing)
     except Exception as error:
-        raise CannotSend(str(error)) from error
+        raise CannotSend(str(why_not)) from error
+    return written.getvalue()
 
 
 def _module_path() -> list[str]:

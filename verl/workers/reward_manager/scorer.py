@@ -20,7 +20,7 @@ from verl.utils.process_pool import (
     TaskTimeout,
     gathered,
 )
-from verl.utils.process_pool.processes import Done
+from verl.utils.process_pool.processes import Done, portable
 from verl.utils.progress import expect, tick
 from verl.utils.reward_score import registry
 from verl.utils.reward_score.attempt import (
@@ -72,7 +72,8 @@ class Score:
 class ScorerPool:
     """Up to `processes` scorers of one function, started with the first sample; 0 scores in the caller's thread.
 
-    `compute_score(data_source, solution_str, ground_truth, extra_info)` travels by content (cloudpickle). Each call has
+    `compute_score(data_source, solution_str, ground_truth, extra_info)` travels by content (cloudpickle), or, where it
+    holds what cannot, by the text of its file; ValueError at once where neither is possible. Each call has
     `timeout` seconds, and its process `memory_limit` bytes beyond what is loaded. Without processes there is neither.
     With `takes_lists` the function gets lists of up to `batch_size` samples (None: all that there are). An async
     function of one sample runs for hundreds of them at once, on an event loop in a scorer.
@@ -96,6 +97,8 @@ class ScorerPool:
         if processes:
             own = registry.users_own() if compute_score is registry.default_compute_score else {}
             load_it = functools.partial(load, self._score_here, own)
+            with self._start_explained():
+                portable(load_it)  # told now, not with the first answers
             self._pool = ProcessPool(processes, initializer=load_it, memory_limit=memory_limit)
         if processes and self._awaits:
             load_it = functools.partial(load, functools.partial(score_awaited, compute_score), {})
@@ -200,7 +203,8 @@ class ScorerPool:
         except CannotSend as error:
             raise ValueError(
                 f"custom_reward_function: it cannot travel to a scorer process ({error}). Make what it holds inside "
-                "the function, or set reward_model.reward_kwargs.num_processes=0 to score in the trainer's own process."
+                "the function or at the top of its file, or set reward_model.reward_kwargs.num_processes=0 to score in "
+                "the trainer's own process."
             ) from error
         except InitializerError as error:
             name = getattr(self._compute, "__name__", type(self._compute).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -349,9 +350,38 @@ sys.stdin.read()
 def test_a_function_that_cannot_travel_or_load_says_so_before_any_sample():
     lock = __import__("threading").Lock()
     with pytest.raises(ValueError, match=r"cannot travel to a scorer process .*num_processes=0"):
-        ScorerPool(lambda **_: lock and 1.0, 1, 1.0).submit(sample("x"))
+        ScorerPool(lambda **_: lock and 1.0, 1, 1.0)
     with pytest.raises(ValueError, match=r"(?s)cannot be loaded in a scorer process.*only_here"):
         ScorerPool(_needs_a_module_that_only_exists_here(), 1, 1.0).submit(sample("x"))
+
+
+HOLDING = """
+import threading
+
+lock = threading.Lock()
+
+class Judge:
+    def __call__(self, solution_str):
+        with lock:
+            return float(solution_str)
+
+judge = Judge()
+
+def score(solution_str, ground_truth, scale):
+    return scale * judge(solution_str)
+
+async def score_async(solution_str, ground_truth, scale):
+    return score(solution_str, ground_truth, scale)
+"""
+
+
+@pytest.mark.parametrize("name", ["score", "score_async"])
+def test_a_file_that_holds_what_cannot_be_pickled_is_run_again_in_the_scorers(tmp_path, name):
+    """A client or a lock at the top of a user's file, as the documentation has one."""
+    (tmp_path / "holding.py").write_text(HOLDING)
+    function = load_user_object(str(tmp_path / "holding.py"), name, key="custom_reward_function.path")
+    with ScorerPool(functools.partial(function, scale=2.0), 1, 10.0) as pool:
+        assert [score.value for score in pool.score([sample("1"), sample("2")])] == [2.0, 4.0]
 
 
 def _needs_a_module_that_only_exists_here():
