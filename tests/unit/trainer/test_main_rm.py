@@ -176,3 +176,8 @@ def test_adapters_and_head_learn_and_the_export_is_whole(model_path, files):
 def test_a_classifier_of_several_labels_is_refused(files):
     with pytest.raises(ConfigError, match="classifier of 3 labels; a score is one number"):
         make_config(save_classifier(files / "three", labels=3))
+
+
+def test_a_batch_of_more_prompts_than_there_are_is_refused(model_path, files):
+    with pytest.raises(ValueError, match=r"data\.train_batch_size = 4: data\.train_files hold only 3 prompts"):
+        RMTrainer(make_config(model_path, "data.train_batch_size=4"))

@@ -49,6 +49,8 @@ class SupervisedTrainer(Generic[Config]):
     """
 
     worker_class: ClassVar[type]
+    items: ClassVar[str] = "rows"
+    """What `data.train_batch_size` counts."""
 
     def __init__(self, config: Config) -> None:
         self.config = config = copy.deepcopy(config)
@@ -140,7 +142,7 @@ class SupervisedTrainer(Generic[Config]):
 
     def _loaders(self) -> tuple[BatchLoader, DataLoader | None]:
         data, collate = self.config.data, self.collator()
-        train = train_loader(self.dataset(is_train=True), data, collate)
+        train = train_loader(self.dataset(is_train=True), data, collate, self.items)
         return train, val_loader(self.dataset(is_train=False), data, collate) if data.val_files else None
 
     # ---------------------------------------------------------------- the loop

@@ -12,11 +12,16 @@ from verl.trainer.common.loader import BatchLoader
 from verl.utils.dataset.sampler import EpochSampler
 
 
-def train_loader(dataset: Any, config: SupervisedDataConfig, collate_fn: Callable[..., Any]) -> BatchLoader:
-    """Whole batches in an order fixed by `data.seed`; the position in it can be saved and restored."""
+def train_loader(
+    dataset: Any, config: SupervisedDataConfig, collate_fn: Callable[..., Any], items: str = "rows"
+) -> BatchLoader:
+    """Whole batches in an order fixed by `data.seed`; the position in it can be saved and restored.
+
+    `items`: what the dataset counts, for a message.
+    """
     if len(dataset) < config.train_batch_size:
         raise ValueError(
-            f"data.train_batch_size = {config.train_batch_size}: data.train_files hold only {len(dataset)} rows. "
+            f"data.train_batch_size = {config.train_batch_size}: data.train_files hold only {len(dataset)} {items}. "
             f"Set it to {len(dataset)} or less, or give more data."
         )
     sampler = EpochSampler(dataset, config.seed, config.shuffle, config.train_batch_size)

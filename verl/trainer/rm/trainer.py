@@ -28,6 +28,7 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
     """
 
     worker_class = RewardTrainingWorker
+    items = "prompts"
 
     def __init__(self, config: RMConfig) -> None:
         super().__init__(config)
