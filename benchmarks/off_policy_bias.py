@@ -10,7 +10,8 @@ gradient over that of an on-policy answer.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -20,6 +21,7 @@ from _report import report
 
 from verl.algos import correct_rollout
 from verl.algos.policy_loss.vanilla import compute_policy_loss_vanilla
+from verl.config import ActorConfig, RolloutCorrectionConfig, as_config
 
 UNBOUNDED = 1e8
 FORMS: Mapping[str, Mapping[str, Any]] = {
@@ -87,7 +89,8 @@ class Toy:
         """The same of answers whose tokens were drawn with older versions, as training computes it."""
         rollout = self.drawn(drawn)
         old = self.log_probs(self.versions[version])
-        corrected = correct_rollout(old, rollout, torch.ones_like(self.answers), form)
+        actor, correction = _configs(tuple(form.items()))
+        corrected = correct_rollout(old, rollout, torch.ones_like(self.answers), correction)
         log_prob = old.clone().requires_grad_()
         loss, _ = compute_policy_loss_vanilla(
             rollout if form.get("bypass_mode") else old,
@@ -95,6 +98,7 @@ class Toy:
             self.advantages[:, None].expand_as(old),
             corrected.response_mask,
             "token-sum",
+            actor,
             rollout_is_weights=corrected.weights,
         )
         (per_token,) = torch.autograd.grad(-loss, log_prob)
@@ -112,18 +116,23 @@ class Toy:
         return mean, float(variance.clamp(min=0).sqrt())
 
 
+@functools.cache
+def _configs(form: tuple[tuple[str, Any], ...]) -> tuple[ActorConfig, RolloutCorrectionConfig]:
+    """Once for each form: making them takes longer than a sum over all answers."""
+    return as_config(ActorConfig, None), as_config(RolloutCorrectionConfig, dict(form))
+
+
 def token_versions(newest: int, staleness: int, tokens: int) -> list[int]:
     """A partial rollout: its first token is `staleness` old, its last one new."""
     return [newest - staleness + round(place * staleness / max(1, tokens - 1)) for place in range(tokens)]
 
 
-def measured(form: Mapping[str, Any], staleness: int, options: argparse.Namespace) -> tuple[float, float]:
-    """Bias and noise, as means over random policies."""
+def measured(form: Mapping[str, Any], staleness: int, toys: Sequence[Toy]) -> tuple[float, float]:
+    """Bias and noise, as means over random policies that have so many versions."""
     biases, noises = [], []
-    for seed in range(options.policies):
-        toy = Toy.make(seed, options.words, options.tokens, staleness, options.rate)
+    for toy in toys:
         wanted, spread = toy.on_policy(staleness)
-        versions = token_versions(staleness, staleness, options.tokens)
+        versions = token_versions(staleness, staleness, toy.answers.shape[1])
         found, noise = toy.off_policy(staleness, versions, form)
         biases.append(float((found - wanted).norm() / wanted.norm()))
         noises.append(noise / spread)
@@ -139,16 +148,22 @@ def main() -> None:
     parser.add_argument("--policies", type=int, default=8, help="random ones, over which figures are means")
     parser.add_argument("--json", help="append the result to this file")
     options = parser.parse_args()
+    toys = {
+        staleness: [
+            Toy.make(seed, options.words, options.tokens, staleness, options.rate) for seed in range(options.policies)
+        ]
+        for staleness in options.staleness
+    }
     rows = []
     for name, form in FORMS.items():
         row: dict[str, Any] = {"algorithm.rollout_correction": name}
         for staleness in options.staleness:
-            bias, noise = measured(form, staleness, options)
+            bias, noise = measured(form, staleness, toys[staleness])
             row |= {f"bias {staleness}": f"{bias:.1%}", f"noise {staleness}": f"{noise:.2f}"}
         rows.append(row)
     apart = []
     for staleness in options.staleness:
-        toy = Toy.make(0, options.words, options.tokens, staleness, options.rate)
+        toy = toys[staleness][0]
         old, new = toy.log_probs(toy.versions[0]), toy.log_probs(toy.versions[-1])
         apart.append(float(((new - old).abs() * old.sum(-1).exp()[:, None]).sum() / options.tokens))
     print("mean |log-prob difference| of a token at staleness " + ", ".join(

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from off_policy_bias import FORMS, Toy, token_versions
+from off_policy_bias import FORMS, Toy, measured, token_versions
 
 VERSIONS = 8
+DOCS = Path(__file__).parents[3] / "docs" / "asynchronous.md"
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +47,15 @@ def test_every_form_is_exact_on_fresh_answers(toy):
 def test_token_weights_are_nearer_than_none(toy):
     drawn = token_versions(VERSIONS, VERSIONS, 4)
     assert bias(toy, "rollout_is=token, not truncated", drawn) < bias(toy, "no weights", drawn)
+
+
+def test_the_docs_have_the_biases_that_the_benchmark_finds():
+    """At staleness 2 and 8, with its defaults."""
+    cells = [line.strip("| ").split(" | ") for line in DOCS.read_text().splitlines() if line.startswith("| ")]
+    told = {row[0]: (row[2], row[4], row[5]) for row in cells if row[0] in FORMS}
+    toys = {staleness: [Toy.make(seed, 3, 6, staleness, 2.0) for seed in range(8)] for staleness in (2, 8)}
+    found = {
+        name: (f"{measured(form, 2, toys[2])[0]:.1%}", *("{:.1%} {:.2f}".format(*measured(form, 8, toys[8])).split()))
+        for name, form in FORMS.items()
+    }
+    assert {name: tuple(cell.replace(" %", "%") for cell in row) for name, row in told.items()} == found

@@ -53,6 +53,8 @@ def test_scripts_of_other_versions_mean_the_same():
         "trainer.v1.sampler.max_off_policy_strategy=drop",
     )
     assert (newer.trainer.mode, newer.trainer.max_staleness, newer.trainer.staleness_strategy) == ("async", 8, "drop")
+    modes = {mode: load(f"trainer.v1.trainer_mode={mode}").trainer.mode for mode in ("sync", "colocate_async")}
+    assert modes == {"sync": "sync", "colocate_async": "async"}
     with pytest.raises(ConfigError, match=r"async_training.*cannot be read.*Set trainer\.mode"):
         load("async_training.staleness_threshold=some")
 

@@ -52,11 +52,14 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(task: dict[str,
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_step_off_trains_batches_of_the_weights_before(task, tmp_path: Path, overlap: bool):
-    """Also where the engine stands still while training works on its devices."""
-    given = ("trainer.mode=one_step_off", f"trainer.overlap={overlap}")
+    """Also where the engine stands still while training works on its devices. Old log-probs come from the update only
+    where the batch is of its own policy."""
+    one_update = ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8")
+    given = ("trainer.mode=one_step_off", f"trainer.overlap={overlap}", *one_update)
     trained = run_training(overrides(task, tmp_path, *GRPO, *given))
     assert [step["async/staleness/mean"] for step in trained.history] == [0.0, 1.0, 1.0]
     assert all(step["async/partial_share"] == 0 for step in trained.history)
+    assert ["timing_s/old_log_prob" in step for step in trained.history] == [False, True, True]
 
 
 class Noting(Notes, AsyncPPOTrainer):
