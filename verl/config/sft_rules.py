@@ -14,7 +14,10 @@ from verl.config.sft import SFTConfig
 
 _MEGATRON = "megatron_config"
 _ENGINES = ("native", "hf")
-_ONLY_FOR_ANSWERS = ("rollout.", "reward_model.", "custom_reward_function.", "data.val_n")
+_ONLY_FOR_ANSWERS = (
+    *("rollout.", "reward_model.", "custom_reward_function.", "trainer.log_val_generations"),
+    *("data.val_n", "data.max_prompt_length", "data.reward_fn_key"),
+)
 
 
 def resolve(config: SFTConfig, report: Report) -> None:
@@ -34,9 +37,8 @@ def validate(config: SFTConfig, report: Report) -> None:
     _engine(config, report)
     rollout, data = config.rollout, config.data
     if not data.val_prompt_files:
-        idle = sorted(name for name in config.changed if name.startswith(_ONLY_FOR_ANSWERS))
-        if idle:
-            report.notice(f"{', '.join(idle)}: no effect without data.val_prompt_files, which a validation answers.")
+        why = "without data.val_prompt_files, which a validation answers"
+        supervised_rules.tell_idle(config, _ONLY_FOR_ANSWERS, why, report)
         return
     engine_rules("rollout", rollout, report)
     if rollout.name not in _ENGINES:
@@ -60,6 +62,7 @@ def _engine(config: SFTConfig, report: Report) -> None:
                 why = f"strategy = {config.strategy} does not split a model this way"
                 fix = "Leave the key out, or set strategy=megatron"
                 report.problem(f"{_MEGATRON}.{name}", size, why, fix, ("strategy",))
+        supervised_rules.tell_idle(config, (f"{_MEGATRON}.",), f"with strategy = {config.strategy}", report)
         return
     lora = ("model.lora_rank", config.model.lora_rank)
     block_rules("", config, lora, (config.ranks, "the run"), report)

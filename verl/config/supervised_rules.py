@@ -21,6 +21,7 @@ from verl.config.validate import (
 from verl.config.wording import count
 
 _RANKS = ("trainer.n_gpus_per_node", "trainer.nnodes")
+_LORA = ("model.lora_alpha", "model.target_modules", "model.exclude_modules")
 
 
 def resolve(config: SupervisedConfig, report: Report) -> None:
@@ -58,6 +59,18 @@ def validate(config: SupervisedConfig, report: Report) -> None:
             report.notice(f"fsdp_config.{name} has no effect: nothing else needs the device between training steps.")
     if not config.data.val_files:
         report.notice("data.val_files is not set: no validation.")
+    dynamic = config.data.use_dynamic_bsz
+    unused = "data.micro_batch_size_per_gpu" if dynamic else "data.max_token_len_per_gpu"
+    tell_idle(config, (unused,), f"with data.use_dynamic_bsz = {dynamic}", report)
+    if not config.model.lora_rank:
+        tell_idle(config, _LORA, "without model.lora_rank", report)
+
+
+def tell_idle(config: SupervisedConfig, beginnings: tuple[str, ...], why: str, report: Report) -> None:
+    """Say which of the keys that begin so were set in vain."""
+    idle = sorted(name for name in config.changed if name.startswith(beginnings))
+    if idle:
+        report.notice(f"{', '.join(idle)}: no effect {why}.")
 
 
 def _batches(config: SupervisedConfig, report: Report) -> None:

@@ -54,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     needed = {"merge": "target_dir", "test": "test_hf_dir"}[command]
     if given[needed] is None:
         made.error(f"{command} needs --{needed}")
+    if given["private"] and not given["hf_upload_path"]:
+        made.error("--private says who sees what --hf_upload_path uploads, and there is none")
+    if command == "test" and given["hf_upload_path"]:
+        made.error("test writes nothing that --hf_upload_path could upload. Use merge, which compares too")
     setup_logging()
     from verl.model_merger.merging import merge, test
 

@@ -134,6 +134,23 @@ def test_ranks_of_the_megatron_engine_share_rows_by_its_sizes():
     assert "set strategy=megatron" in found["megatron_config.tensor_model_parallel_size"]
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("data.max_token_len_per_gpu=2048", "with data.use_dynamic_bsz = False"),
+        ("model.lora_alpha=32", "without model.lora_rank"),
+        ("megatron_config.sequence_parallel=False", "with strategy = fsdp2"),
+        ("data.max_prompt_length=99", "without data.val_prompt_files"),
+        ("trainer.log_val_generations=3", "without data.val_prompt_files"),
+    ],
+)
+def test_a_key_that_does_nothing_is_told(given, why):
+    assert any(f"{given.partition('=')[0]}: no effect {why}" in notice for notice in load(given).notices)
+    assert not any("no effect" in notice for notice in load().notices)
+    dynamic = load("data.use_dynamic_bsz=True", "data.micro_batch_size_per_gpu=2")
+    assert any("data.micro_batch_size_per_gpu: no effect" in notice for notice in dynamic.notices)
+
+
 def test_prompts_that_a_validation_answers_have_rules_of_their_own():
     assert any("no effect without data.val_prompt_files" in notice for notice in load("rollout.top_p=0.9").notices)
     asked = ("data.val_prompt_files=x.parquet",)

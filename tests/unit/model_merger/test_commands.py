@@ -150,3 +150,17 @@ def test_a_merge_takes_two_of_the_largest_tensors_of_memory(actor, tmp_path):
     at_once = {**os.environ, "MIMALLOC_PURGE_DELAY": "0"}
     subprocess.run([sys.executable, "-c", MEASURED, *arguments], check=True, timeout=300, env=at_once)
     assert_holds(tmp_path / "merged", model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("merge",), "merge needs --target_dir"),
+        (("merge", "--target_dir", "t", "--private"), "--hf_upload_path uploads, and there is none"),
+        (("test", "--test_hf_dir", "t", "--hf_upload_path", "a/b"), "test writes nothing"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options, said, capsys):
+    with pytest.raises(SystemExit):
+        main([*options, "--backend", "fsdp", "--local_dir", "x"])
+    assert said in capsys.readouterr().err

@@ -16,7 +16,7 @@ from verl.config.rm import RMDataConfig
 from verl.utils.dataset.chat import Messages, as_messages, prompt_digest
 from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
 from verl.utils.dataset.files import find_files
-from verl.utils.dataset.problems import DataError, Rule, chat_problem, refuse_problems
+from verl.utils.dataset.problems import DataError, Rule, chat_problem, refuse_missing_columns, refuse_problems
 from verl.utils.dataset.rows import Rows, switch_at, value_at
 from verl.utils.dataset.tokens import TokenStore, truncated
 
@@ -52,6 +52,8 @@ class PreferenceDataset(Dataset):
     ) -> None:
         self.config = config
         self.rows = Rows(find_files(data_files, split))
+        if split != "validation":
+            refuse_missing_columns(self.rows, config, ("preference_key", "tie_key", "margin_key", "weight_key"))
         refuse_problems(self.rows, [Rule(self._columns(), self._problem, lambda table: False)])
         self._encoder = ConversationEncoder(tokenizer, config.apply_chat_template_kwargs, last_turn_only=True)
         self._pairs = len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows))

@@ -62,6 +62,21 @@ def refuse_problems(rows: Rows, rules: Sequence[Rule]) -> None:
         raise DataError(problems)
 
 
+def refuse_missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> None:
+    """DataError where a column that need not be there, `tools` of `tools_key`, was named otherwise and is in no file:
+    it would be ignored."""
+    problems = []
+    for option in options:
+        key = getattr(config, option)
+        if key != option.removesuffix("_key") and key.split(".")[0] not in rows.columns:
+            problems.append(
+                f"data.{option} = {key}: no file has this column (found: {', '.join(rows.columns) or 'nothing'})."
+                " Correct it, or leave it out."
+            )
+    if problems:
+        raise DataError(problems)
+
+
 def chat_rule(key: str, option: str) -> Rule:
     """`key` holds a prompt: text, or a list of {role, content}. `option` is the config key that names the column."""
     return _value_rule(key, option, chat_problem, _is_sound_chat)

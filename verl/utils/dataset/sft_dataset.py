@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from verl.utils.dataset.chat import Messages, as_messages
 from verl.utils.dataset.conversation import ConversationEncoder, LearnedRow, as_tools
 from verl.utils.dataset.files import find_files
-from verl.utils.dataset.problems import DataError, Rule, chat_rule, refuse_problems, text_rule
+from verl.utils.dataset.problems import DataError, Rule, chat_rule, refuse_missing_columns, refuse_problems, text_rule
 from verl.utils.dataset.rows import Rows, switch_at, value_at
 from verl.utils.dataset.tokens import WEIGHTS, TokenStore, truncated
 
@@ -77,6 +77,8 @@ class SFTDataset(Dataset):
         self.config = SFTDataConfig.of(config)
         self.tokenizer = tokenizer
         self.rows = Rows(find_files(data_files, split))
+        if split != "validation":
+            refuse_missing_columns(self.rows, self.config, ("messages_key", "tools_key", "enable_thinking_key"))
         self._from_messages = self.config.messages_key in self.rows.columns
         refuse_problems(self.rows, self._rules())
         splits = self.config.rewritten_turns == "split"

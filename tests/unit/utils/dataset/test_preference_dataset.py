@@ -122,6 +122,13 @@ def test_a_row_that_cannot_be_used_is_named_with_the_remedy(tmp_path, row, said_
         dataset(tmp_path, [good, row])
 
 
+def test_a_column_that_was_named_must_be_there(tmp_path):
+    rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "gap": 2}]
+    assert dataset(tmp_path, rows, "data.margin_key=gap")[0]["pairs"][0, 3] == 2
+    with pytest.raises(DataError, match=r"data\.margin_key = gpa: no file has this column .*gap\)"):
+        dataset(tmp_path, rows, "data.margin_key=gpa")
+
+
 def test_padding_is_a_token_that_ends_no_answer():
     tokenizer = tiny_tokenizer()
     assert padding_token(tokenizer) == "<|pad|>"

@@ -334,3 +334,11 @@ def test_rows_whose_answer_would_be_cut_off_whole_are_left_out_and_told(tmp_path
     assert "line 1 (and 0 more of 2): data.truncation=right cuts off all that is to be learned" in caplog.text
     with pytest.raises(DataError, match=r"max_length = 8\. No row is left\. Raise it"):
         SFTDataset(write(tmp_path / "b.jsonl", rows[:1]), TOKENIZER, settings)
+
+
+@pytest.mark.parametrize("option", ["messages_key", "tools_key", "enable_thinking_key"])
+def test_a_column_that_was_named_must_be_there(tmp_path, option):
+    file = write(tmp_path / "a.jsonl", [{"prompt": "Q", "response": "A"}])
+    with pytest.raises(DataError, match=rf"data\.{option} = typo: no file has this column \(found: prompt, response\)"):
+        SFTDataset(file, TOKENIZER, {option: "typo"})
+    assert len(SFTDataset(file, TOKENIZER, {option: "typo"}, split="validation")) == 1
