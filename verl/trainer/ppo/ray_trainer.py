@@ -15,39 +15,29 @@ from verl.config.old_log_probs import from_update
 from verl.config.plan import batch_plan
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
-from verl.trainer.common.dumps import dump_batch, dump_rows
 from verl.trainer.common.guard import StepGuard, advises_on_memory, check_weights, explained
-from verl.trainer.common.phases import Phases, memory_gb, verdict
+from verl.trainer.common.phases import Phases, memory_gb
 from verl.trainer.common.preemption import Preemption
-from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks, StepEnd, is_due
+from verl.trainer.common.setbacks import VALIDATION, Setbacks, StepEnd, is_due
 from verl.trainer.common.status_line import StatusLine
 from verl.trainer.common.watch import HangWatch
-from verl.trainer.ppo.advantage import (
-    add_advantages,
-    apply_kl_penalty,
-    check_bootstrap,
-    compute_advantage,
-    compute_response_mask,
-    cut_answers,
-    reward_column,
-)
-from verl.trainer.ppo.agent_metrics import TOOL_SHARE
+from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.dynamic_sampling import PromptSource
 from verl.trainer.ppo.engine_probe import EngineProbe
 from verl.trainer.ppo.generator import Generator
-from verl.trainer.ppo.groups import WorkerGroups, local_columns
-from verl.trainer.ppo.metric_utils import compute_data_metrics, phase_metrics, reference_metrics, without_nan
-from verl.trainer.ppo.mismatch import RolloutMismatch, sampled_by
+from verl.trainer.ppo.groups import WorkerGroups
+from verl.trainer.ppo.learning_columns import LearningColumns
+from verl.trainer.ppo.metric_utils import phase_metrics, without_nan
+from verl.trainer.ppo.mismatch import sampled_by
 from verl.trainer.ppo.prompts import make_dataloader
 from verl.trainer.ppo.revival import Revival
+from verl.trainer.ppo.run_record import RunRecord
 from verl.trainer.ppo.served_judge import ServedJudge
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.teachers import Teachers
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.validator import Validator
 from verl.trainer.ppo.weight_sync import WeightSync
-from verl.types.schema import columns_read_by
-from verl.utils.torch_functional import masked_mean
 from verl.utils.tracking import Tracking
 
 __all__ = [
@@ -75,8 +65,8 @@ class RayPPOTrainer:
     """One controller that drives the worker groups of a run. The phases are methods: override what you change.
 
     The work is done by collaborators that do not know it: `groups`, `generator`, `validator`, `teachers`,
-    `weight_sync`, `state`. Where they need a phase they were given it as a callable, and so meet what a subclass makes
-    of it.
+    `columns`, `weight_sync`, `state`, `record`. Where they need a phase they were given it as a callable, and so meet
+    what a subclass makes of it.
     """
 
     modes: tuple[str, ...] = ("sync",)
@@ -124,10 +114,7 @@ class RayPPOTrainer:
         self.use_rm = Role.RewardModel in role_worker_mapping
         self.stop_requested = threading.Event()
         self.setbacks = Setbacks()
-        self._seconds: dict[str, float] = {}
-        self._tool_shares: list[float] = []
         self._guard = StepGuard(self.config.trainer.max_nonfinite_steps)
-        self._mismatch = RolloutMismatch(self.config.algorithm.rollout_correction)
         self._preemption = Preemption(self.config.trainer.save_within)
         self._compose(reward_fn, val_reward_fn)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
@@ -163,7 +150,8 @@ class RayPPOTrainer:
     def _compose(self, reward_fn: Any, val_reward_fn: Any) -> None:
         """The collaborators. A phase is looked up when it is called: it may be a subclass's."""
         config, tokenizer = self.config, self.tokenizer
-        check_bootstrap(config.algorithm)
+        self.columns = LearningColumns(config, self.use_critic)
+        self.record = RunRecord(config, tokenizer, self.setbacks)
         self.state = TrainerState(config, self.role_worker_mapping, tokenizer)
         self.groups = groups = WorkerGroups(
             config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
@@ -225,8 +213,7 @@ class RayPPOTrainer:
                         self._log_metrics(found or self.setbacks.metrics(), self.global_steps)
                 if not trainer.val_only:
                     self._train()
-                    tool_share = sum(self._tool_shares) / max(1, len(self._tool_shares))
-                    logger.info("Where the time went: %s.", verdict(self._seconds, tool_share))
+                    logger.info("Where the time went: %s.", self.record.verdict())
         finally:
             self.tracking.close()
             self.state.end()
@@ -264,10 +251,7 @@ class RayPPOTrainer:
         metrics |= self._again.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
         metrics |= self._flow_metrics()
         metrics |= self.watch.step_done(self.phases.seconds["step"])
-        if TOOL_SHARE in metrics:
-            self._tool_shares.append(metrics[TOOL_SHARE])
-        for name, value in self.phases.seconds.items():
-            self._seconds[name] = self._seconds.get(name, 0.0) + value
+        self.record.add(self.phases.seconds, metrics)
         self._log_metrics(metrics, step)
         self.status.step_done()
         self._keep_state()
@@ -384,42 +368,16 @@ class RayPPOTrainer:
 
     def _compute_old_log_prob(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Log-probs of the answers under the policy about to be updated; with bypass_mode of a few, to compare."""
-        bypass = self.config.algorithm.rollout_correction.bypass_mode
-        measured = batch
-        if bypass:
-            rows = self._mismatch.sample(batch, self.groups.dp_sizes["actor"])
-            measured = batch.select_idxs(rows)
-        result = self._balanced(self.actor_wg.compute_log_prob, measured, "actor")
-        entropy = result.pop(["entropys"]).batch["entropys"]
-        metrics["actor/entropy"] = float(masked_mean(entropy, measured.batch["response_mask"]))
-        if not bypass:
-            return batch.union(result)
-        measured, read = measured.union(result), columns_read_by("correction")
-        metrics |= self._mismatch.correct(measured, local_columns(measured, read, read))
-        batch.batch["old_log_probs"] = self._mismatch.old_log_probs(batch, rows, measured.batch["old_log_probs"])
+        infer = partial(self._balanced, self.actor_wg.compute_log_prob, role="actor")
+        batch, found = self.columns.add_old_log_probs(batch, infer, self.groups.dp_sizes["actor"])
+        metrics |= found
         return batch
 
     def _compute_advantage(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
         """KL in the reward if asked for, then `advantages` and `returns`; here, from the columns it names."""
-        metrics = {} if metrics is None else metrics
-        algorithm = self.config.algorithm
-        compares = not algorithm.rollout_correction.bypass_mode  # else the rollout's are the old ones
-        wanted = columns_read_by("advantage", "correction") if compares else columns_read_by("advantage")
-        rewards = [reward_column(batch.non_tensor_batch, name) for name in algorithm.gdpo.reward_keys]
-        local = local_columns(batch, wanted, (*wanted, *rewards))
-        metrics |= add_advantages(local, algorithm, self.kl_ctrl_in_reward, self.config.distillation)
-        for name in ("token_level_rewards", "advantages", "returns"):
-            batch.batch[name] = local.batch[name]
-        if compares and "old_log_probs" in local.batch.keys():
-            metrics |= self._mismatch.correct(batch, local)
-        if algorithm.truncated_responses == "mask":
-            batch.batch["response_mask"] = batch.batch["response_mask"] * ~cut_answers(local)[:, None]
-        local.meta_info |= {
-            "max_response_length": self.config.data.max_response_length,
-            "max_prompt_length": self.config.data.max_prompt_length,
-        }
-        local = local.union(local_columns(batch, ("attention_mask",), ("num_turns",)))
-        metrics |= compute_data_metrics(local, self.use_critic)
+        found = self.columns.add_advantages(batch, self.kl_ctrl_in_reward)
+        if metrics is not None:
+            metrics |= found
         return batch
 
     def _update(self, method: Callable[..., Any], batch: DataProto, role: str) -> dict[str, float]:
@@ -436,22 +394,12 @@ class RayPPOTrainer:
         return self.validator.run(self.val_dataloader, self.global_steps, self.status, self.tracking)
 
     def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
-        trainer, step = self.config.trainer, self.global_steps
         self._last_batch = batch
         if self._old_log_probs_follow:
-            read = (*columns_read_by("correction"), "ref_log_prob")
-            columns = local_columns(batch, read, read)
-            metrics |= reference_metrics(columns) | self._mismatch.correct(batch, columns)
+            metrics |= self.columns.compare_after_update(batch)
         if not self.config.algorithm.filter_groups.enable:  # else it has learned from all that was generated
             self.prompts.learn_from(batch)
-        if step in trainer.dump_steps or self._guard.harmful(metrics):
-            folder = trainer.default_local_dir
-            dumped = self.setbacks.dump(FOLDER, folder, step, lambda: dump_batch(batch, folder, step))
-            if dumped is not None:
-                logger.info("batch of step %d written to %s", step, dumped)
-        if (answers := trainer.rollout_data_dir) is not None:
-            key = "trainer.rollout_data_dir"
-            self.setbacks.dump(key, answers, step, lambda: dump_rows(batch, self.tokenizer, answers, step))
+        self.record.dump(batch, self.global_steps, self._guard.harmful(metrics))
 
     # ---------------------------------------------------------------- checkpoints and logs
 
