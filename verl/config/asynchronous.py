@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from verl.config import names
-from verl.config.layout import ROLLOUT
+from verl.config.layout import ROLLOUT, layout_of
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.trainer import TrainerConfig
@@ -47,6 +47,23 @@ def resolve_asynchronous(config: PPOConfig, report: Report) -> None:
     if trainer.overlap is None:
         # By turns a device is full of either; where answers must be finished first, turns would be the sync mode.
         trainer.overlap = not ahead_of(trainer).partial
+
+
+def count_loops(config: PPOConfig, report: Report) -> None:
+    """Say where loop workers keep far fewer answers going than there may be, and than the engines could decode."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    if trainer.mode == "sync":
+        return
+    batch = config.data.train_batch_size * rollout.n
+    decoded = layout_of(config, "rollout").dp_size * rollout.max_num_seqs
+    wanted, agent = min((ahead_of(trainer).max_staleness + 1) * batch, decoded), rollout.agent
+    if 2 * agent.num_workers * agent.max_concurrent_requests < wanted:
+        each = math.ceil(wanted / agent.num_workers)
+        report.notice(
+            f"{ROLLOUT}.agent.max_concurrent_requests = {agent.max_concurrent_requests}: {agent.num_workers} loop"
+            f" workers keep {agent.num_workers * agent.max_concurrent_requests} answers going, of {wanted} that could"
+            f" be decoded at once. Set it to {each}, or a larger {ROLLOUT}.agent.num_workers."
+        )
 
 
 def old_spellings(values: dict[str, Any], report: Report) -> None:

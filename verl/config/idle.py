@@ -346,6 +346,11 @@ RULES: tuple[Rule, ...] = (
         f"the engines at {ROLLOUT}.server_urls run already, as they were started",
     ),
     Rule(
+        _below(ROLLOUT, "n_gpus_per_node"),
+        lambda config: config.actor_rollout_ref.rollout.nnodes > 0,
+        f"the rollout has no devices of its own; {ROLLOUT}.nnodes=1 gives it some",
+    ),
+    Rule(
         _below(ROLLOUT, "in_process", "cudagraph_capture_sizes"),
         lambda config: names.ROLLOUTS[config.actor_rollout_ref.rollout.name].foreign,
         f"only {ROLLOUT}.name={', '.join(_FOREIGN)} read it",

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config import names
 from verl.config.actor import ActorConfig
-from verl.config.asynchronous import resolve_asynchronous, stands_still
+from verl.config.asynchronous import count_loops, resolve_asynchronous, stands_still
 from verl.config.devices import visible_gpus
 from verl.config.layout import ACTOR, BLOCK_OF_ROLE, ROLLOUT, layout_of, shares_devices
 from verl.config.ppo import PPOConfig
@@ -43,6 +43,7 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _generation_batches(config, report)
     _lengths(config)
     _agents(config)
+    count_loops(config, report)
     # A reward model with another tokenizer or chat template writes the messages anew; agents go on with them.
     judged = config.reward_model.enable or config.reward_model.url is not None
     wanted = judged or config.actor_rollout_ref.rollout.mode == "async"

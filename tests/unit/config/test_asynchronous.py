@@ -10,6 +10,7 @@ import pytest
 from verl.config import ConfigError, load_config
 from verl.config.asynchronous import Ahead, ahead_of
 
+ROLLOUT = "actor_rollout_ref.rollout"
 RUN = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=org/model"]
 
 
@@ -24,6 +25,18 @@ def test_the_modes_are_one_mechanism():
     config = load("trainer.mode=async")
     assert config.actor_rollout_ref.rollout.mode == "async"
     assert any("rollout.mode is async" in notice for notice in config.notices)
+
+
+def test_loop_workers_that_are_too_few_for_the_pool_are_said():
+    """Four of 128 answers each, by default; a replica decodes 1,024."""
+    pool = ("trainer.mode=async", "data.train_batch_size=512", f"{ROLLOUT}.n=8")
+    pool += (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=8")
+    (said,) = [notice for notice in load(*pool).notices if "loop workers keep" in notice]
+    assert "keep 512 answers going, of 8192 that" in said
+    assert "Set it to 2048" in said
+    enough = (*pool, f"{ROLLOUT}.agent.max_concurrent_requests=2048")
+    for fine in (enough, (*pool, "trainer.mode=sync"), (*pool, "data.train_batch_size=128", f"{ROLLOUT}.n=4")):
+        assert not any("loop workers keep" in notice for notice in load(*fine).notices)
 
 
 def test_scripts_of_other_versions_mean_the_same():

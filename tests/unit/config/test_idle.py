@@ -54,6 +54,7 @@ CASES: list[tuple[str, list[str], list[str] | None]] = [
     (f"{ROLLOUT}.cudagraph_capture_sizes=[1,8]", [], [f"{ROLLOUT}.name=vllm"]),
     (f"{ROLLOUT}.gpu_memory_utilization=0.5", [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server_urls=[http://one:8000]"], []),
     (f"{ROLLOUT}.prometheus.port=9500", [], [f"{ROLLOUT}.prometheus.enable=True"]),
+    (f"{ROLLOUT}.n_gpus_per_node=2", [], [f"{ROLLOUT}.nnodes=1"]),
     (f"{ROLLOUT}.free_weights=True", [f"{ROLLOUT}.nnodes=1"], []),
     (f"{ROLLOUT}.free_cache_engine=False", ["trainer.mode=async"], []),
     (f"{ROLLOUT}.free_weights=True", ["trainer.mode=one_step_off"], ["trainer.mode=async"]),
