@@ -268,3 +268,14 @@ def test_an_async_function_is_told_of_the_reward_models_server(tmp_path):
     assert said["asked"] == ["Count."] * 2
     with pytest.raises(ValueError, match=r"reward_router_address is not known\. Set reward_model\.url=host:port"):
         get_custom_reward_fn(load_config({**given, "reward_model": {}}, check_files=False))
+
+
+def test_a_program_without_a_reward_model_is_told_the_server_by_reward_kwargs(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "async def compute_score(solution_str, ground_truth, reward_router_address):\n    return 1.0\n"
+    )
+    block = {"path": str(tmp_path / "mine.py"), "reward_kwargs": {"reward_router_address": "10.0.0.5:8001"}}
+    found = get_custom_reward_fn({"custom_reward_function": block})
+    assert found.keywords == {"reward_router_address": "10.0.0.5:8001"}
+    with pytest.raises(ValueError, match=r"or .* custom_reward_function\.reward_kwargs\.reward_router_address"):
+        get_custom_reward_fn({"custom_reward_function": {"path": str(tmp_path / "mine.py")}})

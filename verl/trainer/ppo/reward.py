@@ -107,7 +107,7 @@ def get_custom_reward_fn(config: Config) -> Callable[..., Any] | None:
             f"custom_reward_function.reward_kwargs: {block.name}{inspect.signature(function)} does not take "
             f"{', '.join(unknown)}. Remove it, or add the parameter."
         )
-    given = {**_of_a_server(function, model), **block.reward_kwargs}
+    given = {**_of_a_server(function, model, block.reward_kwargs), **block.reward_kwargs}
     return functools.partial(function, **given) if given else function
 
 
@@ -136,8 +136,11 @@ def _judge(block: JudgeConfig) -> judge.Judge:
     return judge.Judge(**{**settings, "template": text})
 
 
-def _of_a_server(function: Callable[..., Any], model: RewardModelConfig) -> dict[str, Any]:
-    """What a function that asks a reward model's server is given: the address, as host:port, and the tokenizer."""
+def _of_a_server(function: Callable[..., Any], model: RewardModelConfig, own: Mapping[str, Any]) -> dict[str, Any]:
+    """What a function that asks a reward model's server is given: the address, as host:port, and the tokenizer.
+
+    `own`: what it is given anyway.
+    """
     asked = inspect.signature(function).parameters
     found: dict[str, Any] = {}
     if model.enable and _ADDRESS not in asked:
@@ -152,8 +155,12 @@ def _of_a_server(function: Callable[..., Any], model: RewardModelConfig) -> dict
         found[_TOKENIZER] = hf_tokenizer(resolve_model_path(model.path, "reward_model.path"))
     for name, key in ((_ADDRESS, "reward_model.url=host:port"), (_TOKENIZER, "reward_model.path")):
         later = name == _ADDRESS and model.enable  # once it is served: NaiveRewardManager.bind
-        if name in asked and name not in found and not later and asked[name].default is inspect.Parameter.empty:
-            raise ValueError(f"custom_reward_function.path: its {name} is not known. Set {key} of the reward model.")
+        known = name in found or name in own or later
+        if name in asked and not known and asked[name].default is inspect.Parameter.empty:
+            raise ValueError(
+                f"custom_reward_function.path: its {name} is not known. Set {key} of the reward model, or (main_sft and"
+                f" main_eval have none) custom_reward_function.reward_kwargs.{name}."
+            )
     return found
 
 
