@@ -22,10 +22,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tell_step(tokens: int) -> None:
-    """A step is done: when, over how many tokens, and the most memory since the last."""
+    """A step is done: when, over how many tokens, and the most memory so far: taken from the device, and used of it."""
     synchronise(DEVICE)
-    peak = torch.cuda.max_memory_reserved() / 2**30 if DEVICE == "cuda" else None
-    print("STEP " + json.dumps({"end": time.perf_counter(), "tokens": tokens, "peak_gb": peak}), flush=True)
+    taken, used = (torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()) if DEVICE == "cuda" else (0, 0)
+    memory = {"peak_gb": taken / 2**30, "used_gb": used / 2**30}
+    print("STEP " + json.dumps({"end": time.perf_counter(), "tokens": tokens, **memory}), flush=True)
 
 
 def ours(work: SFTWork, folder: Path, options: argparse.Namespace) -> None:

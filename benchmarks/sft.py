@@ -8,8 +8,9 @@ on three quarters of each. Both sides have float32 master weights and compute in
 over about as many tokens, and checkpoint activations or not alike. TRL packs rows to 4096 tokens in two ways: `bfd`
 keeps them apart (its attention then needs a dense mask, unless flash-attn is installed), `wrapped` lets tokens attend
 across rows, which is not the same training but its fastest. Ours keeps rows apart always. MFU counts what an update
-needs at least (`SFTWork.update_flops_per_token`), against the matmul rate measured here. Each system runs in a process
-of its own with a time limit; of its steps the first two are not counted.
+needs at least (`SFTWork.update_flops_per_token`), against the matmul rate measured here. Peak memory is what torch took
+from the device, used what tensors had of it. Each system runs in a process of its own with a time limit; of its steps
+the first two are not counted.
 
 Without a GPU everything is tiny: the script can be tried, the figures mean nothing.
 """
@@ -62,13 +63,13 @@ def _figures(work: SFTWork, steps: list[dict[str, Any]], rate: float) -> dict[st
     counted = steps[NOT_COUNTED:]
     seconds = counted[-1]["end"] - steps[NOT_COUNTED - 1]["end"]
     tokens = sum(step["tokens"] for step in counted)
-    peaks = [step["peak_gb"] for step in steps if step["peak_gb"]]
     return {
         "s/step": seconds / len(counted),
         "tokens/step": tokens / len(counted),
         "tokens/s": tokens / seconds,
         "MFU": tokens * work.update_flops_per_token() / seconds / rate,
-        "peak GB": max(peaks) if peaks else None,
+        "peak GB": max(step["peak_gb"] for step in steps),
+        "used GB": max(step["used_gb"] for step in steps),
     }
 
 
