@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from verl.utils.dataset.chat import Messages
@@ -52,6 +53,7 @@ class ConversationEncoder:
         self._has_template = bool(self._given_template or tokenizer.chat_template)
         added = tokenizer.added_tokens_decoder.items()
         self._special = set(tokenizer.all_special_ids) | {number for number, token in added if token.special}
+        self._begins_with_space = tokenizer.tokenize("a")[0].startswith("▁")
 
     def rows(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any
@@ -124,7 +126,7 @@ class ConversationEncoder:
 
     def _encoded(self, pieces: Sequence[tuple[str, float]]) -> LearnedRow:
         pieces = [piece for number, piece in enumerate(pieces) if piece[0] or (number == 0 and not self._has_template)]
-        encoded = self._tokenizer([text for text, _ in pieces], add_special_tokens=False)["input_ids"]
+        encoded = self._tokenised([text for text, _ in pieces])
         if not self._has_template:  # which would have written the special tokens that begin a text
             encoded[0] = self._tokenizer(pieces[0][0], add_special_tokens=True)["input_ids"]
         row = LearnedRow()
@@ -133,6 +135,19 @@ class ConversationEncoder:
             row.ids += ids
             row.weights += [weight] * own + [0.0] * (len(ids) - own)
         return row
+
+    def _tokenised(self, texts: Sequence[str]) -> list[list[int]]:
+        """Each on its own; where the tokenizer begins a text with a space of its own (SentencePiece), as what follows
+        the text before it: no model samples that space after its prompt."""
+        alone = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        if not self._begins_with_space or len(texts) < 2:
+            return alone
+        joined = self._tokenizer([a + b for a, b in pairwise(texts)], add_special_tokens=False)["input_ids"]
+        following = [
+            both[len(before) :] if both[: len(before)] == before else after
+            for both, before, after in zip(joined, alone, alone[1:], strict=False)
+        ]
+        return [alone[0], *following]
 
     def until_end(self, ids: list[int]) -> int:
         """How many tokens the model would have sampled itself: templates may add a line break after the end token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tokenizers import processors
 
+from tests.support.chat_models import chat_tokenizer
 from tests.support.tiny import tiny_tokenizer
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
@@ -342,3 +344,16 @@ def test_a_column_that_was_named_must_be_there(tmp_path, option):
     with pytest.raises(DataError, match=rf"data\.{option} = typo: no file has this column \(found: prompt, response\)"):
         SFTDataset(file, TOKENIZER, {option: "typo"})
     assert len(SFTDataset(file, TOKENIZER, {option: "typo"}, split="validation")) == 1
+
+
+def test_a_tokenizer_that_begins_texts_with_a_space_adds_none_between_prompt_and_answer(tmp_path):
+    """As Llama 2's, whose template has no special token before an answer."""
+    tokenizer = copy.deepcopy(chat_tokenizer("mistral"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}</s>{% else %}"
+        "(asked) {{ m.content }} (end){% endif %}{% endfor %}"
+    )
+    item = MultiTurnSFTDataset(write(tmp_path / "a.jsonl", [{"messages": CHAT[1:]}]), tokenizer, {})[0]
+    whole = tokenizer.apply_chat_template(CHAT[1:], tokenize=False)
+    assert item["input_ids"].tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(item["input_ids"][item["loss_mask"].bool()]) == " 2</s> 4!</s>"
