@@ -46,7 +46,10 @@ class Judge:
 
     def _parts(self, device: DeviceMemory | None) -> EngineParts:
         asked = self.config.reward_model.rollout
-        engine = engine_config(asked, asked.max_model_len or self.shape.positions or 0)
+        length = asked.max_model_len or self.shape.positions
+        if length is None:  # its server asks for the same, once it has started
+            raise ValueError("reward_model.rollout.max_model_len: the model names no limit of its own. Set it.")
+        engine = engine_config(asked, length)
         engine.dtype = self._dtype
         parts = engine_parts(engine, self.shape, asked.max_num_seqs, self.config.trainer.device == "cuda", device)
         return parts if self.generates else EngineParts(parts.weights, 0.0, 0.0, parts.step)

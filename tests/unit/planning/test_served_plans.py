@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig
@@ -96,6 +97,14 @@ def test_a_run_whose_judge_has_no_room_is_refused_with_its_keys():
     assert plan_of_small(config).fullest.phase == "judge"
     with pytest.raises(ConfigError, match=r"judge phase is planned.*reward_model\.rollout\.gpu_memory_utilization="):
         refuse_what_cannot_fit(config, plan_of_small)
+
+
+def test_a_judge_that_names_no_longest_sequence_is_refused_by_the_key_that_sets_it():
+    shapes = {"actor": SHAPE, "judge": replace(SHAPE, positions=None)}
+    with pytest.raises(ValueError, match=r"^reward_model\.rollout\.max_model_len: .* Set it\."):
+        memory_plan(load(*JUDGE), shapes, GPU)
+    asked = memory_plan(load(*JUDGE, "reward_model.rollout.max_model_len=4096"), shapes, GPU)
+    assert asked.phase("judge").parts["judge"] > 2 * SHAPE.parameters
 
 
 def test_the_plan_of_a_judge_on_this_machine_is_logged(tmp_path, caplog):
