@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,10 @@ from tests.support.megatron_ranks import LAYOUTS, MODELS, WEIGHTS_ONLY, model_of
 from tests.support.megatron_weight_ranks import cut_rows, other_model, rows_of, walked, wrong
 
 REFUSED = ("mixtral", "shared", "experts")
+BROKEN = (
+    ModuleNotFoundError("No module named 'megatron.bridge'", name="megatron.bridge"),
+    OSError("libcudnn.so.9: cannot open shared object file"),  # as Transformer Engine has it where a library is missing
+)
 
 
 def filled_both_ways(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
@@ -94,8 +99,22 @@ def _masters(stored: Path, name: str, changes: dict[str, Any]) -> list[str]:
     return wrong(whole_weights(again), whole_weights(make_megatron(str(stored), MODELS[name][0], **changes)))
 
 
+@contextmanager
+def import_raises(error: Exception) -> Iterator[None]:
+    """Inside, this is what becomes of importing the package."""
+
+    class Finder(MetaPathFinder):
+        def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+            if name == "megatron.bridge":
+                raise error
+
+    with patch.dict(sys.modules), patch.object(sys, "meta_path", [Finder(), *sys.meta_path]):
+        sys.modules.pop("megatron.bridge", None)
+        yield
+
+
 def refused_or_ours(rank: int, ranks: int, folder: str) -> None:
-    """Models without a mapping, of which there are no weights to load; and the package away."""
+    """Models without a mapping, of which there are no weights to load; and the package away, or broken."""
     found: dict[str, Any] = {}
     for name in REFUSED:
         stored = Path(folder) / name
@@ -112,11 +131,13 @@ def refused_or_ours(rank: int, ranks: int, folder: str) -> None:
     handler.emit = said.append
     logging.getLogger("verl").addHandler(handler)
     logging.getLogger("verl").setLevel(logging.INFO)  # in this process alone
-    with patch.dict(sys.modules, {"megatron.bridge": None}):
-        engine = make_megatron(str(stored), use_mbridge=True)
+    found["ours"] = []
+    for error in BROKEN:
+        with import_raises(error):
+            engine = make_megatron(str(stored), use_mbridge=True)
+        found["ours"] += wrong(whole_weights(engine), model.state_dict())
     logging.getLogger("verl").removeHandler(handler)
     found["said"] = [record.getMessage() for record in said if "use_mbridge" in record.getMessage()]
-    found["ours"] = wrong(whole_weights(engine), model.state_dict())
     found["no files"] = _without_files(stored)
     torch.save(found, Path(folder) / f"found-{rank}.pt")
 

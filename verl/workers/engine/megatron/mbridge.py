@@ -45,10 +45,13 @@ def bridge_of(
     return Bridge(arch, kind, hf_config)
 
 
-def _import_error() -> ImportError | None:
+def _import_error() -> Exception | None:
+    """What keeps this rank from importing the conversion."""
     try:
-        import megatron.bridge  # noqa: F401
-    except ImportError as error:
+        import megatron.bridge
+        import megatron.bridge.models.conversion.model_bridge
+        import megatron.bridge.models.conversion.param_mapping  # noqa: F401
+    except Exception as error:  # noqa: BLE001 - Transformer Engine raises OSError and others where its library is broken
         return error
     return None
 
@@ -126,7 +129,7 @@ def _model_bridge(hf_config: Any) -> Any:
 
     try:
         return get_model_bridge(MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)])
-    except NotImplementedError as error:
+    except (KeyError, NotImplementedError) as error:  # a config class of the model's own, a family it does not know
         raise _refusal(hf_config.model_type) from error
 
 
