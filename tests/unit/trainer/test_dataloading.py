@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sqlite3
 import threading
 
 import pytest
@@ -23,6 +24,8 @@ from verl.utils.plain_store import load_plain, save_plain
 
 class Numbers:
     """Row i is i; a worker process says so by its id."""
+
+    read_in_thread = True
 
     def __init__(self, rows):
         self._rows = rows
@@ -188,6 +191,23 @@ def test_without_processes_the_next_batch_is_made_while_one_is_used():
     assert rows.last.wait(20)
     assert loader.state_dict()["batches"] == 1
     assert [row for row, _ in next(batches)] == [2, 3]
+
+
+def test_a_dataset_of_the_users_is_read_by_the_thread_that_made_it():
+    class Stored:
+        def __init__(self):
+            self._files = sqlite3.connect(":memory:")
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, item):
+            return self._files.execute("select ?", (item,)).fetchone()[0]
+
+    rows = Stored()
+    order = SequentialSampler(rows)
+    loader = BatchLoader(rows, order, batch_size=2, drop_last=True, num_workers=0, collate_fn=list)
+    assert list(loader) == [[0, 1], [2, 3]]
 
 
 def test_a_row_that_cannot_be_read_fails_where_its_batch_is_due():

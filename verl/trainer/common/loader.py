@@ -24,7 +24,7 @@ class BatchLoader:
 
     The saved position is that of the batches handed out. What was loaded beyond them is drawn again after a restore, so
     no row is lost or repeated, and the number of workers may change in between. Without worker processes a thread loads
-    the next batch while one is used: tokenizers let others run. A sampler with
+    the next batch while one is used, where the dataset has `read_in_thread`: tokenizers let others run. A sampler with
     `state_dict` and `load_state_dict` is restored by them; any other begins anew, and what was handed out is skipped.
     Worker processes start with the first batch and stay: they see the dataset as it is then.
     """
@@ -48,7 +48,9 @@ class BatchLoader:
         self._num_workers = _useful_workers(num_workers, len(self), sampler)
         self.learns = isinstance(sampler, AbstractCurriculumSampler)
         """Whether the next batch depends on what becomes of this one: it must not be fetched early."""
-        self._by_thread = not (self._num_workers or self.learns or hasattr(dataset, "state_dict"))
+        # One of the user's may hold what only its own thread may use, or draw numbers that others draw too.
+        own_place = self._num_workers or self.learns or hasattr(dataset, "state_dict")
+        self._by_thread = not own_place and getattr(dataset, "read_in_thread", False)
         self._keeps_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         self._done = 0  # batches of this epoch handed out
         self._restored = False

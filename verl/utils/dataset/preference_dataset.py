@@ -41,6 +41,9 @@ class PreferenceDataset(Dataset):
     All rows are tokenised now with `truncation=error`, which must know their lengths; otherwise each when asked for.
     """
 
+    read_in_thread = True
+    """Rows may be read by another thread than the one that made it (`BatchLoader`)."""
+
     def __init__(
         self,
         data_files: str | os.PathLike[str] | Sequence[str],

@@ -63,6 +63,9 @@ class SFTDataset(Dataset):
     left to learn is left out, and told. With `truncation=left`, which keeps the end, others are when asked for.
     """
 
+    read_in_thread = True
+    """Rows may be read by another thread than the one that made it (`BatchLoader`)."""
+
     last_turn_only: ClassVar[bool] = True
 
     def __init__(
