@@ -112,7 +112,7 @@ def test_two_tensors_are_in_memory_at_a_time(actor, tmp_path, monkeypatch):
     monkeypatch.setattr(merging, "whole", counted)
     assert merge(actor, tmp_path / "merged") == 0
     assert len(alive) > 10
-    assert max(alive) == 2
+    assert max(alive) <= 2  # a thread reads the next one while one is written; it may be late
 
 
 MEASURED = """
