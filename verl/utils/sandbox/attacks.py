@@ -51,10 +51,12 @@ while True:
         "memory bomb of many processes",
         """
 import os, time
+filled, has_filled = os.pipe()
 for _ in range(8):
     if os.fork() == 0:
-        x = b"x" * (64 << 20); time.sleep(60)
-time.sleep(1.5)
+        x = b"x" * (64 << 20); os.write(has_filled, b"."); time.sleep(60)
+for _ in range(8): os.read(filled, 1)
+time.sleep(1)  # it was not only reached, but kept
 print("ESCAPED: 512 MB")
 """,
     ),
@@ -62,13 +64,15 @@ print("ESCAPED: 512 MB")
         "memory bomb of a thread's processes",
         """
 import os, threading, time
+filled, has_filled = os.pipe()
 def start():
     for _ in range(8):
         if os.fork() == 0:
-            x = b"x" * (64 << 20); time.sleep(60)
+            x = b"x" * (64 << 20); os.write(has_filled, b"."); time.sleep(60)
     time.sleep(60)
 threading.Thread(target=start, daemon=True).start()
-time.sleep(1.5)
+for _ in range(8): os.read(filled, 1)
+time.sleep(1)
 print("ESCAPED: 512 MB")
 """,
     ),
