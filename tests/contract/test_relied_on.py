@@ -241,10 +241,8 @@ def test_a_call_that_takes_too_long_is_a_timeout(use_signals):
     assert wait(0.0, value="in time") == "in time"
     with pytest.raises(ValueError, match="no number"):
         wait(0.0, "no number")
-    start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"wait took longer than 0\.2 s"):
-        wait(30.0)
-    assert time.monotonic() - start < 20
+        wait(600.0)
 
 
 def test_two_dicts_become_one_where_they_agree():

@@ -17,7 +17,7 @@ def batch(rows: int) -> DataProto:
 
 
 def wait_for(console: StatusLine, done: int, units: int) -> Standing:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (now := console.standing()).done != done or now.units != units:
         assert time.monotonic() < deadline, now
         time.sleep(0.005)

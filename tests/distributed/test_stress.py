@@ -37,7 +37,7 @@ def test_a_rank_killed_at_a_random_moment_is_always_a_named_error(start, seed):
     victim = rng.randrange(2)
     killer = threading.Timer(rng.uniform(0, 1.0), os.kill, (pids[victim], signal.SIGKILL))
     killer.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
 
     def call_until_it_fails() -> None:
         while time.monotonic() < deadline:

@@ -165,7 +165,7 @@ def test_answers_end_at_stop_tokens_and_when_they_are_aborted(rollout: URLRollou
     futures = ask(rollout, max_new_tokens=100, ignore_eos=True)
     time.sleep(0.3)
     rollout.abort()
-    assert all(future.result(30).finish_reason == "abort" for future in futures)
+    assert all(future.result().finish_reason == "abort" for future in futures)
     assert all(future.result().finish_reason == "length" for future in ask(rollout, ignore_eos=True))
 
 

@@ -23,7 +23,7 @@ def run_script(script: str, tmp_path: Path, *extra: str, exit_code: int = 0) -> 
     python3.write_text(f"#!/bin/sh\n{note}\nexit {exit_code}\n")
     python3.chmod(0o755)
     env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "HOME": "/home/user", "DATA_ROOT": "/data"}
-    done = subprocess.run(["bash", script, *extra], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", script, *extra], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == exit_code, done.stderr
     return noted.read_text().removesuffix("\0").split("\0")
 

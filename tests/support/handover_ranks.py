@@ -135,6 +135,6 @@ def handed_to_a_process(engine: Any, path: str, rank: int, ranks: int) -> dict[s
     found = {"kind": type(rollout).__name__, "errors": errors, "bytes": stats.bytes, "version": rollout.version}
     if rank == 0:
         asked = [Request("a", [5, 6, 7], SamplingParams(max_new_tokens=8, temperature=0))]
-        found["answer"] = rollout.submit(asked)[0].result(60).token_ids
+        found["answer"] = rollout.submit(asked)[0].result().token_ids
     rollout.close()
     return found

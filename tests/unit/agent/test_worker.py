@@ -109,7 +109,7 @@ def test_finished_trajectories_are_told_for_scoring(two: House, task: dict[str, 
         while not any(two.agents.cancel()):
             pass
         with pytest.raises(WorkerCallError):
-            call.result(60)
+            call.result()
     assert told == {row: answer[0][0] for row, answer in enumerate(answers.values()) if row != 2}
     two.answer(prompts_of(task, 1, f"{HERE}.TwoTurns", tell_finished=True))
     assert two.agents.finished_samples() == [[]]
@@ -134,7 +134,7 @@ def test_a_generation_that_is_cancelled_leaves_nothing_in_the_engine(two: House,
         while not any(two.agents.cancel()):
             pass
         with pytest.raises(WorkerCallError) as caught:
-            call.result(60)
+            call.result()
         assert isinstance(caught.value.__cause__, CallCancelled)
     assert all(metric["status"] == "finished" for metric in metrics(two.answer(prompts_of(task, 1, "deep"))))
 

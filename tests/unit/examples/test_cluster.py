@@ -64,7 +64,7 @@ def start(script: str, environment: dict[str, str], *arguments: str) -> subproce
 
 def calls(folder: Path, number: int) -> tuple[set[str], list[Any]]:
     """The tokens, and the configurations by the nodes' ranks, of so many calls of python3."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while len(found := sorted(folder.glob("call.*"))) < number or not all(file.stat().st_size for file in found):
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
@@ -74,7 +74,7 @@ def calls(folder: Path, number: int) -> tuple[set[str], list[Any]]:
 
 
 def test_slurm_starts_the_same_command_on_every_node(environment, tmp_path):
-    assert start("slurm.sbatch", environment, "trainer.save_freq=7").wait(timeout=30) == 0
+    assert start("slurm.sbatch", environment, "trainer.save_freq=7").wait() == 0
     tokens, (head, node) = calls(tmp_path, 2)
     assert len(tokens) == 1
     assert len(tokens.pop()) == 64
@@ -90,7 +90,7 @@ def test_slurm_starts_the_same_command_on_every_node(environment, tmp_path):
 )
 def test_slurm_queues_a_run_again_that_another_start_may_help(environment, tmp_path, code, restarts, again):
     environment |= {"CODE": str(code), "SLURM_RESTART_COUNT": str(restarts)}
-    assert start("slurm.sbatch", environment).wait(timeout=30) == code
+    assert start("slurm.sbatch", environment).wait() == code
     assert (tmp_path / "requeued").exists() == again
 
 
@@ -98,7 +98,7 @@ def test_slurm_lets_a_run_save_before_its_time_is_over_and_queues_it_again(envir
     job = start("slurm.sbatch", environment | {"RUNS": "1"})
     calls(tmp_path, 2)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(timeout=20) == 0
+    assert job.wait() == 0
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
@@ -113,7 +113,7 @@ def test_options_of_the_slurm_job_leave_time_to_save_and_queue_it_again():
 def test_ssh_starts_a_node_on_every_host_or_one_that_came_back(environment, tmp_path):
     environment |= {"HOSTS": "10.0.0.1 10.0.0.2"}
     keys = ["trainer.n_gpus_per_node=4", "trainer.experiment_name=a b"]
-    assert start("ssh.sh", environment, "start", *keys).wait(timeout=30) == 0
+    assert start("ssh.sh", environment, "start", *keys).wait() == 0
     tokens, configurations = calls(tmp_path, 2)
     assert (tmp_path / "hosts").read_text().split() == ["10.0.0.1", "10.0.0.2"]
     assert tokens == {(tmp_path / "home/.ray/auth_token").read_text().strip()}
@@ -124,7 +124,7 @@ def test_ssh_starts_a_node_on_every_host_or_one_that_came_back(environment, tmp_
         assert trainer.experiment_name == "a b"
     for file in tmp_path.glob("call.*"):
         file.unlink()
-    assert start("ssh.sh", environment | {"NODE": "1"}, "start", *keys).wait(timeout=30) == 0
+    assert start("ssh.sh", environment | {"NODE": "1"}, "start", *keys).wait() == 0
     again, (node,) = calls(tmp_path, 1)
     assert again == tokens
     assert node.trainer.node_rank == 1
@@ -132,12 +132,12 @@ def test_ssh_starts_a_node_on_every_host_or_one_that_came_back(environment, tmp_
 
 def test_ssh_stops_node_0_which_tells_the_others(environment, tmp_path):
     environment |= {"HOSTS": "10.0.0.1", "RUNS": "1"}
-    assert start("ssh.sh", environment, "start").wait(timeout=30) == 0
+    assert start("ssh.sh", environment, "start").wait() == 0
     calls(tmp_path, 1)
     pid = int((tmp_path / "cluster-node0.pid").read_text())
     os.kill(pid, 0)
-    assert start("ssh.sh", environment, "stop").wait(timeout=30) == 0
-    deadline = time.monotonic() + 10
+    assert start("ssh.sh", environment, "stop").wait() == 0
+    deadline = time.monotonic() + 120
     while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)

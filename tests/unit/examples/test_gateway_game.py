@@ -25,7 +25,7 @@ def play(name, base_url, secret, **keywords):
         request_kwargs={"max_tokens": 1},
         metadata={"reward_model": {"ground_truth": str(secret)}},
         **keywords,
-    ).result(60)
+    ).result()
 
 
 def session(gateway, name):

@@ -48,7 +48,7 @@ class GatedStep:
         self.runner, self.done = runner, done
 
     def wait(self) -> tuple[list[int], list[float], list[float], list[float]]:
-        assert self.runner.gate.wait(timeout=60)
+        assert self.runner.gate.wait(timeout=250)
         self.runner.on_their_way -= 1
         return self.done.wait()
 
@@ -77,7 +77,7 @@ def right(asked: Request, output: Output) -> bool:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -176,7 +176,7 @@ def test_when_halt_returns_no_step_is_on_its_way_and_every_sampled_token_is_ther
     engine.go("another reason")
     wait_for(lambda: runner.steps > steps)
     engine.abort(["a"])
-    assert future.result(timeout=30).finish_reason == "abort"
+    assert future.result().finish_reason == "abort"
 
 
 def test_halt_waits_for_a_step_that_takes_its_time(start):
@@ -189,7 +189,7 @@ def test_halt_waits_for_a_step_that_takes_its_time(start):
     halting.join(timeout=0.1)
     assert halting.is_alive()
     runner.gate.set()
-    halting.join(timeout=30)
+    halting.join()
     assert not halting.is_alive()
     assert runner.on_their_way == 0
 
@@ -205,7 +205,7 @@ def test_new_weights_between_two_steps_take_effect_at_the_next_token(start):
         engine.recompute()
         engine.version = version
         engine.go("update")
-    outputs = [future.result(timeout=30) for future in futures]
+    outputs = [future.result() for future in futures]
     assert all(right(one, output) for one, output in zip(asked, outputs, strict=True))
 
 
@@ -220,9 +220,9 @@ def test_a_failing_step_fails_the_requests_it_had_and_not_the_next_ones(start):
     futures = engine.submit([request("a"), request("b")])
     for future in futures:
         with pytest.raises(RuntimeError, match="on fire"):
-            future.result(timeout=30)
+            future.result()
     runner.launch = launch
-    assert right(request("a"), engine.submit([request("a")])[0].result(timeout=30))
+    assert right(request("a"), engine.submit([request("a")])[0].result())
 
 
 def test_a_stream_of_a_request_that_fails_raises_its_error(start):
@@ -242,7 +242,7 @@ def test_closing_fails_whoever_waits_also_while_halted(start):
     future = engine.submit([request("a")])[0]
     engine.close()
     with pytest.raises(RuntimeError, match="closed before this request was finished"):
-        future.result(timeout=30)
+        future.result()
     with pytest.raises(RuntimeError, match="engine is closed"):
         engine.submit([request("b")])
 
@@ -255,9 +255,9 @@ def test_pausing_to_finish_lets_later_ones_wait_and_abort_reaches_those_who_wait
     later = engine.submit([request("l0"), request("l1")])
     assert wait(later, timeout=0.05).done == set()
     engine.abort(["l0"])
-    assert later[0].result(timeout=30) == Output()
+    assert later[0].result() == Output()
     engine.unpause()
-    assert right(request("l1"), later[1].result(timeout=30))
+    assert right(request("l1"), later[1].result())
 
 
 def test_a_name_can_be_used_again_by_whoever_got_the_answer(start):
@@ -272,11 +272,11 @@ def test_a_name_can_be_used_again_by_whoever_got_the_answer(start):
 
 def test_stop_strings_end_an_answer_and_need_a_tokenizer(start):
     engine, _ = start()
-    free = engine.submit([request("a", replace(PARAMS, max_new_tokens=40))])[0].result(timeout=30)
+    free = engine.submit([request("a", replace(PARAMS, max_new_tokens=40))])[0].result()
     # Tokens 1 to 4 of the tiny tokenizer are special, and written as they are named.
     end = next(i for i, token in enumerate(free.token_ids) if token == 3)
     stop = replace(PARAMS, max_new_tokens=40, stop=("<|user|>",))
-    stopped = engine.submit([request("b", stop)])[0].result(timeout=30)
+    stopped = engine.submit([request("b", stop)])[0].result()
     assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[: end + 1], "stop")
     bare = AsyncEngine(engine._engine)
     with pytest.raises(ValueError, match=r"stop=\['<|user|>'\] needs a tokenizer"):
@@ -296,9 +296,7 @@ def test_callers_in_many_threads_with_aborts_and_updates_all_get_right_answers(s
                 engine.abort([asked[1].id])
             if turn % 5 == caller:
                 futures[2].cancel()
-            answers.extend(
-                (one, f.result(timeout=30)) for one, f in zip(asked, futures, strict=True) if not f.cancelled()
-            )
+            answers.extend((one, f.result()) for one, f in zip(asked, futures, strict=True) if not f.cancelled())
 
     callers = [threading.Thread(target=ask, args=(caller,)) for caller in range(3)]
     for caller in callers:

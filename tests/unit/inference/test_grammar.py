@@ -64,7 +64,7 @@ def answer(folder, request):
     runner = Ahead(built.runner) if request.param else built.runner
     engine = AsyncEngine(Engine(built.engine.scheduler, runner), tiny_tokenizer)
     with contextlib.closing(engine):
-        yield lambda requests: [future.result(timeout=120) for future in engine.submit(requests)]
+        yield lambda requests: [future.result() for future in engine.submit(requests)]
 
 
 def asked(name, params, key=0, **fields):

@@ -101,7 +101,7 @@ def server(folder, log):
             time.sleep(0.1)
         yield process
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0, log.read_text()
+        assert process.wait() == 0, log.read_text()
         assert "Traceback" not in log.read_text()
     finally:
         process.kill()

@@ -55,7 +55,7 @@ def test_run_ppo_prints_the_plan_of_a_script_without_logging_and_leaves_logging_
     """
     environment = clean_environment() | {"RAY_ADDRESS": "127.0.0.1:1"}  # nothing answers there: far enough
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     bare, quiet, own, _ = done.stderr.split("---\n")
     assert "data.val_files is not set" in bare
     assert "\nBatch plan\n  step" in bare
@@ -102,7 +102,7 @@ def test_plain_and_remote_runners_get_the_resolved_configuration(tmp_path):
         )
     )
     environment = clean_environment(HF_TOKEN="secret", PYTHONPATH=str(tmp_path))
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "plain").exists()
     assert (tmp_path / "remote").exists()

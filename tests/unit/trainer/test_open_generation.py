@@ -51,7 +51,7 @@ class Client:
         params = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True, key=7)
         self._replica.tell("submit_requests", self._name, [Request(self._name, PROMPT, params)])
 
-    def listen(self, until: int, within: float = 60.0) -> None:
+    def listen(self, until: int, within: float = 200.0) -> None:
         """Until so many tokens are known, or all."""
         deadline = time.monotonic() + within
         while len(self.heard) < until and self.answer is None and time.monotonic() < deadline:

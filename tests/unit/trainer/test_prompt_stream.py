@@ -95,11 +95,11 @@ def test_the_next_batch_is_fetched_while_a_step_runs_and_counts_once_it_is_taken
     stream, loader = make_stream(rows=6, batch=3)
     with caplog.at_level("INFO"):
         stream.take(3)
-        assert stream._fetched.result(timeout=30)[1] is False, "the second batch of the first epoch is there"
+        assert stream._fetched.result()[1] is False, "the second batch of the first epoch is there"
         assert loader.state_dict()["batches"] == 2
         assert stream.loader_state()["batches"] == 1
         stream.take(3)
-        assert stream._fetched.result(timeout=30)[1], "and then the first of the second epoch"
+        assert stream._fetched.result()[1], "and then the first of the second epoch"
         assert stream.epoch == 0
         assert [record.message for record in caplog.records] == ["Epoch 1/2"]
         stream.take(1)

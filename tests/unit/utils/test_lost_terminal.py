@@ -51,7 +51,7 @@ def end(process: subprocess.Popen, folder: Path) -> list[str]:
     time.sleep(1)
     assert process.poll() is None
     (folder / "end").touch()
-    assert process.wait(timeout=20) == 0
+    assert process.wait() == 0
     return (folder / "kept.log").read_text().splitlines()
 
 

@@ -110,8 +110,8 @@ def test_each_call_has_its_own_time_limit_whatever_it_does_with_the_interpreter(
     hanging = pool.submit(function, *arguments, timeout=0.3)
     slow = pool.submit(time.sleep, 0.6)
     with pytest.raises(TaskTimeout, match=r"took longer than 0\.3 s and was stopped"):
-        hanging.result(timeout=20)
-    assert slow.result(timeout=20) is None
+        hanging.result()
+    assert slow.result() is None
     assert time.monotonic() - began >= 0.6
 
 
@@ -132,7 +132,7 @@ def test_results_count_as_progress_while_others_are_waited_for(pool, tmp_path, u
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        give_up = time.monotonic() + 30
+        give_up = time.monotonic() + 120
         while progress.read() != (before, total) and time.monotonic() < give_up:
             time.sleep(0.01)
         assert progress.read() == (before, total)
@@ -179,4 +179,4 @@ def test_calls_that_a_closed_pool_owed_are_errors():
     owed = pool.submit(time.sleep, 1000)
     pool.close()
     with pytest.raises(PoolClosed, match="closed"):
-        owed.result(timeout=20)
+        owed.result()

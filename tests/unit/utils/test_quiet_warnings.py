@@ -10,7 +10,7 @@ from verl.utils.logging_setup import UNACTIONABLE
 
 
 def stderr_of(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

@@ -102,7 +102,7 @@ def test_a_killed_run_keeps_its_steps_and_a_torn_line_spoils_only_itself(tmp_pat
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     root = os.getcwd()
-    killed = subprocess.run([sys.executable, "-c", script], cwd=root, env=_with_repo_on_path(), timeout=60)
+    killed = subprocess.run([sys.executable, "-c", script], cwd=root, env=_with_repo_on_path())
     assert killed.returncode == -signal.SIGKILL
     file = tmp_path / "runs/p/r/metrics.jsonl"
     assert [line["step"] for line in lines_of(file)] == [0, 1, 2]

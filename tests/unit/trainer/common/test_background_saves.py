@@ -136,7 +136,7 @@ def hold_saves(engine: Any, saver: Saver) -> None:
     finish, wait_for_turn, collect = engine.finish_save, saver.wait_for_turn, saver.collect
 
     def finish_when_allowed() -> None:
-        assert may_end.acquire(timeout=60)
+        assert may_end.acquire(timeout=250)
         finish()
 
     def let_the_one_before_end(step: int) -> None:

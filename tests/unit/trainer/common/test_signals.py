@@ -48,7 +48,7 @@ def test_the_first_asks_and_the_second_ends_it_at_once(number):
     assert process.stdout.readline() == f"{number.name}\n"
     time.sleep(0.6)  # sooner it would count as the same one, delivered twice
     process.send_signal(number)
-    left, _ = process.communicate(timeout=10)
+    left, _ = process.communicate()
     assert left.splitlines()[0] == "at once"
     assert "finished" not in left
     assert process.returncode in (-number, 1 if number is signal.SIGINT else -number)
@@ -60,5 +60,5 @@ def test_what_is_ignored_stays_ignored_and_one_signal_lets_the_work_finish():
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "SIGTERM\n"
     process.send_signal(signal.SIGHUP)
-    assert process.communicate("go on\n", timeout=10)[0] == "finished\n"
+    assert process.communicate("go on\n")[0] == "finished\n"
     assert process.returncode == 0

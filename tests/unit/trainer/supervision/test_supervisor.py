@@ -67,7 +67,7 @@ def program(body: str) -> str:
 
 def run(body: str, folder: Path, **options: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", program(body), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def start(tmp_path) -> Iterator:
             process.stderr.close()
 
 
-def wait_for(happened, seconds: float = 30) -> None:
+def wait_for(happened, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline
@@ -199,7 +199,7 @@ def test_time_in_which_nobody_could_run_is_no_silence(start):
     process.send_signal(signal.SIGSTOP)
     time.sleep(2.5)
     process.send_signal(signal.SIGCONT)
-    assert process.wait(timeout=20) == 0
+    assert process.wait() == 0
     assert "restart" not in process.stderr.read()
 
 
@@ -212,7 +212,7 @@ def test_a_run_that_has_ended_well_and_does_not_exit_is_ended(tmp_path):
 def test_what_a_script_does_after_its_run_takes_as_long_as_it_takes(tmp_path):
     script = program("report.tell(beat=True)").replace("ends_in_words(), ", "").replace("1.5, 5.0", "1.0, 1.0")
     after = "time.sleep(3)\n(folder / 'after').touch()\n"
-    done = subprocess.run([sys.executable, "-c", script + after, str(tmp_path)], timeout=60)
+    done = subprocess.run([sys.executable, "-c", script + after, str(tmp_path)])
     assert done.returncode == 0
     assert (tmp_path / "after").exists()
 
@@ -224,7 +224,7 @@ def test_a_signal_reaches_the_run_once_however_often_it_is_delivered(start, numb
     process.send_signal(number)
     os.killpg(process.pid, number)
     os.kill(child, number)
-    assert process.wait(timeout=20) == 0, process.stderr.read()
+    assert process.wait() == 0, process.stderr.read()
     assert process.stderr.read().count("stopping: ") == 1
 
 
@@ -234,7 +234,7 @@ def test_the_second_signal_ends_all_at_once_also_what_hears_no_signal(start):
     time.sleep(0.6)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == -signal.SIGTERM
+    assert process.wait() == -signal.SIGTERM
     assert not psutil.pid_exists(child)
 
 
@@ -243,14 +243,14 @@ def test_a_warning_signal_and_the_one_it_warns_of_are_no_two_requests(start):
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 0, process.stderr.read()
+    assert process.wait() == 0, process.stderr.read()
 
 
 def test_who_dies_after_being_asked_to_stop_is_not_started_again(start, tmp_path):
     process, child = start(f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{RUNNING}time.sleep(60)")
     process.send_signal(signal.SIGTERM)
     os.kill(child, signal.SIGKILL)
-    assert process.wait(timeout=20) == -signal.SIGTERM
+    assert process.wait() == -signal.SIGTERM
     assert len(pids(tmp_path)) == 1
 
 
@@ -260,7 +260,7 @@ def test_a_signal_in_the_pause_before_a_restart_ends_it_with_where_the_command_g
     os.kill(child, signal.SIGKILL)
     assert "restart 1 of 2 in 60 s" in process.stderr.readline()
     process.send_signal(number)
-    assert process.wait(timeout=20) == code
+    assert process.wait() == code
     assert "he same command starts from the beginning" in process.stderr.read().splitlines()[-1]
     assert len(pids(tmp_path)) == 1
 
@@ -279,7 +279,7 @@ def on_a_terminal(body: str, folder: Path) -> tuple[int, int]:
     return pid, terminal
 
 
-def said_on(terminal: int, seconds: float = 30) -> str:
+def said_on(terminal: int, seconds: float = 120) -> str:
     """Until the last process closes it, or for so long."""
     text, deadline = b"", time.monotonic() + seconds
     while select.select([terminal], [], [], max(0, deadline - time.monotonic()))[0]:

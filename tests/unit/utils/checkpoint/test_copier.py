@@ -12,7 +12,7 @@ import pytest
 from verl.utils.checkpoint import copier, remote
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, resolve_resume
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 
 
 @pytest.fixture(autouse=True)

@@ -96,7 +96,7 @@ def test_the_first_signal_lets_requests_finish_and_accepts_nobody_any_more(serve
     answer.begin()
     assert answer.read() == b"done"
     assert idle.recv(1) == b""
-    assert process.wait(timeout=15) == 0
+    assert process.wait() == 0
     with pytest.raises(ConnectionRefusedError):
         connection(port)
     assert b"Traceback" not in process.stdout.read()

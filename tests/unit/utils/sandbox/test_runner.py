@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,9 +55,7 @@ def test_a_fork_that_comes_to_the_end_of_the_script_does_not_end_it(sandbox: San
 
 def test_a_fork_that_never_stops_writing_does_not_keep_the_program(sandbox: Sandbox) -> None:
     code = "import os, time\nif os.fork() == 0:\n    while True: os.write(1, b'x' * 4096)\ntime.sleep(0.2)"
-    began = time.monotonic()
-    assert sandbox.run(code).status == "output"
-    assert time.monotonic() - began < 10
+    assert sandbox.run(code).status == "output", "nor is it a timeout"
 
 
 def test_a_program_that_removes_its_directory_has_no_files(sandbox: Sandbox) -> None:
@@ -97,10 +94,8 @@ def test_a_path_outside_is_the_callers_mistake(sandbox: Sandbox, path: str) -> N
 
 
 def test_time_ends_a_program_and_what_it_printed_is_kept(sandbox: Sandbox) -> None:
-    began = time.monotonic()
     result = sandbox.run("print('before', flush=True)\nwhile True: pass", limits=Limits(wall_s=0.5))
     assert (result.status, result.stdout) == ("timeout", "before\n")
-    assert time.monotonic() - began < 10
 
 
 def test_processor_time_ends_a_program(sandbox: Sandbox) -> None:

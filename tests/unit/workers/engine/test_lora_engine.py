@@ -126,7 +126,7 @@ def test_an_engine_that_generates_samples_from_what_training_scores(name, folder
         ]
         params = SamplingParams(max_new_tokens=9, ignore_eos=True)
         outputs = [
-            future.result(60)
+            future.result()
             for future in rollout.submit([Request(str(i), ids, params) for i, ids in enumerate(prompts)])
         ]
     finally:

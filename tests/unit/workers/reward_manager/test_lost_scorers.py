@@ -70,8 +70,8 @@ def test_a_sample_that_loses_its_scorer_is_scored_by_another_one(pool, tmp_path,
     os.kill(first[0], number)
     again = wait_for_lines(pids, 2)[1]  # long before its time is up
     go.touch()
-    assert waiting.result(timeout=60).error is None
-    assert [each.result(timeout=60).value for each in others] == [i / 8 for i in range(20)]
+    assert waiting.result().error is None
+    assert [each.result().value for each in others] == [i / 8 for i in range(20)]
     assert again[0] != first[0]
     assert again[1] == first[1], "from the same server"
     assert pool.scored_again == 1
@@ -84,16 +84,16 @@ def test_a_killed_server_is_replaced_and_what_ran_is_scored_again(pool, tmp_path
     os.kill(server, signal.SIGKILL)
     assert wait_for_lines(pids, 2)[1][1] != server
     go.touch()
-    assert waiting.result(timeout=60).error is None
+    assert waiting.result().error is None
     assert states(worker) in ([], ["Z"]), "gone with it"
 
 
 def test_a_stopped_server_is_replaced_when_it_is_needed(pool):
     server = pool.submit(sample("fine")).result().extra["server"]
     os.kill(server, signal.SIGSTOP)
-    ended = pool.submit(sample("exit")).result(timeout=60)  # only it knows how
+    ended = pool.submit(sample("exit")).result()  # only it knows how
     assert "exit code 3" in ended.error
-    assert pool.submit(sample("fine")).result(timeout=60).extra["server"] != server
+    assert pool.submit(sample("fine")).result().extra["server"] != server
     assert states(server) == []
 
 
@@ -101,7 +101,7 @@ def test_a_stopped_server_is_replaced_when_it_is_needed(pool):
 def test_an_idle_scorer_that_was_stopped_gets_no_sample(pool):
     idle = pool.submit(sample("fine")).result().extra["pid"]
     os.kill(idle, signal.SIGSTOP)
-    large = pool.submit(sample("fine", filler="x" * 2**22)).result(timeout=60)  # more than a socket takes
+    large = pool.submit(sample("fine", filler="x" * 2**22)).result()  # more than a socket takes
     assert large.error is None
     assert large.extra["pid"] != idle
     assert pool.scored_again == 0, "it had not begun"
@@ -122,7 +122,7 @@ def test_scores_are_right_whoever_is_killed_or_stopped_at_random(function):
 
     def disturb(pool: ScorerPool) -> None:
         while not over.wait(chosen.uniform(0.1, 0.4)):
-            known = pool.submit(sample("fine")).result(timeout=120)
+            known = pool.submit(sample("fine")).result()
             victim = known.extra["server"] if chosen.random() < 0.3 else known.extra["pid"]
             try:
                 os.kill(victim, chosen.choice([signal.SIGKILL, signal.SIGSTOP]))

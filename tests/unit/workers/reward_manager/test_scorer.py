@@ -125,7 +125,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
@@ -264,9 +264,9 @@ def test_time_spent_on_imports_is_not_the_samples_and_is_spent_once(function, tm
         (package / f"{part}.py").write_text("import time\ntime.sleep(0.3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with ScorerPool(function, processes=1, timeout=1.0) as pool:
-        first = pool.submit(sample("slow import")).result(timeout=60)
-        pool.submit(sample("exit")).result(timeout=60)
-        second = pool.submit(sample("slow import")).result(timeout=60)
+        first = pool.submit(sample("slow import")).result()
+        pool.submit(sample("exit")).result()
+        second = pool.submit(sample("slow import")).result()
     assert first.error is None
     assert second.error is None
     assert (first.extra["known"], second.extra["known"]) == (False, True)
@@ -289,14 +289,14 @@ def test_a_scorer_that_died_is_replaced_from_the_same_server(pool):
 @pytest.mark.parametrize("text", ["command", "daemon"])
 def test_what_a_hanging_function_started_is_killed_with_it(pool, tmp_path, text):
     file = tmp_path / "pid"
-    assert pool.submit(sample(text, file=str(file))).result(timeout=20).kind == "timeout"
+    assert pool.submit(sample(text, file=str(file))).result().kind == "timeout"
     wait_until(lambda: not alive(int(file.read_text())))
 
 
 def test_a_process_that_outlives_its_scorer_does_not_hide_the_death(function, tmp_path):
     file = tmp_path / "pid"
     with ScorerPool(function, processes=1, timeout=1000.0) as pool:  # it holds the scorer's socket open
-        score = pool.submit(sample("exit and leave a child", file=str(file))).result(timeout=30)
+        score = pool.submit(sample("exit and leave a child", file=str(file))).result()
         assert score.kind == "died"
         assert "exit code 4" in score.error
         wait_until(lambda: not alive(int(file.read_text())))
@@ -305,7 +305,7 @@ def test_a_process_that_outlives_its_scorer_does_not_hide_the_death(function, tm
 def test_what_a_function_leaves_running_ends_with_the_pool(function, tmp_path):
     file = tmp_path / "pid"
     with ScorerPool(function, processes=1, timeout=30.0) as pool:
-        assert pool.submit(sample("leave a child", file=str(file))).result(timeout=30).error is None
+        assert pool.submit(sample("leave a child", file=str(file))).result().error is None
         assert alive(int(file.read_text()))
     wait_until(lambda: not alive(int(file.read_text())))
 
@@ -318,7 +318,7 @@ def test_closing_ends_every_process_and_a_closed_pool_can_be_used_again(function
     pool.close()
     wait_until(lambda: not alive(told["pid"]) and not alive(told["server"]))
     with pytest.raises(RuntimeError, match="the process pool was closed"):
-        hanging.result(timeout=5)
+        hanging.result()
     assert pool.submit(sample("fine")).result().value == 0.5
     pool.close()
     pool.close()

@@ -33,7 +33,7 @@ def native(**options) -> dict:
 
 
 def ask(engine: NativeRollout, name: str = "a", params: SamplingParams = TOKENS, prompt: list[int] = PROMPT):
-    return engine.submit([Request(name, prompt, params)])[0].result(timeout=60)
+    return engine.submit([Request(name, prompt, params)])[0].result()
 
 
 def log_probs(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> torch.Tensor:

@@ -31,14 +31,14 @@ def request(name: str = "a", params: SamplingParams = LONG, **fields) -> Request
 
 def tokens_so_far(engine, count: int) -> None:
     """Wait until some running request has this many tokens."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not any(len(a.output.token_ids) >= count for a in engine._loop._everyone()):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
 def only(futures: list[Future]) -> Output:
-    return futures[0].result(timeout=60)
+    return futures[0].result()
 
 
 def test_a_request_gives_the_tokens_that_a_batch_gives(start, make_prompts):
@@ -93,7 +93,7 @@ def test_abort_without_ids_ends_waiting_requests_too(start):
     futures = engine.submit([request(name) for name in "abc"])
     tokens_so_far(engine, 3)
     engine.abort()
-    outputs = [future.result(timeout=60) for future in futures]
+    outputs = [future.result() for future in futures]
     assert {output.finish_reason for output in outputs} == {"abort"}
     assert [bool(output.token_ids) for output in outputs] == [True, False, False]
     assert only(engine.submit([request(resume_from=outputs[2])])).finish_reason == "length"
@@ -144,7 +144,7 @@ def test_pause_abort_returns_what_there_is(start):
     futures = engine.submit([request("a"), request("b")])
     tokens_so_far(engine, 5)
     engine.pause_generation("abort")
-    assert [future.result(timeout=5).finish_reason for future in futures] == ["abort"] * 2
+    assert [future.result().finish_reason for future in futures] == ["abort"] * 2
     later = engine.submit([request("a")])
     assert not wait(later, timeout=0.1).done
     engine.pause_generation("finish")
@@ -169,7 +169,7 @@ def test_new_weights_in_the_middle_continue_the_sequence_under_the_new_version(s
     if pause:
         engine.resume_generation()
     for prompt, future in zip((PROMPT, [8] * 9), futures, strict=True):
-        output = future.result(timeout=60)
+        output = future.result()
         changed_at = output.versions.index(1)
         assert output.versions == [0] * changed_at + [1] * (240 - changed_at)
         assert changed_at >= 15

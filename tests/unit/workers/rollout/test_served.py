@@ -55,7 +55,7 @@ def served() -> Iterator[Served]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -80,7 +80,7 @@ def test_many_threads_get_the_answers_of_the_server(served):
     for thread in threads:
         thread.join()
     for i, future in futures.items():
-        output = future.result(timeout=30)
+        output = future.result()
         assert right(output, prompts[i])
         assert (len(output.token_ids), output.finish_reason) == (1 + i % 7, "length")
     assert not served.server.running
@@ -97,7 +97,7 @@ def test_a_pause_takes_every_token_that_was_sampled_and_no_more_come(served):
         time.sleep(0.02)
         assert taken == told == served.server.told
         served.loop.unpause()
-    assert all(right(future.result(timeout=30), [i]) for i, future in enumerate(futures))
+    assert all(right(future.result(), [i]) for i, future in enumerate(futures))
 
 
 @pytest.mark.parametrize("keep_kv", [False, True])
@@ -111,11 +111,11 @@ def test_weights_change_under_requests_that_go_on(served, keep_kv):
     later = served.ask("later", SHORT)
     served.loop.unpause()
     for future in futures:
-        output = future.result(timeout=30)
+        output = future.result()
         assert set(output.versions) == {0, 1}
         assert right(output, recomputed=not keep_kv)
     # The prompt is the same, and its KV was not taken over from the old weights.
-    assert set(later.result(timeout=30).versions) == {1}
+    assert set(later.result().versions) == {1}
     assert right(later.result())
 
 
@@ -125,9 +125,9 @@ def test_an_aborted_id_is_used_again_while_pieces_of_it_are_told(served):
         future = served.ask("same", prompt=prompt)
         wait_for(lambda before=served.server.told: served.server.told > before)
         served.loop.abort(["same"])
-        output = future.result(timeout=30)
+        output = future.result()
         assert (output.finish_reason, right(output, prompt)) == ("abort", True)
-    rest = served.ask("same", prompt=prompt, resume_from=output).result(timeout=30)
+    rest = served.ask("same", prompt=prompt, resume_from=output).result()
     assert rest.token_ids[: len(output.token_ids)] == output.token_ids
     assert (len(rest.token_ids), right(rest, prompt)) == (300, True)
 
@@ -135,7 +135,7 @@ def test_an_aborted_id_is_used_again_while_pieces_of_it_are_told(served):
 def test_an_end_within_a_piece_cuts_the_rest_and_frees_the_server(served):
     tokens = answer(PROMPT, [0] * 20)
     end = next(i for i in range(3, 20) if i % 3 == 0 and tokens[i] not in tokens[:i])
-    output = served.ask("r", replace(LONG, stop_token_ids=frozenset({tokens[end]}))).result(timeout=30)
+    output = served.ask("r", replace(LONG, stop_token_ids=frozenset({tokens[end]}))).result()
     assert (output.token_ids, output.finish_reason) == (tokens[: end + 1], "stop")
     wait_for(lambda: not served.server.running)
 
@@ -154,12 +154,12 @@ def test_a_request_that_fails_fails_alone_and_may_be_asked_again_at_once(served,
     served.server.abort(["bad"])
     served.server.say(piece)
     with pytest.raises(RuntimeError, match=message):
-        bad.result(timeout=30)
+        bad.result()
     again = served.ask("bad", SHORT)
     served.server.hold_at = math.inf
     served.server.say()
-    assert right(again.result(timeout=30))
-    assert right(good.result(timeout=30))
+    assert right(again.result())
+    assert right(good.result())
 
 
 def test_a_server_that_cannot_be_reached_fails_everybody_and_the_next_start_is_a_new_chance(served):
@@ -167,12 +167,12 @@ def test_a_server_that_cannot_be_reached_fails_everybody_and_the_next_start_is_a
     wait_for(lambda: served.server.told > 0)
     served.server.refuses = "connection refused"
     with pytest.raises(ConnectionError, match="connection refused"):
-        served.ask("b").result(timeout=30)
+        served.ask("b").result()
     with pytest.raises(ConnectionError, match="connection refused"):
-        running.result(timeout=30)
+        running.result()
     assert not served.server.running
     served.server.refuses = ""
-    assert right(served.ask("a", SHORT).result(timeout=30))
+    assert right(served.ask("a", SHORT).result())
 
 
 def test_a_log_prob_that_is_none_names_the_weights(served):
@@ -181,7 +181,7 @@ def test_a_log_prob_that_is_none_names_the_weights(served):
     wait_for(lambda: served.server.running == {"r"})
     served.server.say(Piece("r", [1], [math.nan], finished=False))
     with pytest.raises(FloatingPointError, match="weights of version 0 give log-prob nan to token 1 of request 'r'"):
-        future.result(timeout=30)
+        future.result()
 
 
 def test_details_are_told_of_the_tokens_that_count_and_of_the_prompt_once(served):
@@ -192,7 +192,7 @@ def test_details_are_told_of_the_tokens_that_count_and_of_the_prompt_once(served
     first = Details(2, top[:1], [-3.0, -4.0], [[(8, -3.0)], [(9, -4.0)]])
     served.server.say(Piece("r", [4], [-1.0], finished=False, details=first))
     served.server.say(Piece("r", [5, 6], [-1.0, -1.0], finished=False, details=Details(7, top[1:], [-9.0])))
-    output = future.result(timeout=30)
+    output = future.result()
     assert (output.token_ids, output.top_log_probs, output.cached_tokens) == ([4, 5], top[:2], 2)
     assert (output.prompt_log_probs, output.prompt_top_log_probs) == ([-3.0, -4.0], [[(8, -3.0)], [(9, -4.0)]])
     with pytest.raises(ValueError, match="top_log_probs are at temperature 1"):
@@ -200,7 +200,7 @@ def test_details_are_told_of_the_tokens_that_count_and_of_the_prompt_once(served
 
 
 def test_a_server_that_hangs_does_not_look_alive(served):
-    served.ask("r", SHORT).result(timeout=30)
+    served.ask("r", SHORT).result()
     served.server.hold_at = 0
     future = served.ask("hangs")
     wait_for(lambda: "hangs" in served.server.running)

@@ -83,7 +83,7 @@ def test_what_it_does_not_know_it_refuses_by_itself(start):
 
 
 def test_answers_come_token_by_token_with_log_probs_of_what_is_drawn(start):
-    outputs = [future.result(30) for future in ask(start(), temperature=0.7, key=11, stop_token_ids=frozenset([3]))]
+    outputs = [future.result() for future in ask(start(), temperature=0.7, key=11, stop_token_ids=frozenset([3]))]
     assert [output.token_ids for output in outputs] == [answer(prompt, 40) for prompt in PROMPTS]
     assert outputs[0].log_probs == [-token / 100 for token in outputs[0].token_ids]
     params = AsyncLLM.last.asked[0].params
@@ -102,7 +102,7 @@ def test_what_is_paused_is_aborted_there_and_goes_on_from_its_tokens_under_new_w
     rollout.update_weights(model.state_dict().items())
     rollout.resume_generation()
     for prompt, future in zip(PROMPTS, futures, strict=True):
-        output = future.result(30)
+        output = future.result()
         assert output.token_ids == answer(prompt, 40)
         assert set(output.versions) == {0, 1}
     second = AsyncLLM.last.asked[len(first) :]
@@ -115,8 +115,8 @@ def test_what_is_aborted_ends_there(start):
     futures = ask(rollout, max_new_tokens=100)
     time.sleep(0.05)
     rollout.abort()
-    assert all(future.result(10).finish_reason == "abort" for future in futures)
-    deadline = time.monotonic() + 10
+    assert all(future.result().finish_reason == "abort" for future in futures)
+    deadline = time.monotonic() + 120
     while not all(result.aborted for result in AsyncLLM.last.asked) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert all(result.aborted for result in AsyncLLM.last.asked)
