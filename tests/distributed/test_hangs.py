@@ -219,6 +219,7 @@ def keep_looking(poll: ControllerPoll) -> None:
         ),
     ],
 )
+@pytest.mark.slow
 def test_the_driver_judges_a_controller_that_does_not_answer(ray_cluster, how, sentence, caplog):
     controller = ray.remote(num_cpus=0, max_concurrency=2)(Controller).remote()
     poll = ControllerPoll(controller, OwnRay(), 6.0)

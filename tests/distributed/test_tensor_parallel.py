@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
+from tests.support.engine_cases import fork_ranks
 from tests.support.tensor_parallel_ranks import generated, make_rollout, run_rank, weights_of
 from tests.support.tiny import save_tiny_model, tiny_config
 from verl.inference.models.layout import Layout
@@ -30,7 +30,7 @@ def run_ranks(folder: Path, family: str, changes: dict[str, Any], ranks: int, wo
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(run_rank, (world, port, ranks, family, changes, str(folder)), nprocs=world)
+    fork_ranks(run_rank, (world, port, ranks, family, changes, str(folder)), world, run_rank.__module__)
     return [torch.load(folder / f"found-{rank}.pt", weights_only=True) for rank in range(world)]
 
 

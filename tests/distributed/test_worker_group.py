@@ -247,6 +247,7 @@ def test_attaching_to_a_running_group_by_name(cpu_pool):
         RayWorkerGroup.from_detached(name_prefix="nobody")
 
 
+@pytest.mark.slow
 def test_ranks_task_runner_and_helpers_all_fit_on_two_cpus(cpu_pool, ray_counters):
     """Beside a 2-rank group, a task runner (1 CPU) and a second pool start at once on a node of 2 CPUs."""
 
@@ -261,6 +262,6 @@ def test_ranks_task_runner_and_helpers_all_fit_on_two_cpus(cpu_pool, ray_counter
             return answers
 
     runner = Runner.remote()
-    assert ray.get(runner.go.remote(), timeout=60) == ([2, 2], ["scored"] * 4)
+    assert ray.get(runner.go.remote()) == ([2, 2], ["scored"] * 4)
     assert ray.cluster_resources()["CPU"] == 2
     ray.kill(runner)

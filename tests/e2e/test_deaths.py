@@ -58,7 +58,9 @@ def wait_for(happened, process: subprocess.Popen, log: Path, seconds: float) -> 
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("faults", [[GCS], pytest.param(OTHERS, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("faults", [[GCS], OTHERS])
 def test_what_dies_is_named_and_replaced_and_nothing_of_it_is_left(tmp_path, faults):
     more = ("algorithm.adv_estimator=grpo", f"trainer.max_restarts={len(faults)}")
     arguments = overrides(make_task(tmp_path), tmp_path, *more)

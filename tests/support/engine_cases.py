@@ -169,9 +169,14 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 def run_ranks(work: Any, folder: Any, *arguments: Any, ranks: int = 2) -> None:
     """`work(rank, ranks, folder, *arguments)` in real processes joined by gloo."""
+    fork_ranks(_joined, (work, ranks, str(folder), arguments), ranks, work.__module__)
+
+
+def fork_ranks(work: Any, arguments: tuple[Any, ...], ranks: int, module: str) -> None:
+    """`work(rank, *arguments)` in processes of their own; `module`: what they will need."""
     # Imports are most of a rank's time: one server imports, and every rank is a fork of it.
-    multiprocessing.set_forkserver_preload([FSDPEngine.__module__, work.__module__, *_MODEL_CODE])
-    mp.start_processes(_joined, (work, ranks, str(folder), arguments), nprocs=ranks, start_method="forkserver")
+    multiprocessing.set_forkserver_preload([FSDPEngine.__module__, module, *_MODEL_CODE])
+    mp.start_processes(work, arguments, nprocs=ranks, start_method="forkserver")
 
 
 def _joined(rank: int, work: Any, ranks: int, folder: str, arguments: tuple[Any, ...]) -> None:

@@ -65,6 +65,7 @@ def test_run_ppo_prints_the_plan_of_a_script_without_logging_and_leaves_logging_
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_plain_and_remote_runners_get_the_resolved_configuration(tmp_path):
     (tmp_path / "mine.py").write_text("LOADED = True\n")
     script = tmp_path / "script.py"
