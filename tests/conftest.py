@@ -27,10 +27,16 @@ os.environ["RAY_ADDRESS"] = "local"
 if "PYTEST_XDIST_WORKER" in os.environ:  # one of several test processes: each has its share of the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Continuous integration looks at the same examples every time; new ones are searched for on developers' machines.
-hypothesis.settings.register_profile("ci", derandomize=True, print_blob=True)
-if os.environ.get("CI"):
-    hypothesis.settings.load_profile("ci")
+# Continuous integration looks at the same examples every time; new ones are searched for on developers' machines. How
+# long an example takes says more of the machine than of what is tested.
+hypothesis.settings.register_profile(
+    "verl",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    derandomize=bool(os.environ.get("CI")),
+    print_blob=True,
+)
+hypothesis.settings.load_profile("verl")
 
 # Worker classes of the tests must be importable in the processes that Ray starts, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))

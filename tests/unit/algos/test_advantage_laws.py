@@ -14,7 +14,7 @@ from verl.config import names
 GROUPED = tuple(name for name, row in names.ADV_ESTIMATORS.items() if row.compares)
 # The last step of these divides by a spread over the whole batch.
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
-EXAMPLES = settings(max_examples=8, deadline=None)
+EXAMPLES = settings(max_examples=8)
 
 seeds = st.integers(0, 2**31)
 every_estimator = pytest.mark.parametrize("name", names.ADV_ESTIMATORS)

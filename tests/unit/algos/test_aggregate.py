@@ -32,7 +32,7 @@ def test_aggregation_by_hand(mode):
 
 
 @pytest.mark.parametrize("mode", BY_HAND)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**31), cuts=st.lists(st.integers(0, 8), max_size=3), ranks=st.sampled_from([1, 2, 4]))
 def test_parts_with_global_counts_add_up_to_the_whole(mode, seed, cuts, ranks):
     rng = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from verl.algos import agg_loss, get_policy_loss_fn, global_share
 from verl.config import ActorConfig, as_config, names
 
-EXAMPLES = settings(max_examples=6, deadline=None)
+EXAMPLES = settings(max_examples=6)
 # These choose tokens within the micro-batch they see.
 SELECTING = ("clip_cov", "kl_cov")
 seeds = st.integers(0, 2**31)

@@ -129,7 +129,7 @@ def test_any_kind_of_configuration_is_accepted(wrap):
     assert result.weights[0, 0] == 3.0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**31))
 def test_equal_policies_have_weight_one_mask_nothing_and_show_no_mismatch(seed):
     rng = torch.Generator().manual_seed(seed)

@@ -69,7 +69,7 @@ def cuts(seed: int, trajectories: int, length: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**31))
 def test_cutting_trajectories_into_rows_changes_no_aggregated_loss(mode, seed):
     """Also over parts of the batch with global counts, whichever rows each part has."""

@@ -8,7 +8,7 @@ from verl.algos.whiten import whiten_
 from verl.utils.torch_functional import masked_whiten
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**31), share=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
 def test_the_result_is_that_of_masked_whiten(seed, share):
     rng = torch.Generator().manual_seed(seed)

@@ -200,5 +200,5 @@ class Traffic(RuleBasedStateMachine):
             assert len(sequence.block_table) == self.manager.blocks_for(len(sequence.token_ids))
 
 
-Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestTraffic = Traffic.TestCase

@@ -158,7 +158,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
 @given(house=houses(), events=st.lists(EVENTS, min_size=1, max_size=12))
 def test_every_request_gets_the_answer_it_would_get_alone_and_nothing_leaks(house: House, events):
     for name, value in events:

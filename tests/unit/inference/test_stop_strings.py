@@ -68,7 +68,7 @@ def test_a_string_that_was_complete_before_is_not_completed_again():
     assert [check.completed_by_last(tokens[:n]) for n in range(1, 5)] == [True, False, False, True]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     text=st.lists(st.sampled_from([*"ab \n", "é", "😀", "\udce2", "<|user|>"]), max_size=14),
     stops=st.lists(st.sampled_from(STOPS), min_size=1, max_size=3),
@@ -82,7 +82,7 @@ def test_bytes_one_by_one_are_stopped_where_the_whole_text_first_holds_a_string(
     assert stopped_at(StopStrings(TOKENIZER, stops), tokens) == first_with(TOKENIZER, stops, tokens)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     tokens=st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, *(7 + byte for byte in "é e".encode())]), max_size=12),
     stops=st.lists(st.sampled_from([" end", "the end", "ending.", " ", "é", "d the", ". "]), min_size=1, max_size=2),

@@ -114,7 +114,7 @@ def test_log_probs_of_the_full_the_raw_and_the_drawn_distribution():
     assert drawn[-1] == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([0.5, 1.0, 1.7]),
@@ -146,7 +146,7 @@ params_strategy = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(params_strategy, min_size=1, max_size=6), st.integers(0, 2**31))
 def test_a_rows_sample_does_not_depend_on_the_batch_it_is_drawn_in(params, seed):
     rows = len(params)

@@ -16,7 +16,7 @@ from verl.inference.attention.torch_attention import TorchAttention
 DIM = 8
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prefills=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), max_size=4),
     decodes=st.lists(st.integers(1, 40), max_size=7),

@@ -10,7 +10,7 @@ from verl.models.forward import front_rows
 ROWS = st.lists(st.tuples(st.lists(st.booleans(), min_size=4, max_size=4), st.integers(0, 5)), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=ROWS, pad=st.integers(0, 3))
 def test_front_rows_keep_every_attended_token_and_know_its_predecessor(rows, pad):
     # A prompt mask of any pattern (at least its first token on), then a response of some length.

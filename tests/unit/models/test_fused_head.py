@@ -103,7 +103,7 @@ def test_gradients_are_those_of_finite_differences(adjust):
     assert torch.autograd.gradcheck(run, tuple(case.inputs))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(0, 9),
     vocab=st.integers(1, 40),

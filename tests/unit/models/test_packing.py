@@ -10,7 +10,7 @@ from verl.models.packing import Packing, packed_rows
 ROWS = st.lists(st.tuples(st.lists(st.booleans(), min_size=4, max_size=4), st.integers(0, 5)), min_size=1, max_size=5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=ROWS)
 def test_packed_rows_are_the_attended_tokens_of_all_rows_and_know_their_predecessors(rows):
     # A prompt mask of any pattern (at least its first token on), then a response of some length.
@@ -50,7 +50,7 @@ def test_a_response_without_a_prompt_is_refused():
         packed_rows(torch.ones_like(mask), mask, response_length=1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=12))
 def test_groups_hold_every_token_once_and_little_padding(lengths):
     packing = Packing.of(lengths)

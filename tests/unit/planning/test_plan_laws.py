@@ -67,7 +67,7 @@ GROWING = {
 
 
 @pytest.mark.parametrize("key", GROWING)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_no_phase_shrinks_when_a_length_or_a_batch_grows(key, data):
     small, large = sorted((data.draw(GROWING[key]), data.draw(GROWING[key])))
@@ -80,7 +80,7 @@ def test_no_phase_shrinks_when_a_length_or_a_batch_grows(key, data):
         assert after.total >= before.total, before.phase
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(more=st.integers(1, 40), checkpointing=st.booleans(), reshard=st.sampled_from([None, True]))
 def test_no_phase_shrinks_with_more_layers(more, checkpointing, reshard):
     shape = SHAPES["0.5b"]

@@ -38,7 +38,7 @@ DTYPES = (
 ROW_SHAPES = ((), (1,), (5,), (0,), (3, 2), (2, 0))
 ARRAY_KINDS = ("ragged", "dicts", "strings", "ints", "floats", "arrays")
 
-law = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+law = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
 def random_tensor(rng: np.random.Generator, rows: int, row_shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -334,7 +334,7 @@ def test_pickle_and_deepcopy_give_the_same_batch(data):
     assert_equal(copy.copy(data), data)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(batches(), st.integers(0, 3))
 def test_save_and_load_give_the_same_batch(data, start):
     view = data[start:]
@@ -433,7 +433,7 @@ OPERATIONS = (
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.integers(0, 8), st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=8), st.data())
 def test_every_column_follows_the_rows_through_any_program_of_operations(rows, program, draw):
     data = with_row_ids(rows, np.random.default_rng(rows))

@@ -139,7 +139,7 @@ WORDS = st.lists(st.integers(5, 99), min_size=0, max_size=4)
 
 
 @pytest.mark.parametrize("name", names.ADV_ESTIMATORS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(st.tuples(WORDS, WORDS, st.integers(0, 2)), min_size=4, max_size=4))
 def test_tool_output_changes_no_model_tokens_advantage(name, drawn):
     """Whatever tools say, however long: what a model's token learns is by the model's tokens and rewards alone."""

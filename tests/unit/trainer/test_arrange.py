@@ -17,7 +17,7 @@ def equal_runs(rows: int, minis: int) -> list[np.ndarray]:
     return np.split(np.arange(rows), minis)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     prompts=st.lists(st.integers(1, 5), min_size=1, max_size=9),
     size=st.integers(1, 4),

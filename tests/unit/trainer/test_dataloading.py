@@ -81,7 +81,7 @@ def check_every_row_comes_once_per_epoch(folder, rows, batch_size, stops, worker
         assert len(set(drawn)) == len(drawn) == per_epoch * batch_size
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=st.integers(1, 40), batch_size=st.integers(1, 7), data=st.data())
 def test_every_row_comes_once_per_epoch_wherever_a_run_stops(tmp_path_factory, rows, batch_size, data):
     batch_size = min(batch_size, rows)

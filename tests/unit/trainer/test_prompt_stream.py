@@ -58,7 +58,7 @@ def test_prompts_put_back_come_first():
     assert stream.waiting == 2, "of the batch drawn for the third, two are left"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_a_resumed_stream_goes_on_as_an_uninterrupted_one(tmp_path_factory, data):
     """Take, put some back, take … ; cut anywhere: the same prompts follow, and each epoch has each row once."""

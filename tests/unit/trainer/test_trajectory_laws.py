@@ -68,7 +68,7 @@ def rejoined(values: torch.Tensor, spans: list[tuple[int, int, int]]) -> torch.T
 
 
 @pytest.mark.parametrize("name", names.ADV_ESTIMATORS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**31))
 def test_splitting_a_trajectory_into_rows_changes_no_tokens_advantage(name, seed):
     batch = whole_batch(seed)
@@ -80,7 +80,7 @@ def test_splitting_a_trajectory_into_rows_changes_no_tokens_advantage(name, seed
         torch.testing.assert_close(rejoined(found[column], spans), expected[column], rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**31))
 def test_the_kl_per_sequence_and_what_the_reward_said_count_trajectories(seed):
     batch = whole_batch(seed)

@@ -74,7 +74,7 @@ def test_validation_of_several_samples_per_prompt_has_best_worst_and_majority():
     assert metrics["acc"]["best@4/mean"] > metrics["acc"]["best@2/mean"] > 0.5 > metrics["acc"]["worst@2/mean"]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.data())
 def test_all_prompts_at_once_equal_one_prompt_at_a_time(data):
     n, prompts = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 4))

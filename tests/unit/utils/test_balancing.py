@@ -98,7 +98,7 @@ def test_adversarial_lengths_give_exact_partitions_within_the_bounds(kind, n, k,
     assert max(totals) <= sum(lengths) / k + max(lengths)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, 40), min_size=2, max_size=7), st.integers(2, 3))
 def test_within_the_proven_ratio_of_the_optimum(lengths, k):
     if len(lengths) < k:
@@ -110,7 +110,7 @@ def test_within_the_proven_ratio_of_the_optimum(lengths, k):
         assert max(sums(lengths, method(lengths, k, False))) <= ratio * optimum + 1e-9
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 60), min_size=6, max_size=6), st.sampled_from([2, 3]))
 def test_equal_sizes_reach_the_optimum_for_pairs_and_for_two_ranks_of_three(lengths, k):
     # Pairs: longest with shortest is optimal. Two sets of three: every other split is one swap away.
@@ -118,7 +118,7 @@ def test_equal_sizes_reach_the_optimum_for_pairs_and_for_two_ranks_of_three(leng
     assert max(sums(lengths, get_seqlen_balanced_partitions(lengths, k, True))) == optimum
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.data(), st.booleans(), st.integers(1, 9), st.integers(1, 12))
 def test_laws_on_random_lengths(data, equal_size, k, rows):
     n = k * rows if equal_size else k + rows - 1
@@ -154,7 +154,7 @@ def textbook_differencing(lengths, k):
     return states[0]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.lists(st.integers(0, 10**9) | st.integers(0, 9), min_size=5, max_size=40), st.integers(2, 5))
 def test_the_sparse_form_equals_the_textbook_method(lengths, k):
     assert sorted(sums(lengths, karmarkar_karp(lengths, k, False))) == textbook_differencing(lengths, k)
@@ -225,7 +225,6 @@ def test_unbalance_metrics_compare_chunks_as_they_came_with_the_partition():
         log_seqlen_unbalance([1], [], prefix="x")
 
 
-@settings(deadline=None)
 @given(st.permutations(list(range(20))))
 def test_reverse_index_undoes_a_permutation(permutation):
     reverse = get_reverse_idx(permutation)
@@ -240,7 +239,6 @@ def test_reverse_index_refuses_what_is_not_a_permutation():
         get_reverse_idx([2, 0])
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**20), st.integers(1, 10**6))
 def test_ceildiv_and_roundup_are_exact(a, b):
     assert (ceildiv(a, b) - 1) * b < a <= ceildiv(a, b) * b or a == 0 == ceildiv(a, b)

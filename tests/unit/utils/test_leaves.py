@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.utils import device
@@ -76,7 +76,6 @@ def test_metrics_reduce_by_mean_max_and_min_of_the_key():
     assert reduce_metrics(metrics) == {"actor/loss": 2, "response_length/max": 7, "score/min": 2, "actor/lr": 0.5}
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(-99, 99), st.integers(0, 9)), min_size=1, max_size=8))
 def test_sum_count_pairs_weigh_by_count_and_nothing_counted_is_zero(pairs):
     total, count = (sum(part) for part in zip(*pairs, strict=True))

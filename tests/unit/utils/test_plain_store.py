@@ -82,7 +82,7 @@ def equal(a, b) -> bool:
     return type(a) is type(b) and same(a, b)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(values)
 def test_what_is_saved_comes_back_the_same(tmp_path_factory, value):
     assert equal(value, round_trip(value, tmp_path_factory.getbasetemp()))

@@ -192,7 +192,7 @@ def test_what_is_masked_contributes_nothing_to_value_or_gradient(poison, statist
     assert poisoned.grad[MASK == 0].abs().sum() == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 6))
 def test_masked_statistics_equal_those_of_the_selected_values(seed, rows, columns):
     generator = torch.Generator().manual_seed(seed)

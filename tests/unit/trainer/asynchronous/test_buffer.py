@@ -203,7 +203,7 @@ class Run:
         self.buffer.finished(shortest, oldest, rows=f"answers to {shortest.uid}")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     per_batch=st.integers(1, 4),
     staleness=st.integers(0, 4),

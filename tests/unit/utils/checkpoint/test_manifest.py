@@ -83,7 +83,7 @@ def test_a_step_without_files_cannot_be_finished(tmp_path):
         write_manifest(tmp_path, 1, serial=1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(pieces=st.lists(st.binary(max_size=50), max_size=10))
 def test_checksum_while_writing_equals_checksum_of_the_file(tmp_path_factory, pieces):
     folder = tmp_path_factory.mktemp("step")

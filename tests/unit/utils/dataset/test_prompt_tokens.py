@@ -164,7 +164,7 @@ def test_tokens_that_are_not_kept_survive_pickling_too(tmp_path):
     assert np.array_equal(again.tokens[2], found.tokens[2])
 
 
-@settings(deadline=None)  # it makes files and a thread, which a busy machine delays
+@settings()  # it makes files and a thread, which a busy machine delays
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12), st.randoms())
 def test_uids_are_all_different_and_an_order_of_rows_does_not_change_the_set(tmp_path_factory, prompts, random):
     folder = tmp_path_factory.mktemp("uids")

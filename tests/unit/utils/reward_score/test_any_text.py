@@ -98,7 +98,7 @@ def value(source: str, text: str) -> float:
 
 
 @pytest.mark.parametrize("source", TRUTHS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=st.one_of(st.text(max_size=60), st.lists(PIECES, max_size=25).map("".join)))
 def test_any_text_gets_a_score(source, text):
     assert 0.0 <= value(source, text) <= 1.0

@@ -11,7 +11,7 @@ from tests.support.engine_cases import make_batch
 from verl.utils.seqlen_balancing import prepare_dynamic_batch, rearrange_micro_batches, restore_dynamic_batch
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=st.integers(1, 12), budget=st.integers(16, 60), seed=st.integers(0, 3))
 def test_results_of_the_parts_go_back_to_their_rows(rows, budget, seed):
     data = make_batch(rows=rows, seed=seed)

@@ -69,7 +69,7 @@ def test_the_second_moment_follows_its_float32_twin_where_rounding_to_the_neares
     assert float(at_random.float().mean()) == pytest.approx(float(exact[0]), rel=0.01)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(value=st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False))
 def test_rounding_gives_one_of_the_two_neighbours_and_the_value_itself_on_average(value):
     values = torch.full((4096,), value)

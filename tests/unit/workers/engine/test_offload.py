@@ -57,7 +57,7 @@ def test_what_is_away_cannot_leave_again():
         group.leave(tensors)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=8), piece=st.integers(1, 32))
 def test_bytes_are_the_same_however_host_memory_is_cut(sizes, piece):
     before = offload._PIECE

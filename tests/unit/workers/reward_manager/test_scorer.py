@@ -216,7 +216,7 @@ def let_calls_take(seconds, pool):
         assert pool.submit(sample("pause", seconds)).result().error is None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     texts=st.lists(st.sampled_from(["fine"] * 12 + list(KINDS)), max_size=120),
     seconds=st.sampled_from([0.0, 0.002, 0.02]),

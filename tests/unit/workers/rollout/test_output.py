@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.protocol import DataProto
@@ -176,7 +176,6 @@ TURNS = st.builds(lambda by_model, tokens: model(tokens) if by_model else enviro
 ROWS = st.builds(Row, TOKENS, st.lists(TURNS, max_size=4))
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(ROWS, max_size=3), max_size=5), st.integers(0, 3))
 def test_rows_hold_exactly_the_trajectories_tokens_in_order(rows_of_each, room):
     trajectories = [Trajectory("u", index, rows) for index, rows in enumerate(rows_of_each)]
