@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Iterable
@@ -10,12 +9,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from verl.utils.import_utils import ImportPath, load_user_object
+from verl.utils.shared_loop import SharedLoop
 
 __all__ = ["load_agent", "start_agent"]
 
 _PARAMETERS = ("base_url", "prompt", "request_kwargs", "metadata")
-_loop: asyncio.AbstractEventLoop | None = None
-_starting = threading.Lock()
+_loop = SharedLoop("agents")
 
 
 def load_agent(place: str | ImportPath, own: Iterable[str] = ()) -> Callable[..., Any]:
@@ -27,7 +26,7 @@ def load_agent(place: str | ImportPath, own: Iterable[str] = ()) -> Callable[...
 def start_agent(function: Callable[..., Any], **arguments: Any) -> Future[Any]:
     """Run it: an `async def` in an event loop that all of this process's agents share, a `def` in its own thread."""
     if inspect.iscoroutinefunction(function):
-        return asyncio.run_coroutine_threadsafe(_awaited(function, arguments), _agents_loop())
+        return _loop.submit(_awaited(function, arguments))
     future: Future[Any] = Future()
     threading.Thread(target=_fulfil, args=(future, function, arguments), name="agent", daemon=True).start()
     return future
@@ -47,12 +46,3 @@ def _fulfil(future: Future[Any], function: Callable[..., Any], arguments: dict[s
         future.set_result(function(**arguments))
     except BaseException as error:  # noqa: BLE001 - whoever waits for the agent gets it
         future.set_exception(error)
-
-
-def _agents_loop() -> asyncio.AbstractEventLoop:
-    global _loop
-    with _starting:
-        if _loop is None:
-            _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="agents", daemon=True).start()
-    return _loop

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import socket
-import threading
-from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -19,6 +16,7 @@ from verl.single_controller.base.dispatch import Shard
 from verl.single_controller.base.errors import Failure
 from verl.single_controller.base.worker import RankInfo, Worker, worker_rank
 from verl.single_controller.base.worker_group import ClassWithInitArgs, specs_of
+from verl.utils.shared_loop import SharedLoop
 
 
 class RankHost:
@@ -28,7 +26,7 @@ class RankHost:
         self._workers: dict[str, Any] = {}
         self._specs: dict[str, dict[str, MethodSpec]] = {}
         self._info: RankInfo | None = None
-        self._loop = _EventLoop()
+        self._loop = SharedLoop("verl-async-methods")  # of all roles, so that they can share locks
         self._heart = Heart()
 
     def beat(self, every_thread: bool = False) -> Beat:
@@ -98,22 +96,6 @@ class RankHost:
         if isinstance(arg, Shard):
             return mask_filler_rows(self.receive(arg.data), arg.fillers)
         return self.receive(arg) if isinstance(arg, DataProto) else arg
-
-
-class _EventLoop:
-    """Where the `async def` methods of all roles of a process run: one loop, so that they can share locks."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting = threading.Lock()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Its result; the caller's thread waits, the loop runs others meanwhile."""
-        with self._starting:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="verl-async-methods", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
 def _counted_share(shard: Shard | None) -> float:

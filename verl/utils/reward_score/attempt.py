@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.utils.reward_score import registry
+from verl.utils.shared_loop import SharedLoop
 
 # What can go wrong; counted as reward/errors/<kind>.
 RAISED, INVALID, MEMORY, TIMEOUT, DIED = ("raised", "invalid", "memory", "timeout", "died")
@@ -19,6 +20,7 @@ Row = Mapping[str, Any]
 
 _TRACE_LINES = 6
 _loaded: Callable[[Any], Any]
+_loop = SharedLoop("rewards")
 
 
 def load(score: Callable[[Any], Any], users_own: dict[str, registry.ScoreFunction]) -> None:
@@ -53,20 +55,18 @@ async def score_awaited(function: Callable[..., Any], row: Row) -> Fields:
         return 0.0, {}, last_lines(traceback.format_exc()), RAISED
 
 
-async def score_all_awaited(function: Callable[..., Any], rows: Sequence[Row]) -> list[Fields]:
-    """All of them at once."""
-    return await asyncio.gather(*(score_awaited(function, row) for row in rows))
+def score_together(function: Callable[..., Any], rows: Sequence[Row]) -> list[Fields]:
+    """Rows of an async function, all of them under way at once."""
+
+    async def all_of_them() -> list[Fields]:
+        return await asyncio.gather(*(score_awaited(function, row) for row in rows))
+
+    return _loop.run(all_of_them())
 
 
 def _finished(result: Any) -> Any:
     """What an async function returns, run to its end; anything else as it is."""
-    if not inspect.iscoroutine(result):
-        return result
-
-    async def wait() -> Any:
-        return await result
-
-    return asyncio.run(wait())
+    return _loop.run(result) if inspect.iscoroutine(result) else result
 
 
 def score_lists(function: Callable[..., Any], rows: Sequence[Row]) -> tuple[Fields, ...]:

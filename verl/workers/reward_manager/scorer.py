@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -33,11 +32,11 @@ from verl.utils.reward_score.attempt import (
     last_lines,
     load,
     of_a_call,
-    score_all_awaited,
     score_awaited,
     score_lists,
     score_loaded,
     score_row,
+    score_together,
 )
 from verl.workers.reward_manager.event_loops import Call, EventLoops
 
@@ -169,7 +168,7 @@ class ScorerPool:
                 return gathered(functools.partial(self._enqueue, calls), len(calls), samples)
         expect(sum(samples))
         if self._awaits:
-            found = asyncio.run(score_all_awaited(self._compute, calls))
+            found = score_together(self._compute, calls)
             tick(len(calls))
             return found
         outcomes = []

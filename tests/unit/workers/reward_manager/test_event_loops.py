@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 
@@ -129,3 +131,69 @@ def test_calls_for_which_no_process_can_be_had_are_told_so(tmp_path, function, l
     assert outcomes.pop(0)[0][0] == 0.5
     assert {type(error) for _, error in outcomes} == {PoolClosed}
     assert all("files are gone" in str(error) for _, error in outcomes)
+
+
+CLIENT = """
+import asyncio, httpx
+
+client = httpx.AsyncClient(trust_env=False)
+
+async def score(solution_str, ground_truth):
+    return float((await client.get(ground_truth + "/" + solution_str)).text)
+
+async def score_lists(solution_strs, ground_truths):
+    return await asyncio.gather(*map(score, solution_strs, ground_truths))
+"""
+
+
+class Echo(BaseHTTPRequestHandler):
+    """Says the last part of what was asked for, and keeps the connection."""
+
+    protocol_version = "HTTP/1.1"
+    clients: ClassVar[set[tuple[str, int]]] = set()
+
+    def do_GET(self) -> None:
+        self.clients.add(self.client_address)
+        body = self.path.rpartition("/")[2].encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server():
+    served = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    Echo.clients.clear()
+    thread = threading.Thread(target=served.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{served.server_port}"
+    served.shutdown()
+    thread.join()
+    served.server_close()
+
+
+@pytest.mark.parametrize(("name", "processes"), [("score", 0), ("score_lists", 0), ("score_lists", 1)])
+def test_a_client_made_once_keeps_its_connections_from_step_to_step(tmp_path, server, name, processes):
+    (tmp_path / "mine.py").write_text(CLIENT)
+    function = load_user_object(str(tmp_path / "mine.py"), name, key="custom_reward_function.path")
+    lists = {"takes_lists": name == "score_lists", "batch_size": None}
+    with ScorerPool(function, processes, 60.0, **lists) as pool:
+        for step in range(3):
+            scores = pool.score([Sample("mine", f"{step}.{number}", server) for number in range(4)])
+            assert [(score.value, score.error) for score in scores] == [(step + n / 10, None) for n in range(4)]
+    assert len(Echo.clients) <= 4, "connections of earlier steps are used again"
+
+
+def test_a_function_that_wants_to_end_the_process_does_not_end_the_loop_of_later_ones(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import sys\n\nasync def score(solution_str, ground_truth):\n    sys.exit(int(solution_str))\n"
+    )
+    function = load_user_object(str(tmp_path / "mine.py"), "score", key="custom_reward_function.path")
+    with ScorerPool(function, processes=0, timeout=60.0) as pool:
+        for code in (3, 4):
+            with pytest.raises(SystemExit, match=str(code)):
+                pool.score([Sample("mine", str(code), "")] * 2)

@@ -1,0 +1,53 @@
+"""SharedLoop: one event loop that coroutines of every thread share, for as long as the process lives.
+
+Clients and locks belong to the loop that they were first used on: with a loop for each call, a client made once would
+hold connections of loops that are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+__all__ = ["SharedLoop"]
+
+_T = TypeVar("_T")
+
+
+class SharedLoop:
+    """It runs in a thread of its own, started with the first coroutine. Between calls it goes on: it notices there
+    that a server has closed a connection."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is the thread's."""
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
+
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Begin it; cancelling the future cancels it."""
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run, args=(self._loop,), name=self._name, daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """Its result; the caller's thread waits, the loop runs others meanwhile."""
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # the caller was interrupted; else it is done
+            raise
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        # A coroutine that wants to end its process stops the loop; whoever waits for it is told when the loop goes on.
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            loop.run_forever()
