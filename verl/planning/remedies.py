@@ -117,7 +117,7 @@ def helpful(
 ) -> Iterator[tuple[Remedy, Any]]:
     """Those that can still move, with the key's value; `value_of` gives UNKNOWN where there is none."""
     for remedy in remedies(phase, roles):
-        if not _is_read(remedy, value_of):
+        if not is_read(remedy, value_of):
             continue
         if remedy.only_if is not None:
             other = value_of(remedy.only_if[0])
@@ -128,14 +128,21 @@ def helpful(
             yield remedy, now
 
 
-def _is_read(remedy: Remedy, value_of: Callable[[str], Any]) -> bool:
+def is_read(remedy: Remedy, value_of: Callable[[str], Any]) -> bool:
     """Whether the training engine of the key's role reads it; where that is not known, as fsdp does."""
-    if remedy.role in (None, "rollout"):
+    if remedy.role in (None, "rollout") or remedy.key.startswith(f"{_REWARD}.rollout."):
         return True
+    if remedy.role == _REWARD and _is_served(value_of):
+        return False  # no training engine has it
     row = TRAINING_ENGINES.get(value_of(f"{_BLOCKS[remedy.role]}.strategy"), TRAINING_ENGINES["fsdp2"])
     others = {other.block for other in TRAINING_ENGINES.values()} - {row.block}
     key = remedy.key
     return not others & set(key.split(".")) and (row.block == "fsdp_config" or not key.endswith(_OF_FSDP))
+
+
+def _is_served(value_of: Callable[[str], Any]) -> bool:
+    """As `serves_reward_model` of the configuration, as far as it is known."""
+    return value_of(f"{_REWARD}.judge.enable") is True or isinstance(value_of("custom_reward_function.path"), str)
 
 
 def _of_engines(block: str, name: str, way: str) -> list[Remedy]:

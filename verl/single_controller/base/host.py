@@ -40,9 +40,9 @@ class RankHost:
         try:
             with worker_rank(info), self._heart.running("__init__", lambda: 0):
                 for role, cls in cls_with_init.roles().items():
-                    self._workers[role] = cls()
-                    if isinstance(self._workers[role], Worker):
-                        self._workers[role].colocated = tuple(cls_with_init.roles())
+                    worker = self._workers[role] = cls()
+                    if isinstance(worker, Worker):
+                        worker.colocated, worker.run_config = tuple(cls_with_init.roles()), cls.run_config
         except Exception as error:  # noqa: BLE001 - carried to the controller, which raises it
             return Failure.of(error)
         return None

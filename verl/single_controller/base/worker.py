@@ -89,6 +89,9 @@ class Worker:
 
     colocated: tuple[str, ...] = ()
     """The names of all roles of its process, its own included."""
+    run_config: Any = None
+    """The configuration of the whole run, for advice on keys of others; a role works by what it was constructed with.
+    None: it was started without one."""
     _rank_info: RankInfo
     _meshes: dict[str, MeshPlace]
     _cancel_requested: threading.Event

@@ -58,6 +58,8 @@ class ClassWithInitArgs:
         self.args, self.kwargs = args, kwargs
         # Modules imported before it is constructed, so that what users register exists in every process.
         self.imports: list[str] = []
+        # The configuration of the whole run, if there is one (see `Worker.run_config`).
+        self.run_config: Any = None
 
     def __call__(self) -> Any:
         """Construct it here."""

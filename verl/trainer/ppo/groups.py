@@ -322,7 +322,7 @@ class WorkerGroups:
             prepared = RayClassWithInitArgs(cls, config=config.distillation, student=config.actor_rollout_ref.model)
         else:
             prepared = RayClassWithInitArgs(cls, config=config.actor_rollout_ref, role=str(role))
-        prepared.imports = list(config.external_libs)
+        prepared.imports, prepared.run_config = list(config.external_libs), config
         return prepared
 
 

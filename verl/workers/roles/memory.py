@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Collection
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from verl.config.devices import host_memory_available
-from verl.planning.remedies import UNKNOWN, helpful, remedies, value_of
+from verl.planning.remedies import UNKNOWN, helpful, is_read, remedies, value_of
 from verl.single_controller.base import Worker
 from verl.utils.device_memory import memory_in_use
 
@@ -31,19 +31,19 @@ def phase_memory(phase: str, at: str = "") -> Callable[[Callable[_P, _R]], Calla
     """For a worker's method: what it runs out of memory in is `phase`; `at` is the path of the worker's `config`."""
 
     def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
-        @functools.wraps(method)
+        @wraps(method)
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             try:
                 return method(*args, **kwargs)
             except torch.OutOfMemoryError as error:
                 worker: Any = args[0]
-                told = explain(phase, error, worker.config, at, worker.device, _roles_beside(worker))
+                told = explain(phase, error, *_known_to(worker, at), worker.device, _roles_beside(worker))
                 raise torch.OutOfMemoryError(told) from error
             except (MemoryError, RuntimeError) as error:
                 if not isinstance(error, MemoryError) and _HOST not in str(error):
                     raise
                 worker = args[0]
-                raise MemoryError(explain_host(phase, error, worker.config, at, _roles_beside(worker))) from error
+                raise MemoryError(explain_host(phase, error, *_known_to(worker, at), _roles_beside(worker))) from error
 
         return run
 
@@ -66,7 +66,7 @@ def explain(
     if asked is None:
         lines.append(f"  {str(error).splitlines()[0] if str(error) else 'no size was given'}")
     lines.append("What helps, cheapest first:")
-    found = list(helpful(phase, lambda key: _value(config, key, at), roles))[:_MOST_REMEDIES]
+    found = list(helpful(phase, partial(_value, config, at=at), roles))[:_MOST_REMEDIES]
     lines += [f"  {number}. {remedy.describe(now)}" for number, (remedy, now) in enumerate(found, start=1)]
     if not found:
         lines.append("  more devices, or a smaller model")
@@ -82,10 +82,10 @@ def explain_host(phase: str, error: Exception, config: Any, at: str, roles: Coll
 
 def host_advice(phase: str, config: Any, at: str = "", roles: Collection[str] | None = None) -> str:
     """The keys to change when a phase needs more of the machine's own memory than there is, cheapest first."""
-    helps = helpful(phase, lambda key: _value(config, key, at), roles)
-    found = [remedy.describe(now) for remedy, now in helps if "offload" not in remedy.key]
-    offloads = [each.key for each in remedies(phase, roles) if "offload" in each.key]
-    moved = [key for key in offloads if _value(config, key, at) is True]
+    value = partial(_value, config, at=at)
+    found = [remedy.describe(now) for remedy, now in helpful(phase, value, roles) if "offload" not in remedy.key]
+    offloads = [each.key for each in remedies(phase, roles) if "offload" in each.key and is_read(each, value)]
+    moved = [key for key in offloads if value(key) is True]
     steps = [*found[:_MOST_REMEDIES], *(f"{key}=False" for key in moved), "fewer ranks on this machine, or more memory"]
     return "\n".join(["What helps, cheapest first:", *(f"  {i}. {step}" for i, step in enumerate(steps, start=1))])
 
@@ -107,6 +107,12 @@ def _value(config: Any, key: str, at: str) -> Any:
     if at and not key.startswith(f"{at}."):
         return UNKNOWN
     return value_of(config, key.removeprefix(f"{at}.") if at else key)
+
+
+def _known_to(worker: Any, at: str) -> tuple[Any, str]:
+    """The configuration that a worker knows, and where it begins: the whole run's, or its own, at `at`."""
+    run = worker.run_config if isinstance(worker, Worker) else None
+    return (worker.config, at) if run is None else (run, "")
 
 
 def _roles_beside(worker: Any) -> list[str] | None:

@@ -110,6 +110,46 @@ def test_only_roles_that_share_the_device_are_advised_on(estimator):
         assert other not in text
 
 
+JUDGED = ("reward_model.enable=True", "reward_model.path=org/judge")
+SERVED = (*JUDGED, "reward_model.judge.enable=True")
+
+
+def said_beside_a_reward_model(*keys: str) -> str:
+    """What the actor says in a run with these keys, in which a reward model shares its device."""
+    config = run_of("grpo", *keys)
+    actor = RayClassWithInitArgs(Actor, config=config.actor_rollout_ref)
+    actor.run_config = config
+    roles = {"actor_rollout": actor, "rm": RayClassWithInitArgs(Worker)}
+    group = LocalWorkerGroup(ray_cls_with_init=create_colocated_worker_cls(roles)).spawn(roles)["actor_rollout"]
+    with pytest.raises(WorkerCallError) as caught:
+        group.update_actor()
+    return str(caught.value)
+
+
+def test_a_judge_that_is_served_has_nothing_to_offload():
+    assert "reward_model.fsdp_config.param_offload=True" in said_beside_a_reward_model(*JUDGED)
+    served = said_beside_a_reward_model(*SERVED)
+    assert "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu" in served
+    assert "reward_model." not in served
+
+
+def test_what_would_do_nothing_in_asynchronous_training_is_not_advised():
+    """Answers under way keep their KV: there may be less of it."""
+    said = said_beside_a_reward_model(*JUDGED, "trainer.mode=async")
+    assert "actor_rollout_ref.rollout.gpu_memory_utilization (now 0.4): lower it" in said
+    for name in ("free_cache_engine", "free_weights"):
+        assert name not in said
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_rank_that_was_killed_is_not_told_to_move_a_served_judge_back(served):
+    key = "reward_model.fsdp_config.param_offload"
+    config = run_of("grpo", *(SERVED if served else JUDGED), f"{key}=True")
+    with pytest.raises(WorkerDiedError) as caught, advises_on_memory(config), StatusLine(5).phase("save_checkpoint"):
+        raise by_monitor()
+    assert (f"{key}=False" in caught.value.summary) == (not served)
+
+
 def test_an_error_without_a_size_keeps_its_own_words():
     with pytest.raises(WorkerCallError, match="the region could not be mapped"):
         start("the region could not be mapped").update_critic()
@@ -167,11 +207,11 @@ def by_monitor() -> WorkerDiedError:
     return killed(ray.exceptions.OutOfMemoryError(said))
 
 
-def run_of(estimator="gae", **actor) -> PPOConfig:
+def run_of(estimator="gae", *keys: str, **actor) -> PPOConfig:
     names = [f"actor_rollout_ref.actor.{name}={value}" for name, value in actor.items()]
     names.append(f"algorithm.adv_estimator={estimator}")
     paths = ["data.train_files=x.parquet", "actor_rollout_ref.model.path=org/model", "trainer.n_gpus_per_node=1"]
-    return load_config(None, [*paths, *names], check_files=False)
+    return load_config(None, [*paths, *names, *keys], check_files=False)
 
 
 def test_a_rank_that_was_killed_leaves_with_the_keys_of_its_phase():
