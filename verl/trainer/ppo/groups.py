@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,17 @@ class WorkerGroups:
         rollout = self._config.actor_rollout_ref.rollout
         alone = self.rollout is not self.actor and len(self._roles_in(self._pools.mapping[Role.Rollout])) == 1
         return not alone and not beside(rollout) and not rollout.server_urls
+
+    @contextmanager
+    def engines_at_rest(self, role: str) -> Iterator[None]:
+        """Around a pass of this role: an open generation that must take turns with it stands still."""
+        pools = self._config.role_mapping
+        holds = self.generation_open and self.must_take_turns and pools[role] == pools["rollout"]
+        if holds:
+            self.rollout.hold_generation()
+        yield
+        if holds:
+            self.rollout.go_on_generating()
 
     def require_engines(self) -> None:
         """Raise the WorkerError of a rank, or of an engine's own process, that an open generation has lost."""
