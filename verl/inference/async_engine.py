@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from verl.inference.answer_rules import AnswerRules
 from verl.inference.sequence import Sequence
+from verl.inference.token_streams import TokenStream, since, wake
 from verl.types.request import Output, Request, SamplingParams
 
 __all__ = ["AsyncEngine", "StepEngine"]
@@ -77,7 +78,7 @@ class AsyncEngine:
         self._unfinished: dict[str, Sequence] = {}
         self._arriving: deque[Sequence] = deque()
         self._leaving: list[Sequence] = []
-        self._streams: set[_Stream] = set()
+        self._streams: set[TokenStream] = set()
         self._halted_by: set[str] = set()
         self._stepping = False
         self._closing = False
@@ -124,19 +125,19 @@ class AsyncEngine:
 
         Closing the iterator aborts the request.
         """
-        stream = _Stream(asyncio.get_running_loop())
+        stream = TokenStream(asyncio.get_running_loop())
         sequence = self._submit([request], stream)[0]
         position = 0
         try:
             while not sequence.future.done():
-                piece = _since(sequence.output, position)
+                piece = since(sequence.output, position)
                 if piece.token_ids:
                     position += len(piece.token_ids)
                     yield piece
                 await stream.more.wait()
                 stream.more.clear()
             answer = sequence.future.result()
-            yield _since(answer, position, answer.finish_reason)
+            yield since(answer, position, answer.finish_reason)
         finally:
             sequence.future.cancel()
 
@@ -144,7 +145,7 @@ class AsyncEngine:
         """Tokens from a position on of those of these requests that are under way and have more."""
         with self._changed:
             found = {name: self._unfinished[name].output for name in positions if name in self._unfinished}
-        pieces = {name: _since(output, positions[name]) for name, output in found.items()}
+        pieces = {name: since(output, positions[name]) for name, output in found.items()}
         return {name: piece for name, piece in pieces.items() if piece.token_ids}
 
     def abort(self, ids: Iterable[str] | None) -> None:
@@ -235,7 +236,7 @@ class AsyncEngine:
 
     # ---------------------------------------------------------------- taking requests
 
-    def _submit(self, requests: SequenceOf[Request], stream: _Stream | None = None) -> list[Sequence]:
+    def _submit(self, requests: SequenceOf[Request], stream: TokenStream | None = None) -> list[Sequence]:
         sequences = []
         for request in requests:
             self._engine.check(request)
@@ -267,12 +268,12 @@ class AsyncEngine:
             self._thread.start()
         self._changed.notify_all()
 
-    def _on_done(self, sequence: Sequence, stream: _Stream | None, future: Future[Output]) -> None:
+    def _on_done(self, sequence: Sequence, stream: TokenStream | None, future: Future[Output]) -> None:
         """Called in whichever thread answered or cancelled the future."""
         if stream is not None:
             with self._changed:
                 self._streams.discard(stream)
-            _wake([stream])
+            wake([stream])
         if future.cancelled():
             with self._changed:
                 self._mark_leaving(sequence)
@@ -312,7 +313,7 @@ class AsyncEngine:
                 self._changed.notify_all()
             for sequence in left + finished:
                 _answer(sequence)
-            _wake(streams)
+            wake(streams)
 
     def _take_leaving(self) -> list[Sequence]:
         """Those who are to end early and have not ended by themselves."""
@@ -372,46 +373,6 @@ class AsyncEngine:
     def _everyone(self) -> list[Sequence]:
         with self._changed:
             return list(self._unfinished.values())
-
-
-class _Stream:
-    """Somebody in an event loop who waits for tokens."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.more = asyncio.Event()
-
-
-def _wake(streams: list[_Stream]) -> None:
-    """One call into each event loop, however many wait there."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
-    for stream in streams:
-        by_loop.setdefault(stream.loop, []).append(stream)
-    for loop, waiting in by_loop.items():
-        # A loop that was closed has nobody left who waits.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_set_all, waiting)
-
-
-def _set_all(streams: list[_Stream]) -> None:
-    for stream in streams:
-        stream.more.set()
-
-
-def _since(output: Output, position: int, finish_reason: str = "") -> Output:
-    """What came after `position`. The engine may be appending: the versions are written last."""
-    here = slice(position, len(output.versions))
-    return Output(
-        output.token_ids[here],
-        output.log_probs[here],
-        output.versions[here],
-        finish_reason,
-        output.raw_log_probs[here],
-        output.sampled_log_probs[here],
-        output.top_log_probs[here],
-        output.prompt_log_probs,
-        output.prompt_top_log_probs,
-    )
 
 
 def _answer(sequence: Sequence, error: BaseException | None = None) -> None:

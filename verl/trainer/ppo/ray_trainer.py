@@ -12,7 +12,6 @@ from verl.algos import AdvantageEstimator
 from verl.config import PPOConfig, load_config
 from verl.config.layout import actor_is_reference, judge_shares_devices, needs_reference, serves_reward_model
 from verl.config.old_log_probs import from_update
-from verl.config.plan import batch_plan
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.common.guard import StepGuard, advises_on_memory, check_weights, explained
@@ -29,13 +28,13 @@ from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.learning_columns import LearningColumns
 from verl.trainer.ppo.metric_utils import phase_metrics, without_nan
 from verl.trainer.ppo.mismatch import sampled_by
-from verl.trainer.ppo.prompts import make_dataloader
 from verl.trainer.ppo.revival import Revival
+from verl.trainer.ppo.run_data import run_loaders, schedule_steps
 from verl.trainer.ppo.run_record import RunRecord
 from verl.trainer.ppo.served_judge import ServedJudge
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.teachers import Teachers
-from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.utils import Role, require_mode
 from verl.trainer.ppo.validator import Validator
 from verl.trainer.ppo.weight_sync import WeightSync
 from verl.utils.tracking import Tracking
@@ -102,7 +101,7 @@ class RayPPOTrainer:
         device_name: str | None = None,
     ) -> None:
         self.config: PPOConfig = load_config(config)
-        self._check_mode()
+        require_mode(self.config, self.modes, type(self).__name__)
         self.tokenizer, self.processor = tokenizer, processor
         self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
@@ -124,28 +123,11 @@ class RayPPOTrainer:
 
     # ---------------------------------------------------------------- setting up
 
-    def _check_mode(self) -> None:
-        mode, name = self.config.trainer.mode, type(self).__name__
-        if mode not in self.modes:
-            other = "ppo.ray_trainer.RayPPOTrainer" if mode == "sync" else "asynchronous.trainer.AsyncPPOTrainer"
-            raise ValueError(
-                f"trainer.mode: {mode}, and {name} is for {' or '.join(self.modes)}. Use verl.trainer.{other}."
-            )
-
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
-        data, trainer = self.config.data, self.config.trainer
-        self.train_dataloader = make_dataloader(train_dataset, data, collate_fn, train_sampler)
-        self.val_dataloader: Any = None
-        if val_dataset is not None and len(val_dataset):
-            self.val_dataloader = make_dataloader(
-                val_dataset, data, collate_fn, batch_size=data.val_batch_size or len(val_dataset)
-            )
-        prompts = len(self.train_dataloader) * data.gen_batch_size * trainer.total_epochs
-        self.total_training_steps = trainer.total_training_steps or prompts // data.train_batch_size
-        plan = batch_plan(self.config)
-        for block, update in ((self.config.actor_rollout_ref.actor, plan.actor), (self.config.critic, plan.critic)):
-            if update is not None and block.optim.total_training_steps is None:
-                block.optim.total_training_steps = self.total_training_steps * update.optimizer_steps
+        loaders = run_loaders(self.config, train_dataset, val_dataset, collate_fn, train_sampler)
+        self.train_dataloader = loaders[0]
+        self.val_dataloader: Any = loaders[1]
+        self.total_training_steps = schedule_steps(self.config, len(self.train_dataloader))
 
     def _compose(self, reward_fn: Any, val_reward_fn: Any) -> None:
         """The collaborators. A phase is looked up when it is called: it may be a subclass's."""

@@ -1,11 +1,12 @@
-"""Roles of a run, and which of them it needs."""
+"""Roles of a run, which of them it needs, and whose trainer it is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any
 
+from verl.config import PPOConfig
 from verl.config.load import Config, load_config
 
 
@@ -39,3 +40,11 @@ def need_reference_policy(role_worker_mapping: Mapping[Role, Any]) -> bool:
 def need_reward_model(role_worker_mapping: Mapping[Role, Any]) -> bool:
     """Whether a reward model was registered."""
     return Role.RewardModel in role_worker_mapping
+
+
+def require_mode(config: PPOConfig, modes: Collection[str], trainer: str) -> None:
+    """Refuse a run that the class `trainer`, which is for these modes, would train in another way."""
+    mode = config.trainer.mode
+    if mode not in modes:
+        other = "ppo.ray_trainer.RayPPOTrainer" if mode == "sync" else "asynchronous.trainer.AsyncPPOTrainer"
+        raise ValueError(f"trainer.mode: {mode}, and {trainer} is for {' or '.join(modes)}. Use verl.trainer.{other}.")
