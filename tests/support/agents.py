@@ -102,6 +102,24 @@ class Waiting(AgentLoopBase):
         raise AssertionError("unreachable")
 
 
+class Lingering(AgentLoopBase):
+    """Sample 0 waits in a tool, which does not let go, once it is asked to, until `leave`."""
+
+    entered, leave = threading.Event(), threading.Event()
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        if row["sample_index"] == 0:
+            self.entered.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                await asyncio.to_thread(self.leave.wait)
+        answer = await self.server_manager.generate(
+            "x", prompt_ids=row["prompt_ids"], sampling_params=sampling_params | {"max_tokens": 5}
+        )
+        return AgentLoopOutput(row["prompt_ids"], answer.token_ids, [1] * len(answer.token_ids))
+
+
 @dataclass
 class Noting(RankHandle):
     """A handle that notes which prompts were asked of it."""

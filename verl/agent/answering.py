@@ -154,14 +154,12 @@ class Answering:
         """Replicas that were lost are there again, at these handles (one for each)."""
         self._manager.renew(handles)
 
-    async def drop(self, names: Iterable[str]) -> None:
-        """End these, of which nobody wants to hear any more."""
-        dropped, tasks = set(names), []
+    def drop(self, names: Iterable[str]) -> None:
+        """End these, of which nobody wants to hear any more. Nobody waits either for what their tools let go of."""
+        dropped = set(names)
         for row, task in self._rows.items():
             if row.begun.name in dropped:
                 row.dropped = task.cancel()
-                tasks.append(task)
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def partials(self) -> dict[str, Output]:
         """What there is of the answers under way, by trajectory. They go on.
@@ -212,7 +210,8 @@ class Answering:
             finally:
                 self._active -= 1
         row.made, self._moved = made, time.monotonic()
-        self._on_done(row, made)
+        if not row.dropped:  # a loop may end well in spite of it
+            self._on_done(row, made)
 
     def _failed(self, error: BaseException, record: Record, begun: Trajectory) -> Trajectory:
         kind = f"{type(error).__name__}: {error}"

@@ -60,7 +60,8 @@ class ServerManager:
         self._serial = itertools.count()
         self._turn = first
         self._under_way: dict[str, Replica] = {}
-        self._noting: set[str] = set()
+        self._interrupted: set[str] = set()
+        """Requests that are to be answered with what there is, and then go on."""
         self.generating = 0
         """Answers that are waited for."""
 
@@ -108,13 +109,14 @@ class ServerManager:
     async def note_partials(self) -> None:
         """Have the records note what there is of answers under way: each is aborted, and goes on from what there is."""
         deadline = time.monotonic() + _NOTING_S
-        self._noting = set(self._under_way)
-        while self._noting and time.monotonic() < deadline:
+        noting = set(self._under_way)
+        self._interrupted |= noting
+        # Those asked first come back, and wait for their turn again, first.
+        while (left := [name for name in self._under_way if name in noting]) and time.monotonic() < deadline:
             for replica in self._replicas:  # again and again: one may overtake the request that it is meant for
-                if ids := [name for name in self._noting if self._under_way.get(name) is replica]:
+                if ids := [name for name in left if self._under_way[name] is replica]:
                     replica.abort(ids)
             await asyncio.sleep(_NOTE_S)
-        self._noting = set()
 
     async def _answer(self, request_id: str, request: Request, record: Record) -> Output:
         """The whole answer, however often it was taken up again."""
@@ -122,14 +124,14 @@ class ServerManager:
             replica = self._under_way[request.id] = self._replica_of(request_id, record.group)
             try:
                 output = await replica.answer(request)
-                is_whole = output.finish_reason != "abort" or request.id not in self._noting
+                is_whole = output.finish_reason != "abort" or request.id not in self._interrupted
             except EngineLost:
                 if not self._outlives:
                     raise
                 output, is_whole = replica.heard_of(request), False
             finally:
                 self._under_way.pop(request.id)
-                self._noting.discard(request.id)
+                self._interrupted.discard(request.id)
             if is_whole:
                 return output
             so_far = output if output.token_ids else request.resume_from

@@ -65,7 +65,7 @@ class TrajectoryStream:
 
     def drop(self, names: Iterable[str]) -> None:
         """End these; what became of them is not told."""
-        self._wait(self._answering.drop(names))
+        self._do(lambda: self._answering.drop(names))
 
     def partials(self) -> dict[str, Output]:
         """What there is of answers under way, by trajectory."""

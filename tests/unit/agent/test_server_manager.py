@@ -70,3 +70,70 @@ def test_conversations_that_have_ended_are_forgotten(monkeypatch: pytest.MonkeyP
         ask(manager, names.pop(), groups.pop())
     gc.collect()
     assert sum(each() is not None for each in alive) == 2 * 4
+
+
+@dataclass
+class Stalling(Answers):
+    """A replica that ends requests only after `stalls` seconds, in the order in which it was told to, with what there
+    is: a token for each time that they were asked."""
+
+    stalls: float = 0.0
+    waiting: dict[str, tuple[Request, asyncio.Future[Output]]] = field(default_factory=dict)
+
+    async def answer(self, request: Request) -> Output:
+        self.asked.append(request.id)
+        future = asyncio.get_running_loop().create_future()
+        self.waiting[request.id] = request, future
+        return await future
+
+    def abort(self, ids: list[str]) -> None:
+        for name in ids:
+            asyncio.get_running_loop().call_later(self.stalls, self.end, name, "abort")
+
+    def end(self, name: str, reason: str) -> None:
+        request, future = self.waiting[name]
+        if not future.done():
+            said = [7] * (1 + len(request.resume_from.token_ids if request.resume_from else []))
+            future.set_result(Output(said, [-0.1] * len(said), [0] * len(said), finish_reason=reason))
+
+
+def test_answers_that_are_noted_go_on_also_if_the_engine_takes_long_to_say_what_there_is(monkeypatch):
+    monkeypatch.setattr(server_manager, "_NOTING_S", 0.05)
+    replica = Stalling(stalls=0.2)
+
+    async def asking() -> list[int]:
+        manager = ServerManager([replica], SamplingParams(max_new_tokens=8), 64, "test")
+        record = Record(group="p")
+        with recording(record):
+            answer = asyncio.create_task(manager.generate("a", prompt_ids=[1, 2], sampling_params={}))
+        await asyncio.sleep(0)
+        await manager.note_partials()
+        assert record.partial is None, "it took too long"
+        while len(replica.asked) < 2:
+            await asyncio.sleep(0.01)
+            assert not answer.done(), "what there is of it was taken for the whole answer"
+        assert record.partial is not None
+        replica.end(replica.asked[1], "stop")
+        return (await answer).token_ids
+
+    assert asyncio.run(asking()) == [7, 7]
+
+
+def test_answers_that_are_noted_keep_their_places_in_the_queue():
+    replica = Stalling()
+
+    async def asking() -> None:
+        manager = ServerManager([replica], SamplingParams(max_new_tokens=8), 64, "test")
+        answers = [
+            asyncio.create_task(manager.generate(f"c{number}", prompt_ids=[number], sampling_params={}))
+            for number in range(32)
+        ]
+        await asyncio.sleep(0)
+        await manager.note_partials()
+        for name in replica.asked[32:]:
+            replica.end(name, "stop")
+        await asyncio.gather(*answers)
+
+    asyncio.run(asking())
+    prompts = [replica.waiting[name][0].prompt_ids for name in replica.asked]
+    assert prompts == [[number] for number in range(32)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.agents import ROLLOUT, TOOL, House, Noting, Waiting, house, loop_worker, prompts_of, tokens_of
+from tests.support.agents import (
+    ROLLOUT,
+    TOOL,
+    House,
+    Lingering,
+    Noting,
+    Waiting,
+    house,
+    loop_worker,
+    prompts_of,
+    tokens_of,
+)
 from tests.support.training_harness import make_task
 from verl.agent.loop import LoopSpec
 from verl.protocol import DataProto, object_array
@@ -195,6 +207,24 @@ def test_a_stream_answers_rows_as_they_come_and_goes_on_from_partial_answers(two
         two.agents.end_stream()
     (told,) = two.agents.collect_trajectories(30.0)
     assert told.ended
+
+
+def test_nobody_waits_for_what_a_dropped_trajectory_still_does(two: House, task: dict[str, str]):
+    """Its tool takes its time to let go, and then it ends as if nothing had been: it is not told of."""
+    prompts = prompts_of(task, 1, f"{HERE}.Lingering")
+    with two.open_engines():
+        two.agents.begin_stream(two.handles, prompts.meta_info)
+        two.agents.add_rows(prompts, {})
+        assert Lingering.entered.wait(30)
+        dropping = threading.Thread(target=two.agents.drop_trajectories, args=(["p0/0"],))
+        dropping.start()
+        dropping.join(10)
+        waited = dropping.is_alive()
+        Lingering.leave.set()
+        assert not waited, "the trainer waits for an agent that it has no use for"
+        assert list(collected(two, 1)) == ["p0/1"]
+        assert not two.agents.collect_trajectories(0.5)[0].trajectories
+        two.agents.end_stream()
 
 
 class Mortal(Noting):
