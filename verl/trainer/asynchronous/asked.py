@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from verl.protocol import DataProto
+from verl.trainer.asynchronous.buffer import Buffer
 from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.plain_store import is_plain
 
-__all__ = ["Asked", "ages", "from_plain", "prompts_of", "to_plain"]
+__all__ = ["Asked", "ages", "from_plain", "prompts_of", "restore", "stored", "to_plain"]
+
+_BY_TOKEN = {
+    "token_ids": np.int64,
+    "log_probs": np.float64,
+    "versions": np.int64,
+    "drawn_log_probs": np.float64,
+    "raw_log_probs": np.float64,
+    "sampled_log_probs": np.float64,
+}
+"""Fields of turns and outputs that have a number for each token."""
 
 
 @dataclass(slots=True)
@@ -69,8 +82,8 @@ def to_plain(asked: Asked) -> dict[str, Any]:
         "name": asked.name,
         "prompt": {"tensors": dict(asked.prompt.batch.items()), "arrays": dict(asked.prompt.non_tensor_batch)},
         "step": asked.step,
-        "made": {name: asdict(one) for name, one in asked.made.items() if is_plain(one.extra)},
-        "partials": {name: asdict(output) for name, output in asked.partials.items()},
+        "made": {name: _trajectory_data(one) for name, one in asked.made.items() if is_plain(one.extra)},
+        "partials": {name: _packed(output) for name, output in asked.partials.items()},
     }
 
 
@@ -81,8 +94,23 @@ def from_plain(saved: Mapping[str, Any]) -> Asked:
         _prompt(saved),
         int(saved["step"]),
         {name: _trajectory(one) for name, one in saved["made"].items()},
-        {name: Output(**output) for name, output in saved["partials"].items()},
+        {name: Output(**_unpacked(output)) for name, output in saved["partials"].items()},
     )
+
+
+def stored(buffer: Buffer) -> dict[str, Any]:
+    """A buffer whose groups hold what was asked, for a checkpoint."""
+    saved = buffer.state()
+    whole = {group.serial for group in buffer.ready() if group.rows.is_plain}
+    saved["finished"] = [serial for serial in saved["finished"] if serial in whole]
+    saved["groups"] = [each | {"rows": to_plain(each["rows"])} for each in saved["groups"]]
+    return saved
+
+
+def restore(buffer: Buffer, saved: Mapping[str, Any]) -> None:
+    """Let the buffer go on where `stored` was taken."""
+    groups = [each | {"rows": from_plain(each["rows"])} for each in saved["groups"]]
+    buffer.load({**saved, "groups": groups})
 
 
 def prompts_of(state: Mapping[str, Any]) -> list[DataProto]:
@@ -94,6 +122,35 @@ def _prompt(saved: Mapping[str, Any]) -> DataProto:
     return DataProto.from_dict(saved["prompt"]["tensors"], saved["prompt"]["arrays"])
 
 
+def _trajectory_data(one: Trajectory) -> dict[str, Any]:
+    rows = [
+        {"prompt_ids": np.asarray(row.prompt_ids), "turns": [_packed(turn) for turn in row.turns]} for row in one.rows
+    ]
+    return {**_fields(one), "rows": rows}
+
+
 def _trajectory(saved: Mapping[str, Any]) -> Trajectory:
-    rows = [Row(row["prompt_ids"], [Turn(**turn) for turn in row["turns"]]) for row in saved["rows"]]
+    rows = [Row(row["prompt_ids"], [Turn(**_unpacked(turn)) for turn in row["turns"]]) for row in saved["rows"]]
     return Trajectory(**{**saved, "rows": rows})
+
+
+def _packed(tokens: Turn | Output) -> dict[str, Any]:
+    """Its fields; numbers by token as arrays: training stands still while a checkpoint copies them."""
+    found = _fields(tokens)
+    return found | {
+        name: np.asarray(found[name], dtype)
+        for name, dtype in _BY_TOKEN.items()
+        if isinstance(found.get(name), list) and found[name]
+    }
+
+
+def _unpacked(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.tolist() if name in _BY_TOKEN and isinstance(value, np.ndarray) else value
+        for name, value in saved.items()
+    }
+
+
+def _fields(of: Any) -> dict[str, Any]:
+    """As `asdict`, which would copy every number of every list."""
+    return {each.name: getattr(of, each.name) for each in fields(of)}

@@ -6,7 +6,6 @@ loops that collect from the loop workers run in threads of their own; all bookke
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import queue
@@ -22,7 +21,7 @@ from verl.config.asynchronous import ahead_of
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base.errors import CallCancelled, WorkerError
 from verl.single_controller.base.open_calls import OpenCall
-from verl.trainer.asynchronous.asked import Asked, ages, from_plain, to_plain
+from verl.trainer.asynchronous.asked import Asked, ages, prompts_of, restore, stored
 from verl.trainer.asynchronous.buffer import Buffer, Group
 from verl.trainer.asynchronous.idle import IdleTime
 from verl.trainer.asynchronous.lane import Heard, Lane
@@ -102,8 +101,7 @@ class AnswerStream:
             self._put_back(old)
             names = [name for group in old for name in group.rows.trajectories(group.answers)]
             for lane in self._lanes:
-                with contextlib.suppress(WorkerError):  # whoever waits for the others hears of it
-                    lane.handle.ask("drop_trajectories", names)
+                lane.drop(names)
 
     def take(self, count: int) -> DataProto:
         """Prompts of groups that are answered, at most `count`: what the step's batch lacks. Waits for them."""
@@ -177,8 +175,7 @@ class AnswerStream:
         for lane in lanes:
             lane.closed = True
         for lane in lanes:
-            with contextlib.suppress(WorkerError):  # one that is gone has nothing to end
-                lane.handle.ask("end_stream")
+            lane.end()
         if lanes:
             self._groups.close_generation()
 
@@ -190,29 +187,36 @@ class AnswerStream:
         if partials and self._partial and not self._groups.must_take_turns:  # those cannot be ended now
             self._note_partials()
         self._hear_all()
-        saved = self._buffer.state()
-        whole = {group.serial for group in self._buffer.ready() if group.rows.is_plain}
-        saved["finished"] = [serial for serial in saved["finished"] if serial in whole]
-        saved["groups"] = [each | {"rows": to_plain(each["rows"])} for each in saved["groups"]]
-        return {"buffer": saved, "versions": dict(self._steps)}
+        return {"buffer": stored(self._buffer), "versions": dict(self._steps), "asked_for": self._asked_for}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; what was under way is asked for again, from what there was of it."""
-        saved = dict(state["buffer"])
-        saved["groups"] = [each | {"rows": from_plain(each["rows"])} for each in saved["groups"]]
-        self._buffer.load(saved)
+        """Go on from there; what was under way is asked for again, from what there was of it.
+
+        Where a prompt gets another number of answers now, or of another length, all of them are asked again.
+        """
+        before = state.get("asked_for", self._asked_for)
+        if before != self._asked_for and (prompts := prompts_of(state)):
+            now = ", ".join(f"{name} = {value} (was {before[name]})" for name, value in self._asked_for.items())
+            logger.warning("%s: the answers to %d prompts are not trained; they are asked again", now, len(prompts))
+            self._source().put_back(DataProto.concat(prompts))
+            return
+        restore(self._buffer, state["buffer"])
         self._steps = dict(state["versions"])
-        self._serial = itertools.count(saved["last_serial"] + 1)
+        self._serial = itertools.count(state["buffer"]["last_serial"] + 1)
         self._live = {group.rows.name: group for group in (*self._buffer.in_flight(), *self._buffer.ready())}
 
+    @property
+    def _asked_for(self) -> dict[str, int]:
+        """What makes the answers to a prompt a whole group."""
+        return {
+            "answers to a prompt": self._generator.answers_per_prompt,
+            "data.max_response_length": self._config.data.max_response_length,
+        }
+
     def _note_partials(self) -> None:
-        for lane in self._lanes:
-            try:
-                for name, output in lane.handle.ask("partial_answers").items():
-                    if (group := self._live.get(name.rpartition("/")[0])) is not None:
-                        group.rows.partials[name] = output
-            except WorkerError as error:  # the next step finds it, too, and mends it
-                logger.warning("answers under way are saved without what there is of them: %s", error)
+        for name, output in (each for lane in self._lanes for each in lane.partial_answers().items()):
+            if (group := self._live.get(name.rpartition("/")[0])) is not None:
+                group.rows.partials[name] = output
 
     # ---------------------------------------------------------------- waiting
 

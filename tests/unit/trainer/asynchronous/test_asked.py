@@ -45,3 +45,19 @@ def test_what_was_asked_and_answered_survives_a_checkpoint(tmp_path: Path):
     kept, before = again.made["p~2/0"], asked.made["p~2/0"]
     assert (kept.rows[0].turns, kept.extra) == (before.rows[0].turns, before.extra)
     assert kept.rows[0].prompt_ids.tolist() == [1, 2]
+
+
+def numbers_by_themselves(value: Any) -> int:
+    """How many a copy of it would take one by one."""
+    if isinstance(value, dict):
+        return sum(map(numbers_by_themselves, value.values()))
+    return sum(map(numbers_by_themselves, value)) if isinstance(value, list) else int(isinstance(value, int | float))
+
+
+def test_training_does_not_wait_while_a_checkpoint_copies_numbers_one_by_one():
+    """Answers of 2,000 tokens are the larger part of a state that is copied while training stands still."""
+    prompt = DataProto.from_dict({"input_ids": torch.ones(1, 700, dtype=torch.long)}, {"uid": object_array(["p"])})
+    long = Turn("model", [5] * 2000, [-0.5] * 2000, [3] * 2000, "length", drawn_log_probs=[-0.5] * 2000)
+    asked = Asked("p", prompt, 7, {"p/0": Trajectory("p", 0, [Row([1] * 700, [long])])})
+    asked.partials["p/1"] = Output([5] * 2000, [-0.5] * 2000, [3] * 2000, sampled_log_probs=[-0.5] * 2000)
+    assert numbers_by_themselves(to_plain(asked)) < 20

@@ -183,6 +183,16 @@ def test_resume_loses_and_repeats_no_prompt(task: dict[str, str], tmp_path: Path
     assert second.history[0]["async/staleness/max"] > 0, "answers of before are taken up"
 
 
+def test_resume_with_another_number_of_answers_asks_all_that_were_ahead_again(task: dict[str, str], tmp_path: Path):
+    run = overrides(task, tmp_path, *ASYNC, "trainer.max_staleness=2", "trainer.total_training_steps=4")
+    first = run_training(run, trainer_cls=Stopping)
+    second = run_training([*run, f"{ROLLOUT}.n=3", "data.max_response_length=6"], trainer_cls=Noting)
+    uids = [uid for step in (*first.trained, *second.trained) for uid in step]
+    assert len(uids) == len(set(uids)) == 32
+    assert second._last_batch.batch["responses"].shape == (24, 6)
+    assert second.history[0]["async/staleness/max"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
