@@ -33,6 +33,8 @@ class CoreModel:
     """As `MegatronConfig.recompute` says."""
     grad_offload: bool = False
     device: str = "cuda"
+    bridged: bool = False
+    """Whether Megatron-Bridge may convert its weights (`use_mbridge`)."""
 
     # ---------------------------------------------------------------- what stays between passes
 
@@ -61,6 +63,15 @@ class CoreModel:
     def resting_gradients(self) -> float:
         """The buffer stays between updates unless it is given back."""
         return 0.0 if self.grad_offload else self.gradients()
+
+    def on_their_way(self, bucket: float) -> float:
+        """Weights in a hand-over: a bucket of so many bytes that is gathered while the one before it is read.
+
+        Megatron-Bridge converts whole weights: every rank has one of Core's beside, and what it becomes. Experts come
+        one by one, so the largest is the embedding, or what two projections of an MLP are in one.
+        """
+        largest = max(self.shape.embedding_parameters, 2 * self.shape.intermediate * self.core.hidden)
+        return 2.0 * bucket + (2.0 * self.compute_bytes * largest if self.bridged else 0.0)
 
     # ---------------------------------------------------------------- while a pass runs
 

@@ -171,6 +171,7 @@ def _model(block: Any, model: Any, shape: ModelShape, world: int, device: str, k
             recompute=megatron.recompute(learns and model["enable_gradient_checkpointing"]),
             grad_offload=bool(megatron.grad_offload),
             device=device,
+            bridged=bool(megatron.use_mbridge),
         )
     fsdp = block["fsdp_config"]
     return TrainedModel(
@@ -258,9 +259,9 @@ def _host(
 
 
 def _on_their_way(model: PlannedModel, rollout: RolloutConfig) -> float:
-    """Weights in a hand-over on the megatron engine: a bucket that is gathered while the one before it is read."""
-    bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes
-    return 2.0 * bucket * 2**20 if isinstance(model, CoreModel) else 0.0
+    """Weights in a hand-over, on the megatron engine."""
+    bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes * 2.0**20
+    return model.on_their_way(bucket) if isinstance(model, CoreModel) else 0.0
 
 
 def _kept_steps(save_freq: int | None, kept: int | None) -> int:

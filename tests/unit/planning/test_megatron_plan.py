@@ -165,6 +165,14 @@ def test_every_phase_is_planned_with_a_critic_on_the_other_engine():
     assert plan.phase("gen").parts["gathered"] == 2 * 512 * 2**20
 
 
+def test_whole_weights_that_megatron_bridge_converts_are_planned_in_a_hand_over():
+    """The embedding is whole on every rank, in bfloat16, and so is what it becomes."""
+    bridged = planned(f"{ACTOR}.megatron_config.use_mbridge=True")
+    more = bridged.phase("gen").parts["gathered"] - planned().phase("gen").parts["gathered"]
+    assert more == 2 * 2 * 152064 * 3584
+    assert bridged.phase("update_actor").parts == planned().phase("update_actor").parts
+
+
 def test_offload_moves_each_kind_out_of_the_phases_of_others():
     megatron = f"{ACTOR}.megatron_config"
     here = planned().phase("update_critic").parts
