@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from verl.config.rm import RMDataConfig
 from verl.utils.dataset.chat import Messages, as_messages, prompt_digest
-from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
+from verl.utils.dataset.conversation import LOSS, ConversationEncoder, up_to_answer
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, Rule, chat_problem, refuse_missing_columns, refuse_problems
 from verl.utils.dataset.rows import Rows, switch_at, value_at
@@ -199,11 +199,16 @@ def _conversation(prompt: Any, answer: Any, key: str, prompt_key: str) -> Messag
     if messages[-1]["role"] != "assistant":
         raise ValueError(f"the last message of {key!r} is the {messages[-1]['role']}'s. Let it be the assistant's.")
     if messages[0]["role"] != "assistant":
-        return messages
+        return _without_weights(messages)
     problem = f"it has no {prompt_key!r}. Add it." if prompt is None else chat_problem(prompt_key, prompt)
     if problem is not None:
         raise ValueError(problem)
-    return [*as_messages(prompt), *messages]
+    return _without_weights([*as_messages(prompt), *messages])
+
+
+def _without_weights(messages: Messages) -> Messages:
+    """What each message counts in supervised fine-tuning says nothing of where a conversation is scored."""
+    return [{name: value for name, value in message.items() if name != LOSS} for message in messages]
 
 
 def _number(row: Row, key: str, default: float) -> float:

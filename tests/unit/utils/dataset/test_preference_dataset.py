@@ -75,6 +75,14 @@ def test_an_empty_answer_is_one_to_learn_from(tmp_path):
     assert texts(item)[1] == "<|user|>hi<|end|><|assistant|><|end|>"
 
 
+def test_a_conversation_is_scored_at_its_end_whatever_its_messages_weigh_in_fine_tuning(tmp_path):
+    begin = [USER, {**said("yes"), "loss": 1}, USER]
+    row = {"chosen": [*begin, {**said("good"), "loss": 0}], "rejected": [*begin, said("bad")]}
+    item = dataset(tmp_path, [row])[0]
+    assert [text.split("<|assistant|>")[-1] for text in texts(item)] == ["good<|end|>", "bad<|end|>"]
+    assert item["answer_tokens"] == [5, 4]
+
+
 def test_only_the_first_pairs_are_used_where_that_is_asked(tmp_path):
     rows = [{"prompt": "hi", "chosen": str(i), "rejected": "x"} for i in range(4)]
     assert len(dataset(tmp_path, rows, limit=3)[0]["pairs"]) == 3
