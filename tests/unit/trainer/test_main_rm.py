@@ -178,6 +178,13 @@ def test_a_classifier_of_several_labels_is_refused(files):
         make_config(save_classifier(files / "three", labels=3))
 
 
+def test_padding_that_was_asked_for_is_used(model_path, files):
+    with RMTrainer(make_config(model_path, "+model.override_config.pad_token_id=2")) as trainer:
+        assert trainer.tokenizer.pad_token == "<|system|>"
+    with RMTrainer(make_config(model_path)) as trainer:
+        assert trainer.config.model.override_config["pad_token_id"] == 0
+
+
 def test_a_batch_of_more_prompts_than_there_are_is_refused(model_path, files):
     with pytest.raises(ValueError, match=r"data\.train_batch_size = 4: data\.train_files hold only 3 prompts"):
         RMTrainer(make_config(model_path, "data.train_batch_size=4"))

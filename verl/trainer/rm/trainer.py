@@ -10,12 +10,14 @@ import torch
 
 from verl.algos.preference import Pairs, loss_and_slopes, preference_metrics, validation_metrics
 from verl.config import RMConfig
+from verl.models.loading import read_config
 from verl.protocol import DataProto
 from verl.trainer.common.supervised import SupervisedTrainer
 from verl.trainer.rm.data import compared_answers, pairs_of
 from verl.trainer.rm.padding import padding_token
 from verl.utils.conversation_tokens import SCORED_AT_END
 from verl.utils.dataset.preference_dataset import PreferenceDataset
+from verl.utils.fs import resolve_model_path
 from verl.utils.import_utils import load_user_object
 from verl.utils.metric import reduce_metrics
 from verl.workers.roles.reward_training import SLOPES, TOKENS, RewardTrainingWorker
@@ -32,8 +34,13 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
 
     def __init__(self, config: RMConfig) -> None:
         super().__init__(config)
-        self.tokenizer.pad_token = padding_token(self.tokenizer)
-        self.config.model.override_config["pad_token_id"] = self.tokenizer.pad_token_id
+        model = self.config.model
+        hf_config = read_config(resolve_model_path(model.path), model.trust_remote_code, model.override_config)
+        if "pad_token_id" in model.override_config and hf_config.pad_token_id is not None:
+            self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(hf_config.pad_token_id)
+        else:
+            self.tokenizer.pad_token = padding_token(self.tokenizer, hf_config.get_text_config().vocab_size)
+            model.override_config["pad_token_id"] = self.tokenizer.pad_token_id
         self.tokenizer.init_kwargs[SCORED_AT_END] = True
 
     def dataset(self, is_train: bool) -> Any:

@@ -139,6 +139,28 @@ def test_a_column_that_was_named_must_be_there(tmp_path):
 
 def test_padding_is_a_token_that_ends_no_answer():
     tokenizer = tiny_tokenizer()
-    assert padding_token(tokenizer) == "<|pad|>"
+    assert padding_token(tokenizer, 264) == "<|pad|>"
     tokenizer.pad_token = "<|end|>"
-    assert padding_token(tokenizer) == "<|pad|>"
+    assert padding_token(tokenizer, 264) == "<|pad|>"
+
+
+def test_padding_is_a_token_of_the_model(caplog):
+    """A tokenizer may have got one that its model was never resized for."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == 261
+    assert padding_token(tokenizer, 264) == "[PAD]"
+    assert padding_token(tokenizer, 261) == "<|pad|>"
+    tokenizer.eos_token = "<|pad|>"
+    assert padding_token(tokenizer, 1) == "<|pad|>"
+    assert "transformers reads scores one token too early" in caplog.text
+    tokenizer.eos_token = "[PAD]"
+    with pytest.raises(ValueError, match=r"the model has 0 tokens .* are none of them\. Resize"):
+        padding_token(tokenizer, 0)
+
+
+def test_padding_is_rather_a_token_that_the_template_does_not_write():
+    """Nothing is learned of the padding's embedding."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token, tokenizer.bos_token = "<|assistant|>", "<|pad|>"
+    assert padding_token(tokenizer, 264) == "<|system|>"
