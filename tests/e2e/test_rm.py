@@ -10,7 +10,7 @@ from tests.support.tiny import STEADY_EPS, save_tiny_model
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-# Nine answers to the first four prompts: they do not divide over two ranks, and pairs lie on both.
+# Nine answers to the first four prompts: they do not divide over two ranks, and three of one may be torn.
 ROWS = [
     {"prompt": "one", "chosen": "a good answer", "rejected": "a bad one"},
     {"prompt": "one", "chosen": "a bad one", "rejected": "none at all, said at length", "margin": 0.5},
@@ -26,15 +26,15 @@ def test_two_ranks_learn_what_one_learns_whether_they_divide_answers_or_tokens(t
     monkeypatch.chdir(tmp_path)
     save_tiny_model(tmp_path / "tiny")
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    layouts = {"one": (1, 1), "data": (2, 1), "ulysses": (2, 2)}
-    for name, (ranks, sharing) in layouts.items():
+    layouts = {"one": (1, 1, 2), "torn": (2, 1, 2), "whole": (2, 1, 4), "ulysses": (2, 2, 2)}
+    for name, (ranks, sharing, micro) in layouts.items():
         config = {
             "data": {
                 "train_files": "pairs.jsonl",
                 "val_files": "pairs.jsonl",
                 "train_batch_size": 4,
                 "val_batch_size": 3,
-                "micro_batch_size_per_gpu": 2,
+                "micro_batch_size_per_gpu": micro,
                 "max_length": 64,
                 "shuffle": False,
             },

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 _BINS = 10
+_NO_WEIGHT = 1e-12
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.chosen)
 
+    def __getitem__(self, some: torch.Tensor) -> Pairs:
+        """Those that a mask [pairs] marks."""
+        return Pairs(**{name: column[some] for name, column in vars(self).items()})
+
     @classmethod
     def joined(cls, parts: Sequence[Pairs], answers: Sequence[int]) -> Pairs:
         """Those of batches that follow each other, which have so many answers each."""
@@ -39,31 +44,36 @@ class Pairs:
         return cls(**{field.name: torch.cat([column[field.name] for column in columns]) for field in fields(cls)})
 
 
-def preference_loss(scores: torch.Tensor, pairs: Pairs, centering: float = 0.0) -> torch.Tensor:
+def preference_loss(
+    scores: torch.Tensor, pairs: Pairs, centering: float = 0.0, weight: float | None = None
+) -> torch.Tensor:
     """The weighted mean over pairs of the cross-entropy of `preference` with sigmoid(r_c - r_r - margin), plus
     `centering` times that of (r_c + r_r)², which only says where 0 is (arXiv 2312.09244).
 
     `scores`: [answers]. With preference 1 it is -log sigmoid(r_c - r_r - margin) (Bradley-Terry; margins as in
-    arXiv 2307.09288).
+    arXiv 2307.09288). Where these are some of the pairs that the mean is over, `weight` is that of all of them, and the
+    parts add up to the mean.
     """
     chosen, rejected = scores[pairs.chosen], scores[pairs.rejected]
     apart = chosen - rejected - pairs.margin
     costs = -pairs.preference * logsigmoid(apart) - (1 - pairs.preference) * logsigmoid(-apart)
     if centering:
         costs = costs + centering * (chosen + rejected) ** 2
-    return (pairs.weight * costs).sum() / pairs.weight.sum().clamp(min=1e-12)
+    total = pairs.weight.sum().clamp(min=_NO_WEIGHT) if weight is None else max(weight, _NO_WEIGHT)
+    return (pairs.weight * costs).sum() / total
 
 
-def loss_and_slopes(scores: torch.Tensor, pairs: Pairs, centering: float) -> tuple[float, torch.Tensor]:
-    """The loss, and its derivative by every score [answers].
+def score_slopes(
+    scores: torch.Tensor, pairs: Pairs, centering: float = 0.0, weight: float | None = None
+) -> torch.Tensor:
+    """The derivative of that loss by every score [answers].
 
     The gradient of the loss by weights is the sum over answers of slope × gradient of the score: with the slopes known,
     answers can be learned one by one, in any micro-batch and on any rank.
     """
     scores = scores.detach().double().requires_grad_()
-    loss = preference_loss(scores, pairs, centering)
-    (slopes,) = torch.autograd.grad(loss, scores)
-    return loss.item(), slopes.float()
+    (slopes,) = torch.autograd.grad(preference_loss(scores, pairs, centering, weight), scores)
+    return slopes.float()
 
 
 def preference_metrics(scores: torch.Tensor, pairs: Pairs) -> dict[str, float]:

@@ -32,7 +32,7 @@ def resolve(config: SupervisedConfig, report: Report) -> None:
     if config.fsdp_config.mixed_precision is None:
         config.fsdp_config.mixed_precision = "bf16" if config.trainer.device == "cuda" else "fp32"
     if data.micro_batch_size_per_gpu is None:
-        data.micro_batch_size_per_gpu = min(DEFAULT_MICRO_BATCH, max(1, data.train_batch_size // config.dp_size))
+        data.micro_batch_size_per_gpu = min(DEFAULT_MICRO_BATCH, max(1, config.rows_per_step // config.dp_size))
     if data.val_batch_size is None:
         data.val_batch_size = data.train_batch_size
 
@@ -81,9 +81,9 @@ def _batches(config: SupervisedConfig, report: Report) -> None:
         why = f"does not divide over the {count(ranks, 'data-parallel rank')}"
         fix = f"Set it to {above}" if below == 0 else f"Set it to {below} or {above}"
         report.problem("data.train_batch_size", rows, why, fix, _RANKS)
-    elif not data.use_dynamic_bsz and micro > rows // ranks:
-        why = f"is more than the {count(rows // ranks, 'row')} of a training step on each rank"
-        fix = f"Set it to {rows // ranks} or less, or raise data.train_batch_size"
+    elif not data.use_dynamic_bsz and micro > (share := config.rows_per_step // ranks):
+        why = f"is more than the {count(share, 'row')} of a training step on each rank"
+        fix = f"Set it to {share} or less, or raise data.train_batch_size"
         report.problem("data.micro_batch_size_per_gpu", micro, why, fix, ("data.train_batch_size", *_RANKS))
     needed = math.ceil(data.max_length / config.sharing)
     if data.use_dynamic_bsz and data.max_token_len_per_gpu < needed:

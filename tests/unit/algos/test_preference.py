@@ -9,9 +9,9 @@ from verl.algos.preference import (
     Pairs,
     calibration_error,
     correlation,
-    loss_and_slopes,
     preference_loss,
     preference_metrics,
+    score_slopes,
     validation_metrics,
 )
 
@@ -37,19 +37,26 @@ def test_preference_loss_by_hand():
 
 def test_slopes_by_hand():
     """d/dr_c of -log sigmoid(r_c - r_r - m) is -sigmoid(m - (r_c - r_r)); an answer of two pairs has the sum."""
-    found, slopes = loss_and_slopes(torch.tensor([2.0, 1.0, 0.0]), pairs((0, 1, 1, 0, 1), (0, 2, 1, 1, 1)), 0.0)
-    assert found == pytest.approx(math.log(1 + math.exp(-1.0)))
+    slopes = score_slopes(torch.tensor([2.0, 1.0, 0.0]), pairs((0, 1, 1, 0, 1), (0, 2, 1, 1, 1)))
     each = 0.5 / (1 + math.exp(1.0))
     assert slopes.tolist() == pytest.approx([-2 * each, each, each])
 
 
+def test_losses_of_some_pairs_add_up_to_that_of_all():
+    scores = torch.tensor([2.0, 1.0, -0.5])
+    compared = pairs((0, 1, 1, 0, 1), (1, 2, 1, 0.5, 3), (0, 2, 0.5, 0, 2))
+    some = torch.tensor([True, False, True])
+    parts = [preference_loss(scores, compared[mask], 0.1, weight=6.0) for mask in (some, ~some)]
+    assert float(sum(parts)) == pytest.approx(float(preference_loss(scores, compared, 0.1)))
+
+
 def test_a_pair_without_weight_has_no_say_and_none_at_all_is_no_loss():
     scores = torch.tensor([0.3, -1.0, 4.0])
-    with_it = loss_and_slopes(scores, pairs((0, 1, 1, 0, 2), (1, 2, 1, 0, 0)), 0.01)
-    without = loss_and_slopes(scores, pairs((0, 1, 1, 0, 2)), 0.01)
-    assert with_it[0] == pytest.approx(without[0])
-    assert with_it[1].tolist() == pytest.approx(without[1].tolist())
-    assert loss_and_slopes(scores, pairs((0, 1, 1, 0, 0)), 0.0)[1].tolist() == [0, 0, 0]
+    both, one, none = pairs((0, 1, 1, 0, 2), (1, 2, 1, 0, 0)), pairs((0, 1, 1, 0, 2)), pairs((0, 1, 1, 0, 0))
+    assert float(preference_loss(scores, both, 0.01)) == pytest.approx(float(preference_loss(scores, one, 0.01)))
+    assert score_slopes(scores, both, 0.01).tolist() == pytest.approx(score_slopes(scores, one, 0.01).tolist())
+    assert float(preference_loss(scores, none)) == 0
+    assert score_slopes(scores, none, 0.0).tolist() == [0, 0, 0]
 
 
 def test_pairs_of_batches_join_into_those_of_all_answers():

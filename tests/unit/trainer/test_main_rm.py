@@ -86,15 +86,18 @@ def plain_loss(model, rows):
 
 
 @pytest.mark.parametrize(
-    "cutting",
+    ("cutting", "passes"),
     [
-        ["data.micro_batch_size_per_gpu=3", "model.use_remove_padding=False"],
-        ["data.micro_batch_size_per_gpu=1", "model.enable_gradient_checkpointing=True"],
-        ["data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=70"],
+        pytest.param(["data.micro_batch_size_per_gpu=3", "model.use_remove_padding=False"], 3, id="whole"),
+        pytest.param(["data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=1000"], 1, id="all at once"),
+        pytest.param(["data.micro_batch_size_per_gpu=2"], 2 + 4, id="the first prompt is torn"),
+        pytest.param(["data.micro_batch_size_per_gpu=1", "model.enable_gradient_checkpointing=True"], 14, id="torn"),
+        pytest.param(["data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=70"], None, id="by tokens"),
     ],
 )
-def test_loss_and_gradient_equal_a_plain_transformers_loop(files, cutting):
-    """Margins, ties, weights, centring, answers of several pairs; pairs torn by micro-batches and whole ones."""
+def test_loss_and_gradient_equal_a_plain_transformers_loop(files, cutting, passes):
+    """Margins, ties, weights, centring, answers of several pairs; pairs torn by micro-batches and whole ones, which
+    take one pass each."""
     folder = save_classifier(files / "classifier")
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     loss = plain_loss(model, ROWS)
@@ -109,9 +112,12 @@ def test_loss_and_gradient_equal_a_plain_transformers_loop(files, cutting):
             return step()
 
         named, engine.optimizer_step = list(engine.model.hf.named_parameters()), taken
+        run = []
+        engine.model.register_forward_hook(lambda *_: run.append(1))
         batch = DataProto.from_dict(next(iter(trainer.train_dataloader)))
         assert len(batch) == 7, "three answers to the first prompt, though six in its pairs"
         found = trainer._train_step(batch)
+    assert passes is None or len(run) == passes
     assert found["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
     for name, weight in model.named_parameters():
         torch.testing.assert_close(ours[name], weight.grad, rtol=1e-4, atol=1e-6, msg=name)
@@ -176,6 +182,13 @@ def test_adapters_and_head_learn_and_the_export_is_whole(model_path, files):
 def test_a_classifier_of_several_labels_is_refused(files):
     with pytest.raises(ConfigError, match="classifier of 3 labels; a score is one number"):
         make_config(save_classifier(files / "three", labels=3))
+
+
+def test_a_micro_batch_counts_answers_of_which_every_prompt_has_two(model_path, files):
+    assert make_config(model_path, "data.train_batch_size=1").data.micro_batch_size_per_gpu == 2, "a pair is whole"
+    assert make_config(model_path, "data.train_batch_size=2", "data.micro_batch_size_per_gpu=4")
+    with pytest.raises(ConfigError, match="more than the 4 rows of a training step on each rank"):
+        make_config(model_path, "data.train_batch_size=2", "data.micro_batch_size_per_gpu=5")
 
 
 def test_padding_that_was_asked_for_is_used(model_path, files):

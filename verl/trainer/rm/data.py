@@ -9,9 +9,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from verl.algos.preference import Pairs
+from verl.workers.roles.reward_training import COMPARED
 
-COMPARED = "compared"
-"""[answers, most pairs of one, 4]: the row of the rejected answer (-1: no pair), preference, margin, weight."""
+PROMPT = "prompt"
+"""[answers]: the number of its prompt in the batch."""
 
 
 def compared_answers(items: Sequence[Mapping[str, Any]], pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -22,6 +23,7 @@ def compared_answers(items: Sequence[Mapping[str, Any]], pad_token_id: int) -> d
         "input_ids": pad_sequence(answers, batch_first=True, padding_value=pad_token_id),
         "attention_mask": mask,
         "answer_tokens": torch.tensor([tokens for item in items for tokens in item["answer_tokens"]]),
+        PROMPT: torch.tensor([number for number, item in enumerate(items) for _ in item["answers"]]),
         COMPARED: _by_chosen(items, len(answers)),
     }
 

@@ -8,25 +8,28 @@ from typing import Any
 
 import torch
 
-from verl.algos.preference import Pairs, loss_and_slopes, preference_metrics, validation_metrics
+from verl.algos.preference import Pairs, preference_loss, preference_metrics, score_slopes, validation_metrics
 from verl.config import RMConfig
 from verl.models.loading import read_config
 from verl.protocol import DataProto
 from verl.trainer.common.supervised import SupervisedTrainer
-from verl.trainer.rm.data import compared_answers, pairs_of
+from verl.trainer.rm.data import PROMPT, compared_answers, pairs_of
+from verl.trainer.rm.dealing import dealt_to_ranks, whole_prompts
 from verl.trainer.rm.padding import padding_token
 from verl.utils.conversation_tokens import SCORED_AT_END
 from verl.utils.dataset.preference_dataset import PreferenceDataset
 from verl.utils.fs import resolve_model_path
 from verl.utils.import_utils import load_user_object
 from verl.utils.metric import reduce_metrics
-from verl.workers.roles.reward_training import SLOPES, TOKENS, RewardTrainingWorker
+from verl.workers.engine.common.micro_batches import TOGETHER
+from verl.workers.roles.reward_training import COMPARED, ROW, SLOPES, TOKENS, RewardTrainingWorker
+from verl.workers.roles.supervised import micro_batching
 
 
 class RMTrainer(SupervisedTrainer[RMConfig]):
-    """A `SupervisedTrainer` of pairs. A step has two passes: all answers are scored, which says how much the loss
-    changes with each score; then each answer is learned with that slope. So a pair may be in two micro-batches or on
-    two ranks, and an answer of several pairs is learned once.
+    """A `SupervisedTrainer` of pairs. All answers to a prompt are learned in one micro-batch, each once. A prompt that
+    does not fit is torn (`dealing`): its answers are scored first, which says how much the loss changes with each
+    score, and learned with that slope, each in any micro-batch and on any rank.
     """
 
     worker_class = RewardTrainingWorker
@@ -68,17 +71,31 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
         return {f"val/{name}": value for name, value in measured.items()}
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step; every rank gets as many answers and about as many tokens."""
-        pairs, answers = pairs_of(batch.batch), len(batch)
+        """One optimizer step; every rank gets whole prompts, where they fit, and about as many tokens."""
+        pairs, places = pairs_of(batch.batch), torch.arange(len(batch))
+        lengths, prompts = batch.batch["attention_mask"].sum(dim=1), batch.batch[PROMPT]
+        micro = micro_batching(self.config).shared_by(self.config.sharing)
+        whole = whole_prompts(prompts, lengths, micro, self.config.dp_size)
         rows = batch.select(batch_keys=TOKENS)
-        rows.padding(-answers % self.config.dp_size)
-        rows.batch["row"] = torch.arange(len(rows))
-        rows = self.dealt(rows) if self.config.dp_size > 1 else rows
-        order = rows.batch["row"]
-        scores = torch.zeros(len(rows)).index_copy(0, order, self.worker_group.evaluate(rows).batch["scores"])
-        loss, slopes = loss_and_slopes(scores[:answers], pairs, self.config.centering_coef)
-        rows.batch[SLOPES] = torch.cat([slopes, torch.zeros(len(rows) - answers)])[order]
-        rows.meta_info["pairs"] = float((pairs.weight > 0).sum())
-        learned = reduce_metrics(self.worker_group.train_batch(rows).meta_info["metrics"])
-        found = {"loss": loss, **preference_metrics(scores[:answers], pairs)}
-        return {f"train/{name}": value for name, value in found.items()} | learned
+        rows.meta_info["weight"] = float(pairs.weight.sum())
+        rows.batch[ROW] = places
+        rows.batch[TOGETHER] = torch.where(whole, prompts, len(batch) + places)
+        rows.batch[COMPARED] = batch.batch[COMPARED].where(whole[:, None, None], -1.0)
+        rows.batch[SLOPES] = self._slopes(batch, pairs, ~whole)
+        rows = dealt_to_ranks(rows, self.config.dp_size)
+        learned = self.worker_group.train_batch(rows)
+        scores = torch.zeros(len(rows)).index_copy(0, rows.batch[ROW], learned.batch["scores"])[: len(batch)]
+        loss = float(preference_loss(scores.double(), pairs, self.config.centering_coef))
+        found = {"loss": loss, **preference_metrics(scores, pairs)}
+        return {f"train/{name}": value for name, value in found.items()} | reduce_metrics(learned.meta_info["metrics"])
+
+    def _slopes(self, batch: DataProto, pairs: Pairs, torn: torch.Tensor) -> torch.Tensor:
+        """Of answers to torn prompts [answers], which are scored for it; 0 of others."""
+        slopes, (rows,) = torch.zeros(len(batch)), torn.nonzero(as_tuple=True)
+        if len(rows):
+            columns = {name: batch.batch[name][rows] for name in TOKENS}
+            found = self.worker_group.evaluate(DataProto.from_dict(columns, auto_padding=True)).batch["scores"]
+            scores = slopes.index_copy(0, rows, found)
+            weight = float(pairs.weight.sum())
+            slopes = score_slopes(scores, pairs[torn[pairs.chosen]], self.config.centering_coef, weight)
+        return slopes

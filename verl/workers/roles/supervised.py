@@ -15,6 +15,12 @@ from verl.workers.roles.engines import start_engine
 from verl.workers.roles.saving import SavingWorker
 
 
+def micro_batching(config: SupervisedConfig) -> MicroBatching:
+    """How the rows of each rank are cut."""
+    data = config.data
+    return MicroBatching.by(data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu)
+
+
 class SupervisedWorker(SavingWorker):
     """A rank with a model that learns from files."""
 
@@ -45,5 +51,4 @@ class SupervisedWorker(SavingWorker):
         return self.config.checkpoint
 
     def _micro(self) -> MicroBatching:
-        data = self.config.data
-        return MicroBatching.by(data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu)
+        return micro_batching(self.config)

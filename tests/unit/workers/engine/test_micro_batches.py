@@ -67,6 +67,24 @@ def test_a_rank_with_fewer_parts_cuts_its_rows_into_more_and_only_then_takes_fil
         assert sorted(row for rows in found if rows for row in rows) == [0, 1, 2, 3, 4]
 
 
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 6)), min_size=1, max_size=20),
+    limit=st.integers(1, 80),
+    by_tokens=st.booleans(),
+    at_least=st.integers(1, 9),
+)
+def test_rows_that_stay_together_are_one_row_to_every_limit(rows, limit, by_tokens, at_least):
+    lengths, together = map(list, zip(*rows, strict=True))
+    micro = MicroBatching(max_tokens=limit) if by_tokens else MicroBatching(size=limit)
+    parts = micro_batch_rows(lengths, micro, at_least=at_least, together=together)
+    assert sorted(row for part in parts for row in part) == list(range(len(rows)))
+    sets = [{together[row] for row in part} for part in parts]
+    assert sum(map(len, sets)) == len(set(together)), "none is in two parts"
+    for part, numbers in zip(parts, sets, strict=True):
+        size = sum(lengths[row] for row in part) if by_tokens else len(part)
+        assert len(numbers) == 1 or size <= limit
+
+
 def test_attention_counts_where_parts_are_evened_out():
     """Four long rows and many short ones: by tokens the long could sit together, by cost they may not."""
     lengths = [100] * 4 + [10] * 40

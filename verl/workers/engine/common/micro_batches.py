@@ -16,20 +16,24 @@ from verl.workers.engine.base import Counts, Metrics, MicroBatching
 
 _Part = TypeVar("_Part")
 
+TOGETHER = "together"
+"""A column [rows], where a batch has it: rows of the same number are in the same micro-batch, whatever its limit."""
+
 
 def micro_batches(
     data: DataProto, micro: MicroBatching, cost: SequenceCost, largest: Callable[[int], int]
 ) -> Iterator[tuple[DataProto, list[int] | None]]:
     """Each micro-batch with its row indices. `largest` is the most that any rank has of a number; a collective.
 
-    All ranks give equally many: one with fewer cuts its rows into more parts, and only one that has fewer rows than
-    others have parts adds fillers, whose indices are None.
+    All ranks give equally many: one with fewer cuts its rows into more parts, and only one that has fewer rows (or sets
+    of rows that stay `TOGETHER`) than others have parts adds fillers, whose indices are None.
     """
     lengths = row_lengths(data)
-    parts = micro_batch_rows(lengths, micro, cost)
+    together = data.batch[TOGETHER].tolist() if TOGETHER in data.batch.keys() else None
+    parts = micro_batch_rows(lengths, micro, cost, together=together)
     wanted = largest(len(parts))
     if len(parts) < wanted:
-        parts = micro_batch_rows(lengths, micro, cost, at_least=wanted)
+        parts = micro_batch_rows(lengths, micro, cost, at_least=wanted, together=together)
     for rows in parts:
         yield data.select_idxs(rows), rows
     for _ in range(wanted - len(parts)):
@@ -48,13 +52,17 @@ def with_last(parts: Iterator[_Part]) -> Iterator[tuple[_Part, bool]]:
 
 
 def micro_batch_rows(
-    lengths: Sequence[int], micro: MicroBatching, cost: SequenceCost = TOKENS, at_least: int = 1
+    lengths: Sequence[int],
+    micro: MicroBatching,
+    cost: SequenceCost = TOKENS,
+    at_least: int = 1,
+    together: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Row indices of each micro-batch; every row exactly once. `lengths` are tokens per row.
 
     With a size, runs of rows. With a token budget, parts of about equal cost, the costliest first: what other ranks do
     at the same time then costs about the same. A row over the budget stands alone. There are as few parts as that
-    takes, and `at_least` so many if there are rows for them.
+    takes, and `at_least` so many if there are rows for them. Rows of one number in `together` are treated as one row.
     """
     for key, value in (("size", micro.size), ("max_tokens", micro.max_tokens)):
         if value is not None and value < 1:
@@ -62,8 +70,11 @@ def micro_batch_rows(
     count = len(lengths)
     if not count:
         return []
+    costs = cost(lengths).tolist()
+    if together is not None:
+        return _of_whole_sets(lengths, micro, costs, at_least, together)
     if micro.max_tokens is not None:
-        return _within_budget(lengths, micro.max_tokens, cost, min(at_least, count))
+        return _within_budget(lengths, micro.max_tokens, costs, min(at_least, count))
     size = micro.size or count
     if ceildiv(count, size) < at_least:
         parts = min(at_least, count)
@@ -117,10 +128,24 @@ class MetricSums:
         return {name: (float(total), counts.get(name)) for name, total in self._totals.items()}
 
 
-def _within_budget(lengths: Sequence[int], budget: int, cost: SequenceCost, at_least: int) -> list[list[int]]:
+def _of_whole_sets(
+    lengths: Sequence[int], micro: MicroBatching, costs: Sequence[float], at_least: int, together: Sequence[int]
+) -> list[list[int]]:
+    """Both limits alike: of a set of rows, its tokens or its rows count."""
+    sets: dict[int, list[int]] = {}
+    for row, number in enumerate(together):
+        sets.setdefault(number, []).append(row)
+    rows = list(sets.values())
+    budget = micro.max_tokens or micro.size or len(lengths)
+    sizes = [sum(lengths[row] for row in one) if micro.max_tokens else len(one) for one in rows]
+    joined = [sum(costs[row] for row in one) for one in rows]
+    parts = _within_budget(sizes, budget, joined, min(at_least, len(rows)))
+    return [[row for one in part for row in rows[one]] for part in parts]
+
+
+def _within_budget(lengths: Sequence[int], budget: int, costs: Sequence[float], at_least: int) -> list[list[int]]:
     """Parts of equal cost where those keep the budget, else of equal tokens, else as tight packing leaves them."""
     packed = _packed(lengths, budget)
-    costs = cost(lengths).tolist()
     parts = max(len(packed), at_least)
     for weights in (costs, lengths):
         found = get_seqlen_balanced_partitions(weights, parts, equal_size=False)
