@@ -35,6 +35,16 @@ class _Output(io.FileIO):
     """A file descriptor that becomes another file when nobody can read what is written to it."""
 
     def write(self, data: Any) -> int:
+        """All of it: no buffer that would try again stands before this one."""
+        left = memoryview(data).cast("B")
+        while left:
+            written = self._some(left)
+            if written is None:
+                raise BlockingIOError(errno.EAGAIN, "nobody reads what is written, and the file does not wait")
+            left = left[written:]
+        return len(data)
+
+    def _some(self, data: memoryview) -> int | None:
         try:
             return super().write(data)
         except OSError as error:
@@ -52,10 +62,12 @@ class _Output(io.FileIO):
 
 
 class _Lasting(io.TextIOWrapper):
-    """As the stream that was there, on the same file."""
+    """As the stream that was there, on the same file.
+
+    Without a `BufferedWriter`, which refuses a signal's handler that writes while it writes: a terminal that closes and
+    the SIGHUP that says so come together, and the run would end with its "reentrant call" instead of saving.
+    """
 
     def __init__(self, other: io.TextIOWrapper) -> None:
         raw: Any = _Output(other.fileno(), "w", closefd=False)
-        # With PYTHONUNBUFFERED, what is written through must meet no buffer.
-        buffered = raw if other.write_through else io.BufferedWriter(raw)
-        super().__init__(buffered, other.encoding, other.errors, None, other.line_buffering, other.write_through)
+        super().__init__(raw, other.encoding, other.errors, None, other.line_buffering, other.write_through)

@@ -48,11 +48,13 @@ def start(folder: Path, stream: int, *arguments: str) -> subprocess.Popen:
 
 def end(process: subprocess.Popen, folder: Path) -> list[str]:
     """Let it write for a while after the loss, and end; what it wrote then."""
-    time.sleep(1)
-    assert process.poll() is None
+    kept = folder / "kept.log"
+    while not kept.exists() or kept.read_text().count("printed") < 40:
+        assert process.poll() is None
+        time.sleep(0.05)
     (folder / "end").touch()
-    assert process.wait() == 0
-    return (folder / "kept.log").read_text().splitlines()
+    assert process.wait() == 0, kept.read_text()
+    return kept.read_text().splitlines()
 
 
 @pytest.mark.parametrize("signal", ["SIGHUP", None])
@@ -80,6 +82,33 @@ def test_a_pipe_whose_reader_ends(tmp_path):
     lines = end(process, tmp_path)
     assert lines[-1] == "stopped by None"
     assert lines.count("printed") > 5
+
+
+def test_a_signal_in_the_middle_of_the_loss_may_write_too(tmp_path):
+    """The terminal closes, and its SIGHUP comes while the line that found it out is being written."""
+    program = """
+import os, signal
+from verl.utils import lost_terminal
+lost_terminal.outlive_terminal()
+lost_terminal.keep_lost_output("kept.log")
+become = lost_terminal._Output._become
+lost_terminal._Output._become = lambda *where: os.kill(os.getpid(), signal.SIGHUP) or become(*where)
+signal.signal(signal.SIGHUP, lambda *_: (signal.signal(signal.SIGHUP, signal.SIG_IGN), print("asked", flush=True)))
+os.read(0, 1)
+print("first" * 9999, flush=True)
+print("last")
+"""
+    ours, theirs = os.pipe()
+    command = [sys.executable, "-c", program]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=buffered, stdin=subprocess.PIPE, stdout=theirs, stderr=subprocess.PIPE
+    )
+    os.close(theirs)
+    os.close(ours)
+    _, problems = process.communicate(b"x")
+    assert (process.returncode, problems.decode()) == (0, "")
+    assert (tmp_path / "kept.log").read_text().split() == ["asked", "first" * 9999, "last"]
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
