@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 from verl.utils.exceptions import note
 from verl.utils.progress import Progress, counted_by
@@ -168,6 +168,11 @@ class Lines:
             logger.info("step %d/%d: %s%s, %.0f s", now.step + 1, now.total, now.phase, count, now.phase_seconds)
 
 
+# What rich puts in the place of sys.stdout and sys.stderr. `print` only borrows it while it writes: freed by a thread
+# that closes the bars, it would take the run with it.
+_shown_through: list[TextIO] = []
+
+
 @contextmanager
 def _bars() -> Iterator[Bars]:
     from rich.console import Console
@@ -181,6 +186,7 @@ def _bars() -> Iterator[Bars]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as rows:
+        _shown_through.extend((sys.stdout, sys.stderr))
         yield Bars(rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pty
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -203,6 +205,19 @@ def test_a_terminal_shows_bars_and_a_file_nothing_of_a_short_phase():
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.decode())
     assert re.search(r"steps +[━╸╺]+ +3/40 ", plain)
     assert re.search(r"rollout +[━╸╺]+ +123/512 ", plain)
+
+
+def test_whoever_prints_while_the_bars_are_closed_has_a_stream_to_the_end(monkeypatch, capsys):
+    """`print` borrows sys.stdout: freed under it, a run whose terminal closed ended with a RecursionError of rich's."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with capsys.disabled(), status_line._bars() as show:
+        between = weakref.ref(sys.stdout)
+        assert type(between()).__module__ == "rich.file_proxy"
+        show._rows.stop()
+        assert sys.stdout is not between()
+    del show
+    gc.collect()
+    assert between() is not None
 
 
 def progress_threads() -> list[threading.Thread]:
