@@ -175,7 +175,8 @@ def log_of(told: str) -> str:
 
 
 def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_starts_anew(hosted, inside):
-    futures = hosted.submit(requests(2, tokens=450))
+    hosted.pause_generation("keep")  # nothing is finished before what follows
+    futures = hosted.submit(requests(2))
     os.kill(hosted.pid, signal.SIGSTOP)
     while standing_helper() is None:
         time.sleep(0.01)
@@ -193,8 +194,7 @@ def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_sta
     for each in (hosted, inside):
         InProcessTransfer(WholeModel(tiny_model(seed=8)), each).sync(version=11)
     assert answers(hosted, requests(2)) == answers(inside, requests(2))
-    futures = hosted.submit(requests(1, tokens=450))
-    futures += hosted.submit([Request(BREAKS, [5], SamplingParams())])
+    futures = hosted.submit([*requests(1, tokens=450), Request(BREAKS, [5], SamplingParams())])
     fail_with("AcceleratorError: CUDA error: an illegal memory access", futures)
     assert hosted.revive()
     members = [hosted.pid, *children(hosted.pid)]
