@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.support.agents import (
 )
 from tests.support.training_harness import make_task
 from verl.agent.loop import LoopSpec
+from verl.inference.model_runner import ModelRunner
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base.errors import CallCancelled, WorkerCallError, WorkerDiedError
 from verl.utils.import_utils import ImportPath
@@ -228,9 +230,9 @@ def test_nobody_waits_for_what_a_dropped_trajectory_still_does(two: House, task:
 
 
 class Mortal(Noting):
-    """A replica that dies when it has told what it has of answers under way. `resumed`: tokens that others sampled."""
+    """A replica that dies when it has told some tokens of answers under way. `resumed`: tokens that others sampled."""
 
-    dies, dead, resumed = True, False, 0
+    dies, dead, resumed, told = True, False, 0, 0
 
     def tell(self, method: str, *args: Any) -> None:
         if self.dead:
@@ -243,7 +245,8 @@ class Mortal(Noting):
         if self.dead:
             raise WorkerDiedError("worker process died", "rollout", 0, "here", method)
         collected = super().ask(method, *args)
-        self.dead |= self.dies and any(len(piece.token_ids) > 1 for piece in collected.pieces.values())
+        self.told += sum(len(piece.token_ids) for piece in collected.pieces.values())
+        self.dead |= self.dies and self.told > 10
         return collected
 
 
@@ -257,6 +260,13 @@ def test_a_dead_replica_costs_its_requests_only_and_they_go_on_from_what_was_hea
     whole = {name: rows[0][0] for name, rows in tokens_of(two.answer(prompts)).items()}
     first, second = (Mortal(replica.handle(0)) for replica in two.replicas)
     second.dies = False
+    launch = ModelRunner.launch
+
+    def launch_slowly(*args: Any) -> Any:
+        time.sleep(0.01)  # so that there is something to hear of answers before they are whole
+        return launch(*args)
+
+    monkeypatch.setattr(ModelRunner, "launch", launch_slowly)
     with two.open_engines():
         two.agents.begin_stream([first, second], prompts.meta_info)
         two.agents.add_rows(prompts, {})

@@ -78,7 +78,7 @@ def test_many_are_under_way_at_once_on_one_loop(function, processes):
 )
 def test_a_call_that_fails_in_any_way_costs_its_own_sample(function, bad, kinds):
     samples = [Sample("mine", answer, "") for answer in ["0.25", *bad, *["0.5"] * 20]]
-    with ScorerPool(function, processes=1, timeout=1.0) as pool:
+    with ScorerPool(function, processes=1, timeout=4.0) as pool:
         futures = [pool.submit(sample) for sample in samples]
         scores = [future.result() for future in futures]
     assert [score.kind for score in scores] == [None, *kinds, *[None] * 20]
@@ -95,7 +95,7 @@ def test_a_function_of_lists_may_be_async(tmp_path):
 
 def test_an_answer_that_cannot_be_read_here_costs_its_own_sample(function):
     samples = [Sample("mine", answer, "") for answer in ["0.25", "unreadable", "0.5", "0.5"]]
-    with ScorerPool(function, processes=1, timeout=5.0) as pool:
+    with ScorerPool(function, processes=1, timeout=60.0) as pool:
         scores = [future.result() for future in [pool.submit(sample) for sample in samples]]
     assert [score.kind for score in scores] == [None, "invalid", None, None]
 
