@@ -114,8 +114,7 @@ def kill_after(step: int, process: subprocess.Popen, folder: Path, name: str, de
 def test_a_killed_trainer_rank_and_a_killed_controller_lose_and_repeat_no_prompt(tmp_path: Path, mode: str):
     """The real command, which starts again by itself: every prompt of the epoch is in the answers of just one step.
 
-    Three starts, of which each computes for half a minute, most of it imports: what a busy machine makes of that is
-    not what is tested.
+    Three starts, most of which are imports: what a busy machine makes of that is not what is tested.
     """
     deadline = time.monotonic() + 840
     task, steps = make_task(tmp_path / "task", rows=64), range(1, 9)
