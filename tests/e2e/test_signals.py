@@ -59,6 +59,7 @@ def gone_soon(family: list[psutil.Process], seconds: float) -> list[psutil.Proce
     return psutil.wait_procs(family, timeout=seconds)[1]
 
 
+@pytest.mark.slow
 def test_when_ray_gets_the_signal_too_the_driver_does_not_wait_for_it(running):
     family = psutil.Process(running.pid).children(recursive=True)
     start = time.monotonic()

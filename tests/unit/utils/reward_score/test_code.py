@@ -198,6 +198,7 @@ def family_at_rest() -> set[int]:
     return found
 
 
+@pytest.mark.slow
 def test_scorers_run_the_sandbox_get_their_settings_and_take_it_with_them():
     """A scorer that is killed by its time limit leaves no process behind; others go on."""
     set_arguments(code.compute_score, settings=SETTINGS)

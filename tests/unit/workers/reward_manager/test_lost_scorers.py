@@ -116,6 +116,7 @@ def test_a_sample_that_does_it_to_every_scorer_costs_itself(pool, text, how):
     assert pool.scored_again == 2
 
 
+@pytest.mark.slow
 def test_scores_are_right_whoever_is_killed_or_stopped_at_random(function):
     """The server and all that it started are fair game, in the middle of whatever they do."""
     chosen, over, done = random.Random(3), threading.Event(), []

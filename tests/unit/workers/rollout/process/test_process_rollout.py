@@ -174,6 +174,7 @@ def log_of(told: str) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_starts_anew(hosted, inside):
     hosted.pause_generation("keep")  # nothing is finished before what follows
     futures = hosted.submit(requests(2))
