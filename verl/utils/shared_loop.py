@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -26,13 +27,14 @@ class SharedLoop:
         """`name` is the thread's."""
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._process = 0
         self._starting = threading.Lock()
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Begin it; cancelling the future cancels it."""
         with self._starting:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+            if self._loop is None or self._process != os.getpid():  # a fork has the loop, and not its thread
+                self._loop, self._process = asyncio.new_event_loop(), os.getpid()
                 threading.Thread(target=_run, args=(self._loop,), name=self._name, daemon=True).start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
