@@ -136,7 +136,12 @@ class Answering:
         """Begin with them."""
         for row in rows:
             task = self._rows[row] = asyncio.create_task(self._trajectory(row))
-            task.add_done_callback(partial(self._rows.pop, row))
+            task.add_done_callback(partial(self._ended, row))
+
+    def _ended(self, row: AskedRow, task: asyncio.Task[None]) -> None:
+        self._rows.pop(row)
+        if row.dropped and not task.cancelled():
+            task.exception()  # nobody wants to hear of that either
 
     async def all_done(self) -> None:
         """Returns when every trajectory has ended; raises EngineLost when none can go on."""

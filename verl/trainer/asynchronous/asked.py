@@ -14,7 +14,7 @@ from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.plain_store import is_plain
 
-__all__ = ["Asked", "ages", "from_plain", "prompts_of", "restore", "stored", "to_plain"]
+__all__ = ["Asked", "ages", "asked_for", "from_plain", "prompts_of", "restore", "stored", "to_plain"]
 
 _BY_TOKEN = {
     "token_ids": np.int64,
@@ -111,6 +111,14 @@ def restore(buffer: Buffer, saved: Mapping[str, Any]) -> None:
     """Let the buffer go on where `stored` was taken."""
     groups = [each | {"rows": from_plain(each["rows"])} for each in saved["groups"]]
     buffer.load({**saved, "groups": groups})
+
+
+def asked_for(state: Mapping[str, Any]) -> dict[str, int]:
+    """What a stream's saved state says of its groups; an older one says how many answers they have."""
+    if (known := state.get("asked_for")) is not None:
+        return dict(known)
+    groups = state["buffer"]["groups"]
+    return {"answers to a prompt": groups[0]["answers"]} if groups else {}
 
 
 def prompts_of(state: Mapping[str, Any]) -> list[DataProto]:

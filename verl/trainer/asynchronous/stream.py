@@ -21,7 +21,7 @@ from verl.config.asynchronous import ahead_of
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base.errors import CallCancelled, WorkerError
 from verl.single_controller.base.open_calls import OpenCall
-from verl.trainer.asynchronous.asked import Asked, ages, prompts_of, restore, stored
+from verl.trainer.asynchronous.asked import Asked, ages, asked_for, prompts_of, restore, stored
 from verl.trainer.asynchronous.buffer import Buffer, Group
 from verl.trainer.asynchronous.idle import IdleTime
 from verl.trainer.asynchronous.lane import Heard, Lane
@@ -194,7 +194,7 @@ class AnswerStream:
 
         Where a prompt gets another number of answers now, or of another length, all of them are asked again.
         """
-        before = state.get("asked_for", self._asked_for)
+        before = self._asked_for | asked_for(state)
         if before != self._asked_for and (prompts := prompts_of(state)):
             now = ", ".join(f"{name} = {value} (was {before[name]})" for name, value in self._asked_for.items())
             logger.warning("%s: the answers to %d prompts are not trained; they are asked again", now, len(prompts))
@@ -210,6 +210,7 @@ class AnswerStream:
         """What makes the answers to a prompt a whole group."""
         return {
             "answers to a prompt": self._generator.answers_per_prompt,
+            "rollout.n": self._config.actor_rollout_ref.rollout.n,
             "data.max_response_length": self._config.data.max_response_length,
         }
 

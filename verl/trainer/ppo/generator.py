@@ -129,18 +129,14 @@ class Generator:
         """With the scores of the reward model, where there is one: it reads the last row of every trajectory."""
         if not self._has_judge:
             return batch
-        whole = Trajectories.of(batch)
+        judge, whole = self._groups.reward_model.compute_rm_score, Trajectories.of(batch)
         if whole.one_row_each:
-            return batch.union(self._judge(batch))
-        scores = self._judge(batch.select_idxs(whole.last_rows)).batch["rm_scores"]
+            return batch.union(self._infer(judge, batch, "reward_model"))
+        scores = self._infer(judge, batch.select_idxs(whole.last_rows), "reward_model").batch["rm_scores"]
         of_rows = torch.zeros(len(batch), batch.batch["response_mask"].shape[1])
         of_rows[torch.from_numpy(whole.last_rows), : scores.shape[1]] = scores
         batch.batch["rm_scores"] = of_rows
         return batch
-
-    def _judge(self, batch: DataProto) -> DataProto:
-        with self._groups.engines_at_rest("reward_model"):
-            return self._infer(self._groups.reward_model.compute_rm_score, batch, "reward_model")
 
     def score(self, batch: DataProto, metrics: dict[str, float], step: int) -> DataProto:
         """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions."""

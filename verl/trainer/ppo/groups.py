@@ -18,6 +18,7 @@ from verl.config import PPOConfig
 from verl.config.layout import BLOCK_OF_ROLE, ROLLOUT, layout_of
 from verl.planning.engines import beside
 from verl.protocol import DataProto
+from verl.single_controller.base.errors import WorkerError
 from verl.single_controller.base.handle import RankHandle
 from verl.single_controller.base.worker import collective_timeout
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager, create_colocated_worker_cls
@@ -162,17 +163,6 @@ class WorkerGroups:
         alone = self.rollout is not self.actor and len(self._roles_in(self._pools.mapping[Role.Rollout])) == 1
         return not alone and not beside(rollout) and not rollout.server_urls
 
-    @contextmanager
-    def engines_at_rest(self, role: str) -> Iterator[None]:
-        """Around a pass of this role: an open generation that must take turns with it stands still."""
-        pools = self._config.role_mapping
-        holds = self.generation_open and self.must_take_turns and pools[role] == pools["rollout"]
-        if holds:
-            self.rollout.hold_generation()
-        yield
-        if holds:
-            self.rollout.go_on_generating()
-
     def require_engines(self) -> None:
         """Raise the WorkerError of a rank, or of an engine's own process, that an open generation has lost."""
         self.rollout.require_engine()
@@ -231,7 +221,27 @@ class WorkerGroups:
         sent.meta_info = {"temperature": self._config.actor_rollout_ref.rollout.temperature}
         if role == "critic":
             sent.meta_info["last_value"] = self._config.algorithm.truncated_responses == "bootstrap"
-        return _without_meta(arranged.results(method(sent)))
+        with self._engines_at_rest(role):
+            return _without_meta(arranged.results(method(sent)))
+
+    @contextmanager
+    def _engines_at_rest(self, role: str) -> Iterator[None]:
+        """Around a pass of a reward model: an open generation that must take turns with it stands still. All other
+        passes of a step come after `WeightSync` has seen to that."""
+        pools, lost = self._config.role_mapping, False
+        must = role == "reward_model" and self.must_take_turns and pools[role] == pools["rollout"]
+        if not must or not self.generation_open:
+            yield
+            return
+        self.rollout.hold_generation()
+        try:
+            yield
+        except WorkerError:
+            lost = True  # the ranks start anew, or the run ends
+            raise
+        finally:
+            if not lost:
+                self.rollout.go_on_generating()
 
     def update(self, method: Callable[..., Any], batch: DataProto, role: str, step: int) -> dict[str, float]:
         """Mini-batches are whole prompts in the batch's order, however many rows each has; every rank gets its part.

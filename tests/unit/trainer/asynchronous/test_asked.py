@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, object_array
-from verl.trainer.asynchronous.asked import Asked, ages, from_plain, to_plain
+from verl.trainer.asynchronous.asked import Asked, ages, asked_for, from_plain, to_plain
 from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.plain_store import load_plain, save_plain
@@ -45,6 +45,14 @@ def test_what_was_asked_and_answered_survives_a_checkpoint(tmp_path: Path):
     kept, before = again.made["p~2/0"], asked.made["p~2/0"]
     assert (kept.rows[0].turns, kept.extra) == (before.rows[0].turns, before.extra)
     assert kept.rows[0].prompt_ids.tolist() == [1, 2]
+
+
+def test_an_older_state_says_how_many_answers_it_has():
+    known = {"answers to a prompt": 4, "rollout.n": 3}
+    groups = {"groups": [{"answers": 2}]}
+    assert asked_for({"buffer": groups, "asked_for": known}) == known
+    assert asked_for({"buffer": groups}) == {"answers to a prompt": 2}
+    assert asked_for({"buffer": {"groups": []}}) == {}
 
 
 def numbers_by_themselves(value: Any) -> int:
