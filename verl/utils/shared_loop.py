@@ -27,6 +27,7 @@ class SharedLoop:
         """`name` is the thread's."""
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._process = 0
         self._starting = threading.Lock()
 
@@ -34,12 +35,17 @@ class SharedLoop:
         """Begin it; cancelling the future cancels it."""
         with self._starting:
             if self._loop is None or self._process != os.getpid():  # a fork has the loop, and not its thread
-                self._loop, self._process = asyncio.new_event_loop(), os.getpid()
-                threading.Thread(target=_run, args=(self._loop,), name=self._name, daemon=True).start()
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=_run, args=(loop,), name=self._name, daemon=True)
+                thread.start()
+                self._loop, self._thread, self._process = loop, thread, os.getpid()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Its result; the caller's thread waits, the loop runs others meanwhile."""
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError(f"called from a coroutine of {self._name!r}, which would wait for itself: await it")
         future = self.submit(coroutine)
         try:
             return future.result()
