@@ -12,7 +12,7 @@ from verl.config.supervised import SupervisedConfig, SupervisedDataConfig
 @dataclass(kw_only=True, slots=True)
 class RMDataConfig(SupervisedDataConfig):
     train_batch_size: int = key("Prompts per training step, over all ranks, each with all of its pairs.", min=1)
-    micro_batch_size_per_gpu: int = key("Answers per forward pass on a rank.", null="4, or fewer", min=1)
+    micro_batch_size_per_gpu: int = key("Answers per forward pass on a rank.", null="4", min=1)
     val_batch_size: int = key("Prompts per validation batch.", null="", follows="data.train_batch_size", min=1)
     train_max_samples: int = key("Use only the first pairs of the training set; -1: all.", min=-1)
     val_max_samples: int = key("Use only the first pairs of the validation set; -1: all.", min=-1)
@@ -39,3 +39,8 @@ class RMConfig(SupervisedConfig):
     @property
     def rows_per_step(self) -> int:
         return 2 * self.data.train_batch_size
+
+    @property
+    def most_rows_per_rank(self) -> int | None:
+        """None: a prompt has as many answers as were compared, and ranks are dealt tokens, not rows."""
+        return None

@@ -98,6 +98,11 @@ class SupervisedConfig(WholeConfig):
         return self.data.train_batch_size
 
     @property
+    def most_rows_per_rank(self) -> int | None:
+        """Rows of a training step on one rank; None where only the files can say."""
+        return math.ceil(self.rows_per_step / self.dp_size)
+
+    @property
     def ranks(self) -> int:
         """Processes that train, one per device."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node

@@ -32,7 +32,7 @@ def resolve(config: SupervisedConfig, report: Report) -> None:
     if config.fsdp_config.mixed_precision is None:
         config.fsdp_config.mixed_precision = "bf16" if config.trainer.device == "cuda" else "fp32"
     if data.micro_batch_size_per_gpu is None:
-        data.micro_batch_size_per_gpu = min(DEFAULT_MICRO_BATCH, max(1, config.rows_per_step // config.dp_size))
+        data.micro_batch_size_per_gpu = min(DEFAULT_MICRO_BATCH, config.most_rows_per_rank or DEFAULT_MICRO_BATCH)
     if data.val_batch_size is None:
         data.val_batch_size = data.train_batch_size
 
@@ -75,13 +75,13 @@ def tell_idle(config: SupervisedConfig, beginnings: tuple[str, ...], why: str, r
 
 def _batches(config: SupervisedConfig, report: Report) -> None:
     data, ranks = config.data, config.dp_size
-    rows, micro = data.train_batch_size, data.micro_batch_size_per_gpu
+    rows, micro, share = data.train_batch_size, data.micro_batch_size_per_gpu, config.most_rows_per_rank
     if rows % ranks:
         below, above = rows // ranks * ranks, (rows // ranks + 1) * ranks
         why = f"does not divide over the {count(ranks, 'data-parallel rank')}"
         fix = f"Set it to {above}" if below == 0 else f"Set it to {below} or {above}"
         report.problem("data.train_batch_size", rows, why, fix, _RANKS)
-    elif not data.use_dynamic_bsz and micro > (share := config.rows_per_step // ranks):
+    elif share is not None and not data.use_dynamic_bsz and micro > share:
         why = f"is more than the {count(share, 'row')} of a training step on each rank"
         fix = f"Set it to {share} or less, or raise data.train_batch_size"
         report.problem("data.micro_batch_size_per_gpu", micro, why, fix, ("data.train_batch_size", *_RANKS))
@@ -106,16 +106,19 @@ def check_environment(config: SupervisedConfig, report: Report) -> None:
 def describe(config: SupervisedConfig) -> str:
     """The batches of a training step in one readable line, and what the strategy is; for the log."""
     data, ranks = config.data, config.ranks
-    share = config.rows_per_step // config.dp_size
+    share = config.most_rows_per_rank
     shared = "".join(f" × {name} {size}" for name, size in config.split.items() if size > 1)
     split = f" = data-parallel {config.dp_size}{shared}" if shared else ""
     if data.use_dynamic_bsz:
         micro = f"micro-batches of up to {data.max_token_len_per_gpu} tokens"
+    elif share is None:
+        micro = f"micro-batches of up to {count(data.micro_batch_size_per_gpu, 'row')}"
     else:
         size = data.micro_batch_size_per_gpu
-        micro = f"{count(-(-share // size), 'micro-batch')} of {count(size, 'row')}"
+        micro = f"{count(math.ceil(share / size), 'micro-batch')} of {count(size, 'row')}"
+    more, each = (" or more", "") if share is None else ("", f"{share} each ")
     engine = f"\n{FSDP_IS_FSDP2}" if config.strategy == "fsdp" else ""
     return (
-        f"Batch plan: {count(config.rows_per_step, 'row')} of up to {data.max_length} tokens per step over "
-        f"{count(ranks, 'rank')}{split} ({config.trainer.device}), {share} each in {micro}{engine}"
+        f"Batch plan: {count(config.rows_per_step, 'row')}{more} of up to {data.max_length} tokens per step over "
+        f"{count(ranks, 'rank')}{split} ({config.trainer.device}), {each}in {micro}{engine}"
     )

@@ -59,10 +59,11 @@ def supervised_memory_plan(
     """Of a supervised run: training, and answers to prompts where a validation asks for them."""
     data, sharing, kind = config.data, config.sharing, config.trainer.device
     model = _model(config, config.model, shape, config.ranks, kind, config.model_kind)
-    rows = math.ceil(config.rows_per_step / config.dp_size)
-    most = rows * data.max_length
-    wanted = data.max_token_len_per_gpu * sharing if data.use_dynamic_bsz else None
-    tokens = min(most, wanted or data.micro_batch_size_per_gpu * data.max_length)
+    by_rows = data.micro_batch_size_per_gpu * data.max_length
+    wanted = data.max_token_len_per_gpu * sharing if data.use_dynamic_bsz else by_rows
+    rows = config.most_rows_per_rank
+    most = 2 * wanted if rows is None else rows * data.max_length  # rows without a bound fill several micro-batches
+    tokens = min(most, wanted)
     share = math.ceil(tokens / sharing)
     here = dict.fromkeys(DEVICE_PARTS, 0.0) | {"weights": model.weights(), "optimizer": model.moments()}
     here["context"] = _context(kind, config.ranks)

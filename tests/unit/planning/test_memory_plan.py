@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from tests.support.tiny import save_tiny_model, tiny_config, tiny_model
-from verl.config import ConfigError, SFTConfig, load_config
+from verl.config import ConfigError, RMConfig, SFTConfig, load_config
 from verl.config.schema import pick
 from verl.planning.advice import cheapest_changes, refuse_what_cannot_fit
 from verl.planning.check import check_memory, check_supervised_memory
@@ -306,6 +306,19 @@ def test_supervised_fine_tuning_has_one_phase():
         refuse_what_cannot_fit(
             config, lambda c: supervised_memory_plan(c, SHAPE, DeviceMemory("cuda", 2 * GB, "a GPU"))
         )
+
+
+@pytest.mark.parametrize("cut", ["data.micro_batch_size_per_gpu=8", "data.use_dynamic_bsz=True"])
+def test_a_reward_model_is_planned_with_full_micro_batches_however_few_prompts_a_step_has(cut):
+    """A prompt has as many answers as were compared."""
+
+    def planned(prompts):
+        given = ["data.train_files=x", "model.path=y", "trainer.device=cuda", "trainer.n_gpus_per_node=1"]
+        given += ["data.max_token_len_per_gpu=8192", "data.max_length=1024", cut, f"data.train_batch_size={prompts}"]
+        config = load_config(None, given, check_files=False, root=RMConfig)
+        return phase(supervised_memory_plan(config, SHAPE, None), "sft").parts
+
+    assert planned(1) == planned(64)
 
 
 def test_the_plan_of_a_run_on_this_machine_is_logged(tmp_path, caplog):

@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.support.tiny import save_tiny_model, tiny_config, tiny_tokenizer
 from verl.config import ConfigError, RewardModelConfig, RMConfig, as_config, load_config
+from verl.config.supervised_rules import describe
 from verl.protocol import DataProto
 from verl.trainer.main_rm import run_rm
 from verl.trainer.rm.trainer import RMTrainer
@@ -184,11 +185,14 @@ def test_a_classifier_of_several_labels_is_refused(files):
         make_config(save_classifier(files / "three", labels=3))
 
 
-def test_a_micro_batch_counts_answers_of_which_every_prompt_has_two(model_path, files):
-    assert make_config(model_path, "data.train_batch_size=1").data.micro_batch_size_per_gpu == 2, "a pair is whole"
-    assert make_config(model_path, "data.train_batch_size=2", "data.micro_batch_size_per_gpu=4")
-    with pytest.raises(ConfigError, match="more than the 4 rows of a training step on each rank"):
-        make_config(model_path, "data.train_batch_size=2", "data.micro_batch_size_per_gpu=5")
+def test_a_micro_batch_holds_the_answers_of_a_prompt_on_as_many_ranks_as_there_are_prompts(model_path, files):
+    eight = ["data.train_batch_size=8", "trainer.n_gpus_per_node=8"]
+    config = make_config(model_path, *eight)
+    assert config.data.micro_batch_size_per_gpu == 4
+    assert "16 rows or more of up to 64 tokens per step over 8 ranks (cpu), in micro-batches of up to 4 rows" in (
+        describe(config)
+    )
+    assert make_config(model_path, *eight, "data.micro_batch_size_per_gpu=9"), "nine answers to a prompt"
 
 
 def test_padding_that_was_asked_for_is_used(model_path, files):
