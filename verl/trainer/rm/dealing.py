@@ -7,6 +7,8 @@ by its slope, which takes a pass that only scores them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 
 from verl.protocol import DataProto
@@ -32,6 +34,17 @@ def whole_prompts(prompts: torch.Tensor, lengths: torch.Tensor, micro: MicroBatc
     elif micro.size is not None:
         whole &= prompts.bincount() <= micro.size
     return whole[prompts]
+
+
+def scores_of_each(
+    evaluate: Callable[[DataProto], DataProto], tokens: Mapping[str, torch.Tensor], ranks: int
+) -> torch.Tensor:
+    """[answers], whose columns are `tokens`. Equal parts of what `evaluate` is given, one per rank, have about as many
+    tokens; it gives back `scores` and `ROW`."""
+    places = torch.arange(len(tokens["input_ids"]))
+    rows = DataProto.from_dict({**tokens, ROW: places, TOGETHER: places})
+    found = evaluate(dealt_to_ranks(rows, ranks))
+    return torch.zeros(len(found)).index_copy(0, found.batch[ROW], found.batch["scores"])[: len(places)]
 
 
 def dealt_to_ranks(rows: DataProto, ranks: int) -> DataProto:
@@ -60,8 +73,9 @@ def _filled(rows: DataProto, count: int) -> DataProto:
     rows.padding(count - known)
     columns = rows.batch
     columns["attention_mask"][known:, 1:] = 0
-    columns[COMPARED][known:] = -1
-    columns[SLOPES][known:] = 0
+    for name, nothing in ((COMPARED, -1), (SLOPES, 0)):
+        if name in columns.keys():
+            columns[name][known:] = nothing
     columns[ROW][known:] = torch.arange(known, count)
     columns[TOGETHER][known:] = int(columns[TOGETHER].max()) + 1 + torch.arange(count - known)
     return rows

@@ -14,7 +14,7 @@ from verl.models.loading import read_config
 from verl.protocol import DataProto
 from verl.trainer.common.supervised import SupervisedTrainer
 from verl.trainer.rm.data import PROMPT, compared_answers, pairs_of
-from verl.trainer.rm.dealing import dealt_to_ranks, whole_prompts
+from verl.trainer.rm.dealing import dealt_to_ranks, scores_of_each, whole_prompts
 from verl.trainer.rm.padding import padding_token
 from verl.utils.conversation_tokens import SCORED_AT_END
 from verl.utils.dataset.preference_dataset import PreferenceDataset
@@ -94,7 +94,7 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
         slopes, (rows,) = torch.zeros(len(batch)), torn.nonzero(as_tuple=True)
         if len(rows):
             columns = {name: batch.batch[name][rows] for name in TOKENS}
-            found = self.worker_group.evaluate(DataProto.from_dict(columns, auto_padding=True)).batch["scores"]
+            found = scores_of_each(self.worker_group.evaluate, columns, self.config.dp_size)
             scores = slopes.index_copy(0, rows, found)
             weight = float(pairs.weight.sum())
             slopes = score_slopes(scores, pairs[torn[pairs.chosen]], self.config.centering_coef, weight)

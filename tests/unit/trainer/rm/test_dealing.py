@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from verl.algos.preference import preference_loss, score_slopes
 from verl.protocol import DataProto
 from verl.trainer.rm.data import PROMPT, compared_answers, pairs_of
-from verl.trainer.rm.dealing import dealt_to_ranks, whole_prompts
+from verl.trainer.rm.dealing import dealt_to_ranks, scores_of_each, whole_prompts
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.micro_batches import TOGETHER, micro_batch_rows, row_lengths
 from verl.workers.roles.reward_training import COMPARED, ROW, SLOPES, TOKENS, ComparedScores
@@ -99,3 +99,20 @@ def test_a_prompt_that_would_keep_all_other_ranks_waiting_is_torn():
     whole = [whole_prompts(numbers, lengths, MicroBatching(size=4), ranks) for ranks in (1, 2)]
     assert whole[0].all()
     assert whole[1].tolist() == [True, True, False, False, False, False]
+
+
+def test_answers_that_are_only_scored_are_spread_by_tokens_and_come_back_in_order():
+    """Long ones first, as files that are sorted have them: in file order the first rank would do nearly everything."""
+    lengths = torch.tensor([90, 80, 70, 60, 50, 4, 3, 2, 1])
+    mask = (torch.arange(90) < lengths[:, None]).long()
+    for ranks in (1, 2, 4):
+        taken = []
+
+        def evaluate(rows, ranks=ranks, taken=taken):
+            taken += [sum(row_lengths(part)) for part in rows.chunk(ranks)]
+            scores = rows.batch["attention_mask"].sum(dim=1).float()
+            return rows.select(batch_keys=[ROW]).union(DataProto.from_dict({"scores": scores}))
+
+        found = scores_of_each(evaluate, {"input_ids": mask, "attention_mask": mask}, ranks)
+        assert found.tolist() == lengths.tolist()
+        assert max(taken) <= {1: 360, 2: 192, 4: 120}[ranks], taken
