@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import pty
@@ -207,10 +208,12 @@ def test_a_terminal_shows_bars_and_a_file_nothing_of_a_short_phase():
     assert re.search(r"rollout +[━╸╺]+ +123/512 ", plain)
 
 
-def test_whoever_prints_while_the_bars_are_closed_has_a_stream_to_the_end(monkeypatch, capsys):
+def test_whoever_prints_while_the_bars_are_closed_has_a_stream_to_the_end(monkeypatch):
     """`print` borrows sys.stdout: freed under it, a run whose terminal closed ended with a RecursionError of rich's."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with capsys.disabled(), status_line._bars() as show:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.StringIO())
+    with status_line._bars() as show:
         between = weakref.ref(sys.stdout)
         assert type(between()).__module__ == "rich.file_proxy"
         show._rows.stop()
