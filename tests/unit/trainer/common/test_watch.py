@@ -48,8 +48,8 @@ def test_a_function_that_waits_for_itself_is_named_and_raised_out_of():
 @pytest.mark.parametrize("move", [tick, pulse])
 def test_whatever_moves_is_no_hang(move):
     status = StatusLine(10)
-    with HangWatch(status, 0.5, stuck=raises_here()), status.phase("save_checkpoint"):
-        for _ in range(15):
+    with HangWatch(status, 2.0, stuck=raises_here()), status.phase("save_checkpoint"):
+        for _ in range(30):
             time.sleep(0.1)
             move()
     assert status.standing().trouble is None

@@ -1,5 +1,7 @@
 """Large files go to disk while they are written and leave the memory that the system has for files."""
 
+import ctypes
+import mmap
 import os
 
 import pytest
@@ -13,17 +15,16 @@ BLOCK = 2**20
 
 
 def cached_blocks(path):
-    """How many of a file's blocks the system has in memory."""
-    found = 0
-    with path.open("rb") as file:
-        for start in range(0, path.stat().st_size, BLOCK):
-            try:
-                found += bool(os.preadv(file.fileno(), [bytearray(1)], start, os.RWF_NOWAIT))
-            except BlockingIOError:
-                continue
-            except OSError:
-                pytest.skip("this file system does not say what is in memory")
-    return found
+    """How many of a file's blocks the system has in memory. Reading to find out would begin to bring them there."""
+    size = path.stat().st_size
+    in_memory = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
+        begin = ctypes.c_char.from_buffer(mapped)
+        failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(begin)), ctypes.c_size_t(size), in_memory)
+        del begin
+    if failed:
+        pytest.skip("this system does not say what is in memory")
+    return sum(page & 1 for page in in_memory[:: BLOCK // mmap.PAGESIZE])
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be told")
