@@ -189,7 +189,7 @@ def test_halt_waits_for_a_step_that_takes_its_time(start):
     halting.join(timeout=0.1)
     assert halting.is_alive()
     runner.gate.set()
-    halting.join()
+    halting.join(timeout=250)
     assert not halting.is_alive()
     assert runner.on_their_way == 0
 

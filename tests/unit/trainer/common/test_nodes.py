@@ -57,7 +57,7 @@ def test_a_node_that_asks_after_the_end_hears_that_the_job_is_over(head, caplog)
                 continue
     with caplog.at_level("INFO"):
         serve_as_node(node(head.port, within=30))
-    ending.join()
+    ending.join(timeout=250)
     assert not ending.is_alive(), "every node knows: nobody is waited for any longer"
     assert head.process.returncode is not None
     assert "The job is over: this node is done." in caplog.text
