@@ -36,6 +36,7 @@ MODES: dict[str, list[str]] = {
     "sync": ["trainer.mode=sync"],
     "one_step_off": ["trainer.mode=one_step_off"],
     "async": ["trainer.mode=async"],
+    "async, not weighed": ["trainer.mode=async", "algorithm.rollout_correction.rollout_is=null"],
     "async, kept KV": ["trainer.mode=async", "trainer.partial_kv=keep"],
     # The log-probs that answers were drawn with are the old ones: no pass of the trainer's for them.
     "async, bypass": [

@@ -30,9 +30,11 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "rollout_is=token, 2": {"rollout_is": "token", "rollout_is_threshold": 2.0},
     "rollout_is=sequence, not truncated": {"rollout_is": "sequence", "rollout_is_threshold": UNBOUNDED},
     "rollout_is=sequence, 2": {"rollout_is": "sequence", "rollout_is_threshold": 2.0},
+    "rollout_is=token, 0 outside [1/2, 2]": {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"},
     "rollout_rs=token, [1/2, 2]": {"rollout_rs": "token", "rollout_rs_threshold": 2.0},
     "rollout_rs=sequence, [1/2, 2]": {"rollout_rs": "sequence", "rollout_rs_threshold": 2.0},
     "rollout_rs=geometric, [0.8, 1.25]": {"rollout_rs": "geometric", "rollout_rs_threshold": 1.25},
+    "rollout_rs=seq_max_k2, 0.1": {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.1},
     "rollout_is=token, 2, rollout_rs=token, [1/2, 2]": {
         "rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token", "rollout_rs_threshold": 2.0,
     },

@@ -22,7 +22,7 @@ data=(
 policy=(
     actor_rollout_ref.model.path="$MODEL"
     actor_rollout_ref.model.enable_gradient_checkpointing=False
-    actor_rollout_ref.actor.optim.lr=5e-6
+    actor_rollout_ref.actor.optim.lr=1e-5
     actor_rollout_ref.actor.optim.lr_warmup_steps=5
     actor_rollout_ref.actor.ppo_mini_batch_size=64
     actor_rollout_ref.actor.use_dynamic_bsz=True
@@ -38,7 +38,7 @@ judges=(
 )
 trainer=(
     trainer.n_gpus_per_node=1
-    trainer.total_training_steps=60
+    trainer.total_training_steps=40
     trainer.test_freq=10
     trainer.save_freq=-1
     trainer.logger=[console,file]

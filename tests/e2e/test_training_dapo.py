@@ -153,6 +153,23 @@ def test_bypassing_the_old_log_probs_still_measures_the_mismatch(task, tmp_path)
     assert torch.equal(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"])
 
 
+def test_reinforce_has_the_gradient_of_weighed_answers_without_a_pass_for_old_log_probs(task, tmp_path):
+    """One optimizer step: the policy of the update is the one that old log-probs would be of. bfloat16 generates."""
+    run = ("algorithm=grpo", "actor_rollout_ref.rollout.n=4", "reward_model.reward_kwargs={num_processes: 0}")
+    run += ("trainer.total_training_steps=1", "data.val_files=[]", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+    run += ("actor_rollout_ref.rollout.dtype=bfloat16", "algorithm.rollout_correction.rollout_is_threshold=1.001")
+    weighed = run_training(overrides(task, tmp_path / "weighed", *run, "algorithm.rollout_correction.rollout_is=token"))
+    bypass = ("algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.loss_type=reinforce")
+    plain = run_training(overrides(task, tmp_path / "plain", *run, *bypass))
+    assert torch.equal(weighed._last_batch.batch["responses"], plain._last_batch.batch["responses"])
+    assert "rollout_is_weights" not in plain._last_batch.batch.keys()
+    norms = [trainer.history[0]["actor/grad_norm"] for trainer in (weighed, plain)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    off = "algorithm.rollout_correction.rollout_is=null"
+    unweighed = run_training(overrides(task, tmp_path / "unweighed", *run, *bypass, off))
+    assert unweighed.history[0]["actor/grad_norm"] != pytest.approx(norms[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("denominator", ["full", "drawn"])
 @pytest.mark.parametrize("way", ["bypass_mode=True", "rollout_is=token"])
 def test_truncated_sampling_is_measured_and_its_log_probs_can_be_the_denominator(task, tmp_path, way, denominator):
@@ -206,7 +223,7 @@ def test_a_rollout_in_another_precision_is_measured_weighed_and_masked(task, tmp
     assert row["rollout_corr/ratio_p01"] < 1 < row["rollout_corr/ratio_p99"]
     assert row["rollout_corr/log_prob_diff"] > 1e-4
     assert 0 < row["rollout_corr/masked_sequence_fraction"] < 1
-    assert "rollout and training differ by" in caplog.text
+    assert "rollout and training differ by" not in caplog.text, "it is corrected"
     batch = trainer._last_batch.batch
     kept = batch["response_mask"].any(-1)
     assert 1 - kept.float().mean().item() == pytest.approx(row["rollout_corr/masked_sequence_fraction"])

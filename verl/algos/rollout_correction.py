@@ -8,7 +8,7 @@ drops what no weight can save.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from verl.algos.kl import MAX_LOG_RATIO, kl_penalty
 from verl.algos.returns import keep
 from verl.config import RolloutCorrectionConfig, as_config
+from verl.config.rollout_correction import Rejection, bounds, rejections
 from verl.utils.torch_functional import masked_mean
 
 CorrectionLike: TypeAlias = RolloutCorrectionConfig | DictConfig | Mapping[str, Any] | None
@@ -50,9 +51,8 @@ def correct_rollout(
     one of the rollout's is NaN, nobody knows what the token was sampled with: its ratio is 1, and the metrics are those
     of the others.
 
-    `rollout_is` truncates the ratio at `rollout_is_threshold`: per `token`, or the product over the `sequence` for all
-    its tokens. `rollout_rs` masks what lies outside [`rollout_rs_threshold_lower`, `rollout_rs_threshold`]: single
-    tokens, or whole sequences by the product of their ratios (`sequence`) or its geometric mean (`geometric`).
+    `rollout_is` truncates the ratio at `rollout_is_threshold`, or with two of them takes 0 outside: per `token`, or the
+    product over the `sequence` for all its tokens. `rollout_rs` masks tokens or whole sequences (`Rejection`).
     """
     config = as_config(RolloutCorrectionConfig, config)
     known = response_mask.bool() & ~rollout_log_prob.isnan()
@@ -66,40 +66,65 @@ def correct_rollout(
         log_ratio = log_ratio - cut_off
     weights = None
     if config.rollout_is is not None:
-        weights, truncated = importance_weights(
-            log_ratio, response_mask, config.rollout_is, config.rollout_is_threshold
-        )
+        weights, truncated = importance_weights(log_ratio, response_mask, config)
+        if config.rollout_is_batch_normalize:
+            weights = _of_mean_one(weights, response_mask, config.rollout_is)
         metrics["rollout_corr/truncated_fraction"] = float(truncated)
         metrics["rollout_corr/weight_mean"] = float(masked_mean(weights, response_mask))
-    kept_mask = response_mask
-    if config.rollout_rs is not None:
-        upper = config.rollout_rs_threshold or config.rollout_is_threshold
-        lower = config.rollout_rs_threshold_lower or 1.0 / upper
-        kept_mask = rejection_mask(log_ratio, response_mask, config.rollout_rs, lower, upper)
+    kept_mask = rejection_mask(log_ratio, response_mask, rejections(config))
     metrics |= _masked_metrics(response_mask, kept_mask)
     return Correction(weights, kept_mask, metrics)
 
 
 def importance_weights(
-    log_ratio: torch.Tensor, response_mask: torch.Tensor, level: str, threshold: float
+    log_ratio: torch.Tensor, response_mask: torch.Tensor, config: RolloutCorrectionConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """min(ratio, threshold) for every token [batch, response], 0 where masked; and the share of tokens truncated."""
-    ratio = _ratio(log_ratio, response_mask, level)
-    weights = keep(ratio.clamp(max=threshold).expand_as(log_ratio), response_mask.bool())
-    return weights, masked_mean((ratio > threshold).float().expand_as(log_ratio), response_mask)
+    """Of every token [batch, response]: the ratio, at most the threshold, or 0 outside of two; 0 where masked. And the
+    share of tokens that have another weight than their ratio."""
+    (lower, upper), level = bounds(config.rollout_is_threshold), config.rollout_is
+    log_ratio = keep(log_ratio, response_mask.bool())
+    ratio = _bounded_exp(log_ratio if level == "token" else log_ratio.sum(dim=-1, keepdim=True))
+    within = ratio <= upper
+    if lower is not None:
+        within = within & (ratio >= lower)
+        ratio = torch.where(within, ratio, 0.0)
+    weights = keep(ratio.clamp(max=upper).expand_as(log_ratio), response_mask.bool())
+    return weights, masked_mean((~within).float().expand_as(log_ratio), response_mask)
 
 
-def rejection_mask(
-    log_ratio: torch.Tensor, response_mask: torch.Tensor, level: str, lower: float, upper: float
-) -> torch.Tensor:
-    """`response_mask` with the tokens off whose ratio (token, sequence or geometric) is outside [lower, upper]."""
-    if lower > upper:
-        raise ValueError(
-            f"algorithm.rollout_correction.rollout_rs_threshold_lower: {lower:g} is above the upper one, {upper:g}; "
-            "everything would be masked. Set it below."
-        )
-    ratio = _ratio(log_ratio, response_mask, level)
-    return torch.where((ratio >= lower) & (ratio <= upper), response_mask, torch.zeros_like(response_mask))
+def _of_mean_one(weights: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
+    """Divided by their mean over the tokens of the batch, or over its sequences; as they are where all are 0."""
+    if level == "token":
+        mean = masked_mean(weights, mask)
+    else:  # a sequence's tokens have one weight, and those that are masked have 0
+        mean = masked_mean(weights.amax(dim=-1), mask.bool().any(dim=-1))
+    return weights / torch.where(mean > 0, mean, 1.0)
+
+
+def rejection_mask(log_ratio: torch.Tensor, response_mask: torch.Tensor, rules: Sequence[Rejection]) -> torch.Tensor:
+    """`response_mask` with what any of the rules rejects off: tokens, or all of a sequence."""
+    log_ratio, kept = keep(log_ratio, response_mask.bool()), response_mask
+    for rule in rules:
+        value = _over(rule.over, _statistic(rule.kind, log_ratio), response_mask)
+        if rule.kind == "k1":
+            value = _bounded_exp(-value)
+        kept = torch.where((value >= rule.lower) & (value <= rule.upper), kept, torch.zeros_like(kept))
+    return kept
+
+
+def _statistic(kind: str, log_ratio: torch.Tensor) -> torch.Tensor:
+    """Of every token: an estimate of KL(rollout ‖ training), 0 where both agree."""
+    return kl_penalty(-log_ratio, torch.zeros_like(log_ratio), kind)
+
+
+def _over(over: str, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`values` (0 where masked) as they are, or their sum, mean or maximum over each sequence [batch, 1]."""
+    if over == "token":
+        return values
+    if over == "seq_max":
+        return values.amax(dim=-1, keepdim=True)
+    total = values.sum(dim=-1, keepdim=True)
+    return total if over == "seq_sum" else total / mask.bool().sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def mismatch_metrics(
@@ -149,19 +174,6 @@ def _mismatch_metrics(
 def _log_ratio(old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return keep(old_log_prob, mask.bool()) - keep(rollout_log_prob, mask.bool())
-
-
-def _ratio(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """exp of the log-ratio per token [batch, response], or of its sum or mean over each sequence [batch, 1]."""
-    if level == "token":
-        log_ratio = keep(log_ratio, mask.bool())
-    elif level in ("sequence", "geometric"):
-        total = keep(log_ratio, mask.bool()).sum(dim=-1, keepdim=True)
-        tokens = mask.bool().sum(dim=-1, keepdim=True).clamp(min=1)
-        log_ratio = total if level == "sequence" else total / tokens
-    else:
-        raise ValueError(f"algorithm.rollout_correction: {level!r} is not known. Use token, sequence or geometric.")
-    return _bounded_exp(log_ratio)
 
 
 def _bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:

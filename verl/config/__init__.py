@@ -6,7 +6,6 @@ from verl.config.algorithm import (
     FilterGroupsConfig,
     GDPOConfig,
     KLControllerConfig,
-    RolloutCorrectionConfig,
     StateMaskingConfig,
 )
 from verl.config.critic import CriticConfig
@@ -23,6 +22,7 @@ from verl.config.ref import RefConfig
 from verl.config.reward import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
 from verl.config.rm import RMConfig, RMDataConfig
 from verl.config.rollout import AgentConfig, GeneratorConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
+from verl.config.rollout_correction import RolloutCorrectionConfig
 from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
 from verl.config.sft import SFTConfig, SFTDataConfig
 from verl.config.supervised import SupervisedConfig, SupervisedDataConfig

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config import names
+from verl.config.rollout_correction import RolloutCorrectionConfig
 from verl.config.schema import Block, key
 
 NO_FULL_KL = ("needs the whole distribution of both models at every token", "Set it to low_var_kl")
-NO_RAW_LOG_PROBS = (
-    "training compares log-probs of the distribution that answers are sampled from, at its temperature",
-    "Leave it out, or set processed_logprobs",
-)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -49,34 +46,6 @@ class GDPOConfig(Block):
         null="none",
     )
     reward_weights: list[float] = key("gdpo: how much each of them counts; empty: all alike.", null="none")
-
-
-@dataclass(kw_only=True, slots=True)
-class RolloutCorrectionConfig(Block):
-    rollout_is: str | None = key(
-        "Weigh tokens by the truncated ratio of training to rollout policy.", null="off", choices=("token", "sequence")
-    )
-    rollout_is_threshold: float = key("Where that ratio is truncated.", above=0)
-    rollout_rs: str | None = key(
-        "Mask what the rollout policy finds too unlikely or too likely.",
-        null="off",
-        choices=("token", "sequence", "geometric"),
-    )
-    rollout_rs_threshold: float | None = key("Ratio above which it is masked.", null="rollout_is_threshold", above=0)
-    rollout_rs_threshold_lower: float | None = key(
-        "Ratio below which it is masked.", null="1 / rollout_rs_threshold", above=0
-    )
-    denominator: str = key(
-        "What ratios are taken to: full, the rollout's whole distribution, or drawn, what top_p, top_k and min_p left.",
-        choices=("full", "drawn"),
-        synonyms={"processed_logprobs": "drawn"},
-        refused=dict.fromkeys(("raw_logprobs", "raw_logits", "processed_logits"), NO_RAW_LOG_PROBS),
-        aliases=("../../actor_rollout_ref.rollout.logprobs_mode",),
-    )
-    bypass_mode: bool = key("Take the rollout's log-probs as old_log_probs and skip recomputing them.")
-    warn_log_prob_diff: float = key(
-        "Mean |rollout - training log-prob| above which the run warns and names these keys.", above=0
-    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -325,6 +325,12 @@ RULES: tuple[Rule, ...] = (
         _is_set("algorithm.filter_groups.enable"),
         "algorithm.filter_groups.enable = False",
     ),
+    Rule((f"{_CORRECTION}.loss_type",), _is_set(f"{_CORRECTION}.bypass_mode"), f"{_CORRECTION}.bypass_mode = False"),
+    Rule(
+        (f"{_CORRECTION}.rollout_is_batch_normalize",),
+        _is_set(f"{_CORRECTION}.rollout_is"),
+        f"{_CORRECTION}.rollout_is is not set",
+    ),
     Rule(
         _below(_CORRECTION, "rollout_rs_threshold", "rollout_rs_threshold_lower"),
         _is_set(f"{_CORRECTION}.rollout_rs"),

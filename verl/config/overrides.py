@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[A-Za-z_][\w-]*(\.[\w-]+)*)(=(?P<value>.*))?", re.DOTALL)
+_DIGITS_TWICE = re.compile(r"\d+_\d+")
 # Groups that can be turned off as a whole: `critic=null`, `~critic`.
 _SWITCHABLE = ("critic", "reward_model")
 
@@ -43,9 +44,12 @@ def read_override(override: str, groups: Mapping[str, Sequence[str]]) -> Change 
 
 
 def _quoted(value: str) -> str:
-    """The value, quoted where Hydra's grammar would not take it (e.g. a path with `=` in it)."""
+    """The value, quoted where Hydra's grammar would not take it (e.g. a path with `=` in it), or would take a lower and
+    an upper bound (1_2) for one number; a key that wants a number reads 4_096 from the text too."""
     from hydra.errors import HydraException
 
+    if _DIGITS_TWICE.fullmatch(value):
+        return f"'{value}'"
     try:
         _parsed(value)
     except HydraException:

@@ -12,6 +12,7 @@ from verl.config.devices import visible_gpus
 from verl.config.layout import ACTOR, BLOCK_OF_ROLE, ROLLOUT, layout_of, shares_devices
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
+from verl.config.rollout_correction_rules import resolve_correction
 from verl.config.schema import Block, join, pick, put, walk
 from verl.config.search_rules import resolve_search
 from verl.config.trainer import RunConfig
@@ -28,6 +29,7 @@ def resolve(config: PPOConfig, report: Report) -> None:
     resolve_run(config.trainer)
     resolve_search(config, report)
     resolve_asynchronous(config, report)
+    resolve_correction(config, report)
     _shown_answers(config)
     _precisions(config)
     _sampling(config, report)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from verl.algos.rollout_correction import correct_rollout, mismatch_metrics, rejection_mask
+from verl.algos.rollout_correction import correct_rollout, mismatch_metrics
 from verl.config import RolloutCorrectionConfig, as_config
 
 NAN = float("nan")
@@ -154,8 +154,86 @@ def test_quantiles_of_many_tokens_are_read_from_an_even_sample():
     assert metrics["rollout_corr/ratio_p99"] == pytest.approx(math.exp(0.98), abs=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("level", "threshold", "weights", "outside"),
+    [
+        ("token", "0.6_2.0", [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]], 1.0),
+        ("token", "0.4_5.0", [[4.0, 0.5, 0.0], [0.5, 0.5, 0.5]], 0.0),
+        ("token", "0.4_3.0", [[0.0, 0.5, 0.0], [0.5, 0.5, 0.5]], 1 / 5),
+        ("sequence", "0.5_2.0", [[2.0, 2.0, 0.0], [0.0, 0.0, 0.0]], 3 / 5),
+    ],
+)
+def test_two_sided_weights_are_the_ratio_within_and_nothing_outside(level, threshold, weights, outside):
+    result = correct(rollout_is=level, rollout_is_threshold=threshold)
+    assert result.weights.tolist() == [pytest.approx(row) for row in weights]
+    assert result.metrics["rollout_corr/truncated_fraction"] == pytest.approx(outside)
+    assert torch.equal(result.response_mask, MASK), "weights of 0 are no mask: the loss is still a mean over all"
+
+
+@pytest.mark.parametrize(
+    ("level", "mean"),
+    [
+        ("token", (2 + 4 * 0.5) / 5),  # truncated at 2, over five tokens
+        ("sequence", (2 + 0.125) / 2),  # over two sequences
+    ],
+)
+def test_weights_of_a_batch_have_a_mean_of_one(level, mean):
+    plain = correct(rollout_is=level)
+    result = correct(rollout_is=level, rollout_is_batch_normalize=True)
+    assert torch.allclose(result.weights, plain.weights / mean)
+    if level == "token":
+        assert result.metrics["rollout_corr/weight_mean"] == pytest.approx(1.0)
+
+
+def test_weights_that_are_all_nothing_stay_so():
+    result = correct(rollout_is="token", rollout_is_threshold="0.9_1.1", rollout_is_batch_normalize=True)
+    assert result.weights.tolist() == [[0.0] * 3] * 2
+
+
+LOG2 = math.log(2)
+# Of the tokens with ratio 4 and 1/2: (log r)² / 2 and r - 1 - log r.
+K2 = {4.0: (2 * LOG2) ** 2 / 2, 0.5: LOG2**2 / 2}
+K3 = {4.0: 3 - 2 * LOG2, 0.5: LOG2 - 0.5}
+ALL, FIRST, SECOND, NOT_4 = MASK.tolist(), [[1, 1, 0], [0, 0, 0]], [[0, 0, 0], [1, 1, 1]], [[0, 1, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("rule", "threshold", "kept"),
+    [
+        ("token_k1", "0.4_3.0", NOT_4),
+        ("token_k1", "3.0", NOT_4),  # [1/3, 3]
+        ("token_k2", K2[4.0] - 0.01, NOT_4),
+        ("token_k2", K2[4.0] + 0.01, ALL),
+        ("token_k3", K3[4.0] - 0.01, NOT_4),
+        ("token_k3", K3[0.5] - 0.01, [[0, 0, 0], [0, 0, 0]]),
+        ("seq_sum_k1", "0.5_2.0", FIRST),  # the products 2 and 1/8
+        ("seq_mean_k1", "0.4_1.4", SECOND),  # the geometric means √2 and 1/2
+        ("seq_sum_k2", K2[4.0] + K2[0.5] - 0.01, SECOND),
+        ("seq_sum_k2", 3 * K2[0.5] - 0.01, [[0, 0, 0], [0, 0, 0]]),
+        ("seq_mean_k2", (K2[4.0] + K2[0.5]) / 2 - 0.01, SECOND),
+        ("seq_sum_k3", K3[4.0] + K3[0.5] - 0.01, SECOND),
+        ("seq_mean_k3", (K3[4.0] + K3[0.5]) / 2 + 0.01, ALL),
+        ("seq_max_k2", K2[4.0] - 0.01, SECOND),
+        ("seq_max_k3", K3[0.5] - 0.01, [[0, 0, 0], [0, 0, 0]]),
+        ("token_k1,seq_sum_k1", "3.0", [[0, 1, 0], [0, 0, 0]]),  # one threshold for all
+        ("token_k1, seq_max_k2", f"0.4_5.0,{K2[4.0] - 0.01}", SECOND),  # or one for each
+    ],
+)
+def test_every_kind_of_rejection_by_hand(rule, threshold, kept):
+    assert correct(rollout_rs=rule, rollout_rs_threshold=threshold).response_mask.tolist() == kept
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")]
+)
+def test_the_shorter_names_are_the_same(old, new):
+    for threshold in ("1.3", "2.1", "3.0", "9.0"):
+        one, other = (correct(rollout_rs=name, rollout_rs_threshold=threshold).response_mask for name in (old, new))
+        assert torch.equal(one, other)
+
+
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="rollout_rs_threshold_lower: 3 is above the upper one, 2"):
-        rejection_mask(OLD, MASK, "token", 3.0, 2.0)
-    with pytest.raises(ValueError, match=r"'word' is not known. Use token, sequence or geometric"):
-        rejection_mask(OLD, MASK, "word", 0.5, 2.0)
+    with pytest.raises(ValueError, match="the lower one is 3, the upper one 2"):
+        correct(rollout_rs="token", rollout_rs_threshold=2.0, rollout_rs_threshold_lower=3.0)
+    with pytest.raises(ValueError, match=r"'word' is not known. Use token_k1, token_k2"):
+        correct(rollout_rs="word")

@@ -2,13 +2,13 @@
 
 import pytest
 
-from verl.config import ConfigError, load_config
+from verl.config import ConfigError, load_config, names
 
 GIVEN = ("data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=1")
 CORRECTION = "algorithm.rollout_correction"
 FILTER = ("algorithm=grpo", "algorithm.filter_groups.enable=True")
 GDPO = "algorithm.adv_estimator=gdpo"
-ROLLOUT = "actor_rollout_ref.rollout"
+ROLLOUT, POLICY_LOSS = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.policy_loss"
 
 
 def load(*overrides):
@@ -45,6 +45,39 @@ def load(*overrides):
             "everything would be masked",
         ),
         ([f"{CORRECTION}={{bypass_mode: true, rollout_is: token}}"], f"{CORRECTION}.rollout_is", "no ratio to use"),
+        (
+            [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=3_2"],
+            f"{CORRECTION}.rollout_is_threshold",
+            "lower",
+        ),
+        (
+            [f"{CORRECTION}={{rollout_is: token, rollout_is_threshold: two}}"],
+            f"{CORRECTION}.rollout_is_threshold",
+            "lo_hi",
+        ),
+        ([f"{CORRECTION}.rollout_rs=token_k4"], f"{CORRECTION}.rollout_rs", "'token_k4' is not known"),
+        ([f"{CORRECTION}.rollout_rs=seq_max_k1"], f"{CORRECTION}.rollout_rs", "'seq_max_k1' is not known"),
+        ([f"{CORRECTION}.rollout_rs=seq_max_k2"], f"{CORRECTION}.rollout_rs_threshold", "needs a threshold of its own"),
+        (
+            [f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=0.1_0.5"],
+            f"{CORRECTION}.rollout_rs_threshold",
+            "no place for a lower one",
+        ),
+        (
+            [f"{CORRECTION}.rollout_rs=token_k1,seq_sum_k1,seq_max_k2", f"{CORRECTION}.rollout_rs_threshold=2.0,0.1"],
+            f"{CORRECTION}.rollout_rs_threshold",
+            "2 thresholds for 3",
+        ),
+        (
+            [f"{CORRECTION}={{bypass_mode: true, loss_type: reinforce, rollout_is_batch_normalize: true}}"],
+            f"{CORRECTION}.rollout_is_batch_normalize",
+            "one micro-batch at a time",
+        ),
+        (
+            [f"{CORRECTION}={{bypass_mode: true, loss_type: reinforce}}", f"{POLICY_LOSS}.loss_mode=gspo"],
+            f"{POLICY_LOSS}.loss_mode",
+            "a loss of its own",
+        ),
         ([f"{CORRECTION}={{bypass_mode: true, rollout_rs: token}}"], f"{CORRECTION}.rollout_rs", "no ratio to use"),
         (
             ["algorithm=grpo", "algorithm.truncated_responses=bootstrap"],
@@ -91,6 +124,7 @@ def test_without_dynamic_sampling_both_batches_are_the_same_and_with_it_each_has
         [*FILTER, "data.gen_batch_size=64", "algorithm.filter_groups.max_num_gen_batches=0"],
         [*FILTER, "data.gen_batch_size=64", "algorithm.filter_groups.max_num_gen_batches=-1"],
         [f"{CORRECTION}={{rollout_is: sequence, rollout_rs: geometric, rollout_rs_threshold: 1.01}}"],
+        [f"{CORRECTION}.rollout_rs=token_k1,seq_max_k2", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0,0.1"],
         [GDPO, "algorithm.gdpo={reward_keys: [a, b], reward_weights: [1.0, 0.5]}"],
     ],
 )
@@ -135,10 +169,10 @@ def test_truncated_sampling_is_said_with_what_corrects_for_it(overrides, said):
 @pytest.mark.parametrize(
     ("overrides", "steps"),
     [
-        (["trainer.mode=async", "trainer.max_staleness=3"], 3),
-        (["trainer.mode=one_step_off"], 1),
-        (["trainer.mode=async", "trainer.max_staleness=3", f"{CORRECTION}.rollout_rs=token"], 3),
-        (["trainer.mode=async", "trainer.max_staleness=0"], None),
+        (["trainer.mode=async", "trainer.max_staleness=3", f"{CORRECTION}.rollout_is=null"], 3),
+        (["trainer.mode=one_step_off", f"{CORRECTION}.rollout_is=null"], 1),
+        (["trainer.mode=async", f"{CORRECTION}={{rollout_is: null, rollout_rs: token}}"], 1),
+        (["trainer.mode=async", "trainer.max_staleness=0", f"{CORRECTION}.rollout_is=null"], None),
         (["trainer.mode=async", f"{CORRECTION}.rollout_is=token"], None),
         (["trainer.mode=async", f"{CORRECTION}.bypass_mode=True"], None),
         ([], None),
@@ -150,5 +184,52 @@ def test_stale_answers_that_nothing_weighs_are_said(overrides, steps):
     assert all(f"{steps} steps old" in notice and "rollout_is=token" in notice for notice in notices)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "level"),
+    [
+        ([], None),
+        (["trainer.mode=async"], "token"),
+        (["trainer.mode=one_step_off"], "token"),
+        (["trainer.mode=async", f"{CORRECTION}.rollout_is=sequence"], "sequence"),
+        (["trainer.mode=async", f"{CORRECTION}.rollout_is=null"], None),
+        (["trainer.mode=async", "trainer.max_staleness=0"], None),
+        (["trainer.mode=async", f"{CORRECTION}.bypass_mode=True"], None),
+        (["trainer.mode=async", f"{ROLLOUT}.name=hf", f"{ROLLOUT}.top_p=0.9"], "token"),
+        ([f"{CORRECTION}={{bypass_mode: true, loss_type: reinforce}}"], "token"),
+        ([f"{CORRECTION}={{bypass_mode: true, loss_type: reinforce, rollout_is: null}}"], None),
+    ],
+)
+def test_stale_answers_are_weighed_by_themselves(overrides, level):
+    config = load(*overrides)
+    assert config.algorithm.rollout_correction.rollout_is == level
+    said = [notice for notice in config.notices if "their tokens are weighed" in notice]
+    by_itself = level == "token" and "trainer.mode" in str(overrides)
+    assert len(said) == by_itself
+
+
+def test_an_engine_that_cannot_give_the_denominator_is_not_refused_for_what_nobody_asked():
+    cut = ["trainer.mode=async", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.top_p=0.9"]
+    if "full" in names.ROLLOUTS["vllm"].reports:
+        assert load(*cut).algorithm.rollout_correction.rollout_is == "token"
+    else:
+        assert load(*cut).algorithm.rollout_correction.rollout_is is None
+    with_it = load(*cut, f"{CORRECTION}.denominator=drawn").algorithm.rollout_correction
+    assert with_it.rollout_is == "token"
+
+
+def test_reinforce_is_the_plain_policy_gradient_and_needs_the_bypass():
+    config = load(f"{CORRECTION}={{bypass_mode: true, loss_type: reinforce}}")
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "gpg"
+    assert any(f"{CORRECTION}.loss_type" in notice for notice in load(f"{CORRECTION}.loss_type=reinforce").notices)
+
+
 def test_whole_distributions_need_no_word_and_validation_may_cut_off():
     assert not [notice for notice in load(f"{ROLLOUT}.val_kwargs.top_p=0.7").notices if "denominator" in notice]
+
+
+def test_bounds_of_whole_numbers_are_not_one_number_and_numbers_may_have_underscores():
+    config = load(
+        f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=1_4", "data.max_prompt_length=1_024"
+    )
+    assert config.algorithm.rollout_correction.rollout_is_threshold == "1_4"
+    assert config.data.max_prompt_length == 1024

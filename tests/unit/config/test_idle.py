@@ -101,6 +101,8 @@ CASES: list[tuple[str, list[str], list[str] | None]] = [
     ("algorithm.norm_adv_by_std_in_grpo=False", [], [GRPO]),
     ("algorithm.gdpo.reward_keys=[a]", [], ["algorithm.adv_estimator=gdpo", f"{ROLLOUT}.n=2"]),
     (f"{CORRECTION}.rollout_rs_threshold=3", [], [f"{CORRECTION}.rollout_rs=token"]),
+    (f"{CORRECTION}.rollout_is_batch_normalize=True", [], [f"{CORRECTION}.rollout_is=token"]),
+    (f"{CORRECTION}.loss_type=reinforce", [], [f"{CORRECTION}.bypass_mode=True"]),
     (f"{CORRECTION}.rollout_is_threshold=3", [], [f"{CORRECTION}.rollout_rs=token"]),
     (f"{ROLLOUT}.val_kwargs.top_p=0.9", [], [SAMPLED, f"{ROLLOUT}.val_kwargs.temperature=1"]),
     (f"{ROLLOUT}.val_kwargs.temperature=1", [f"{ROLLOUT}.val_kwargs.do_sample=False"], []),

@@ -39,6 +39,11 @@ ALGORITHM = {
     "gdpo.reward_weights": (GDPO, "[]", "[1.0,3.0]"),
     "rollout_correction.rollout_is": ((), "token", "sequence"),
     "rollout_correction.rollout_is_threshold": (("algorithm.rollout_correction.rollout_is=token",), "1.1", "2.0"),
+    "rollout_correction.rollout_is_batch_normalize": (
+        ("algorithm.rollout_correction.rollout_is=token",),
+        "True",
+        "False",
+    ),
     "rollout_correction.rollout_rs": (("algorithm.rollout_correction.rollout_rs_threshold=1.1",), "null", "token"),
     "rollout_correction.rollout_rs_threshold": (MASKED, "1.1", "4.0"),
     "rollout_correction.rollout_rs_threshold_lower": (MASKED, "0.1", "0.99"),
@@ -51,6 +56,7 @@ IN_A_RUN = {
     "filter_groups.metric": "e2e/test_training_dapo.py",
     "filter_groups.max_num_gen_batches": "unit/trainer/test_dynamic_sampling.py",
     "rollout_correction.bypass_mode": "e2e/test_training_dapo.py",
+    "rollout_correction.loss_type": "e2e/test_training_dapo.py",
 }
 # The search agent's; its tests are with it.
 OTHERS = {"state_masking.start_state_marker", "state_masking.end_state_marker"}

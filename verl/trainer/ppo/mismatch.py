@@ -91,7 +91,7 @@ class RolloutMismatch:
         for name in users:
             raise ValueError(
                 f"algorithm.rollout_correction.{name} = {self._config[name]}: {missing}. Let the rollout or agent"
-                " pass on the engine's, or leave the key out."
+                " pass on the engine's, or set the key to null (bypass_mode: False)."
             )
         if "missing" not in self._said:
             self._said.add("missing")
@@ -101,7 +101,8 @@ class RolloutMismatch:
         # What sampling cuts off was said at start, and is no fault of the engines.
         measured = "engine_log_prob_diff" if "rollout_corr/engine_log_prob_diff" in metrics else "log_prob_diff"
         difference, limit = metrics[f"rollout_corr/{measured}"], self._config.warn_log_prob_diff
-        if difference <= limit or "difference" in self._said:
+        # One that is corrected was reckoned with.
+        if difference <= limit or "difference" in self._said or any(self._config[name] for name in _USERS):
             return
         self._said.add("difference")
         logger.warning(

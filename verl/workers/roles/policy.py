@@ -112,7 +112,7 @@ class ActorRolloutRefWorker(SavingWorker):
         epochs = actor.ppo_epochs if ppo_epochs is None else ppo_epochs
         mini_batches = self._mini_batches(data, ppo_mini_batch_size)
         own = "old_log_probs" not in data.batch.keys()
-        loss = PolicyLoss(actor, own, data.meta_info.get("distillation"))
+        loss = PolicyLoss(actor, own, data.meta_info.get("distillation"), data.meta_info.get("correction"))
         if loss.own_old_log_probs:
             if epochs * len(mini_batches) > 1:
                 raise ValueError(

@@ -10,7 +10,8 @@ import torch
 from verl.algos import agg_loss, compute_kl_loss, get_policy_loss_fn, global_share, rows_of_trajectories
 from verl.algos.kl import TOP_K_KLS, top_k_kl
 from verl.algos.returns import keep
-from verl.config import ActorConfig
+from verl.algos.rollout_correction import importance_weights
+from verl.config import ActorConfig, RolloutCorrectionConfig
 from verl.config.distillation import DistillationLossConfig
 from verl.protocol import DataProto
 from verl.workers.engine.base import Counts
@@ -25,7 +26,8 @@ class PolicyLoss:
 
     With `own_old_log_probs` the policy is the old one while it runs (one optimizer step): its log-probs are the old
     ones, kept for the batch's rows (named by a column `ROW`), and the entropy is measured too. With `distillation` the
-    KL to the teachers is part of it, or all of it that rewards would have been.
+    KL to the teachers is part of it, or all of it that rewards would have been. With `correction` tokens are weighed by
+    their ratio to the policy that drew them, whose log-probs are the old ones.
     """
 
     def __init__(
@@ -33,8 +35,9 @@ class PolicyLoss:
         config: ActorConfig,
         own_old_log_probs: bool = False,
         distillation: DistillationLossConfig | None = None,
+        correction: RolloutCorrectionConfig | None = None,
     ) -> None:
-        self.config, self.distillation = config, distillation
+        self.config, self.distillation, self.correction = config, distillation, correction
         # Entropy takes time: only where it is part of the loss, or where no other pass has measured it.
         self.outputs = ("log_probs", "entropy") if config.entropy_coeff or own_old_log_probs else ("log_probs",)
         if distillation is not None and distillation.over_top_tokens:
@@ -89,10 +92,25 @@ class PolicyLoss:
             response_mask=mask,
             loss_agg_mode=self.config.loss_agg_mode,
             config=self.config,
-            rollout_is_weights=columns["rollout_is_weights"] if "rollout_is_weights" in columns.keys() else None,
+            rollout_is_weights=self._weights(old_log_prob, output, data),
         )
         tokens = mask.sum()
         return loss, {name: (value * tokens, tokens) for name, value in found.items()}
+
+    def _weights(
+        self, old_log_prob: torch.Tensor, output: dict[str, torch.Tensor], data: DataProto
+    ) -> torch.Tensor | None:
+        """Those that came with the batch, or of the policy as it is now."""
+        columns, mask = data.batch, data.batch["response_mask"]
+        if self.correction is None or self.correction.rollout_is is None:
+            return columns["rollout_is_weights"] if "rollout_is_weights" in columns.keys() else None
+        whole = trajectory_tokens(data)
+        if self.correction.rollout_is == "sequence" and whole is not None and (whole != mask.sum(dim=-1)).any():
+            raise ValueError(
+                "algorithm.rollout_correction.rollout_is = sequence with bypass_mode: a trajectory has several rows,"
+                " and its ratio is not known while one of them is trained. Set it to token, or bypass_mode=False."
+            )
+        return importance_weights(output["log_probs"].detach() - old_log_prob, mask, self.correction)[0]
 
     def _measured(self, output: dict[str, torch.Tensor], data: DataProto) -> dict[str, Any]:
         """What is no part of the loss, per token."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl.algos.registry import POLICY_LOSSES
-from verl.config import ActorConfig, as_config
+from verl.config import ActorConfig, RolloutCorrectionConfig, as_config
 from verl.config.distillation import DistillationLossConfig
 from verl.protocol import DataProto
 from verl.workers.engine.base import Counts
@@ -182,3 +182,61 @@ def test_the_teachers_loss_does_not_depend_on_how_rows_are_cut():
         found.append((total.detach(), log_probs.grad))
     torch.testing.assert_close(found[0], found[1])
     assert not found[0][1][mask == 0].any()
+
+
+def reinforce(rows: slice, counts: Counts, **correction) -> tuple[float, list]:
+    """Loss and gradient of these of three rows, whose ratios to the rollout are 4, 1/2; 1/2, 1/2; 2."""
+    old = torch.tensor([[-2.0, -1.0], [-1.0, -3.0], [-2.0, 0.0]])
+    ratios = torch.tensor([[4.0, 0.5], [0.5, 0.5], [2.0, 1.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0]])
+    log_probs = (old + ratios.log())[rows].requires_grad_()
+    data = DataProto.from_dict(
+        {
+            "old_log_probs": old[rows],
+            "advantages": torch.tensor([[1.0, 1.0], [-2.0, -2.0], [3.0, 3.0]])[rows],
+            "response_mask": mask[rows],
+        }
+    )
+    asked = {"bypass_mode": True, "loss_type": "reinforce"} | correction
+    loss = PolicyLoss(
+        as_config(ActorConfig, {"policy_loss": {"loss_mode": "gpg"}}),
+        correction=as_config(RolloutCorrectionConfig, asked),
+    )
+    value, _ = loss({"log_probs": log_probs}, data, counts)
+    value.backward()
+    return value.item(), log_probs.grad.tolist()
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights"),
+    [
+        ({}, [[2.0, 0.5], [0.5, 0.5], [2.0, 0.0]]),
+        ({"rollout_is_threshold": "0.4_3.0"}, [[0.0, 0.5], [0.5, 0.5], [2.0, 0.0]]),
+        ({"rollout_is": "sequence", "rollout_is_threshold": 9.0}, [[2.0, 2.0], [0.25, 0.25], [2.0, 0.0]]),
+        ({"rollout_is": None}, [[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]]),
+    ],
+)
+def test_reinforce_weighs_by_the_policy_of_the_update_itself(correction, weights):
+    """d loss / d log π = -w · A / tokens, w the ratio to the rollout, of which no gradient is taken."""
+    everything = reinforce(slice(None), Counts(tokens=5, sequences=3), **correction)
+    advantages = (1.0, -2.0, 3.0)
+    expected = [[-w * advantage / 5 for w in row] for row, advantage in zip(weights, advantages, strict=True)]
+    assert everything[1] == [pytest.approx(row) for row in expected]
+    parts = [reinforce(slice(row, row + 1), Counts(tokens=5, sequences=3), **correction) for row in range(3)]
+    assert sum(loss for loss, _ in parts) == pytest.approx(everything[0]), "micro-batches make no difference"
+    assert [row for _, rows in parts for row in rows] == everything[1]
+
+
+def test_reinforce_over_sequences_refuses_a_trajectory_of_several_rows():
+    data = DataProto.from_dict(
+        {
+            "old_log_probs": torch.zeros(2, 1),
+            "advantages": torch.ones(2, 1),
+            "response_mask": torch.ones(2, 1, dtype=torch.long),
+            "trajectory_tokens": torch.tensor([2, 2]),
+        }
+    )
+    asked = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}
+    loss = PolicyLoss(as_config(ActorConfig, {}), correction=as_config(RolloutCorrectionConfig, asked))
+    with pytest.raises(ValueError, match="a trajectory has several rows"):
+        loss({"log_probs": torch.zeros(2, 1)}, data, Counts(tokens=2, sequences=1))
