@@ -53,13 +53,24 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(task: dict[str,
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_step_off_trains_batches_of_the_weights_before(task, tmp_path: Path, overlap: bool):
     """Also where the engine stands still while training works on its devices. Old log-probs come from the update only
-    where the batch is of its own policy."""
+    where the batch is of its own policy, if nothing is weighed by them."""
     one_update = ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8")
-    given = ("trainer.mode=one_step_off", f"trainer.overlap={overlap}", *one_update)
+    plain = "algorithm.rollout_correction.rollout_is=null"
+    given = ("trainer.mode=one_step_off", f"trainer.overlap={overlap}", plain, *one_update)
     trained = run_training(overrides(task, tmp_path, *GRPO, *given))
     assert [step["async/staleness/mean"] for step in trained.history] == [0.0, 1.0, 1.0]
     assert all(step["async/partial_share"] == 0 for step in trained.history)
     assert ["timing_s/old_log_prob" in step for step in trained.history] == [False, True, True]
+
+
+def test_stale_answers_are_weighed_by_what_drew_them(task, tmp_path: Path):
+    """In the first step nothing is stale; in the second the ratio to the weights before is no longer 1."""
+    trained = run_training(overrides(task, tmp_path, *GRPO, "trainer.mode=one_step_off"))
+    given, mask = trained._last_batch.batch, trained._last_batch.batch["response_mask"]
+    ratio = (given["old_log_probs"] - given["rollout_log_probs"]).exp()
+    torch.testing.assert_close(given["rollout_is_weights"], ratio.clamp(max=2.0) * mask)
+    moved = [step["rollout_corr/log_prob_diff"] for step in trained.history]
+    assert moved[0] < 1e-4 < min(moved[1:])
 
 
 class Noting(Notes, AsyncPPOTrainer):
