@@ -20,7 +20,7 @@ import numpy as np
 from verl.search.corpus import Corpus
 from verl.search.progress import portions, reported
 
-__all__ = ["DenseIndex", "Encoder", "build_dense"]
+__all__ = ["FAMILIES", "DenseIndex", "Encoder", "build_dense"]
 
 _PORTION = 1 << 13
 _BATCH = 128
@@ -31,14 +31,18 @@ _PROBED = 16
 SETTINGS = {"retriever": "dense", "index": "IVF,SQfp16", "format": 1}
 # Models that were trained with words of their own before a query or a passage, by what is in their name.
 _PREFIXES = {"e5": ("query: ", "passage: "), "bge": ("Represent this sentence for searching relevant passages: ", "")}
+FAMILIES = tuple(_PREFIXES)
 
 logger = logging.getLogger(__name__)
 
 
 class Encoder:
-    """A local sentence-transformers folder (or any encoder of transformers, mean-pooled): texts to unit vectors."""
+    """A local sentence-transformers folder (or any encoder of transformers, mean-pooled): texts to unit vectors.
 
-    def __init__(self, path: str) -> None:
+    Its name says which words it was trained with: `called`, else the folder's.
+    """
+
+    def __init__(self, path: str, called: str | None = None) -> None:
         if not os.path.isdir(path):
             raise ValueError(f"--retriever_model: no folder {path!r}. Give a local sentence-transformers model.")
         try:
@@ -46,7 +50,7 @@ class Encoder:
         except ImportError as error:
             raise ValueError("dense retrieval needs sentence-transformers. Run: pip install verl[search]") from error
         self._model = SentenceTransformer(path, local_files_only=True)
-        name = os.path.basename(os.path.abspath(path)).lower()
+        name = (called or os.path.basename(os.path.abspath(path))).lower()
         query, passage = next((pair for word, pair in _PREFIXES.items() if word in name), ("", ""))
         own = {kind: text for kind, text in self._model.prompts.items() if text}
         self._query, self._passage = own.get("query", query), own.get("passage", own.get("document", passage))

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 from verl.search import bm25, dense
 from verl.search.corpus import Corpus, Document
-from verl.utils.fs import cache_root, expand_path, made_once
+from verl.utils.fs import cache_root, copy_to_local, expand_path, made_once
 
 __all__ = ["RETRIEVERS", "Hit", "Retriever", "open_retriever"]
 
-RETRIEVERS = ("bm25", "dense")
+# A family of encoders is dense retrieval with the words that they were trained with.
+RETRIEVERS = ("bm25", "dense", *dense.FAMILIES)
 DEFAULT_TOPK = 3
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ def open_retriever(
     """A retriever on a corpus, whose index is built now unless it is there.
 
     `index_path`: a folder to keep indices in (else `search/` under $VERL_CACHE or ~/.cache/verl), or a file of faiss
-    that was made elsewhere, document by document in the corpus' order. `model`: the encoder of `dense`.
+    that was made elsewhere, document by document in the corpus' order. `model`: the encoder of `dense`, a folder or a
+    hub name.
     """
     if name not in RETRIEVERS:
         raise ValueError(f"retriever_name: {name!r} is not known. Use {' or '.join(RETRIEVERS)}.")
@@ -81,11 +83,13 @@ def open_retriever(
         folder = _built(home, corpus, bm25.SETTINGS, lambda target: bm25.build_bm25(corpus, target))
         return Retriever(corpus, bm25.BM25Index(folder), topk)
     if model is None:
-        raise ValueError("retriever_name=dense needs an encoder: give --retriever_model, a local folder.")
-    encoder = dense.Encoder(expand_path(model))
+        raise ValueError(f"retriever_name={name} needs an encoder: give --retriever_model, a folder or a hub name.")
+    files, family = copy_to_local(model, key="--retriever_model"), {"family": name} if name in dense.FAMILIES else {}
+    from_hub = not Path(expand_path(model)).exists()  # into a folder whose name is a hash
+    encoder = dense.Encoder(files, called=name if family else model if from_hub else None)
     if given is not None and given.is_file():
         return Retriever(corpus, dense.DenseIndex(given, encoder, faiss_gpu), topk)
-    settings = dense.SETTINGS | {"model": _files_of(Path(expand_path(model)))}
+    settings = dense.SETTINGS | {"model": _files_of(Path(files))} | family
     folder = _built(home, corpus, settings, lambda target: dense.build_dense(corpus, target, encoder))
     return Retriever(corpus, dense.DenseIndex(folder, encoder, faiss_gpu), topk)
 

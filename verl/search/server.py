@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--retriever_name", default="bm25", choices=RETRIEVERS, help="(default: %(default)s)")
     add("--index_path", help="folder to keep the index in (default: the cache), or a faiss file made elsewhere")
     add("--topk", type=_count, default=DEFAULT_TOPK, help="documents where a request names no number (default: 3)")
-    add("--retriever_model", help="dense: a local sentence-transformers folder")
+    add("--retriever_model", help="dense: a sentence-transformers folder or hub name")
     add("--faiss_gpu", action="store_true", help="dense: search on the GPUs, where faiss has them")
     add("--host", default="127.0.0.1", help="address to serve on (default: %(default)s, this machine only)")
     add("--port", type=int, default=DEFAULT_PORT, help="port (default: %(default)s; 0: any that is free)")

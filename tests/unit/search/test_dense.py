@@ -12,6 +12,7 @@ pytest.importorskip("sentence_transformers")
 
 from verl.search import dense
 from verl.search.retriever import open_retriever
+from verl.utils import fs
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(200))]
 
@@ -89,3 +90,26 @@ def test_models_that_want_words_before_a_text_get_them(encoder, tmp_path):
     assert np.allclose(prefixed.passages(["w1 w2"]), plain.queries(["passage: w1 w2"]))
     with pytest.raises(ValueError, match="--retriever_model"):
         dense.Encoder(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(("name", "from_hub"), [("e5", False), ("e5", True), ("dense", True)])
+def test_an_encoder_by_its_family_or_hub_name_gets_its_words(encoder, tmp_path, monkeypatch, name, from_hub):
+    """As Search-R1 starts it: `--retriever_name e5 --retriever_model org/e5-tiny`."""
+    hashed = tmp_path / "cache" / "0123"  # as a hub's folder is named
+    hashed.parent.mkdir()
+    hashed.symlink_to(encoder)
+    monkeypatch.setattr(fs, "_download_from_hub", lambda *_: str(hashed))
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text("".join(json.dumps({"id": n, "contents": f"w{n} w{n + 1}"}) + "\n" for n in range(20)))
+    model = "org/e5-tiny" if from_hub else str(encoder)
+    retriever = open_retriever(str(corpus), name, 1, index_path=str(tmp_path), model=model)
+    (hit,) = retriever.retrieve(["w100 w150"])[0]
+    plain = dense.Encoder(str(encoder))
+    query, passages = (
+        plain.queries(["query: w100 w150"]),
+        plain.passages([f"passage: w{n} w{n + 1}" for n in range(20)]),
+    )
+    assert hit.score == pytest.approx((passages @ query[0]).max(), abs=2e-3)
+    assert hit.score != pytest.approx(
+        (plain.passages([hit.document.contents]) @ plain.queries(["w100 w150"])[0])[0], abs=5e-3
+    )
