@@ -33,6 +33,7 @@ from verl.protocol.checks import (
     row_index,
 )
 from verl.protocol.joins import concat_columns, concat_meta, union_meta, union_numpy_dict, union_tensor_dict
+from verl.utils.calling import also_spelled
 from verl.utils.nested import object_array
 
 _AUTO_PADDING = "_verl_auto_padding"
@@ -263,9 +264,10 @@ class DataProto:
         rows = np.arange(len(self))
         return self._take(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
-    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
-        """Row i `repeat_times[i]` times (0 drops it), in order."""
-        return self._take(np.repeat(np.arange(len(self)), repeat_counts(repeat_times, len(self))))
+    @also_spelled(repeat_times="times")
+    def sample_level_repeat(self, times: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
+        """Row i `times[i]` times (0 drops it), in order."""
+        return self._take(np.repeat(np.arange(len(self)), repeat_counts(times, len(self))))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> DataProto:
         """`n_split` rows of each: columns in `split_keys` are cut along their second dimension, others repeated."""
@@ -308,14 +310,15 @@ class DataProto:
         lead = next((part for part in data if type(part) is not DataProto), data[0])
         return type(lead)._concat(data)
 
-    def padding(self, padding_size: int, padding_candidate: str = "") -> DataProto:
-        """Append `padding_size` copies of the last row ("first": of the first) in place; returns self."""
-        if padding_candidate not in ("", "first", "last"):
-            raise ValueError(f"DataProto.padding: candidate {padding_candidate!r}; use 'first' or 'last'.")
-        if padding_size < 0 or (len(self) == 0 and padding_size):
-            raise ValueError(f"DataProto.padding: cannot append {padding_size} copies of a row to {len(self)} rows.")
-        source = 0 if padding_candidate == "first" else len(self) - 1
-        self.reorder(np.concatenate([np.arange(len(self)), np.full(padding_size, source)]))
+    @also_spelled(padding_size="size", padding_candidate="candidate")
+    def padding(self, size: int, candidate: str = "") -> DataProto:
+        """Append `size` copies of the last row ("first": of the first) in place; returns self."""
+        if candidate not in ("", "first", "last"):
+            raise ValueError(f"DataProto.padding: candidate {candidate!r}; use 'first' or 'last'.")
+        if size < 0 or (len(self) == 0 and size):
+            raise ValueError(f"DataProto.padding: cannot append {size} copies of a row to {len(self)} rows.")
+        source = 0 if candidate == "first" else len(self) - 1
+        self.reorder(np.concatenate([np.arange(len(self)), np.full(size, source)]))
         return self
 
     def make_iterator(
@@ -338,15 +341,17 @@ class DataProto:
 
     # ---------------------------------------------------------------- disk and wire
 
-    def save_to_disk(self, filepath: str | os.PathLike) -> None:
+    @also_spelled(filepath="path")
+    def save_to_disk(self, path: str | os.PathLike) -> None:
         """Write to one file (atomically). Objects must be plain data: what could execute on load is refused."""
         self.check_consistency()
-        wire.save((self._td, dict(self.non_tensor_batch), self.meta_info), filepath)
+        wire.save((self._td, dict(self.non_tensor_batch), self.meta_info), path)
 
     @staticmethod
-    def load_from_disk(filepath: str | os.PathLike) -> DataProto:
+    @also_spelled(filepath="path")
+    def load_from_disk(path: str | os.PathLike) -> DataProto:
         """Read a file written by `save_to_disk`; nothing in the file is executed."""
-        return DataProto(*wire.load(filepath))
+        return DataProto(*wire.load(path))
 
     def __getstate__(self) -> dict[str, Any]:
         self.check_consistency()

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 # Threads cannot be stopped: so many may be stuck in users' functions at a time before no further one is started.
 MOST_ABANDONED = 64
 
@@ -127,3 +128,19 @@ def _to_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> N
     except RuntimeError:
         if not loop.is_closed():  # nobody waits any more
             raise
+
+
+def also_spelled(**names: str) -> Callable[[F], F]:
+    """Decorator: keywords that users' code writes otherwise, as `also_spelled(filepath="path")`."""
+
+    def spelled(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for other, name in names.items():
+                if other in kwargs and name not in kwargs:  # with both, the function itself refuses the other
+                    kwargs[name] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return spelled

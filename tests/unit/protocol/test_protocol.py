@@ -513,3 +513,16 @@ def test_files_that_are_no_batches_are_named(tmp_path):
             DataProto.load_from_disk(path)
     with pytest.raises(FileNotFoundError):
         DataProto.load_from_disk(tmp_path / "missing.pt")
+
+
+def test_parameters_have_both_of_the_names_that_users_write(tmp_path):
+    data, path = a_batch(), tmp_path / "x.pt"
+    for name in ("path", "filepath"):
+        data.save_to_disk(**{name: path})
+        assert len(DataProto.load_from_disk(**{name: path})) == 6
+    for name in ("times", "repeat_times"):
+        assert len(data.sample_level_repeat(**{name: [2] * 6})) == 12
+    for size, candidate in (("size", "candidate"), ("padding_size", "padding_candidate")):
+        assert len(a_batch().padding(**{size: 2, candidate: "first"})) == 8
+    with pytest.raises(TypeError, match="filepath"):
+        data.save_to_disk(path=path, filepath=path)
