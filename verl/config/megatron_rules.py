@@ -68,6 +68,14 @@ _DECIDED: dict[str, tuple[tuple[tuple[str, ...], str, str], ...]] = {
         (("use_megatron_fsdp", "use_custom_fsdp"), "is another engine", "Set strategy=fsdp2"),
     ),
 }
+# What of them is so anyway, which scripts may ask for.
+_IS_SO = {
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), 0),
+    "grad_reduce_in_fp32": True,
+    "average_in_collective": False,
+    **dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "align_param_gather"), False),
+    **dict.fromkeys(("use_megatron_fsdp", "use_custom_fsdp"), False),
+}
 
 
 def roles_on_megatron(config: PPOConfig) -> list[str]:
@@ -155,7 +163,7 @@ def _decided(block: str, sizes: MegatronConfig, report: Report) -> None:
     for key, rows in _DECIDED.items():
         for name, value in sizes[key].items():
             for names, why, fix in rows:
-                if name in names:
+                if name in names and not (name in _IS_SO and value == _IS_SO[name]):
                     words = {"block": block, "name": name}
                     report.problem(f"{block}.{key}.{name}", value, why.format(**words), fix.format(**words))
 

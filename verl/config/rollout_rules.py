@@ -29,7 +29,8 @@ def engine_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
             report.problem(f"{path}.{key}", rollout[key], why, fix.format(path=path), by_name)
     if foreign and rollout.expert_parallel_size not in (1, size):
         why = f"experts are spread over the ranks of one copy, {path}.tensor_model_parallel_size = {size}"
-        report.problem(f"{path}.expert_parallel_size", rollout.expert_parallel_size, why, f"Set it to 1 or {size}")
+        fix = f"Set it to {' or '.join(dict.fromkeys(('1', str(size))))}"
+        report.problem(f"{path}.expert_parallel_size", rollout.expert_parallel_size, why, fix)
     if rollout.server_urls:
         _server_rules(path, rollout, report)
     if foreign and rollout.in_process and (size > 1 or name in _ALONE):

@@ -128,11 +128,20 @@ def test_what_it_does_not_do_is_refused_with_what_to_set(overrides, key, words):
         ("override_transformer_config.num_layers_in_last_pipeline_stage=0", "at least 1"),
         ("override_ddp_config.average_in_collective=True", "summed"),
         ("override_ddp_config.overlap_grad_reduce=True", "whether it is the last"),
+        ("override_ddp_config.grad_reduce_in_fp32=False", "always added up in float32"),
     ],
 )
 def test_values_of_core_that_are_decided_elsewhere_are_refused(given, words):
     (said,) = problems(f"{MEGATRON}.{given}").values()
     assert words in said
+
+
+def test_values_of_core_that_ask_for_what_is_so_are_accepted():
+    load(
+        f"{MEGATRON}.override_transformer_config.attention_dropout=0.0",
+        f"{MEGATRON}.override_ddp_config.grad_reduce_in_fp32=True",
+        f"{MEGATRON}.override_ddp_config.overlap_grad_reduce=False",
+    )
 
 
 def test_token_budgets_add_up_over_context_ranks_only():
