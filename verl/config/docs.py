@@ -155,7 +155,7 @@ def _meaning(root: Root, path: str, entry: Entry) -> str:
 
 def _aliases(root: Root, heading: str = "") -> Iterator[str]:
     yield f"## {heading}Other spellings\n"
-    yield "Both are accepted; set differently, they are a mistake.\n"
+    yield "Both are accepted; set differently, they are a mistake. The log says what was read as what.\n"
     yield "| also accepted | is |"
     yield "|---|---|"
     for alias, canonical in sorted(alias_table(root.cls).items()):

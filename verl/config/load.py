@@ -158,7 +158,7 @@ def _split_overrides(
 def _move_aliases(
     values: dict[str, Any], aliases: Mapping[str, str], defaults: Mapping[str, Any], report: Report
 ) -> None:
-    """Values under another spelling go to their key; two spellings that disagree are a problem."""
+    """Values under another spelling go to their key, and the log says so; two that disagree are a problem."""
     for alias, canonical in aliases.items():
         given = _take(values, alias)
         for spelled, value in () if given in (_ABSENT, {}) else leaves(given, alias):
@@ -166,8 +166,10 @@ def _move_aliases(
             current = _at(values, target)
             if current is _ABSENT or current in (_at(defaults, target), value):
                 _set(values, target, value)
-                if spelled != alias and spelled.partition(".")[0] != target.partition(".")[0]:
+                if spelled == alias or alias.partition(".")[0] != target.partition(".")[0]:
                     report.notice(f"{spelled} is read as {target}, which is {show(value)} now.")
+                else:  # a block beside ours, of which scripts set a dozen keys
+                    report.notice(f"{alias}.* is read as {canonical}.*.")
             else:
                 why = f"is another spelling of {target} = {show(current)}, and they differ"
                 report.broken(spelled, value, why, "Keep one of the two")

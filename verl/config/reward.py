@@ -139,6 +139,8 @@ def old_spellings(values: dict[str, Any], report: Report) -> None:
             "reward_kwargs": {"num_processes": workers, **block.get("reward_kwargs", {})},
         }
         values["reward"] = newer
+        if not newer:  # an empty block would be an unknown key
+            del values["reward"]
         report.notice(f"reward.num_workers is read as reward_model.reward_kwargs.num_processes = {workers}.")
 
 

@@ -162,7 +162,7 @@ def test_the_score_has_several_names(name):
 )
 def test_truncated_sampling_is_said_with_what_corrects_for_it(overrides, said):
     notices = load(*overrides).notices
-    (notice,) = [notice for notice in notices if "denominator" in notice]
+    (notice,) = [notice for notice in notices if "denominator" in notice and "is read as" not in notice]
     assert all(words in notice for words in said), notice
 
 
