@@ -23,6 +23,7 @@ from verl.inference.serving.openai_requests import parse
 from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.scoring import ScoringApp
 from verl.inference.serving.scoring_requests import parse_scoring
+from verl.utils.collector import settle
 from verl.utils.http_server.protocol import Limits, asgi_server, bound, warn_if_open
 from verl.utils.logging_setup import setup_logging
 
@@ -50,6 +51,7 @@ def serve(options: argparse.Namespace) -> None:
             warn_if_open(taken, "Set --api-key (or VERL_API_KEY), or leave out --host.")
         with contextlib.ExitStack() as held:
             served = app_of(options, held)
+            settle()
             limits = Limits(connections=options.max_connections)
             asyncio.run(asgi_server(served.app, served.what, limits, "/v1").serve([taken]))
 

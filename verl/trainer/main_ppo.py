@@ -28,6 +28,7 @@ from verl.trainer.common.signals import FINISHES, Asked, stop_on_signals
 from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise, wants_supervision
+from verl.utils.collector import settle
 from verl.utils.exceptions import note
 from verl.utils.logging_setup import shown_messages
 from verl.utils.lost_terminal import outlive_terminal
@@ -221,6 +222,7 @@ class TaskRunner:
             return None
         try:
             self._trainer.init_workers()
+            settle()
             self._trainer.fit()
             return self._trainer.given_up
         finally:

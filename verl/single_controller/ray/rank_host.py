@@ -18,6 +18,7 @@ from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.base.worker_group import ClassWithInitArgs
 from verl.single_controller.ray.batch_ref import BatchRef
 from verl.single_controller.ray.stored import StoredRows, store_rows, stored_by
+from verl.utils.collector import Settling
 from verl.utils.logging_setup import quiet_warnings
 from verl.utils.network import interface_of
 from verl.utils.stacks import answer_stack_requests
@@ -34,6 +35,10 @@ class Put:
 
 class RayRankHost(RankHost):
     """The actor of one rank. Batches arrive by reference and results stay in the object store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._settling = Settling()
 
     def describe(self) -> Any:
         """As the base class says, then Ray's name of the node."""
@@ -96,7 +101,10 @@ class RayRankHost(RankHost):
             kwargs = {key: unwrap(arg) for key, arg in kwargs.items()}
         except Exception as error:  # noqa: BLE001 - carried to the controller, which raises it
             return Failure.of(error)
-        return super().call(role, method, args, kwargs, lane)
+        try:
+            return super().call(role, method, args, kwargs, lane)
+        finally:
+            self._settling.called(f"{role}.{method}")
 
 
 def wrap(arg: Any, put: dict[int, Put]) -> Any:

@@ -1,0 +1,57 @@
+"""After a method has come twice, full collections leave out all that was there before."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from verl.single_controller.ray.rank_host import RayRankHost
+from verl.utils.collector import settle
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself: Node | None = self
+
+
+def test_what_is_alive_is_left_out_and_what_comes_later_is_still_collected():
+    settle()
+    assert gc.get_freeze_count() > 10_000
+    assert len(gc.get_objects()) < 1_000
+    gone = weakref.ref(Node())
+    gc.collect()
+    assert gone() is None, "a circle of its own"
+
+
+def test_a_circle_that_was_garbage_before_is_gone():
+    gone = weakref.ref(Node())
+    settle()
+    assert gone() is None
+
+
+def test_what_was_left_out_is_freed_when_nobody_refers_to_it():
+    node = Node()
+    settle()
+    gone, node.itself = weakref.ref(node), None
+    del node
+    assert gone() is None
+
+
+def test_a_rank_settles_when_a_method_comes_for_the_second_time():
+    host = RayRankHost()
+    host._workers["actor"] = [3, 1]
+    frozen = []
+    for method in ("count", "count", "index", "count"):
+        host.call("actor", method, [3], {}, "compute")
+        frozen.append(gc.get_freeze_count())
+    assert frozen[0] == 0 < frozen[1] == frozen[2] == frozen[3]
