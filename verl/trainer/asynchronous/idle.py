@@ -19,6 +19,8 @@ _LITTLE = 0.1
 # The trainer limits a run where it waits less than this share of what the rollout has to spare, and the other way
 # round. With benchmarks/async_pools.py: from there on more devices for the one gain more than older answers do.
 _TRAINER_WAITS, _ROLLOUT_WAITS = 0.25, 0.5
+# Where answers are longer than this share of their batch's longest, waiting for that one wastes little.
+_EVEN = 0.7
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Setup(NamedTuple):
     """The largest staleness that was trained."""
     loops_limit: bool = False
     """Answers waited for a loop worker that the engines could have decoded."""
+    evenness: float = 0.0
+    """Mean length of a batch's answers over its longest."""
 
 
 class IdleTime:
@@ -106,6 +110,9 @@ def verdict(idle: Idle, run: Setup) -> str:
         return f"{said}: training limits the run; what helps: {_faster_training(run)}"
     if idle.rollout < max(_LITTLE, _ROLLOUT_WAITS * idle.trainer):
         return f"{said}: generation limits the run; what helps: {_faster_generation(run)}, or shorter answers"
+    if run.evenness > _EVEN and not run.own_devices:
+        alike = f"answers are {run.evenness:.0%} as long as the longest of their batch: a step has no tail to fill"
+        return f"{said}, and {alike}; what helps: trainer.mode=sync, which needs no pass for stale answers"
     if not run.partial_rollout:
         helps = "trainer.mode=async" if run.mode == "one_step_off" else "trainer.partial_rollout=True"
         return f"{said}: both wait while the last answers before a hand-over finish; what helps: {helps}"

@@ -6,6 +6,8 @@ import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from verl.config.asynchronous import ahead_of
 from verl.config.layout import shares_devices
 from verl.protocol import DataProto
@@ -37,6 +39,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
             self._again,
         )
         self.state.answers = self.stream
+        self._evenness: list[float] = []
 
     def _train(self) -> None:
         try:
@@ -50,7 +53,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
             logger.warning("the stream of answers did not end well: %s", error)
         if (shares := self.stream.idle.shares()) is not None:
             ahead, own = ahead_of(self.config.trainer), not shares_devices(self.config)
-            limits = (self.stream.reached, self.stream.loops_limit)
+            limits = (self.stream.reached, self.stream.loops_limit, float(np.mean(self._evenness or 0.0)))
             setup = Setup(self.config.trainer.mode, ahead.max_staleness, ahead.partial, own, *limits)
             logger.info("Who waited for whom: %s.", verdict(shares, setup))
 
@@ -72,6 +75,8 @@ class AsyncPPOTrainer(RayPPOTrainer):
         self.stream.begin_step(self.global_steps, self.policy_version)
         batch = super()._answers(self.stream.take(self.config.data.train_batch_size), metrics)
         metrics |= self.stream.metrics()
+        lengths = batch.batch["response_mask"].sum(dim=-1)
+        self._evenness.append(float(lengths.float().mean() / lengths.max().clamp(min=1)))
         return batch
 
     def _generate(self, batch: DataProto) -> DataProto:

@@ -54,6 +54,10 @@ ROLLOUT = "actor_rollout_ref.rollout"
         (0.4, 0.4, OWN._replace(mode="one_step_off", partial_rollout=False), "trainer.mode=async"),
         (0.4, 0.4, OWN._replace(partial_rollout=False), "trainer.partial_rollout=True"),
         (0.4, 0.4, OWN, "trainer.max_staleness=3"),
+        (0.4, 0.4, OWN._replace(evenness=0.9), "trainer.max_staleness=3"),
+        (0.4, 0.4, SHARED._replace(evenness=0.5), "trainer.max_staleness=3"),
+        (0.4, 0.4, SHARED._replace(evenness=0.9), "trainer.mode=sync"),
+        (0.0, 0.5, SHARED._replace(evenness=0.9), "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"),
         (0.4, 0.4, OWN._replace(reached=1), "trainer.n_gpus_per_node up"),
     ],
 )
