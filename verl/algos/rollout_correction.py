@@ -8,6 +8,7 @@ drops what no weight can save.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -64,14 +65,13 @@ def correct_rollout(
     metrics = _mismatch_metrics(log_ratio, known, cut_off)
     if cut_off is not None and config.denominator == "drawn":
         log_ratio = log_ratio - cut_off
-    weights = None
+    kept_mask, weights = rejection_mask(log_ratio, response_mask, rejections(config), known), None
     if config.rollout_is is not None:
         weights, truncated = importance_weights(log_ratio, response_mask, config)
-        if config.rollout_is_batch_normalize:
-            weights = _of_mean_one(weights, response_mask, config.rollout_is)
         metrics["rollout_corr/truncated_fraction"] = float(truncated)
         metrics["rollout_corr/weight_mean"] = float(masked_mean(weights, response_mask))
-    kept_mask = rejection_mask(log_ratio, response_mask, rejections(config))
+        if config.rollout_is_batch_normalize:
+            weights = _of_mean_one(weights, kept_mask, config.rollout_is)
     metrics |= _masked_metrics(response_mask, kept_mask)
     return Correction(weights, kept_mask, metrics)
 
@@ -82,6 +82,8 @@ def importance_weights(
     """Of every token [batch, response]: the ratio, at most the threshold, or 0 outside of two; 0 where masked. And the
     share of tokens that have another weight than their ratio."""
     (lower, upper), level = bounds(config.rollout_is_threshold), config.rollout_is
+    if level not in ("token", "sequence"):
+        raise ValueError(f"algorithm.rollout_correction.rollout_is: {level!r} is no level. Use token or sequence.")
     log_ratio = keep(log_ratio, response_mask.bool())
     ratio = _bounded_exp(log_ratio if level == "token" else log_ratio.sum(dim=-1, keepdim=True))
     within = ratio <= upper
@@ -93,38 +95,36 @@ def importance_weights(
 
 
 def _of_mean_one(weights: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """Divided by their mean over the tokens of the batch, or over its sequences; as they are where all are 0."""
+    """Divided by their mean over the batch's tokens that stay, or its sequences; as they are where all are 0."""
     if level == "token":
         mean = masked_mean(weights, mask)
-    else:  # a sequence's tokens have one weight, and those that are masked have 0
-        mean = masked_mean(weights.amax(dim=-1), mask.bool().any(dim=-1))
+    else:  # a sequence's tokens have one weight
+        mean = masked_mean(keep(weights, mask.bool()).amax(dim=-1), mask.bool().any(dim=-1))
     return weights / torch.where(mean > 0, mean, 1.0)
 
 
-def rejection_mask(log_ratio: torch.Tensor, response_mask: torch.Tensor, rules: Sequence[Rejection]) -> torch.Tensor:
-    """`response_mask` with what any of the rules rejects off: tokens, or all of a sequence."""
-    log_ratio, kept = keep(log_ratio, response_mask.bool()), response_mask
-    for rule in rules:
-        value = _over(rule.over, _statistic(rule.kind, log_ratio), response_mask)
-        if rule.kind == "k1":
-            value = _bounded_exp(-value)
-        kept = torch.where((value >= rule.lower) & (value <= rule.upper), kept, torch.zeros_like(kept))
+def rejection_mask(
+    log_ratio: torch.Tensor, response_mask: torch.Tensor, rules: Sequence[Rejection], known: torch.Tensor
+) -> torch.Tensor:
+    """`response_mask` with what any of the rules rejects off: tokens, or all of a sequence, by its `known` tokens."""
+    log_ratio, kept = keep(log_ratio, known), response_mask
+    for over, kind, lower, upper in rules:
+        if kind == "k1":  # bounds of the ratio; of its logarithm, as the ratio of a long answer is beyond any number
+            value, lower, upper = _over(over, log_ratio, known), math.log(lower), math.log(upper)
+        else:
+            value = _over(over, kl_penalty(-log_ratio, torch.zeros_like(log_ratio), kind), known)
+        kept = torch.where((value >= lower) & (value <= upper), kept, torch.zeros_like(kept))
     return kept
 
 
-def _statistic(kind: str, log_ratio: torch.Tensor) -> torch.Tensor:
-    """Of every token: an estimate of KL(rollout ‖ training), 0 where both agree."""
-    return kl_penalty(-log_ratio, torch.zeros_like(log_ratio), kind)
-
-
-def _over(over: str, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`values` (0 where masked) as they are, or their sum, mean or maximum over each sequence [batch, 1]."""
+def _over(over: str, values: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """`values` (0 where not known) as they are, or their sum, mean or maximum over each sequence [batch, 1]."""
     if over == "token":
         return values
     if over == "seq_max":
         return values.amax(dim=-1, keepdim=True)
     total = values.sum(dim=-1, keepdim=True)
-    return total if over == "seq_sum" else total / mask.bool().sum(dim=-1, keepdim=True).clamp(min=1)
+    return total if over == "seq_sum" else total / known.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def mismatch_metrics(

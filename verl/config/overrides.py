@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[A-Za-z_][\w-]*(\.[\w-]+)*)(=(?P<value>.*))?", re.DOTALL)
-_DIGITS_TWICE = re.compile(r"\d+_\d+")
+# Two bounds, 0.5_2: Hydra's grammar, as Python's, takes an underscore between digits for nothing.
+_BOUNDS = re.compile(r"[\d.,_]*\d_\d[\d.,_]*")
+_OF_BOUNDS = tuple(f"algorithm.rollout_correction.{name}" for name in ("rollout_is_threshold", "rollout_rs_threshold"))
 # Groups that can be turned off as a whole: `critic=null`, `~critic`.
 _SWITCHABLE = ("critic", "reward_model")
 
@@ -40,16 +42,14 @@ def read_override(override: str, groups: Mapping[str, Sequence[str]]) -> Change 
         return Change(f"{key}.enable", "false")
     if match["sign"] == "~" or value is None:
         return None
+    value = f"'{value}'" if key in _OF_BOUNDS and _BOUNDS.fullmatch(value) else value
     return Change(key, _quoted(value), key in groups and value != "null" and not value.startswith("{"))
 
 
 def _quoted(value: str) -> str:
-    """The value, quoted where Hydra's grammar would not take it (e.g. a path with `=` in it), or would take a lower and
-    an upper bound (1_2) for one number; a key that wants a number reads 4_096 from the text too."""
+    """The value, quoted where Hydra's grammar would not take it (e.g. a path with `=` in it)."""
     from hydra.errors import HydraException
 
-    if _DIGITS_TWICE.fullmatch(value):
-        return f"'{value}'"
     try:
         _parsed(value)
     except HydraException:

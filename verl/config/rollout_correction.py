@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from verl.config.schema import Block, key
@@ -56,6 +56,9 @@ class RolloutCorrectionConfig(Block):
         "Mean |rollout - training log-prob| above which the run warns and names these keys.", above=0
     )
 
+    by_itself: bool = field(default=False, compare=False)
+    """Not a key: `rollout_is` was auto, and nobody asked for what it became."""
+
     @property
     def weighs_in_the_loss(self) -> bool:
         """Weights are taken while the update runs, from its own log-probs: no pass has computed others before."""
@@ -105,7 +108,11 @@ def rejections(config: RolloutCorrectionConfig) -> tuple[Rejection, ...]:
         raise ValueError(f"{len(limits)} thresholds for {len(names)} of rollout_rs: give one for all, or one for each")
     if len(limits) == 1:
         limits *= len(names)
-    return tuple(_rejection(config, name, limit) for name, limit in zip(names, limits, strict=True))
+    found = tuple(_rejection(config, name, limit) for name, limit in zip(names, limits, strict=True))
+    lower = config.rollout_rs_threshold_lower
+    if lower is not None and not any(rule.kind == "k1" and rule.lower == lower for rule in found):
+        raise ValueError(f"nothing reads rollout_rs_threshold_lower = {lower:g} beside it: lo_hi, or neither k1")
+    return found
 
 
 def _rejection(config: RolloutCorrectionConfig, name: str, limit: str | None) -> Rejection:

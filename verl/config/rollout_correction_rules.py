@@ -24,13 +24,19 @@ def resolve_correction(config: PPOConfig, report: Report) -> None:
             report.problem(f"{ACTOR}.policy_loss.loss_mode", loss.loss_mode, why, fix, (f"{_CORRECTION}.loss_type",))
         loss.loss_mode = _PLAIN_GRADIENT
     if rule.rollout_is == "auto":
-        stale = _oldest(config) > 0 and not rule.bypass_mode and _denominator_is_known(config)
-        rule.rollout_is = "token" if stale or rule.weighs_in_the_loss else None
-        if stale:
-            report.notice(
-                f"trainer.mode = {config.trainer.mode}: answers may be {_oldest(config)} steps old, so their tokens are"
-                f" weighed ({_CORRECTION}.rollout_is = token; docs/asynchronous.md has the bias of every way)."
-            )
+        _weigh_what_is_stale(config, report)
+
+
+def _weigh_what_is_stale(config: PPOConfig, report: Report) -> None:
+    rule, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
+    asked_otherwise = rule.bypass_mode or actor.old_log_prob_from_update
+    stale = _learns_from_stale(config) and not asked_otherwise and _denominator_is_known(config)
+    rule.by_itself, rule.rollout_is = stale, "token" if stale or rule.weighs_in_the_loss else None
+    if stale:
+        report.notice(
+            f"trainer.mode = {config.trainer.mode}: answers may be {_oldest(config)} steps old, so their tokens are"
+            f" weighed ({_CORRECTION}.rollout_is = token; docs/asynchronous.md has the bias of every way)."
+        )
 
 
 def correction_rules(config: PPOConfig, report: Report) -> None:
@@ -44,7 +50,10 @@ def correction_rules(config: PPOConfig, report: Report) -> None:
 def _thresholds(config: PPOConfig, report: Report) -> None:
     rule = config.algorithm.rollout_correction
     try:
-        bounds(rule.rollout_is_threshold)
+        if bounds(rule.rollout_is_threshold).upper < 1:
+            raise ValueError(
+                "below 1 every ratio would be cut, those of equal policies too; lo_hi in a file: '0.5_2.0'"
+            )
     except ValueError as error:
         report.problem(f"{_CORRECTION}.rollout_is_threshold", rule.rollout_is_threshold, str(error), "Set e.g. 2.0")
         return
@@ -109,7 +118,7 @@ def _sampling(config: PPOConfig, report: Report) -> None:
 def _staleness(config: PPOConfig, report: Report) -> None:
     """Say that stale answers are off-policy where nothing weighs them."""
     rule, oldest = config.algorithm.rollout_correction, _oldest(config)
-    if oldest > 0 and rule.rollout_is is None and not rule.bypass_mode:
+    if _learns_from_stale(config) and rule.rollout_is is None and not rule.bypass_mode:
         report.notice(
             f"trainer.mode = {config.trainer.mode}: answers may be {oldest} steps old, and the loss takes them for the"
             f" present policy's. Set {_CORRECTION}.rollout_is=token to weigh their tokens (docs/asynchronous.md has the"
@@ -122,9 +131,22 @@ def _oldest(config: PPOConfig) -> int:
     return 0 if config.trainer.mode == "sync" else ahead_of(config.trainer).max_staleness
 
 
+def _learns_from_stale(config: PPOConfig) -> bool:
+    """Whether a policy loss takes answers that may be older than the weights."""
+    loss = config.distillation.distillation_loss
+    only_teachers = config.distillation.enabled and not loss.use_task_rewards and not loss.as_reward
+    return _oldest(config) > 0 and not only_teachers
+
+
 def _denominator_is_known(config: PPOConfig) -> bool:
-    reports = names.ROLLOUTS[config.actor_rollout_ref.rollout.name].reports
-    return config.algorithm.rollout_correction.denominator in reports or not _truncations(config)
+    """Whether the engine reports the log-probs that ratios are taken to; where nobody set which, those that it does."""
+    rule, reports = config.algorithm.rollout_correction, names.ROLLOUTS[config.actor_rollout_ref.rollout.name].reports
+    if not _truncations(config) or rule.denominator in reports:
+        return True
+    if f"{_CORRECTION}.denominator" in config.changed:
+        return False
+    rule.denominator = reports[0]
+    return True
 
 
 def _truncations(config: PPOConfig) -> list[str]:

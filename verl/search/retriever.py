@@ -86,7 +86,9 @@ def open_retriever(
         raise ValueError(f"retriever_name={name} needs an encoder: give --retriever_model, a folder or a hub name.")
     files, family = copy_to_local(model, key="--retriever_model"), {"family": name} if name in dense.FAMILIES else {}
     from_hub = not Path(expand_path(model)).exists()  # into a folder whose name is a hash
-    encoder = dense.Encoder(files, called=name if family else model if from_hub else None)
+    encoder = dense.Encoder(
+        files, called=name if family else model.rstrip("/").rpartition("/")[2] if from_hub else None
+    )
     if given is not None and given.is_file():
         return Retriever(corpus, dense.DenseIndex(given, encoder, faiss_gpu), topk)
     settings = dense.SETTINGS | {"model": _files_of(Path(files))} | family

@@ -181,8 +181,30 @@ def test_weights_of_a_batch_have_a_mean_of_one(level, mean):
     plain = correct(rollout_is=level)
     result = correct(rollout_is=level, rollout_is_batch_normalize=True)
     assert torch.allclose(result.weights, plain.weights / mean)
-    if level == "token":
-        assert result.metrics["rollout_corr/weight_mean"] == pytest.approx(1.0)
+
+
+def test_the_mean_is_over_what_rejection_leaves():
+    """Tokens of 4 (truncated at 2) and 0.5, of which the first is masked: all that stay have 0.5."""
+    result = correct(
+        rollout_is="token", rollout_is_batch_normalize=True, rollout_rs="token_k1", rollout_rs_threshold=3.0
+    )
+    assert result.weights[result.response_mask.bool()].tolist() == pytest.approx([1.0] * 4)
+    assert result.metrics["rollout_corr/weight_mean"] == pytest.approx((2 + 4 * 0.5) / 5), "before"
+
+
+def test_a_sequence_is_judged_by_the_tokens_that_are_known():
+    """One of ratio e among three of which nobody knows what they were drawn with: their mean is e, not its root."""
+    rollout = torch.tensor([[-2.0, NAN, NAN, NAN]])
+    rule = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.5}
+    result = correct_rollout(torch.full((1, 4), -1.0), rollout, torch.ones(1, 4), rule)
+    assert result.response_mask.sum() == 0
+
+
+def test_products_beyond_any_number_are_still_outside():
+    old = torch.full((1, 45), -1.0)
+    rule = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "1e-9_1e9"}
+    assert correct_rollout(old, old - 1.0, torch.ones(1, 45), rule).response_mask.sum() == 0
+    assert correct_rollout(old, old - 0.1, torch.ones(1, 45), rule).response_mask.sum() == 45
 
 
 def test_weights_that_are_all_nothing_stay_so():

@@ -2,13 +2,15 @@
 
 import pytest
 
-from verl.config import ConfigError, load_config, names
+from verl.config import ConfigError, load_config
 
 GIVEN = ("data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=1")
 CORRECTION = "algorithm.rollout_correction"
 FILTER = ("algorithm=grpo", "algorithm.filter_groups.enable=True")
 GDPO = "algorithm.adv_estimator=gdpo"
 ROLLOUT, POLICY_LOSS = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.policy_loss"
+KWARGS = f"+{ROLLOUT}.engine_kwargs.native"
+TEACHER = "distillation.teacher_models.big.model_path=org/big"
 
 
 def load(*overrides):
@@ -67,6 +69,16 @@ def load(*overrides):
             [f"{CORRECTION}.rollout_rs=token_k1,seq_sum_k1,seq_max_k2", f"{CORRECTION}.rollout_rs_threshold=2.0,0.1"],
             f"{CORRECTION}.rollout_rs_threshold",
             "2 thresholds for 3",
+        ),
+        (
+            [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: 0.5_2.0, rollout_rs_threshold_lower: 0.9}}"],
+            f"{CORRECTION}.rollout_rs_threshold",
+            "nothing reads rollout_rs_threshold_lower",
+        ),
+        (
+            [f"{CORRECTION}={{rollout_rs: token_k2, rollout_rs_threshold: 0.1, rollout_rs_threshold_lower: 0.9}}"],
+            f"{CORRECTION}.rollout_rs_threshold",
+            "nothing reads rollout_rs_threshold_lower",
         ),
         (
             [f"{CORRECTION}={{bypass_mode: true, loss_type: reinforce, rollout_is_batch_normalize: true}}"],
@@ -207,14 +219,27 @@ def test_stale_answers_are_weighed_by_themselves(overrides, level):
     assert len(said) == by_itself
 
 
-def test_an_engine_that_cannot_give_the_denominator_is_not_refused_for_what_nobody_asked():
+def test_ratios_are_taken_to_what_the_engine_reports_unless_that_was_asked_otherwise():
     cut = ["trainer.mode=async", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.top_p=0.9"]
-    if "full" in names.ROLLOUTS["vllm"].reports:
-        assert load(*cut).algorithm.rollout_correction.rollout_is == "token"
-    else:
-        assert load(*cut).algorithm.rollout_correction.rollout_is is None
-    with_it = load(*cut, f"{CORRECTION}.denominator=drawn").algorithm.rollout_correction
-    assert with_it.rollout_is == "token"
+    found = load(*cut).algorithm.rollout_correction
+    assert (found.rollout_is, found.denominator) == ("token", "drawn")
+    found = load(*cut[:2]).algorithm.rollout_correction
+    assert (found.rollout_is, found.denominator) == ("token", "full"), "nothing is cut off"
+
+
+def test_what_was_asked_for_goes_before_what_comes_by_itself():
+    """Old log-probs from the update leave nothing to weigh by; teachers alone have no policy loss to weigh."""
+    one_step = (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=512",
+        "actor_rollout_ref.actor.old_log_prob_from_update=True",
+    )
+    config = load("algorithm=grpo", "trainer.mode=async", *one_step)
+    assert config.algorithm.rollout_correction.rollout_is is None
+    assert any("rollout_is=token to weigh" in notice for notice in config.notices)
+    taught = ("distillation.enabled=True", "distillation.distillation_loss.use_task_rewards=False", TEACHER)
+    config = load("algorithm=grpo", "trainer.mode=async", *taught)
+    assert config.algorithm.rollout_correction.rollout_is is None
+    assert not any("steps old" in notice for notice in config.notices)
 
 
 def test_reinforce_is_the_plain_policy_gradient_and_needs_the_bypass():
@@ -227,9 +252,13 @@ def test_whole_distributions_need_no_word_and_validation_may_cut_off():
     assert not [notice for notice in load(f"{ROLLOUT}.val_kwargs.top_p=0.7").notices if "denominator" in notice]
 
 
-def test_bounds_of_whole_numbers_are_not_one_number_and_numbers_may_have_underscores():
-    config = load(
-        f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=1_4", "data.max_prompt_length=1_024"
-    )
-    assert config.algorithm.rollout_correction.rollout_is_threshold == "1_4"
-    assert config.data.max_prompt_length == 1024
+@pytest.mark.parametrize("text", ["1_4", "0.5_2", "1_2.5", "0.5_2.0"])
+def test_two_bounds_are_not_one_number(text):
+    config = load(f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold={text}", f"{KWARGS}.x=8_192")
+    assert config.algorithm.rollout_correction.rollout_is_threshold == text
+    assert config.actor_rollout_ref.rollout.engine_kwargs["native"]["x"] == 8192, "other keys as ever"
+
+
+def test_bounds_that_a_file_made_one_number_are_refused():
+    with pytest.raises(ConfigError, match=r"0.52.*below 1 every ratio would be cut"):
+        load(f"{CORRECTION}={{rollout_is: token, rollout_is_threshold: 0.5_2}}")

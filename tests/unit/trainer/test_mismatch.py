@@ -116,6 +116,38 @@ def test_log_probs_that_a_correction_needs_are_missed_by_name(asked):
         RolloutMismatch(as_config(RolloutCorrectionConfig, asked)).correct(batch, batch)
 
 
+def test_reinforce_over_sequences_refuses_a_trajectory_of_several_rows():
+    asked = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}
+    rows = DataProto.concat([columns([2.0]), columns([2.0])])
+    watch = RolloutMismatch(as_config(RolloutCorrectionConfig, asked))
+    watch.require_whole_sequences(rows)
+    rows.non_tensor_batch["trajectory"] = object_array(["a/0", "a/0"])
+    with pytest.raises(ValueError, match="a trajectory has several rows"):
+        watch.require_whole_sequences(rows)
+    RolloutMismatch(as_config(RolloutCorrectionConfig, asked | {"rollout_is": "token"})).require_whole_sequences(rows)
+
+
+def test_weights_that_nobody_asked_for_are_missed_by_a_warning_only(caplog):
+    config = as_config(RolloutCorrectionConfig, {"rollout_is": "token"})
+    config.by_itself = True
+    batch = columns([2.0])
+    batch.pop(["rollout_log_probs"])
+    with caplog.at_level(logging.WARNING):
+        assert RolloutMismatch(config).correct(batch, batch) == {}
+    assert "Stale answers are not weighed" in caplog.text
+    assert "rollout_is_weights" not in batch.batch.keys()
+
+
+def test_a_difference_that_is_corrected_is_said_where_it_is_ten_times_as_large(caplog):
+    watch = RolloutMismatch(as_config(RolloutCorrectionConfig, {"warn_log_prob_diff": 0.1, "rollout_is": "token"}))
+    with caplog.at_level(logging.WARNING):
+        watch.correct(columns([2.0]), columns([2.0]))
+        assert not caplog.records
+        watch.correct(columns([math.exp(1.1)]), columns([math.exp(1.1)]))
+    (record,) = caplog.records
+    assert "too far for that: lower trainer.max_staleness" in record.getMessage()
+
+
 def test_an_agent_without_log_probs_trains_uncompared_and_that_is_said_once(caplog):
     batch = columns([2.0])
     batch.pop(["rollout_log_probs"])

@@ -104,7 +104,8 @@ class RayRankHost(RankHost):
         try:
             return super().call(role, method, args, kwargs, lane)
         finally:
-            self._settling.called(f"{role}.{method}")
+            if lane == "compute":  # beside others the step is in the middle of its work
+                self._settling.called(f"{role}.{method}")
 
 
 def wrap(arg: Any, put: dict[int, Put]) -> Any:

@@ -75,8 +75,10 @@ class AsyncPPOTrainer(RayPPOTrainer):
         self.stream.begin_step(self.global_steps, self.policy_version)
         batch = super()._answers(self.stream.take(self.config.data.train_batch_size), metrics)
         metrics |= self.stream.metrics()
-        lengths = batch.batch["response_mask"].sum(dim=-1)
-        self._evenness.append(float(lengths.float().mean() / lengths.max().clamp(min=1)))
+        # Of conversations with tools tokens say nothing of the time.
+        if self.config.actor_rollout_ref.rollout.agent.default_agent_loop == "single_turn_agent":
+            lengths = batch.batch["response_mask"].sum(dim=-1)
+            self._evenness.append(float(lengths.float().mean() / lengths.max().clamp(min=1)))
         return batch
 
     def _generate(self, batch: DataProto) -> DataProto:

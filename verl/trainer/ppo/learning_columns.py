@@ -35,6 +35,7 @@ class LearningColumns:
         a few answers, to compare."""
         bypass, measured = self._correction.bypass_mode, batch
         if bypass:
+            self._mismatch.require_whole_sequences(batch)
             rows = self._mismatch.sample(batch, ranks)
             measured = batch.select_idxs(rows)
         result = infer(measured)

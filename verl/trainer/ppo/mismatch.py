@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 _ONE_IN = 16
 # Keys that need the rollout's log-probs.
 _USERS = ("rollout_is", "rollout_rs", "bypass_mode")
+# Of a difference that is corrected, so many times as much is worth a warning.
+_RECKONED_WITH = 10
 # What the same numbers are called as well.
 _OLD_NAMES = {
     "rollout/log_prob_diff_mean": "rollout_corr/log_prob_diff",
@@ -64,6 +66,15 @@ class RolloutMismatch:
             self._warn(correction.metrics)
         return correction.metrics | {old: correction.metrics[name] for old, name in _OLD_NAMES.items()}
 
+    def require_whole_sequences(self, batch: DataProto) -> None:
+        """Weights that the update takes itself are of what it sees at once: a row."""
+        whole = Trajectories.of(batch)
+        if self._config.weighs_in_the_loss and self._config.rollout_is == "sequence" and not whole.one_row_each:
+            raise ValueError(
+                "algorithm.rollout_correction.rollout_is = sequence with bypass_mode: a trajectory has several rows,"
+                " and its ratio is not known while one of them is trained. Set it to token, or bypass_mode=False."
+            )
+
     def old_log_probs(self, batch: DataProto, rows: np.ndarray, computed: torch.Tensor) -> torch.Tensor:
         """[batch, response]: what bypass_mode takes as the old ones: the rollout's, and those of the trainer
         (`computed`, of these `rows`) for tokens of which the rollout does not know them."""
@@ -89,30 +100,36 @@ class RolloutMismatch:
     def _require_unused(self, users: Sequence[str]) -> None:
         missing = "no token that the model sampled has a log-prob of the rollout's"
         for name in users:
+            if name == "rollout_is" and self._config.by_itself:
+                continue
             raise ValueError(
                 f"algorithm.rollout_correction.{name} = {self._config[name]}: {missing}. Let the rollout or agent"
                 " pass on the engine's, or set the key to null (bypass_mode: False)."
             )
         if "missing" not in self._said:
             self._said.add("missing")
-            logger.warning("rollout and training are not compared: %s. Said once.", missing)
+            stale = " Stale answers are not weighed, and training is biased by that." if users else ""
+            logger.warning("rollout and training are not compared: %s.%s Said once.", missing, stale)
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
         # What sampling cuts off was said at start, and is no fault of the engines.
         measured = "engine_log_prob_diff" if "rollout_corr/engine_log_prob_diff" in metrics else "log_prob_diff"
         difference, limit = metrics[f"rollout_corr/{measured}"], self._config.warn_log_prob_diff
-        # One that is corrected was reckoned with.
-        if difference <= limit or "difference" in self._said or any(self._config[name] for name in _USERS):
+        if corrected := self._config.rollout_is is not None or self._config.rollout_rs is not None:
+            limit *= _RECKONED_WITH
+        if difference <= limit or "difference" in self._said:
             return
         self._said.add("difference")
+        correct = (
+            " Weigh tokens with algorithm.rollout_correction.rollout_is=token, mask them with rollout_rs=token_k1, or"
+        )
         logger.warning(
-            "rollout and training differ by %.3g in the log-prob of a token on average (more than"
-            " algorithm.rollout_correction.warn_log_prob_diff = %g): the policy that answered is not quite the one that"
-            " learns. Weigh the tokens with algorithm.rollout_correction.rollout_is=token, mask them with"
-            " algorithm.rollout_correction.rollout_rs=token, or give both engines the same precision. Said once; the"
-            " metrics rollout_corr/* show every step.",
+            "rollout and training differ by %.3g in the log-prob of a token on average (more than %g, by"
+            " algorithm.rollout_correction.warn_log_prob_diff): the policy that answered is not quite the one that"
+            " learns.%s give both engines the same precision. Said once; the metrics rollout_corr/* show every step.",
             difference,
             limit,
+            " It is corrected, and too far for that: lower trainer.max_staleness, or" if corrected else correct,
         )
 
 

@@ -104,12 +104,6 @@ class PolicyLoss:
         columns, mask = data.batch, data.batch["response_mask"]
         if self.correction is None or self.correction.rollout_is is None:
             return columns["rollout_is_weights"] if "rollout_is_weights" in columns.keys() else None
-        whole = trajectory_tokens(data)
-        if self.correction.rollout_is == "sequence" and whole is not None and (whole != mask.sum(dim=-1)).any():
-            raise ValueError(
-                "algorithm.rollout_correction.rollout_is = sequence with bypass_mode: a trajectory has several rows,"
-                " and its ratio is not known while one of them is trained. Set it to token, or bypass_mode=False."
-            )
         return importance_weights(output["log_probs"].detach() - old_log_prob, mask, self.correction)[0]
 
     def _measured(self, output: dict[str, torch.Tensor], data: DataProto) -> dict[str, Any]:

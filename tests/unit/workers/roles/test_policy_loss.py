@@ -225,18 +225,3 @@ def test_reinforce_weighs_by_the_policy_of_the_update_itself(correction, weights
     parts = [reinforce(slice(row, row + 1), Counts(tokens=5, sequences=3), **correction) for row in range(3)]
     assert sum(loss for loss, _ in parts) == pytest.approx(everything[0]), "micro-batches make no difference"
     assert [row for _, rows in parts for row in rows] == everything[1]
-
-
-def test_reinforce_over_sequences_refuses_a_trajectory_of_several_rows():
-    data = DataProto.from_dict(
-        {
-            "old_log_probs": torch.zeros(2, 1),
-            "advantages": torch.ones(2, 1),
-            "response_mask": torch.ones(2, 1, dtype=torch.long),
-            "trajectory_tokens": torch.tensor([2, 2]),
-        }
-    )
-    asked = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}
-    loss = PolicyLoss(as_config(ActorConfig, {}), correction=as_config(RolloutCorrectionConfig, asked))
-    with pytest.raises(ValueError, match="a trajectory has several rows"):
-        loss({"log_probs": torch.zeros(2, 1)}, data, Counts(tokens=2, sequences=1))
