@@ -111,7 +111,7 @@ def rejections(config: RolloutCorrectionConfig) -> tuple[Rejection, ...]:
     found = tuple(_rejection(config, name, limit) for name, limit in zip(names, limits, strict=True))
     lower = config.rollout_rs_threshold_lower
     if lower is not None and not any(rule.kind == "k1" and rule.lower == lower for rule in found):
-        raise ValueError(f"nothing reads rollout_rs_threshold_lower = {lower:g} beside it: lo_hi, or neither k1")
+        raise ValueError(f"rollout_rs_threshold_lower = {lower:g} would not be read: that is for a k1 with one number")
     return found
 
 

@@ -73,12 +73,12 @@ def load(*overrides):
         (
             [f"{CORRECTION}={{rollout_rs: token_k1, rollout_rs_threshold: 0.5_2.0, rollout_rs_threshold_lower: 0.9}}"],
             f"{CORRECTION}.rollout_rs_threshold",
-            "nothing reads rollout_rs_threshold_lower",
+            "would not be read",
         ),
         (
             [f"{CORRECTION}={{rollout_rs: token_k2, rollout_rs_threshold: 0.1, rollout_rs_threshold_lower: 0.9}}"],
             f"{CORRECTION}.rollout_rs_threshold",
-            "nothing reads rollout_rs_threshold_lower",
+            "would not be read",
         ),
         (
             [f"{CORRECTION}={{bypass_mode: true, loss_type: reinforce, rollout_is_batch_normalize: true}}"],
