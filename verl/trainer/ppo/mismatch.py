@@ -68,8 +68,8 @@ class RolloutMismatch:
 
     def require_whole_sequences(self, batch: DataProto) -> None:
         """Weights that the update takes itself are of what it sees at once: a row."""
-        whole = Trajectories.of(batch)
-        if self._config.weighs_in_the_loss and self._config.rollout_is == "sequence" and not whole.one_row_each:
+        over_sequences = self._config.weighs_in_the_loss and self._config.rollout_is == "sequence"
+        if over_sequences and not Trajectories.of(batch).one_row_each:
             raise ValueError(
                 "algorithm.rollout_correction.rollout_is = sequence with bypass_mode: a trajectory has several rows,"
                 " and its ratio is not known while one of them is trained. Set it to token, or bypass_mode=False."
