@@ -200,12 +200,13 @@ def register_user_modules_by_value() -> None:
     """
     import cloudpickle
 
-    picklers = [cloudpickle, sys.modules.get("ray.cloudpickle")]
-    for name, module in list(sys.modules.items()):
-        if name.startswith(_MODULE_PREFIX):
-            for pickler in picklers:
-                if pickler is not None:
-                    pickler.register_pickle_by_value(module)
+    picklers = [pickler for pickler in (cloudpickle, sys.modules.get("ray.cloudpickle")) if pickler is not None]
+    # Never a walk over sys.modules: other threads import while this one looks.
+    with _LOADING:
+        modules = [sys.modules[name] for name in _LOADED if name in sys.modules]
+    for module in modules:
+        for pickler in picklers:
+            pickler.register_pickle_by_value(module)
 
 
 def by_text(found: Any) -> tuple[Callable[..., Any], tuple[UserCode, str]] | None:

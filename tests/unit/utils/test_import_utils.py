@@ -1,5 +1,7 @@
 """User code by path and name: found or explained, checked, and usable where its file does not exist."""
 
+import gc
+import itertools
 import pickle
 import subprocess
 import sys
@@ -75,6 +77,27 @@ def test_threads_that_load_at_once_get_the_whole_module(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: load_extern_object(str(file), "late"), range(4)))
     assert len(set(found)) == 1
+
+
+def test_another_thread_may_import_at_any_moment_of_a_load(reward_file):
+    """As an agent's thread does while the next agent is loaded: here at every collection of garbage."""
+    load_user_object(str(reward_file), "compute_score", key="reward")
+    names = (f"imported_meanwhile_{count}" for count in itertools.count())
+    modules = set(sys.modules)
+
+    def imports(phase, info):
+        sys.modules[next(names)] = sys
+
+    gc.callbacks.append(imports)
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        assert load_user_object(str(reward_file), "compute_score", key="reward")(**SCORE) == 6.5
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(imports)
+        for name in sys.modules.keys() - modules:
+            del sys.modules[name]
 
 
 def test_an_edited_file_is_loaded_anew_and_its_equal_is_not_confused(reward_file, tmp_path):
