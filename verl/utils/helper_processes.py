@@ -27,7 +27,7 @@ def remove_helper(pid: int) -> None:
 
 def standing_helper() -> Standing | None:
     """One that this process waits for, and that is stopped."""
-    for pid, awaited in list(_helpers.items()):
+    for pid, awaited in _helpers.copy().items():  # in one step: other threads add theirs
         if awaited() and (why := standstill(pid)) in ("stopped", "traced"):
             return pid, why
     return None
