@@ -104,4 +104,5 @@ def _set(values: dict[str, Any], report: Report, spelled: str, block: str, **key
     known: Mapping[str, Any] = values.get(block) or {}
     values[block] = {**known, **keys}
     name, value = next(iter(keys.items()))
+    report.spelled(f"{block}.{name}", spelled)
     report.notice(f"{spelled} is read as {block}.{name} = {value}.")

@@ -166,6 +166,7 @@ def _move_aliases(
             current = _at(values, target)
             if current is _ABSENT or current in (_at(defaults, target), value):
                 _set(values, target, value)
+                report.spelled(target, spelled)
                 if spelled == alias or alias.partition(".")[0] != target.partition(".")[0]:
                     report.notice(f"{spelled} is read as {target}, which is {show(value)} now.")
                 else:  # a block beside ours, of which scripts set a dozen keys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -17,9 +17,12 @@ class Problem:
     fix: str
     # Other keys the statement rests on: when one of them is already reported as broken, this one says nothing new.
     involves: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    # What the user wrote, where that is another spelling of the key.
+    given_as: str | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
-        return f"{self.key} = {show(self.value)}: {self.why}. {self.fix}" + ("" if self.fix.endswith("?") else ".")
+        key = f"{self.key} (given as {self.given_as})" if self.given_as else self.key
+        return f"{key} = {show(self.value)}: {self.why}. {self.fix}" + ("" if self.fix.endswith("?") else ".")
 
 
 class ConfigError(ValueError):
@@ -43,6 +46,7 @@ class Report:
         self.problems: list[Problem] = []
         self.notices: list[str] = []
         self._broken: set[str] = set()
+        self._given_as: dict[str, str] = {}
 
     def problem(self, key: str, value: Any, why: str, fix: str, involves: Iterable[str] = ()) -> None:
         self.add(Problem(key, value, why, fix, tuple(involves)))
@@ -50,12 +54,16 @@ class Report:
     def add(self, problem: Problem) -> None:
         """Keep `problem` unless it follows from a key (or a block above it) that is already reported."""
         if not any(self._is_broken(key) for key in (problem.key, *problem.involves)):
-            self.problems.append(problem)
+            self.problems.append(replace(problem, given_as=self._given_as.get(problem.key)))
 
     def broken(self, key: str, value: Any, why: str, fix: str) -> None:
         """A value that cannot be read: reported, and whatever else is said about this key is a consequence."""
         self.problem(key, value, why, fix)
         self._broken.add(key)
+
+    def spelled(self, key: str, given_as: str) -> None:
+        """The user wrote `given_as`: what is said about the key from now on names both."""
+        self._given_as[key] = given_as
 
     def _is_broken(self, key: str) -> bool:
         return any(key == broken or key.startswith(f"{broken}.") for broken in self._broken)

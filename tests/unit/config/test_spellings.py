@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.config import SFTConfig, load_config
+from verl.config import ConfigError, SFTConfig, load_config
 from verl.config.schema import pick
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -34,6 +34,20 @@ def test_another_spelling_is_read_as_ours_and_the_log_says_so(typed, key, value)
     config, spelled = load_config(None, [*PPO, typed], check_files=False), typed.partition("=")[0]
     assert any(notice.startswith(f"{spelled} is read as ") for notice in config.notices), config.notices
     assert pick(config, key) == value
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("trainer.v1.sampler.max_off_policy_threshold=-1", "trainer.max_staleness (given as {}) = -1: "),
+        ("async_training.staleness_threshold=-1", "trainer.max_staleness (given as {}) = -1: "),
+        (f"{ROLLOUT}.n_agent=many", f"{ROLLOUT}.n (given as {{}}) = many: "),
+    ],
+)
+def test_an_error_names_what_was_typed_beside_ours(typed, said):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [*PPO, "trainer.mode=async", typed], check_files=False)
+    assert said.format(typed.partition("=")[0]) in str(error.value)
 
 
 def test_a_whole_block_under_another_name_is_said_once():
