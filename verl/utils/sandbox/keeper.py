@@ -1,7 +1,7 @@
 """Outside a run, one for each: isolates it, watches time, memory and output, ends all of it, and tells how it went.
 
 Three processes make a run. The keeper (here) holds the namespaces and is out of the program's sight; the init is the
-first process of the program's own numbering, so that all others end with it; the program is `program.py`.
+first process of the program's own numbering, so that all others end with it (`init.py`); the program is `program.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from verl.utils import process_tree
-from verl.utils.sandbox import linux, room, wire
+from verl.utils.sandbox import room, wire
 from verl.utils.sandbox.family import Family
+from verl.utils.sandbox.init import as_process, be_init, kill_descendants
 from verl.utils.sandbox.pipes import Output, Pipes
-from verl.utils.sandbox.program import FINISHED, MEMORY, Confinement, prepare, wait_and_run
+from verl.utils.sandbox.program import FINISHED, MEMORY, Confinement
 
 _LOOK_SECONDS = 0.025
 _LAST_WORDS_SECONDS = 0.5
@@ -40,7 +40,7 @@ def keep(link: socket.socket, confinement: Confinement) -> None:
     if init == 0:
         ours.close()
         link.close()
-        as_process(lambda: _be_init(theirs, confinement))
+        as_process(lambda: be_init(theirs, confinement))
     theirs.close()
     keeper = _Keeper(link, ours, init, Family(proc), confinement)
     try:
@@ -49,87 +49,6 @@ def keep(link: socket.socket, confinement: Confinement) -> None:
         pass  # nobody to tell
     finally:
         keeper.end_all()
-
-
-def as_process(main: Any) -> None:
-    """What a fork does: never return."""
-    status = 1
-    try:
-        status = main() or 0
-    except BaseException:  # noqa: BLE001 - about to end; told to whoever reads the runner's own stderr
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        os._exit(status)
-
-
-def _be_init(link: socket.socket, confinement: Confinement) -> int:
-    """Start programs one after the other, clear up after each, and say how it ended."""
-    linux.end_with_parent()
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb") as file:
-        file.write(b"1000")  # if the machine runs out of memory, this goes first
-    if confinement.namespaces:
-        room.own_proc()
-    process_tree.adopt_orphans()
-    linux.drop_capabilities(confinement.capability)
-    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # the program, which is of the same user, cannot look into this
-    while True:
-        try:
-            child = _start_program(link, confinement)
-        except OSError as error:
-            wire.send(link, {"refused": str(error)})
-            return 1
-        code = None
-        while code is None:
-            pid, status = os.waitpid(-1, 0)
-            if pid == child:
-                code = os.waitstatus_to_exitcode(status)
-        _kill_descendants()
-        wire.send(link, {"code": code})
-        if not link.recv(1, socket.MSG_PEEK):
-            return 0
-
-
-def _start_program(link: socket.socket, confinement: Confinement) -> int:
-    """A process that waits, isolated, for its job; OSError, in its words, where it could not be isolated."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-
-        def be_program() -> int:
-            try:
-                main = prepare(confinement)
-            except OSError as error:
-                os.write(writing, (str(error) or repr(error)).encode())
-                return 1
-            os.close(writing)
-            return wait_and_run(link, main)
-
-        as_process(be_program)
-    os.close(writing)
-    with open(reading, "rb") as pipe:
-        words = pipe.read()
-    if words:
-        raise OSError(words.decode(errors="replace"))
-    return child
-
-
-def _kill_descendants() -> None:
-    """All that this process started or adopted, until none is left."""
-    while True:
-        if os.getpid() == 1:  # of a namespace: nobody else is there
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
-        else:
-            for child in process_tree.children(os.getpid()):
-                process_tree.kill_family(child)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(0.001)
 
 
 class _Keeper:
@@ -377,7 +296,7 @@ class _Keeper:
             for member in members:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(member, signal.SIGKILL)
-            _kill_descendants()
+            kill_descendants()
 
     def _fetch(self, names: list[str]) -> tuple[dict[str, bytes], bool]:
         """Plain files of the run's directory; whether some had to be cut."""

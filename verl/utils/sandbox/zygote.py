@@ -29,7 +29,8 @@ from typing import Any
 
 from verl.utils import process_tree
 from verl.utils.sandbox import landlock, linux, room, seccomp, wire
-from verl.utils.sandbox.keeper import as_process, keep
+from verl.utils.sandbox.init import as_process
+from verl.utils.sandbox.keeper import keep
 from verl.utils.sandbox.program import Confinement
 
 _LOOK_FOR_PARENT_SECONDS = 2.0
