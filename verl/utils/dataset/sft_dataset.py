@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.utils.dataset.chat import Messages, as_messages
-from verl.utils.dataset.conversation import ConversationEncoder, LearnedRow, as_tools
+from verl.utils.dataset.conversation import ConversationEncoder, LearnedRow
+from verl.utils.dataset.conversation_tools import as_tools
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, Rule, chat_rule, refuse_missing_columns, refuse_problems, text_rule
 from verl.utils.dataset.rows import Rows, switch_at, value_at

@@ -197,6 +197,31 @@ def test_what_the_template_itself_marks_is_learned(tmp_path):
     assert learned(SFTDataset(file, tokenizer, {})[0]).strip() == "4!"
 
 
+def test_a_generation_prompt_that_the_template_marks_too_is_not_learned(tmp_path):
+    """SmolLM3's blocks begin with the header of the turn, which every prompt ends with."""
+    tokenizer = templated(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|assistant|>{{ m.content }}<|end|>\n"
+        "{% endgeneration %}{% else %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    item = MultiTurnSFTDataset(write(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer, {})[0]
+    assert learned(item) == "2<|end|>4!<|end|>"
+
+
+def test_what_closes_a_conversation_is_no_part_of_its_last_answer(tmp_path):
+    """Phi-3's template ends a text with a token that no answer ends with: turns are one row all the same."""
+    tokenizer = templated(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+        "{{ '<|assistant|>' if add_generation_prompt else '<|pad|>' }}"
+    )
+    data = MultiTurnSFTDataset(write(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer, {})
+    assert [learned(item) for item in data] == ["2<|end|>4!<|end|>"]
+    assert tokenizer.decode(data[0]["input_ids"]).endswith("4!<|end|>")
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>\n", "<|end|><|pad|>")  # two ends, always
+    file = write(tmp_path / "b.jsonl", [{"messages": CHAT[:3]}])
+    assert learned(SFTDataset(file, tokenizer, {})[0]).startswith("2<|end|><|pad|>")
+
+
 TOOLS = (
     "{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}<|end|>{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
@@ -238,6 +263,15 @@ def test_schemas_and_calls_may_each_be_json_text(tmp_path):
     assert TOKENIZER.decode(item["input_ids"]).startswith('<|system|>{"name": "run"}<|end|>')
 
 
+def test_arguments_are_json_text_for_a_template_that_takes_nothing_else(tmp_path):
+    """As DeepSeek's, which adds them to other texts."""
+    tokenizer = templated(TOOLS.replace("c.function.arguments | tojson", "'' + c.function.arguments"))
+    calls = [{"function": {"name": "run", "arguments": {"code": "é"}}}]
+    chat = [CHAT[1], {"role": "assistant", "tool_calls": calls}]
+    item = SFTDataset(write(tmp_path / "a.jsonl", [{"messages": chat}]), tokenizer, {})[0]
+    assert learned(item) == '<call>run({"code": "é"})</call><|end|>'
+
+
 CALL = {"function": {"name": "run", "arguments": "{broken"}}
 
 
@@ -255,6 +289,7 @@ CALL = {"function": {"name": "run", "arguments": "{broken"}}
             {"messages": [CHAT[1], {"role": "gpt", "content": "2"}]},
             r"the conversation has no message of the assistant .*\(roles: user, gpt\)",
         ),
+        ({"messages": CHAT[2:3]}, "message 0 is the assistant's: nothing is there that it answers. Set 'loss'"),
         (
             {"messages": [CHAT[1], {"role": "assistant", "tool_calls": [CALL]}]},
             "the 'arguments' in 'tool_calls' of message 1: the text is no JSON",
