@@ -22,7 +22,7 @@ class Pairs:
     preference: torch.Tensor
     """The probability that `chosen` is the better one: 1, or 0.5 for a tie, or what several judges said."""
     margin: torch.Tensor
-    """How much better it should score."""
+    """How much better the better one should score; of a tie, neither."""
     weight: torch.Tensor
 
     def __len__(self) -> int:
@@ -51,11 +51,12 @@ def preference_loss(
     `centering` times that of (r_c + r_r)², which only says where 0 is (arXiv 2312.09244).
 
     `scores`: [answers]. With preference 1 it is -log sigmoid(r_c - r_r - margin) (Bradley-Terry; margins as in
-    arXiv 2307.09288). Where these are some of the pairs that the mean is over, `weight` is that of all of them, and the
+    arXiv 2307.09288). Below 0.5 the margin is the other one's, and a tie has none: a pair and its mirror image cost the
+    same. Where these are some of the pairs that the mean is over, `weight` is that of all of them, and the
     parts add up to the mean.
     """
     chosen, rejected = scores[pairs.chosen], scores[pairs.rejected]
-    apart = chosen - rejected - pairs.margin
+    apart = chosen - rejected - pairs.margin * (pairs.preference - 0.5).sign()
     costs = -pairs.preference * logsigmoid(apart) - (1 - pairs.preference) * logsigmoid(-apart)
     if centering:
         costs = costs + centering * (chosen + rejected) ** 2

@@ -21,7 +21,7 @@ class RMDataConfig(SupervisedDataConfig):
     rejected_key: str = key("Column of the other answer, likewise.")
     preference_key: str = key("Column, if there is one, of the probability that the better answer is better (else 1).")
     tie_key: str = key("Column, if there is one, that is true where neither is better: a preference of 0.5.")
-    margin_key: str = key("Column, if there is one, of the distance that the scores should keep (else 0).")
+    margin_key: str = key("Column, if there is one, of the distance that the better score should keep (else 0).")
     weight_key: str = key("Column, if there is one, of the pair's weight in the loss (else 1).")
 
 

@@ -35,6 +35,16 @@ def test_preference_loss_by_hand():
     assert float(preference_loss(scores, compared, 0.1)) == pytest.approx((first + 3 * second + 2 * tie) / 6 + centred)
 
 
+@pytest.mark.parametrize("preference", [1.0, 0.7, 0.5, 0.2])
+def test_a_pair_and_its_mirror_image_cost_the_same_and_a_tie_has_no_margin(preference):
+    scores = torch.tensor([0.8, 0.1])
+    as_given = preference_loss(scores, pairs((0, 1, preference, 1.5, 1)))
+    mirrored = preference_loss(scores, pairs((1, 0, 1 - preference, 1.5, 1)))
+    assert float(as_given) == pytest.approx(float(mirrored))
+    if preference == 0.5:
+        assert float(as_given) == pytest.approx(float(preference_loss(scores, pairs((0, 1, 0.5, 0, 1)))))
+
+
 def test_slopes_by_hand():
     """d/dr_c of -log sigmoid(r_c - r_r - m) is -sigmoid(m - (r_c - r_r)); an answer of two pairs has the sum."""
     slopes = score_slopes(torch.tensor([2.0, 1.0, 0.0]), pairs((0, 1, 1, 0, 1), (0, 2, 1, 1, 1)))
