@@ -15,6 +15,8 @@ LOSS = "loss"
 """The field of a message that says how much its tokens count."""
 
 Span = tuple[int, int]
+# Of a row's text, in order: (piece, how much it counts).
+Pieces = list[tuple[str, float]]
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # Of two characters that no text holds: Unicode keeps them out of it.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
@@ -60,10 +62,16 @@ class ConversationEncoder:
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any
     ) -> list[LearnedRow]:
         """One row, or one for every text that the template makes of the conversation."""
+        return self.encoded([self.written(messages, tools, **template_kwargs)])[0]
+
+    def written(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any
+    ) -> list[Pieces]:
+        """The texts of these rows."""
         weights = self._turn_weights(messages)
         said = [{name: value for name, value in message.items() if name != LOSS} for message in messages]
         chat = self._chat(said, tools, template_kwargs)
-        rows: list[list[tuple[str, float]]] = [[]]
+        rows: list[Pieces] = [[]]
         done = ""
         for turn, weight in weights.items():
             text, spans = chat.said(turn)
@@ -77,7 +85,12 @@ class ConversationEncoder:
                 done = ""
             rows[-1] += _pieces(text, spans, len(done), weight)
             done = text
-        return [self._encoded(pieces) for pieces in rows]
+        return rows
+
+    def encoded(self, conversations: Sequence[Sequence[Pieces]]) -> list[list[LearnedRow]]:
+        """What `written` gave of each, as tokens: many at once are faster, as the tokenizer uses all cores."""
+        rows = iter(self._encoded([pieces for texts in conversations for pieces in texts]))
+        return [[next(rows) for _ in texts] for texts in conversations]
 
     def ends(self, row: LearnedRow) -> bool:
         """Whether an end token is learned with the row's last answer."""
@@ -126,11 +139,16 @@ class ConversationEncoder:
             raise ValueError(f"'{LOSS}' is 0 in all messages of the assistant. Give one a weight, or remove the row.")
         return {number: weight for number, weight in found.items() if weight}
 
-    def _encoded(self, pieces: Sequence[tuple[str, float]]) -> LearnedRow:
-        pieces = [piece for number, piece in enumerate(pieces) if piece[0] or (number == 0 and not self._has_template)]
-        encoded = self._tokenised([text for text, _ in pieces])
-        if not self._has_template:  # which would have written the special tokens that begin a text
-            encoded[0] = self._tokenizer(pieces[0][0], add_special_tokens=True)["input_ids"]
+    def _encoded(self, rows: Sequence[Pieces]) -> list[LearnedRow]:
+        plain = not self._has_template
+        rows = [[piece for at, piece in enumerate(row) if piece[0] or (plain and at == 0)] for row in rows]
+        encoded = self._tokenised([[text for text, _ in row] for row in rows])
+        if plain:  # a template would have written the special tokens that begin a text
+            begun = self._tokenizer([row[0][0] for row in rows], add_special_tokens=True)["input_ids"]
+            encoded = [[first, *ids[1:]] for first, ids in zip(begun, encoded, strict=True)]
+        return [self._weighted(ids, row) for ids, row in zip(encoded, rows, strict=True)]
+
+    def _weighted(self, encoded: Sequence[list[int]], pieces: Pieces) -> LearnedRow:
         row = LearnedRow()
         for ids, (_, weight) in zip(encoded, pieces, strict=True):
             own = self.until_end(ids) if weight else 0
@@ -138,18 +156,29 @@ class ConversationEncoder:
             row.weights += [weight] * own + [0.0] * (len(ids) - own)
         return row
 
-    def _tokenised(self, texts: Sequence[str]) -> list[list[int]]:
-        """Each on its own; where the tokenizer begins a text with a space of its own (SentencePiece), as what follows
-        the text before it: no model samples that space after its prompt."""
-        alone = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        if not self._begins_with_space or len(texts) < 2:
+    def _tokenised(self, rows: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+        """Each text of a row on its own; where the tokenizer begins a text with a space of its own (SentencePiece), as
+        what follows the text before it: no model samples that space after its prompt."""
+        alone = self._token_ids(rows)
+        if not self._begins_with_space:
             return alone
-        joined = self._tokenizer([a + b for a, b in pairwise(texts)], add_special_tokens=False)["input_ids"]
-        following = [
-            both[len(before) :] if both[: len(before)] == before else after
-            for both, before, after in zip(joined, alone, alone[1:], strict=False)
-        ]
-        return [alone[0], *following]
+        joined = self._token_ids([[a + b for a, b in pairwise(texts)] for texts in rows])
+        found = []
+        for ids, boths in zip(alone, joined, strict=True):
+            following = [
+                both[len(before) :] if both[: len(before)] == before else after
+                for both, before, after in zip(boths, ids, ids[1:], strict=False)
+            ]
+            found.append([*ids[:1], *following])
+        return found
+
+    def _token_ids(self, rows: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+        texts = [text for row in rows for text in row]
+        made = (
+            self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"] if texts else ()
+        )
+        ids = iter(made)
+        return [[next(ids) for _ in row] for row in rows]
 
     def until_end(self, ids: list[int]) -> int:
         """How many tokens the model would have sampled itself: templates may add a line break after the end token."""
@@ -351,7 +380,7 @@ def _two_special(tokens: Sequence[str]) -> re.Pattern[str]:
     return re.compile(rf"({one})\s*({one})\s*\Z")
 
 
-def _pieces(text: str, spans: Sequence[Span], done: int, weight: float) -> list[tuple[str, float]]:
+def _pieces(text: str, spans: Sequence[Span], done: int, weight: float) -> Pieces:
     """The text from `done` on in order, cut into (piece, how much it counts)."""
     found, place = [], done
     for start, end in spans:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from verl.config.rm import RMDataConfig
 from verl.utils.dataset.chat import Messages, as_messages, prompt_digest
-from verl.utils.dataset.conversation import LOSS, ConversationEncoder, up_to_answer
+from verl.utils.dataset.conversation import LOSS, ConversationEncoder, Pieces, up_to_answer
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, Rule, chat_problem, refuse_missing_columns, refuse_problems
 from verl.utils.dataset.rows import Rows, switch_at, value_at
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 # An answer with its prompt in tokens, and how many of them are the answer's.
-Encoded = tuple[Sequence[int], int]
+Encoded = tuple[np.ndarray, int]
 
 
 class PreferenceDataset(Dataset):
@@ -38,7 +38,7 @@ class PreferenceDataset(Dataset):
     `pairs` [pairs, 5]: places of chosen and rejected among the answers, preference, margin, weight. Answers of the same
     tokens are one.
 
-    All rows are tokenised now with `truncation=error`, which must know their lengths; otherwise each when asked for.
+    All rows are tokenised now: one that the chat template refuses is no surprise later.
     """
 
     read_in_thread = True
@@ -62,11 +62,11 @@ class PreferenceDataset(Dataset):
         self._pairs = len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows))
         self._equal: list[int] = []
         self._prompts = self._rows_of_prompts()
-        self._stored: tuple[TokenStore, list[int]] | None = None
+        encoded = list(self._encode_all())
         if config.truncation == "error":
-            encoded = [answer for number, row in self._read() for answer in self._encode(number, row)]
-            self._stored = TokenStore.of(ids for ids, _ in encoded), [tokens for _, tokens in encoded]
-            self._refuse_overlong(self._stored[0].lengths)
+            self._refuse_overlong(np.array([len(ids) for ids, _ in encoded]))
+        self._answer_tokens = [self._kept_answer(len(ids), tokens) for ids, tokens in encoded]
+        self._ids = TokenStore.of(truncated(ids, config.max_length, config.truncation) for ids, _ in encoded)
         logger.info("%s: %d pairs of %d prompts", self.rows.parts[0].file, self._pairs, len(self._prompts))
         if self._equal:
             logger.warning(
@@ -84,13 +84,12 @@ class PreferenceDataset(Dataset):
         lengths: list[int] = []
         pairs: list[tuple[float, ...]] = []
         for number in self._prompts[item]:
-            row, compared = self.rows[number], []
-            for ids, tokens in self._encoded(number, row):
-                kept = truncated(ids, self.config.max_length, self.config.truncation)
-                compared.append(places.setdefault(tuple(kept.tolist()), len(places)))
+            compared = []
+            for at in (2 * number, 2 * number + 1):
+                compared.append(places.setdefault(tuple(self._ids[at].tolist()), len(places)))
                 if len(places) > len(lengths):
-                    lengths.append(self._kept_answer(len(ids), tokens))
-            pairs.append((*compared, *self._numbers(row)))
+                    lengths.append(self._answer_tokens[at])
+            pairs.append((*compared, *self._numbers(self.rows[number])))
         return {
             "answers": [torch.tensor(ids, dtype=torch.int64) for ids in places],
             "answer_tokens": lengths,
@@ -136,14 +135,17 @@ class PreferenceDataset(Dataset):
             raise ValueError(f"{config.weight_key!r} is {weight}. Set it to 0 or more.")
         return preference, _number(row, config.margin_key, 0.0), weight
 
-    def _read(self) -> Iterator[tuple[int, Row]]:
+    def _read(self) -> Iterator[tuple[int, Sequence[Row]]]:
+        """The number of a row, and those from it on that are read together."""
         for first, rows in self.rows.batches(self._columns()):
-            yield from enumerate(rows[: max(0, self._pairs - first)], start=first)
+            if first >= self._pairs:
+                return
+            yield first, rows[: self._pairs - first]
 
     def _rows_of_prompts(self) -> list[list[int]]:
         """Rows whose two conversations begin alike, up to where they part, ask the same."""
         found: dict[bytes, list[int]] = {}
-        for number, row in self._read():
+        for number, row in ((first + at, row) for first, rows in self._read() for at, row in enumerate(rows)):
             chosen, rejected = self.conversations(row)
             if chosen == rejected:
                 self._equal.append(number)
@@ -153,15 +155,17 @@ class PreferenceDataset(Dataset):
 
     # ---------------------------------------------------------------- tokens
 
-    def _encoded(self, number: int, row: Row) -> tuple[Encoded, ...]:
-        if self._stored is None:
-            return self._encode(number, row)
-        ids, tokens = self._stored
-        return tuple((ids[at].tolist(), tokens[at]) for at in (2 * number, 2 * number + 1))
+    def _encode_all(self) -> Iterator[Encoded]:
+        """Chosen and rejected of every row. Each ends with the end token of its last answer: what a template writes
+        after it, generation never sees."""
+        for first, rows in self._read():
+            written = [answer for at, row in enumerate(rows) for answer in self._written(first + at, row)]
+            for (row,) in self._encoder.encoded(written):
+                yield np.array(up_to_answer(row), np.int32), sum(1 for weight in row.weights if weight)
 
-    def _encode(self, number: int, row: Row) -> tuple[Encoded, ...]:
+    def _written(self, number: int, row: Row) -> list[list[Pieces]]:
         try:
-            return tuple(self._answer(messages) for messages in self.conversations(row))
+            return [self._encoder.written(messages) for messages in self.conversations(row)]
         except ValueError as error:
             raise DataError([f"{self.rows.where(number)}: {error}"]) from error
 
@@ -169,11 +173,6 @@ class PreferenceDataset(Dataset):
         """How many tokens of an answer, the last ones of so many, are left after truncation."""
         marks = np.arange(length) >= length - tokens
         return int(truncated(marks, self.config.max_length, self.config.truncation).sum())
-
-    def _answer(self, messages: Messages) -> Encoded:
-        """Up to the end token of the last answer: what a template writes after it, generation never sees."""
-        (row,) = self._encoder.rows(messages)
-        return up_to_answer(row), sum(1 for weight in row.weights if weight)
 
     def _refuse_overlong(self, lengths: np.ndarray) -> None:
         limit = self.config.max_length

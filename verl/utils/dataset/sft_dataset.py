@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.utils.dataset.chat import Messages, as_messages
-from verl.utils.dataset.conversation import ConversationEncoder, LearnedRow
+from verl.utils.dataset.conversation import ConversationEncoder, LearnedRow, Pieces
 from verl.utils.dataset.conversation_tools import as_tools
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, Rule, chat_rule, refuse_missing_columns, refuse_problems, text_rule
@@ -60,8 +60,8 @@ class SFTDataset(Dataset):
     `loss_mask`, which is 1 on answer tokens (the end token included), or their weight: the loss of a token is that of
     predicting it. A conversation is several rows where the chat template rewrites its earlier turns.
 
-    Conversations are tokenised now, and so is every row whose answer may be cut off: a row of which nothing would be
-    left to learn is left out, and told. With `truncation=left`, which keeps the end, others are when asked for.
+    All rows are tokenised now: one that the chat template refuses is no surprise later. A row of which truncation
+    would leave nothing to learn is left out, and told.
     """
 
     read_in_thread = True
@@ -90,22 +90,16 @@ class SFTDataset(Dataset):
             tokenizer, self.config.apply_chat_template_kwargs, self.last_turn_only, splits
         )
         self._conversations = len(self.rows) if max_samples < 0 else min(max_samples, len(self.rows))
-        self._stored: tuple[TokenStore, TokenStore] | None = None
-        if self._from_messages or self.config.truncation != "left":
-            self._store()
+        self._ids, self._weights = self._store()
         if self._conversations:
             self._tell_sample()
 
     def __len__(self) -> int:
-        return len(self._stored[0]) if self._stored else self._conversations
+        return len(self._ids)
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         limit, how = self.config.max_length, self.config.truncation
-        if self._stored:
-            ids, weights = (truncated(store[item], limit, how) for store in self._stored)
-        else:
-            row = self._encode(item, self.rows[item])[0]
-            ids, weights = truncated(row.ids, limit, how), truncated(row.weights, limit, how)
+        ids, weights = (truncated(store[item], limit, how) for store in (self._ids, self._weights))
         kind = torch.int64 if np.isin(weights, (0, 1)).all() else torch.float32
         return {
             "input_ids": torch.tensor(ids, dtype=torch.int64),
@@ -133,13 +127,13 @@ class SFTDataset(Dataset):
             text_rule(self.config.response_key, "data.response_key"),
         ]
 
-    def _encode(self, number: int, row: Mapping[str, Any]) -> list[LearnedRow]:
+    def _written(self, number: int, row: Mapping[str, Any]) -> list[Pieces]:
         config = self.config
         try:
             tools = as_tools(value_at(row, config.tools_key), config.tools_key)
             thinking = switch_at(row, config.enable_thinking_key)
             kwargs = {} if thinking is None else {"enable_thinking": thinking}
-            return self._encoder.rows(self.messages_of(row), tools, **kwargs)
+            return self._encoder.written(self.messages_of(row), tools, **kwargs)
         except ValueError as error:
             raise DataError([f"{self.rows.where(number)}: {error}"]) from error
 
@@ -148,11 +142,13 @@ class SFTDataset(Dataset):
         keys = (config.messages_key, config.prompt_key, config.response_key, config.tools_key)
         columns = [key.split(".")[0] for key in (*keys, config.enable_thinking_key)]
         for first, rows in self.rows.batches(columns):
-            for number, row in enumerate(rows[: max(0, self._conversations - first)], start=first):
-                for made in self._encode(number, row):
-                    yield number, made
+            if first >= self._conversations:
+                return
+            written = [self._written(first + at, row) for at, row in enumerate(rows[: self._conversations - first])]
+            for number, made in enumerate(self._encoder.encoded(written), start=first):
+                yield from ((number, row) for row in made)
 
-    def _store(self) -> None:
+    def _store(self) -> tuple[TokenStore, TokenStore]:
         """Tokenise everything; several rows of a conversation stand one after the other."""
         encoded = [
             (number, np.array(row.ids, np.int32), np.array(row.weights, np.float32))
@@ -169,7 +165,7 @@ class SFTDataset(Dataset):
             self._refuse_overlong(np.array([len(ids) for _, ids, _ in encoded]), [number for number, _, _ in encoded])
         else:
             encoded = self._with_something_to_learn(encoded)
-        self._stored = (
+        return (
             TokenStore.of(ids for _, ids, _ in encoded),
             TokenStore.of((weights for _, _, weights in encoded), WEIGHTS),
         )
@@ -191,7 +187,7 @@ class SFTDataset(Dataset):
 
     def _tell_sample(self) -> None:
         """What is learned of the first row, in the log; a model that is not taught where to end is worth a warning."""
-        row = self._encode(0, self.rows[0])[-1]
+        row = self._encoder.encoded([self._written(0, self.rows[0])])[0][-1]
         text = self._encoder.shown(row)
         beginning = "" if len(text) <= _SHOWN else "…"
         logger.info("%s, learned is what stands in ⟦ ⟧: %s%s", self.rows.where(0), beginning, text[-_SHOWN:])

@@ -130,6 +130,14 @@ def test_a_row_that_cannot_be_used_is_named_with_the_remedy(tmp_path, row, said_
         dataset(tmp_path, [good, row])
 
 
+@pytest.mark.parametrize("truncation", ["error", "left"])
+def test_a_row_that_the_template_refuses_is_named_before_anything_is_learned(tmp_path, truncation):
+    rows = [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 2
+    rows[1] = rows[1] | {"prompt": [{"role": "user", "content": "p", "tool_calls": "{broken"}]}
+    with pytest.raises(DataError, match=r"line 2: 'tool_calls' of message 0: the text is no JSON"):
+        dataset(tmp_path, rows, f"data.truncation={truncation}")
+
+
 def test_a_column_that_was_named_must_be_there(tmp_path):
     rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "gap": 2}]
     assert dataset(tmp_path, rows, "data.margin_key=gap")[0]["pairs"][0, 3] == 2

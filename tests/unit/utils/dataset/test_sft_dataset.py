@@ -351,6 +351,14 @@ def test_bad_rows_are_refused_with_their_place(tmp_path):
         SFTDataset(write(tmp_path / "d.jsonl", [{"prompt": "x", "response": "long"}]), TOKENIZER, {"max_length": 4})
 
 
+@pytest.mark.parametrize("truncation", ["error", "left"])
+def test_a_row_that_the_template_refuses_is_named_before_anything_is_learned(tmp_path, truncation):
+    rows = [{"prompt": "Q", "response": "A"}, {"prompt": [{"role": "nobody", "content": "Q"}], "response": "A"}]
+    tokenizer = templated("{% if messages[0].role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}" + TOOLS)
+    with pytest.raises(DataError, match=r"line 2: the chat template refuses its first 2 messages .*who\?"):
+        SFTDataset(write(tmp_path / "a.jsonl", rows), tokenizer, {"truncation": truncation})
+
+
 def test_longer_rows_are_cut_together_with_their_mask(tmp_path):
     file = write(tmp_path / "a.jsonl", [{"prompt": "question", "response": "answer"}])
     item = SFTDataset(file, TOKENIZER, {"max_length": 8, "truncation": "left"})[0]
