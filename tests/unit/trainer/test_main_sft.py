@@ -222,6 +222,22 @@ def test_a_tiny_set_is_learned_by_heart_and_the_export_answers_it(model_path, fi
     assert tokenizer.decode(answer) == f"{ROWS[1]['response']}<|end|>"
 
 
+def test_a_model_takes_the_template_and_the_end_it_learned_along(files):
+    """As a base model, which ends texts with another token than a chat's answers end with."""
+    folder = save_tiny_model(files / "base")
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "<|pad|>"
+    tokenizer.save_pretrained(folder)
+    config = make_config(folder, "trainer.total_training_steps=1")
+    template = tokenizer.chat_template.replace("<|user|>", "<|user|>Q: ")
+    config.data.apply_chat_template_kwargs = {"chat_template": template}
+    run_sft(config)
+    exported = resolve_model_path(files / "steps" / "global_step_1")
+    assert AutoTokenizer.from_pretrained(exported).chat_template == template
+    ends = AutoModelForCausalLM.from_pretrained(exported).generation_config.eos_token_id
+    assert tokenizer.convert_tokens_to_ids("<|end|>") in ends
+
+
 @pytest.mark.parametrize(("cut", "workers"), [(2, 0), (3, 0), (2, 1)])
 def test_a_run_in_two_parts_equals_one_bit_for_bit(model_path, files, cut, workers):
     """An epoch has 3 steps: the first part ends inside one, or exactly with one."""

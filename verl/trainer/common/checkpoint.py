@@ -84,6 +84,8 @@ class Saver:
         """The last one that was begun and has not failed, or that the run went on from."""
         self.seconds: float | None = None
         """What the last save took from its beginning to its end."""
+        self.beside_models: dict[str, bytes] = {}
+        """Files by name that go, with the tokenizer, to every model that transformers loads."""
 
     def begin(self, state: Mapping[str, Any], parts: Mapping[str, Any], models: Sequence[str] = ()) -> None:
         """Save the state after `state["global_steps"]` steps.
@@ -94,7 +96,8 @@ class Saver:
         start, step = time.monotonic(), state["global_steps"]
         self.settle()
         files = {"config.json": json.dumps(self._config.to_dict(), indent=1, default=str).encode()}
-        files |= {f"{model}/{name}": content for model in models for name, content in self._tokenizer_files.items()}
+        beside = self._tokenizer_files | self.beside_models
+        files |= {f"{model}/{name}": content for model in models for name, content in beside.items()}
         kept = copy.deepcopy(dict(state))
         begun: list[Callable[[], Any]] = []
         try:

@@ -59,6 +59,9 @@ class SupervisedTrainer(Generic[Config]):
         refuse_long_sequences(config, {model.path: folder})
         self.run_start = RunStart(trainer, run_parts(config))
         self.tokenizer = hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
+        learned = config.data.apply_chat_template_kwargs.get("chat_template")
+        if learned and not isinstance(self.tokenizer.chat_template, dict):  # of several, it may be a name
+            self.tokenizer.chat_template = learned  # goes with the model: whoever uses that must write chats so
         self.train_dataloader, self.val_dataloader = self._loaders()
         self.steps_per_epoch = len(self.train_dataloader)
         self.total_training_steps = trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs

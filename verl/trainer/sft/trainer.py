@@ -13,6 +13,7 @@ from verl.protocol import DataProto
 from verl.trainer.common.supervised import SupervisedTrainer
 from verl.trainer.sft.answers import AnswerCheck
 from verl.trainer.sft.data import create_sft_dataset, prompt_response_batch
+from verl.trainer.sft.ends import learned_ends
 from verl.workers.roles.sft import SFTWorker
 
 
@@ -26,6 +27,7 @@ class SFTTrainer(SupervisedTrainer[SFTConfig]):
 
     def __init__(self, config: SFTConfig) -> None:
         super().__init__(config)
+        self.saver.beside_models = learned_ends(self.config, self.tokenizer)
         self._answers = AnswerCheck(self.config, self.tokenizer) if config.data.val_prompt_files else None
 
     @property
