@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
@@ -156,11 +157,16 @@ class McpServer:
         try:
             return _dump(await connection.session.call_tool(tool, arguments))
         except asyncio.CancelledError:  # a tool that takes too long, or a server that is gone
-            self._in_background(self._drop_if_dead(connection))
+            self._suspect(connection)
             raise
         except Exception as error:  # noqa: BLE001 (told without the token)
-            self._in_background(self._drop_if_dead(connection))
+            self._suspect(connection)
             raise ToolError(f"MCP server {self.name} ({self.address}): {self._told(error)}") from None
+
+    def _suspect(self, connection: _Connection) -> None:
+        """Look now whether it still answers; who comes before that is known asks first, too."""
+        connection.used = -math.inf
+        self._in_background(self._drop_if_dead(connection))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -23,6 +23,7 @@ from tests.unit.agent.test_toolbox import asked, multi_turn
 from verl.agent.tool_files import read_tool_files
 from verl.agent.toolbox import Toolbox
 from verl.config.problems import ConfigError
+from verl.tools.mcp_servers import McpServer
 from verl.utils.network import answers
 
 pytestmark = pytest.mark.processes
@@ -81,7 +82,15 @@ def http(tmp_path: Path) -> Iterator[HttpServer]:
     server.kill()
 
 
-async def test_tools_over_stdio_are_listed_called_and_survive_their_server(tmp_path: Path):
+async def test_tools_over_stdio_are_listed_called_and_survive_their_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def late(work):
+        await asyncio.sleep(1)
+        await work
+
+    begun = McpServer._in_background
+    monkeypatch.setattr(McpServer, "_in_background", lambda server, work: begun(server, late(work)))
     config = tool_file(
         tmp_path, {"local": STDIO}, mcp={"tool_selected_list": ["add", "process", "slow", "broken", "search"]}
     )
