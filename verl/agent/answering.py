@@ -172,8 +172,13 @@ class Answering:
         Only of first answers: what comes later hangs on what a loop and its tools hold, and they cannot be taken along.
         """
         await self._manager.note_partials()
-        first = {row.begun.name: row.record for row in self._rows if row.record and not row.record.calls}
-        return {name: record.partial.output for name, record in first.items() if record.partial is not None}
+        first = {row: row.record.partial for row in self._rows if row.record and not row.record.calls}
+        # Who goes on with them knows the row's own prompt, and no other that a loop may have asked with.
+        return {
+            row.begun.name: partial.output
+            for row, partial in first.items()
+            if partial is not None and partial.prompt_ids == _prompt_of(row)
+        }
 
     async def close(self) -> None:
         """End what is left."""
@@ -189,7 +194,7 @@ class Answering:
         record = row.record = Record.of(self._seed, row.step, begun.uid, begun.sample_index)
         record.most = row.limit
         if row.partial is not None:
-            record.note(np.asarray(begun.rows[0].prompt_ids).tolist(), row.partial)
+            record.note(_prompt_of(row), row.partial)
         async with self._slots:
             self._active += 1
             try:
@@ -268,6 +273,10 @@ class Answering:
                 generating, self._moved = self._manager.generating, time.monotonic()
             if self._active > self._manager.generating and time.monotonic() - self._moved < _PATIENCE_S:
                 pulse()
+
+
+def _prompt_of(row: AskedRow) -> list[int]:
+    return np.asarray(row.begun.rows[0].prompt_ids).tolist()
 
 
 def asked_params(rollout: RolloutConfig, tokenizer: Any, meta: Mapping[str, Any]) -> SamplingParams:

@@ -48,7 +48,7 @@ class Record:
     most: int | None = None
     """Response tokens that this trajectory's contexts may have, where that is less than the run's limit."""
     partial: Partial | None = None
-    """Of the answer under way, as last noted, or as another process left it."""
+    """Of the first answer, while it was under way, as last noted, or as another process left it."""
     _starts: list[list[int]] = field(default_factory=list)
     """Prompts that contexts began with."""
 
@@ -76,12 +76,13 @@ class Record:
         return most
 
     def note(self, prompt_ids: list[int], output: Output) -> None:
-        """So much there is of the answer to this prompt."""
+        """So much there is of the first answer, which is to this prompt."""
         self.partial = Partial(prompt_ids, output)
 
     def resumed(self, prompt_ids: list[int]) -> Output | None:
-        """What to go on from in an answer to this prompt."""
-        return self.partial.output if self.partial is not None and self.partial.prompt_ids == prompt_ids else None
+        """What the call that `next_key` was last for goes on from. A later one to the same prompt is another draw."""
+        partial = self.partial if self.asked == 1 else None
+        return partial.output if partial is not None and partial.prompt_ids == prompt_ids else None
 
     def next_key(self) -> int:
         """Noise key of the next call: a new one each time, the same in each run."""

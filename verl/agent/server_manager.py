@@ -135,7 +135,7 @@ class ServerManager:
             if is_whole:
                 return output
             so_far = output if output.token_ids else request.resume_from
-            if so_far is not None:
+            if so_far is not None and request.params.key == record.key:
                 record.note(list(request.prompt_ids), so_far)
             request = replace(request, id=self._new_id(), resume_from=so_far)
             while all(each.lost for each in self._replicas):

@@ -137,3 +137,26 @@ def test_answers_that_are_noted_keep_their_places_in_the_queue():
     asyncio.run(asking())
     prompts = [replica.waiting[name][0].prompt_ids for name in replica.asked]
     assert prompts == [[number] for number in range(32)] * 2
+
+
+def test_a_second_answer_to_the_same_prompt_is_a_draw_of_its_own():
+    """The first goes on from what another process left of it, and alone is noted when both are under way."""
+    replica = Stalling()
+
+    async def asking() -> None:
+        manager = ServerManager([replica], SamplingParams(max_new_tokens=8), 64, "test")
+        record = Record(key=5, group="p")
+        record.note([1], Output([9, 9], [-1.0] * 2, [0] * 2))
+        with recording(record):
+            both = [asyncio.create_task(manager.generate("c", prompt_ids=[1], sampling_params={})) for _ in range(2)]
+        await asyncio.sleep(0)
+        await manager.note_partials()
+        assert record.partial is not None
+        assert len(record.partial.output.token_ids) == 3
+        for name in replica.asked[2:]:
+            replica.end(name, "stop")
+        await asyncio.gather(*both)
+
+    asyncio.run(asking())
+    begun = [replica.waiting[name][0].resume_from for name in replica.asked]
+    assert [len(before.token_ids) if before else 0 for before in begun] == [2, 0, 3, 1]
