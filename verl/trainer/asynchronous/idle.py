@@ -62,6 +62,11 @@ class IdleTime:
         self._waited_s = self._trained_s = self._watched_s = 0.0
         self._step_at = self._at
 
+    def begin(self) -> None:
+        """Time counts from here: what came before, the loading of models or a validation, was not for answers."""
+        with self._lock:
+            self._at = self._step_at = self._clock()
+
     def under_way(self, answers: int) -> None:
         """So many answers are asked for and not there yet. From any thread."""
         with self._lock:

@@ -42,6 +42,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
         self._evenness: list[float] = []
 
     def _train(self) -> None:
+        self.stream.idle.begin()
         try:
             super()._train()
         except BaseException:
@@ -65,11 +66,15 @@ class AsyncPPOTrainer(RayPPOTrainer):
         """They went out long ago: which of them this step trains on is known when it has its weights."""
         return DataProto()
 
-    def _hand_over_weights(self) -> None:
+    def _train_step(self, batch: DataProto) -> dict[str, float]:
+        self._finish_answers()
+        return super()._train_step(batch)
+
+    def _finish_answers(self) -> None:
+        """Before a hand-over of weights, of whose time it is none: where these wait for the answers under way."""
         if not ahead_of(self.config.trainer).partial:
             self._again(self.weight_sync.go_on)
             self.stream.drain()
-        super()._hand_over_weights()
 
     def _answers(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         self.stream.begin_step(self.global_steps, self.policy_version)
@@ -86,6 +91,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
 
     def _validate(self) -> dict[str, float]:
         """Beside the stream, with the weights after the step."""
+        self._finish_answers()
         found = super()._validate()
         self._again(self.weight_sync.let_go)
         return found
@@ -98,4 +104,6 @@ class AsyncPPOTrainer(RayPPOTrainer):
         super()._cancel()
 
     def _waits_for_answers(self) -> AbstractContextManager[None]:
-        return self.phases("gen", *self.groups.answering)
+        """Before a validation, after the step, it is a part of that: no time of the step, and given up with it."""
+        phase = self.phases if self.phases.within("step") else self.status.phase
+        return phase("gen", *self.groups.answering)

@@ -54,6 +54,10 @@ class Phases:
         if self._peaks[inner:]:
             self.memory_gb[name] = max(self.memory_gb.get(name, 0.0), *self._peaks[inner:])
 
+    def within(self, name: str) -> bool:
+        """Whether this phase runs now."""
+        return name in self._running
+
     def spent(self) -> dict[str, float]:
         """Seconds by phase so far, those that run included. From any thread."""
         now, seconds = time.perf_counter(), dict(self.seconds)

@@ -23,6 +23,17 @@ def test_shares_are_the_waiting_phases_and_the_load_beside_the_largest_one():
     assert idle.shares() == Idle(pytest.approx(0.5), pytest.approx(1 - 24 / 64))
 
 
+def test_loading_models_and_a_first_validation_are_no_idle_time_of_the_rollout():
+    now = [0.0]
+    idle = IdleTime(lambda: now[0])
+    now[0] = 300.0
+    idle.begin()
+    idle.under_way(8)
+    now[0] = 304.0
+    assert idle.step({"step": 4.0})["rollouter/idle_ratio"] == pytest.approx(0.0)
+    assert idle.shares() == Idle(0.0, pytest.approx(0.0))
+
+
 def test_answers_that_wait_for_their_turn_do_not_make_the_rollout_busier():
     now = [0.0]
     idle = IdleTime(lambda: now[0], at_once=4)

@@ -50,14 +50,28 @@ def test_without_staleness_it_is_the_synchronous_run_bit_for_bit(task: dict[str,
     assert {step["async/staleness/max"] for step in streams.history} == {0.0}
 
 
+class Timing(AsyncPPOTrainer):
+    """`added`: what each validation adds to the seconds of its step's generation."""
+
+    added: tuple[float, ...] = ()
+
+    def _validate(self) -> dict[str, float]:
+        before = self.phases.seconds["gen"]
+        found = super()._validate()
+        self.added = (*self.added, self.phases.seconds["gen"] - before)
+        return found
+
+
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_step_off_trains_batches_of_the_weights_before(task, tmp_path: Path, overlap: bool):
     """Also where the engine stands still while training works on its devices. Old log-probs come from the update only
-    where the batch is of its own policy, if nothing is weighed by them."""
+    where the batch is of its own policy, if nothing is weighed by them. A step does not wait for what a validation
+    waits for."""
     one_update = ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8")
     plain = "algorithm.rollout_correction.rollout_is=null"
-    given = ("trainer.mode=one_step_off", f"trainer.overlap={overlap}", plain, *one_update)
-    trained = run_training(overrides(task, tmp_path, *GRPO, *given))
+    given = ("trainer.mode=one_step_off", f"trainer.overlap={overlap}", "trainer.test_freq=2", plain, *one_update)
+    trained = run_training(overrides(task, tmp_path, *GRPO, *given), trainer_cls=Timing)
+    assert trained.added == (0.0, 0.0)
     assert [step["async/staleness/mean"] for step in trained.history] == [0.0, 1.0, 1.0]
     assert all(step["async/partial_share"] == 0 for step in trained.history)
     assert ["timing_s/old_log_prob" in step for step in trained.history] == [False, True, True]
