@@ -233,8 +233,8 @@ class Answering:
 
     def _own_columns(self, begun: Trajectory, objects: Mapping[str, Any], row: int, step: int) -> dict[str, Any]:
         """Beside the data's."""
-        raw = {"raw_prompt": list(objects["raw_prompt"][row])} if "raw_prompt" in objects else {}
-        return raw | {
+        chat = objects["raw_prompt"][row] if "raw_prompt" in objects else None
+        return ({} if chat is None else {"raw_prompt": list(chat)}) | {
             "prompt_ids": np.asarray(begun.rows[0].prompt_ids).tolist(),
             "uid": begun.uid,
             "sample_index": begun.sample_index,

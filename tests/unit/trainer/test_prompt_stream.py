@@ -149,3 +149,26 @@ def test_the_columns_that_are_not_tensors_survive_a_resume(tmp_path):
     for name in ("uid", "extra_info"):
         assert again.non_tensor_batch[name].tolist() == taken.non_tensor_batch[name].tolist()
         assert again.non_tensor_batch[name].dtype == object_array([]).dtype
+
+
+def test_a_resumed_stream_with_larger_batches_goes_on_to_the_next_epoch_where_less_than_one_is_left():
+    stream, _ = make_stream(rows=10, batch=2)
+    stream.take(8)
+    place, saved = stream.loader_state(), stream.state_dict()
+    second, other = make_stream(rows=10, batch=5)
+    other.load_state_dict(place)
+    second.load_state_dict(saved)
+    assert sorted(numbers(second.take(10))) == list(range(10))
+
+
+def test_prompts_that_waited_since_the_run_was_another_are_handed_out_with_those_of_this_one():
+    """Of another `data.max_prompt_length`, or of an asynchronous run, which keeps chats."""
+    stream, _ = make_stream()
+    before = stream.take(1)
+    before.batch["input_ids"] = torch.tensor([[0, 42]])
+    before.non_tensor_batch["raw_prompt"] = object_array([["a chat"]])
+    stream.put_back(before)
+    taken = stream.take(3)
+    assert taken.batch["input_ids"][0].tolist() == [0, 42]
+    assert taken.batch["input_ids"][1:, 0].tolist() == [0, 0]
+    assert taken.non_tensor_batch["raw_prompt"].tolist() == [["a chat"], None, None]

@@ -25,6 +25,7 @@ from verl.trainer.asynchronous.asked import Asked, ages, asked_for, prompts_of, 
 from verl.trainer.asynchronous.buffer import Buffer, Group
 from verl.trainer.asynchronous.idle import IdleTime
 from verl.trainer.asynchronous.lane import Heard, Lane
+from verl.trainer.ppo.arrange import concat_prompts
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.prompts import PromptStream
@@ -129,7 +130,7 @@ class AnswerStream:
         """Prompts that were taken and are to be asked again."""
         groups = [self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]]
         self._buffer.reject(groups)
-        self._source().put_back(DataProto.concat([group.rows.prompt for group in groups]))
+        self._source().put_back(concat_prompts([group.rows.prompt for group in groups]))
 
     def learn_from(self, batch: DataProto) -> None:
         """Show a finished batch to the sampler, if that is one that learns."""
@@ -198,7 +199,7 @@ class AnswerStream:
         if before != self._asked_for and (prompts := prompts_of(state)):
             now = ", ".join(f"{name} = {value} (was {before[name]})" for name, value in self._asked_for.items())
             logger.warning("%s: the answers to %d prompts are not trained; they are asked again", now, len(prompts))
-            self._source().put_back(DataProto.concat(prompts))
+            self._source().put_back(concat_prompts(prompts))
             return
         restore(self._buffer, state["buffer"])
         self._steps = dict(state["versions"])
@@ -291,7 +292,7 @@ class AnswerStream:
 
     def _prompts(self, groups: Sequence[Group]) -> DataProto:
         """Their prompts, each under the name of its group."""
-        prompts = DataProto.concat([group.rows.prompt for group in groups])
+        prompts = concat_prompts([group.rows.prompt for group in groups])
         prompts.non_tensor_batch["uid"] = object_array([group.rows.name for group in groups])
         return prompts
 
@@ -303,7 +304,7 @@ class AnswerStream:
         for group in groups:
             del self._live[group.rows.name]
             self._dropped.add(group.uid)
-        self._source().put_back(DataProto.concat([group.rows.prompt for group in groups]))
+        self._source().put_back(concat_prompts([group.rows.prompt for group in groups]))
 
     # ---------------------------------------------------------------- in
 

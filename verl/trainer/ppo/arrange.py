@@ -114,16 +114,34 @@ def concat_rows(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
     object column that a part does not have is None in its rows: what agents and rewards say differs."""
     if len(parts) == 1:
         return parts[0]
-    names = {name for part in parts for name in part.non_tensor_batch}
-    parts = [part.select() for part in parts]
-    for part in parts:
-        for name in names - set(part.non_tensor_batch):
-            part.non_tensor_batch[name] = object_array([None] * len(part))
+    parts = _with_same_objects(parts)
     if not isinstance(parts[0], BatchRef) and "responses" in parts[0].batch.keys():
         sizes = [(part.batch["prompts"].shape[1], part.batch["responses"].shape[1]) for part in parts]
         width = [max(each) for each in zip(*sizes, strict=True)]
         parts = [_widened(part, size, width, pad_token_id) for part, size in zip(parts, sizes, strict=True)]
     return DataProto.concat(parts)
+
+
+def concat_prompts(parts: Sequence[DataProto]) -> DataProto:
+    """One batch of prompts that have no answers. Those from before a restart may have had another
+    `data.max_prompt_length`, and other columns: all are padded to the widest, and have None for what they lack."""
+    parts = _with_same_objects(parts)
+    widths = {part.batch["input_ids"].shape[1] for part in parts if "input_ids" in part.batch.keys()}
+    if len(widths) > 1:
+        width = max(widths)
+        parts = [_widened(part, (part.batch["input_ids"].shape[1], 0), (width, 0), 0) for part in parts]
+    return DataProto.concat(parts)
+
+
+def _with_same_objects(parts: Sequence[DataProto]) -> Sequence[DataProto]:
+    names = {name for part in parts for name in part.non_tensor_batch}
+    if all(names == set(part.non_tensor_batch) for part in parts):
+        return parts
+    parts = [part.select() for part in parts]
+    for part in parts:
+        for name in names - set(part.non_tensor_batch):
+            part.non_tensor_batch[name] = object_array([None] * len(part))
+    return parts
 
 
 def _widened(part: DataProto, size: Sequence[int], width: Sequence[int], pad_token_id: int) -> DataProto:

@@ -12,6 +12,7 @@ from torch.utils.data import SequentialSampler
 from verl.config import DataConfig
 from verl.protocol import DataProto
 from verl.trainer.common.loader import BatchLoader
+from verl.trainer.ppo.arrange import concat_prompts
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 from verl.utils.dataset.sampler import AbstractCurriculumSampler, EpochSampler
 
@@ -88,7 +89,7 @@ class PromptStream:
         """The next `count` prompts."""
         while self.waiting < count:
             drawn = self._draw()
-            self._waiting = drawn if self._waiting is None else DataProto.concat([self._waiting, drawn])
+            self._waiting = drawn if self._waiting is None else concat_prompts([self._waiting, drawn])
         assert self._waiting is not None
         taken, rest = self._waiting[:count], self._waiting[count:]
         self._waiting = rest if len(rest) else None
@@ -98,7 +99,7 @@ class PromptStream:
 
     def put_back(self, prompts: DataProto) -> None:
         """Prompts that were taken and are to be handed out again, before all others."""
-        self._waiting = prompts if self._waiting is None else DataProto.concat([prompts, self._waiting])
+        self._waiting = prompts if self._waiting is None else concat_prompts([prompts, self._waiting])
 
     def reject(self, prompts: DataProto) -> None:
         """Prompts that were taken and taught nothing: they are used up."""
@@ -141,8 +142,8 @@ class PromptStream:
         rows = None if self._iterator is None else next(self._iterator, None)
         if rows is not None:
             return rows, False
-        self._iterator = iter(self._dataloader)
-        rows = next(self._iterator, None)
-        if rows is None:
-            raise ValueError("data.sampler: an epoch without a single whole batch. Make it yield more rows.")
-        return rows, True
+        for _ in range(2):  # of an epoch that a smaller batch was in the middle of, less than one may be left
+            self._iterator = iter(self._dataloader)
+            if (rows := next(self._iterator, None)) is not None:
+                return rows, True
+        raise ValueError("data.sampler: an epoch without a single whole batch. Make it yield more rows.")

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from verl.algos import get_kl_controller
 from verl.config import PPOConfig
-from verl.protocol import DataProto
 from verl.trainer.asynchronous.asked import prompts_of
 from verl.trainer.common.checkpoint import Saver, background_part, load_step
 from verl.trainer.common.run_start import RunStart, run_parts
+from verl.trainer.ppo.arrange import concat_prompts
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.utils import Role
@@ -124,7 +124,7 @@ class TrainerState:
             if (ahead := state.get("answers")) is not None and self.answers is not None:
                 self.answers.load(ahead)
             elif ahead is not None and (asked := prompts_of(ahead)):  # this run asks for them when it needs them
-                self.prompts.put_back(DataProto.concat(asked))
+                self.prompts.put_back(concat_prompts(asked))
             groups.actor.load_checkpoint(str(folder / "actor"))
             if groups.critic is not None:
                 groups.critic.load_checkpoint(str(folder / "critic"))
