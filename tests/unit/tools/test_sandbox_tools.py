@@ -121,23 +121,27 @@ def asleep():
     return found
 
 
+async def eventually(is_so):
+    for _ in range(100):
+        if is_so():
+            return True
+        await asyncio.sleep(0.1)
+    return False
+
+
 async def test_sessions_end_with_their_trajectories_also_when_those_fail():
     box = toolbox(CodeSessionTool({}))
 
     async def fail():
         async with box.session({}) as session:
             await said(session, "import subprocess; p = subprocess.Popen(['sleep', '1234.5'])")
-            assert asleep()
+            assert await eventually(asleep)  # it may still be starting: its arguments are the last to be seen
             raise RuntimeError("of the loop")
 
     with pytest.raises(RuntimeError, match="of the loop"):
         await fail()
     await box.close()
-    for _ in range(100):
-        if not asleep():
-            break
-        await asyncio.sleep(0.1)
-    assert not asleep()
+    assert await eventually(lambda: not asleep())
 
 
 def test_a_session_is_not_for_servers():
