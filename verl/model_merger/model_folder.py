@@ -12,20 +12,21 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def folder_tensors(folder: Path, pattern: str = "*.safetensors") -> dict[str, Stored]:
-    """By name, of all files; ValueError where there are none."""
-    files = sorted(folder.glob(pattern))
-    if not files:
+    """By name, of all files, or of those that an index lists: others beside them (Mistral's `consolidated`) are the
+    same weights under other names. ValueError where there are none."""
+    index = folder / "model.safetensors.index.json"
+    listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
+    kept = set(listed.values())
+    files = sorted(path for path in folder.glob(pattern) if not kept or path.name in kept)
+    if not files and not kept:
         others = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:2]) or "nothing of the kind"
         raise ValueError(f"{folder}: no safetensors files (found: {others}). Give a folder that save_pretrained wrote.")
     found: dict[str, Stored] = {}
     for path in files:
         found |= _file_tensors(path)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        missing = sorted({file for name, file in listed.items() if name not in found})
-        if missing:
-            raise ValueError(f"{folder}: {', '.join(missing[:4])} missing or not whole. Copy the folder again.")
+    missing = sorted({file for name, file in listed.items() if name not in found})
+    if missing:
+        raise ValueError(f"{folder}: {', '.join(missing[:4])} missing or not whole. Copy the folder again.")
     return found
 
 

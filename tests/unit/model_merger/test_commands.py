@@ -1,5 +1,6 @@
 """The commands: what `test` finds, where `merge` writes, and how much memory it takes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tests.support.merger_cases import assert_holds, merge, tensors
 from tests.support.tiny import tiny_config, tiny_model
 from verl.model_merger import merging
 from verl.model_merger.__main__ import main
+from verl.model_merger.model_folder import folder_tensors
 from verl.model_merger.stored import whole
 from verl.workers.engine.common.safetensors_files import WeightFiles
 
@@ -164,3 +166,16 @@ def test_options_that_would_do_nothing_are_refused(options, said, capsys):
     with pytest.raises(SystemExit):
         main([*options, "--backend", "fsdp", "--local_dir", "x"])
     assert said in capsys.readouterr().err
+
+
+def test_a_folder_has_the_tensors_that_its_index_lists(tmp_path):
+    """Some models come with the same weights again, under names of their makers."""
+    save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    save_file({"layers.a": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    assert set(folder_tensors(tmp_path)) == {"a", "layers.a"}
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(folder_tensors(tmp_path)) == {"a"}
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(ValueError, match="safetensors missing or not whole"):
+        folder_tensors(tmp_path)
