@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.protocol import DataProto
@@ -71,19 +72,23 @@ class TeacherServer:
             )
 
     def _fill(self, row: int, ids: list[int], places: list[Any], found: Mapping[str, torch.Tensor]) -> None:
-        for column, (token, place) in enumerate(zip(ids, places, strict=True)):
-            found["teacher_log_prob"][row, column] = place[str(token)]["logprob"]
-            if not self._top_k:
-                continue
-            likeliest = sorted(((said["logprob"], int(name)) for name, said in place.items()), reverse=True)
-            if len(likeliest) < self._top_k:
-                raise ValueError(
-                    f"{self._key}: asked for the {self._top_k} likeliest tokens, the server told {len(likeliest)}."
-                    " Lower distillation.distillation_loss.topk, or let it tell more (vllm serve --max-logprobs)."
-                )
-            best = likeliest[: self._top_k]
-            found["teacher_top_log_probs"][row, column] = torch.tensor([value for value, _ in best])
-            found["teacher_top_ids"][row, column] = torch.tensor([name for _, name in best], dtype=torch.int32)
+        told = [place[str(token)]["logprob"] for token, place in zip(ids, places, strict=True)]
+        found["teacher_log_prob"][row, : len(ids)] = torch.tensor(told)
+        if not self._top_k or not ids:
+            return
+        likeliest = [
+            sorted(((said["logprob"], int(name)) for name, said in place.items()), reverse=True)[: self._top_k]
+            for place in places
+        ]
+        fewest = min(map(len, likeliest))
+        if fewest < self._top_k:
+            raise ValueError(
+                f"{self._key}: asked for the {self._top_k} likeliest tokens, the server told {fewest}."
+                " Lower distillation.distillation_loss.topk, or let it tell more (vllm serve --max-logprobs)."
+            )
+        values = torch.from_numpy(np.array(likeliest))  # float64, in which token ids are exact, too
+        found["teacher_top_log_probs"][row, : len(ids)] = values[..., 0].float()
+        found["teacher_top_ids"][row, : len(ids)] = values[..., 1].int()
 
     async def _ask_all(self, rows: Sequence[list[int]], url: str | None = None) -> list[list[Any]]:
         """What is said of every row, in order; rows go to the servers in turn."""
