@@ -104,6 +104,7 @@ def test_a_text_that_is_too_long_is_refused_or_loses_its_beginning(server, rewar
     [
         ("/v1/rewards", {"input": []}, "there are 0"),
         ("/v1/rewards", {}, "must be a text, token ids, a conversation"),
+        ("/v1/rewards", {"messages": "hello"}, "messages: must be a list of {role, content}"),
         ("/v1/rewards", {"input": [[9999]]}, "there is no token 9999"),
         ("/v1/rewards", {"input": "a", "temperature": 1}, "Unrecognized request argument supplied: temperature"),
         ("/v1/rewards", {"input": "a", "model": "other"}, "does not exist"),

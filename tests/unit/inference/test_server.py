@@ -344,6 +344,7 @@ def test_a_bad_request_is_refused_with_its_own_message(client, fields, param, wo
         ({"chat_template": "{{ messages[7].content }}"}, "the chat template refuses"),
         ({"chat_template": "hello", "tools": [WEATHER]}, "not written by the chat template"),
         ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 5}, "goes with neither min_tokens nor ignore_eos"),
     ],
 )
 def test_a_bad_chat_is_refused(client, fields, words):

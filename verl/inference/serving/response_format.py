@@ -19,6 +19,8 @@ def asked_grammar(fields: Fields) -> str | None:
     kind = asked.get("type", "text")
     if kind == "text":
         return None
+    if fields.given.get("min_tokens") or fields.given.get("ignore_eos"):
+        fields.refuse(_NAME, "goes with neither min_tokens nor ignore_eos: it says itself when an answer ends")
     schema: Any = {"type": "object"}
     if kind == "json_schema":
         described = asked.get("json_schema")

@@ -29,7 +29,8 @@ def parse_scoring(path: str, body: bytes, facts: ModelFacts, tokenizer: Any) -> 
     model = asked_model(fields, facts)
     if ("input" in fields.given) == ("messages" in fields.given):
         raise ApiError(f"input: {_WANTED}; or give messages instead.", "input")
-    items = _items(fields.given.get("input", [fields.given.get("messages")]))
+    given = fields.given
+    items = _items(given["input"]) if "input" in given else [read_messages(given["messages"])]
     if not items or len(items) > facts.max_answers:
         raise ApiError(
             f"input: there are {len(items)}; one request may have 1 to {facts.max_answers}. Send several, or start the"
