@@ -71,8 +71,13 @@ class PromptEncoder:
         self.own_template = chat_template_func
         self._kwargs = dict(template_kwargs)
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        if chat_template_func is None and not tokenizer.chat_template:
+        if chat_template_func is None and not self._template:
             logger.warning("the tokenizer has no chat template: prompts are the plain text of their messages")
+
+    @property
+    def _template(self) -> Any:
+        """The one that is given, or the tokenizer's own."""
+        return self._kwargs.get("chat_template") or self.tokenizer.chat_template
 
     def messages(self, value: str | Sequence[Mapping[str, Any]]) -> Messages:
         """The prompt of a row as it will be encoded, with the system prompt."""
@@ -99,7 +104,7 @@ class PromptEncoder:
         """Token ids of what `written` gave; the tokenizer uses all cores."""
         texts = [item for item in written if isinstance(item, str)]
         # A template has already written the special tokens it wants.
-        plain = self.own_template is None and not self.tokenizer.chat_template
+        plain = self.own_template is None and not self._template
         encoded = self.tokenizer(texts, add_special_tokens=plain, return_attention_mask=False) if texts else {}
         made = iter(encoded.get("input_ids", ()))
         return [next(made) if isinstance(item, str) else list(item) for item in written]
@@ -111,7 +116,7 @@ class PromptEncoder:
             return None
         import transformers
 
-        template = self.tokenizer.chat_template
+        template = self._template
         # Some templates write the day: the text of yesterday is not the text of today.
         today = datetime.date.today().isoformat() if "strftime_now" in str(template) else None
         parts = [transformers.__version__, backend.to_str(), template, today, self._kwargs, self._system]
@@ -121,7 +126,7 @@ class PromptEncoder:
     def _written(self, prompts: Sequence[Messages]) -> Sequence[str | list[int]]:
         if self.own_template is not None:
             return [self.own_template(messages) for messages in prompts]
-        if not self.tokenizer.chat_template:
+        if not self._template:
             return ["\n".join(str(message["content"]) for message in messages) for messages in prompts]
         if not prompts:
             return []

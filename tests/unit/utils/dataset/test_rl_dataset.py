@@ -92,6 +92,15 @@ def test_a_template_function_of_the_user_replaces_the_tokenizers(tmp_path):
     assert ids["input_ids"][ids["attention_mask"].bool()].tolist() == [7, 8, 9]
 
 
+def test_a_template_that_is_given_writes_prompts_where_the_tokenizer_has_none(tmp_path, caplog):
+    bare = tiny_tokenizer()
+    template, bare.chat_template = bare.chat_template, None
+    file = write(tmp_path / "a.parquet", [row(1)])
+    item = RLHFDataset(file, bare, {"apply_chat_template_kwargs": {"chat_template": template}})[0]
+    assert torch.equal(item["input_ids"], RLHFDataset(file, TOKENIZER, {})[0]["input_ids"])
+    assert "no chat template" not in caplog.text
+
+
 def test_a_system_prompt_is_said_first_where_a_row_brings_none(tmp_path):
     own = [{"role": "system", "content": "mine"}, *said("hi")]
     file = write(tmp_path / "a.jsonl", [row(0, prompt="hi"), row(1, prompt=own)])
