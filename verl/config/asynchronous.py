@@ -70,8 +70,8 @@ def old_spellings(values: dict[str, Any], report: Report) -> None:
     """`async_training.*` and `rollout.total_rollout_steps`, whose numbers mean something else here, in `values`."""
     old, rollout = dict(values.get("async_training") or {}), dict(values.get("rollout") or {})
     threshold, steps = old.pop("staleness_threshold", None), rollout.pop("total_rollout_steps", None)
-    per_update = [_number(old.get(name)) for name in ("require_batches", "trigger_parameter_sync_step")]
     try:
+        per_update = [_number(old.get(name)) for name in ("require_batches", "trigger_parameter_sync_step")]
         if threshold is not None:
             _set(
                 values,
@@ -80,12 +80,17 @@ def old_spellings(values: dict[str, Any], report: Report) -> None:
                 "trainer",
                 max_staleness=math.ceil(float(threshold)),
             )
-        if old and _number(values["data"].get("train_batch_size")) == 0:
+        if "async_training" in values and _number(values["data"].get("train_batch_size")) == 0:
             mini = _number(values["actor_rollout_ref"]["actor"].get("ppo_mini_batch_size"))
             prompts = math.prod(each or 1 for each in (*per_update, mini))
             _set(values, report, "data.train_batch_size=0", "data", train_batch_size=prompts, gen_batch_size=None)
         if steps is not None:
-            total = _number(steps) // max(1, _number(values["data"].get("train_batch_size")))
+            batch = max(1, _number(values["data"].get("train_batch_size")))
+            total = _number(steps) // batch
+            if total < 1:
+                why = f"a step takes more prompts (data.train_batch_size = {batch})"
+                report.problem("rollout.total_rollout_steps", steps, why, f"Set it to {batch} or more")
+                total = 1
             _set(values, report, "rollout.total_rollout_steps", "trainer", total_training_steps=total)
     except (TypeError, ValueError) as error:
         report.problem("async_training", old, f"cannot be read ({error})", "Set trainer.mode and trainer.max_staleness")

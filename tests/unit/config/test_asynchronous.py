@@ -68,8 +68,12 @@ def test_scripts_of_other_versions_mean_the_same():
     assert (newer.trainer.mode, newer.trainer.max_staleness, newer.trainer.staleness_strategy) == ("async", 8, "drop")
     modes = {mode: load(f"trainer.v1.trainer_mode={mode}").trainer.mode for mode in ("sync", "colocate_async")}
     assert modes == {"sync": "sync", "colocate_async": "async"}
-    with pytest.raises(ConfigError, match=r"async_training.*cannot be read.*Set trainer\.mode"):
-        load("async_training.staleness_threshold=some")
+    assert load("data.train_batch_size=0", "async_training.staleness_threshold=1").data.train_batch_size == 128
+    for unread in ("staleness_threshold", "require_batches"):
+        with pytest.raises(ConfigError, match=r"async_training.*cannot be read.*Set trainer\.mode"):
+            load(f"async_training.{unread}=some")
+    with pytest.raises(ConfigError, match=r"rollout\.total_rollout_steps = 100: a step takes more .*Set it to 512"):
+        load("rollout.total_rollout_steps=100")
 
 
 @pytest.mark.parametrize(
