@@ -40,18 +40,21 @@ def statuses(batch: DataProto, whole: Trajectories) -> list[str]:
     return [str(found.get("status", FINISHED)) for found in metrics_of(batch, whole)] or [FINISHED] * len(whole)
 
 
-def require_some_finished(batch: DataProto) -> None:
-    """Raise where not one trajectory went through to its end: what stopped them all will stop the next ones too."""
+def require_some_finished(batch: DataProto, before: int = 0, enough: int = 1) -> int:
+    """How many trajectories in a row did not go through to their end, with those `before` this batch; raise where that
+    is all of the batch and `enough`: what stopped them all will stop the next ones too."""
     if _METRICS not in batch.non_tensor_batch:
-        return
+        return 0
     whole = Trajectories.of(batch)
     found = metrics_of(batch, whole)
     if FINISHED in statuses(batch, whole):
-        return
+        return 0
+    if before + len(found) < enough:
+        return before + len(found)
     errors = [str(each["error"]) for each in found if each.get("error")]
     raise NoSamplesError(
-        f"agents: not one of {len(found)} trajectories went through to its end, and there is nothing to learn from."
-        f" The last failure: {errors[-1] if errors else 'the generation was aborted'}"
+        f"agents: not one of {before + len(found)} trajectories went through to its end, and there is nothing to learn"
+        f" from. The last failure: {errors[-1] if errors else 'the generation was aborted'}"
     )
 
 

@@ -53,6 +53,7 @@ class Generator:
         self._greedy = takes_argument(config.algorithm.adv_estimator, "reward_baselines")
         busy = self._has_judge or judge_shares_devices(config)
         self._overlap = RewardOverlap(config.reward_model.overlap and not busy)
+        self._unfinished = 0
         self._tool_use = ToolUse(config.actor_rollout_ref.rollout, config.do_search)
 
     def start(self) -> None:
@@ -100,7 +101,9 @@ class Generator:
     def joined(self, batch: DataProto, generated: DataProto, validate: bool) -> DataProto:
         """The answers with the columns of the rows that they answer."""
         if not validate:  # a validation says itself what it could not measure
-            require_some_finished(generated)
+            # Of a stream a batch may be the one prompt that is still missing, and that one may always fail.
+            enough = self._config.data.train_batch_size * self.answers_per_prompt
+            self._unfinished = require_some_finished(generated, self._unfinished, enough)
         answers = generated.union(batch.select_idxs(answered_rows(batch, generated)).select([], None, []))
         spread_fields(answers)
         return answers
