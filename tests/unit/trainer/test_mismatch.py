@@ -138,8 +138,10 @@ def test_weights_that_nobody_asked_for_are_missed_by_a_warning_only(caplog):
     assert "rollout_is_weights" not in batch.batch.keys()
 
 
-def test_a_difference_that_is_corrected_is_said_where_it_is_ten_times_as_large(caplog):
-    watch = RolloutMismatch(as_config(RolloutCorrectionConfig, {"warn_log_prob_diff": 0.1, "rollout_is": "token"}))
+@pytest.mark.parametrize("by", [{"rollout_is": "token"}, {"bypass_mode": True}])
+def test_a_difference_that_is_corrected_is_said_where_it_is_ten_times_as_large(caplog, by):
+    """Also by bypass_mode, which none of the other keys goes with."""
+    watch = RolloutMismatch(as_config(RolloutCorrectionConfig, {"warn_log_prob_diff": 0.1, **by}))
     with caplog.at_level(logging.WARNING):
         watch.correct(columns([2.0]), columns([2.0]))
         assert not caplog.records

@@ -115,7 +115,7 @@ class RolloutMismatch:
         # What sampling cuts off was said at start, and is no fault of the engines.
         measured = "engine_log_prob_diff" if "rollout_corr/engine_log_prob_diff" in metrics else "log_prob_diff"
         difference, limit = metrics[f"rollout_corr/{measured}"], self._config.warn_log_prob_diff
-        if corrected := self._config.rollout_is is not None or self._config.rollout_rs is not None:
+        if corrected := any(self._config[name] for name in _USERS):
             limit *= _RECKONED_WITH
         if difference <= limit or "difference" in self._said:
             return
