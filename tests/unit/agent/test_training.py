@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.training_harness import make_task, overrides, run_training
+from tests.support.training_harness import close, make_task, make_trainer, overrides, run_training
 from verl.agent.worker import AgentLoopWorker
 from verl.protocol import DataProto, object_array
 from verl.workers.roles.policy import ActorRolloutRefWorker
@@ -28,6 +28,20 @@ class Closing(AgentLoopWorker):
     def close(self) -> None:
         super().close()
         Closing.closed += 1
+
+
+class Own(AgentLoopWorker):
+    def generate_sequences(self, *args, **kwargs):
+        return super().generate_sequences(*args, **kwargs)
+
+
+def test_a_stream_does_not_pass_by_what_a_worker_does_with_a_batch(task: dict[str, str], tmp_path: Path):
+    own = f"{ROLLOUT}.agent.agent_loop_manager_class={__name__}.Own"
+    trainer = make_trainer(overrides(task, tmp_path, *GRPO, "trainer.mode=async", own))
+    with pytest.raises(ValueError, match=r"agent_loop_manager_class = .*Own.* set trainer\.mode=sync"):
+        trainer.init_workers()
+    trainer.state.end()
+    close(trainer)
 
 
 def measured(history: list[dict[str, float]], names: Iterable[str]) -> list[dict[str, float]]:

@@ -312,6 +312,15 @@ class WorkerGroups:
         if agent.agent_loop_manager_class is not None:
             key = f"{ROLLOUT}.agent.agent_loop_manager_class"
             worker = imported_class(key, agent.agent_loop_manager_class, AgentLoopWorker)
+            if (
+                self._config.trainer.mode != "sync"
+                and worker.generate_sequences is not AgentLoopWorker.generate_sequences
+            ):
+                raise ValueError(
+                    f"{key} = {agent.agent_loop_manager_class}: it has a generate_sequences of its own, which"
+                    f" trainer.mode={self._config.trainer.mode} does not call: rows come in a stream (add_rows,"
+                    " collect_trajectories). Put what it does into an agent loop, or set trainer.mode=sync."
+                )
         tools = read_tool_files(rollout.multi_turn)
         prepared = RayClassWithInitArgs(worker, self._config, listed_loops(agent), tools)
         prepared.imports = list(self._config.external_libs)
