@@ -6,6 +6,7 @@ import os
 import random
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -65,10 +66,11 @@ def test_problems_of_the_test_are_new(folder):
 @pytest.mark.processes
 @pytest.mark.timeout(1500)
 def test_a_tiny_model_learns_to_run_code(tmp_path):
+    ours = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # its python3 is this one
     done = subprocess.run(
         ["bash", "recipe/retool/run_tiny_cpu.sh"],
         cwd=ROOT,
-        env={**os.environ, "FOLDER": str(tmp_path / "tiny")},
+        env={**os.environ, "PATH": ours, "FOLDER": str(tmp_path / "tiny")},
         capture_output=True,
         text=True,
         check=False,
