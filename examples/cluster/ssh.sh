@@ -9,19 +9,21 @@ set -euo pipefail
 
 read -r -a hosts <<< "${HOSTS:?the addresses of the machines, node 0 first}"
 train=${TRAIN:-examples/grpo_trainer/run_qwen2-7b.sh}
-token=$HOME/.ray/auth_token # for all nodes: who does not know it cannot run anything on this Ray
+token=$HOME/.ray/auth_token # of this machine, sent to all nodes; created with mode 0600 where there is none
 action=${1:?start or stop}
 shift
 
 start() { # a node, and the keys of the run
     local node=$1 remote
     shift
-    remote=$(printf '%q ' env RAY_AUTH_MODE=token RAY_AUTH_TOKEN="$(cat "$token")" bash "$train" "$@" \
+    remote=$(printf '%q ' env RAY_AUTH_MODE=token bash "$train" "$@" \
         trainer.nnodes="${#hosts[@]}" trainer.node_rank="$node" trainer.master_addr="${hosts[0]}")
+    # The token goes through standard input into the environment: every account of a machine can read command lines.
     # nohup and no terminal: the run does not depend on this connection.
     # shellcheck disable=SC2029
-    ssh "${hosts[$node]}" "cd $(printf %q "$PWD") || exit; nohup $remote >> cluster-node$node.log 2>&1 < /dev/null & echo \$!" \
-        > "cluster-node$node.pid"
+    ssh "${hosts[$node]}" "IFS= read -r RAY_AUTH_TOKEN; export RAY_AUTH_TOKEN; cd $(printf %q "$PWD") || exit;
+        nohup $remote >> cluster-node$node.log 2>&1 < /dev/null & echo \$!" \
+        < <(cat "$token" && echo) > "cluster-node$node.pid"
     echo "node $node on ${hosts[$node]}: process $(cat "cluster-node$node.pid")"
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ def undisturbed(task, tmp_path_factory) -> bytes:
     return weights(folder)
 
 
-def start(nodes: TwoNodes, node: int, task: dict[str, str], folder: Path) -> subprocess.Popen:
+def start(nodes: TwoNodes, node: int, task: dict[str, str], folder: Path, home: str = "home") -> subprocess.Popen:
     """One rank on each node."""
     more = (
         "algorithm.adv_estimator=grpo",
@@ -53,7 +54,7 @@ def start(nodes: TwoNodes, node: int, task: dict[str, str], folder: Path) -> sub
         f"trainer.total_training_steps={STEPS}",
         "ray_init.num_cpus=2",
     )
-    return nodes.start(node, folder, *overrides(task, folder, *more))
+    return nodes.start(node, folder, *overrides(task, folder, *more), home=home)
 
 
 def weights(folder: Path) -> bytes:
@@ -85,6 +86,21 @@ def test_a_node_that_is_lost_and_comes_again(nodes, task, tmp_path, undisturbed)
     assert "node 10.77.0.2 is gone, with rank 1 of actor_rollout" in said(tmp_path)
     assert weights(tmp_path) == undisturbed
     assert [nodes.processes(0), nodes.processes(1)] == [[], []]
+
+
+def test_a_node_with_a_home_of_its_own_waits_for_a_copy_of_the_token(nodes, task, tmp_path, undisturbed):
+    """An account without a Ray auth token: node 0 creates one, the other node names the file that it needs."""
+    first, second = (start(nodes, node, task, tmp_path, home=f"home{node}") for node in (0, 1))
+    token, copy = (tmp_path / f"home{node}" / ".ray" / "auth_token" for node in (0, 1))
+    wait_until(lambda: "this node has no Ray auth token" in said(tmp_path, 1), tmp_path)
+    assert str(copy) in said(tmp_path, 1)
+    copy.parent.mkdir()
+    shutil.copy(token, copy)
+    assert first.wait(timeout=300) == 0, said(tmp_path)[-5000:]
+    assert second.wait() == 0, said(tmp_path, 1)
+    assert weights(tmp_path) == undisturbed
+    assert f"Created a Ray auth token in {token}" in said(tmp_path)
+    assert token.read_text() not in said(tmp_path) + said(tmp_path, 1)
 
 
 @pytest.mark.parametrize(("node", "process"), [(0, "gcs_server"), (1, "raylet")])

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_TOKEN = "7" * 64
+# Of the account that runs the tests: a new one has none of them.
+_RAYS_OWN = ("RAY_ADDRESS", "RAY_AUTH_")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 # Ray keeps the address of its node in its folder, which two machines do not share.
 _OWN_FOLDER = 'mount -t tmpfs none "$RAY_TMPDIR" && exec "$@"'
@@ -32,12 +33,14 @@ class TwoNodes:
     def __init__(self, names: list[str], ray_folder: str) -> None:
         self._names, self._ray_folder = names, ray_folder
 
-    def start(self, node: int, folder: Path, *arguments: str) -> subprocess.Popen:
-        """`python -m verl.trainer.main_ppo` there; its output is added to `folder/node<N>.log`."""
-        home = folder / f"home{node}"
-        home.mkdir(exist_ok=True)
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        environment |= {"RAY_TMPDIR": self._ray_folder, "RAY_AUTH_TOKEN": _TOKEN, "HOME": str(home)}
+    def start(self, node: int, folder: Path, *arguments: str, home: str = "home") -> subprocess.Popen:
+        """`python -m verl.trainer.main_ppo` there; its output is added to `folder/node<N>.log`.
+
+        `home`: the home folder in `folder`, shared by both nodes by default. No Ray auth token is set.
+        """
+        (folder / home).mkdir(exist_ok=True)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_RAYS_OWN)}
+        environment |= {"RAY_TMPDIR": self._ray_folder, "HOME": str(folder / home)}
         command = ["ip", "netns", "exec", self._names[node], "unshare", "-m", "sh", "-c", _OWN_FOLDER, "sh"]
         command += [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
         command += [f"trainer.node_rank={node}", f"trainer.master_addr={ADDRESSES[0]}", "trainer.nnodes=2"]

@@ -25,7 +25,7 @@ PROGRAMS = {
         if [ -n "${RUNS:-}" ]; then sleep 30 & trap 'kill $!; exit 0' TERM; wait; fi
         exit ${CODE:-0}
     """,
-    "ssh": 'echo "$1" >> "$NOTED/hosts"; exec bash -c "$2"',
+    "ssh": 'echo "$1" >> "$NOTED/hosts"; echo "$2" >> "$NOTED/commands"; exec bash -c "$2"',
     "scontrol": 'if [ "$1" = show ]; then printf "localhost\\nother\\n"; else echo "$@" > "$NOTED/requeued"; fi',
     # One task per node, all at once, and the worst exit code; signals go to the tasks.
     "srun": """
@@ -118,6 +118,8 @@ def test_ssh_starts_a_node_on_every_host_or_one_that_came_back(environment, tmp_
     assert (tmp_path / "hosts").read_text().split() == ["10.0.0.1", "10.0.0.2"]
     assert tokens == {(tmp_path / "home/.ray/auth_token").read_text().strip()}
     assert (tmp_path / "home/.ray/auth_token").stat().st_mode & 0o077 == 0, "a secret"
+    for token in tokens:
+        assert token not in (tmp_path / "commands").read_text(), "every account of a machine can read command lines"
     for rank, config in enumerate(configurations):
         trainer = config.trainer
         assert (trainer.node_rank, trainer.nnodes, trainer.master_addr) == (rank, 2, "10.0.0.1")

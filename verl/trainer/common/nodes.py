@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from verl.config import PPOConfig
 from verl.trainer.common.cluster import STALE, RayUnavailableError, Wait, forget_cluster, in_words
 from verl.trainer.common.own_ray import OwnRay
+from verl.trainer.common.ray_token import check_token, create_token, enable_token, has_token, missing_token
 from verl.trainer.common.signals import Asked, stop_on_signals
 from verl.utils.network import HELLO, address_towards, is_taken, own_address, stranger_at
 from verl.utils.process_tree import end_with_parent, family, kill_family
@@ -33,9 +34,6 @@ _OVER = "verl: the job is over"
 _ELSEWHERE = "something else, on another address of this machine"
 _NO_HEAD = "Start the command of node 0 (trainer.node_rank=0), or see why it ended."
 _DIES = "Ray's own logs of it are in the folder `logs` of its session, below RAY_TMPDIR or /tmp."
-# Ray protects a cluster with a token in the head's home folder. Nodes that do not share it need a copy of it, or
-# RAY_AUTH_MODE=disabled everywhere; the user's own setting stands.
-_AUTH_MODE = "token"
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,8 @@ def start_head(config: PPOConfig) -> Head | None:
         return None
     host, port = trainer.master_addr or own_address(), trainer.master_port
     _wait_until_free(host, port)
+    enable_token()
+    create_token()
     options = [f"--node-ip-address={host}", f"--port={port}"]
     process = _start_ray("--head", *options, *_cpus(config), stdout=subprocess.DEVNULL)
     head = Head(process, host, port, trainer.nnodes)
@@ -117,7 +117,7 @@ def serve_as_node(config: PPOConfig) -> None:
     # A scheduler stops all nodes at once: this one serves on while the head finishes its step.
     with stop_on_signals(lambda: None, node.end, "this node stays until the head has saved") as asked:
         try:
-            while node.head_comes(asked) and node.serve():
+            while node.head_comes(asked) and node.token_comes(asked) and node.serve():
                 pass
         finally:
             node.end()
@@ -142,6 +142,22 @@ class _Node:
             if not wait.goes_on(f"{what}; waiting for it (trainer.nodes_within)"):
                 raise RayUnavailableError(f"{what}, after {in_words(self._trainer.nodes_within)}", _NO_HEAD)
         return head == "here"
+
+    def token_comes(self, asked: Asked) -> bool:
+        """Wait for a token, which may still be copied to this node, and check that the head accepts it.
+
+        False if the job is over or a signal came first.
+        """
+        enable_token()
+        wait = Wait(self._trainer.nodes_within)
+        while not has_token():
+            if asked.by is not None or self._head() == "over":
+                return False
+            cause, remedy = missing_token()
+            if not wait.goes_on(f"{cause}. {remedy} Waiting for it (trainer.nodes_within)"):
+                raise RayUnavailableError(f"{cause}, after {in_words(self._trainer.nodes_within)}", remedy)
+        check_token(f"{self._host}:{self._port}")
+        return True
 
     def serve(self) -> bool:
         """Join the head that is there, and stay until it is gone or this node has died; False if the job is over."""
@@ -246,7 +262,6 @@ def _taken(host: str, port: int, stranger: str | None) -> tuple[str, str]:
 
 def _start_ray(*arguments: str, stdout: int | None = None) -> subprocess.Popen:
     """A `ray start` that lives as long as its node, which signals to our group do not reach and which dies with us."""
-    os.environ.setdefault("RAY_AUTH_MODE", _AUTH_MODE)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
     return subprocess.Popen(command, stdout=stdout, start_new_session=True, preexec_fn=end_with_parent)
 
