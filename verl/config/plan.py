@@ -282,8 +282,17 @@ def _mini_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
     batch, answers = "data.train_batch_size", f"{ROLLOUT}.n"
     good = [part for part in divisors(prompts) if part * n % dp_size == 0]
     if prompts % mini:
+        why = f"does not divide {batch} = {prompts}"
         fix = f"Set it to {near_values(good or divisors(prompts), mini)}"
-        return [Problem(key, mini, f"does not divide {batch} = {prompts}", fix, (batch,))]
+        if prompts * n % mini == 0:
+            why += (
+                f". It counts prompts, not samples: {mini} only divides the {prompts * n} samples of a step "
+                f"({count(prompts, 'prompt')} × {count(n, 'answer')})"
+            )
+            if mini % n == 0 and mini // n in good:
+                why += f"; {count(mini, 'sample')} are {count(mini // n, 'prompt')}"
+                fix = f"Set it to {mini // n}"
+        return [Problem(key, mini, why, fix, (batch, answers))]
     if mini * n % dp_size == 0:
         return []
     why = (

@@ -103,6 +103,25 @@ def test_mini_batch_must_divide_the_batch_and_its_samples_the_ranks():
     assert "critic.ppo_mini_batch_size" in found
 
 
+@pytest.mark.parametrize(
+    ("prompts", "n", "mini", "better"),
+    [(8, 4, 16, "4"), (8, 4, 32, "8"), (6, 4, 8, "2"), (8, 3, 12, "4"), (8, 3, 6, "2"), (4, 6, 8, "4")],
+)
+def test_a_mini_batch_that_divides_samples_only_is_explained(prompts, n, mini, better):
+    """`better`: the same number of samples per optimizer step where that works, the nearest size where it does not."""
+    small = (f"data.train_batch_size={prompts}", f"{ROLLOUT}.n={n}", "algorithm.adv_estimator=grpo")
+    assert prompts % mini != 0
+    assert prompts * n % mini == 0
+    problem = problems(*small, f"{ACTOR}.ppo_mini_batch_size={mini}")[f"{ACTOR}.ppo_mini_batch_size"]
+    assert "counts prompts, not samples" in problem.why
+    assert f"{prompts * n} samples" in problem.why
+    assert f"{ROLLOUT}.n" in problem.involves
+    assert problem.fix == f"Set it to {better}"
+    load(*small, f"{ACTOR}.ppo_mini_batch_size={better}")
+    other = problems(*small, f"{ACTOR}.ppo_mini_batch_size={prompts * n + 1}")[f"{ACTOR}.ppo_mini_batch_size"]
+    assert "samples" not in other.why
+
+
 def test_a_micro_batch_must_fit_its_mini_batch_and_the_default_does():
     small = ("data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4", "trainer.n_gpus_per_node=2")
     assert load(*small).actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 2
