@@ -71,6 +71,38 @@ def test_file_backend_appends_one_json_object_per_step_at_once(tmp_path):
     assert [line["step"] for line in lines_of(file)] == [1, 2, 3]
 
 
+def test_trackers_get_the_short_names_too_and_the_console_does_not_repeat_them(tmp_path, capsys):
+    step = {
+        "reward/mean": 0.5,
+        "actor/loss": 0.25,
+        "critic/loss": 2.0,
+        "kl/mean": 0.01,
+        "actor/ppo_ratio": 1.01,
+        "actor/grad_norm": 3.0,
+        "critic/grad_norm": 4.0,
+    }
+    short = {
+        "reward_mean": 0.5,
+        "actor_loss": 0.25,
+        "critic_loss": 2.0,
+        "kl_divergence": 0.01,
+        "ppo_ratio": 1.01,
+        "grad_norm": 3.0,
+    }
+    with Tracking("p", "r", ["console", "file", "tensorboard"]) as tracking:
+        tracking.log(step, step=1)
+        tracking.log({"actor/loss": 0.5, "grad_norm": 7.0, "actor/grad_norm": 1.0}, step=2)
+    first, second = lines_of(tmp_path / "runs/p/r/metrics.jsonl")
+    assert first["data"] == step | short
+    assert second["data"]["grad_norm"] == 7.0, "a metric that the user logs under this name is kept"
+    assert capsys.readouterr().out.count("ppo_ratio=") == 1
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "runs/p/r"))
+    events.Reload()
+    assert set(short) <= set(events.Tags()["scalars"])
+
+
 def test_file_backend_keeps_the_config(tmp_path):
     @dataclasses.dataclass
     class Config:
@@ -142,7 +174,7 @@ def test_several_backends_get_the_same_record(tmp_path, capsys):
     with Tracking("p", "r", ["console", "file", "console"]) as tracking:
         tracking.log({"reward/mean": 1}, 4)
     assert capsys.readouterr().out == "step 4: reward_mean=1\n"
-    assert lines_of(tmp_path / "runs/p/r/metrics.jsonl")[0]["data"] == {"reward/mean": 1}
+    assert lines_of(tmp_path / "runs/p/r/metrics.jsonl")[0]["data"] == {"reward/mean": 1, "reward_mean": 1}
 
 
 def test_validation_samples_reach_the_given_tracking_or_backends_by_name(tmp_path, capsys):

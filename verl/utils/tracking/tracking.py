@@ -23,6 +23,16 @@ logger = logging.getLogger(__name__)
 # A service that is away keeps its client waiting for ever: then the run is given up as any that hangs.
 _CLOSING_S = 1200.0
 
+# Metrics that every tracker also gets under the short name of the users' notes; a console shows its own headline.
+SHORT_NAMES = {
+    "reward/mean": "reward_mean",
+    "actor/loss": "actor_loss",
+    "critic/loss": "critic_loss",
+    "kl/mean": "kl_divergence",
+    "actor/ppo_ratio": "ppo_ratio",
+    "actor/grad_norm": "grad_norm",
+}
+
 TRACKERS: Registry[type[Tracker]] = Registry("trainer.logger", LOGGERS)
 
 
@@ -50,9 +60,13 @@ class Tracking:
         self._backends: dict[str, Tracker] = {name: TRACKERS[name](run) for name in names}
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        """Record one step's metrics: name → number (Python, numpy or a one-element tensor)."""
+        """Record one step's metrics: name → number (Python, numpy or a one-element tensor).
+
+        Trackers other than the console get those of `SHORT_NAMES` under both names.
+        """
         plain = {key: _plain_value(value) for key, value in data.items()}
-        self._each(lambda backend: backend.log(plain, int(step)))
+        both = {short: plain[key] for key, short in SHORT_NAMES.items() if key in plain} | plain
+        self._each(lambda backend: backend.log(plain if isinstance(backend, Console) else both, int(step)))
 
     def log_generations(self, samples: Iterable[Sequence[Any]], step: int, on_console: int | None = None) -> None:
         """Record validation samples, (input, output, score) each; a console shows the first `on_console` of them."""
