@@ -36,8 +36,8 @@ class RunConfig(Block):
         "auto: the newest whole checkpoint in default_local_dir.", choices=("auto", "disable", "resume_path")
     )
     used_dir: str = key(
-        "With resume_mode=disable, a default_local_dir that has steps: refused, or they move into before_<time>.",
-        choices=("refuse", "move_aside"),
+        "With resume_mode=disable, steps in default_local_dir (and copies): moved into before_<time>, or refused.",
+        choices=("move_aside", "refuse"),
     )
     resume_from_path: str | None = key("The global_step_N folder of resume_path.", null="not set", path=True)
     max_restarts: int = key(

@@ -91,6 +91,8 @@ class RunStart:
             if self._owned is not None or not saves:
                 self._find_step(parts, report)
             report.raise_if_any()
+            if self._owned is not None and trainer_config.resume_mode == "disable":
+                self._move_steps_aside()
         except BaseException:
             self.close()
             raise
@@ -119,23 +121,31 @@ class RunStart:
             why = f"the folder cannot be written to ({error.strerror})"
             report.add(Problem(_DIR, config.default_local_dir, why, "Choose another, or change its rights"))
             return
-        if config.resume_mode == "disable":
+        if config.resume_mode == "disable" and config.used_dir == "refuse":
             self._refuse_used(root, report)
 
     def _refuse_used(self, root: Path, report: Report) -> None:
-        """A run that begins anew is not mixed with another in its folder, nor in the copies of it."""
-        config, steps = self._config, newest_first(root)
-        if steps and config.used_dir == "move_aside":
-            logger.warning("%s: steps of another run moved to %s", _DIR, move_aside(root))
-        elif steps:
-            why = f"it has {len(steps)} steps of another run ({steps[0].name} is the newest) and resume_mode is disable"
-            fix = f"{_ANOTHER}; or set trainer.used_dir=move_aside; or go on from them with trainer.resume_mode=auto"
-            report.add(Problem(_DIR, config.default_local_dir, why, fix))
+        """A problem for each place that has steps of an earlier run."""
+        config, steps = self._config, [folder.name for folder in newest_first(root)]
+        fix = f"{_ANOTHER}; or set trainer.used_dir=move_aside; or resume from them with trainer.resume_mode=auto"
+        places = {_DIR: (config.default_local_dir, steps)}
+        if (copies := config.default_hdfs_dir) is not None:
+            places[remote.KEY] = (copies, remote.newest_first(copies, step_of))
+        for key, (place, names) in places.items():
+            if names:
+                why = f"it has steps of an earlier run ({names[0]} is the newest) and resume_mode is disable"
+                report.add(Problem(key, place, why, fix))
+
+    def _move_steps_aside(self) -> None:
+        """Last of all: where the run does not start, steps and copies of an earlier run stay in place."""
+        config = self._config
+        aside = move_aside(Path(expand_path(config.default_local_dir)).absolute())
+        if aside is not None:
+            logger.warning("%s: moved the steps of an earlier run to %s (trainer.resume_mode=disable)", _DIR, aside)
         if config.default_hdfs_dir is not None:
-            copied = remote.newest_first(config.default_hdfs_dir, step_of)
-            if copied:
-                why = f"it has copies of another run's steps ({copied[0]} is the newest) and resume_mode is disable"
-                report.add(Problem(remote.KEY, config.default_hdfs_dir, why, "Choose another, or delete them"))
+            aside = remote.move_aside(config.default_hdfs_dir, step_of)
+            if aside is not None:
+                logger.warning("%s: moved the copies of an earlier run to %s", remote.KEY, aside)
 
     def _find_step(self, parts: Sequence[RunPart], report: Report) -> None:
         config = self._config
@@ -203,8 +213,8 @@ def check_space(config: Any, parts: Sequence[RunPart], save_freq: int | None, re
     root = Path(expand_path(config.default_local_dir)).absolute()
     sizes = {part: step_bytes(part) for part in parts}
     free = shutil.disk_usage(root).free
-    if any(part.limit is not None for part in parts):
-        free += bytes_of_all(root)  # what is there goes as new steps come
+    if any(part.limit is not None for part in parts) and config.resume_mode != "disable":
+        free += bytes_of_all(root)  # what is there goes as new steps come; steps that are moved aside stay
     needed = sum(size * _kept(part.limit, config.total_training_steps, save_freq) for part, size in sizes.items())
     one = sum(sizes.values())
     if needed > free:

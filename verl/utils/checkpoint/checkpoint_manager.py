@@ -198,7 +198,7 @@ def _resume_newest(root: Path, remote: str | None) -> Path | None:
         listed = "; ".join(f"{folder.name}: {_summary(problems)}" for folder, problems in rejected)
         raise ValueError(
             f"trainer.resume_mode: auto finds steps in {root}, but none is whole ({listed}). "
-            "Restore the files, or begin anew with trainer.resume_mode=disable trainer.used_dir=move_aside."
+            "Restore the files, or start from scratch with trainer.resume_mode=disable, which moves them aside."
         )
     return local
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import posixpath
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,25 @@ def newest_first(remote: str, step_of: Callable[[str], int | None]) -> list[str]
     except OSError as error:
         raise ValueError(f"{KEY}: {remote!r} cannot be read: {error}. Check the address and your access.") from error
     return sorted(steps, key=lambda name: (name == latest, steps[name]), reverse=True)
+
+
+def move_aside(remote: str, step_of: Callable[[str], int | None]) -> str | None:
+    """Move copied steps of an earlier run, and the names of the latest, into a new folder at `remote`: its address.
+
+    None where there are none. The steps go first: what is interrupted here is continued by the next call.
+    """
+    steps = newest_first(remote, step_of)
+    if not steps:
+        return None
+    fs, inside = filesystem_of(remote, KEY)
+    name = f"before_{time.strftime('%Y%m%d-%H%M%S')}"
+    while fs.exists(posixpath.join(inside, name)):
+        name = f"{name}-1"
+    fs.makedirs(posixpath.join(inside, name))
+    latest = [file for file in (LATEST, ITERATION) if fs.exists(posixpath.join(inside, file))]
+    for moved in [*steps, *latest]:
+        fs.mv(posixpath.join(inside, moved), posixpath.join(inside, name, moved), recursive=moved in steps)
+    return posixpath.join(remote, name)
 
 
 def read_remote_manifest(remote: str, name: str) -> Manifest | None:

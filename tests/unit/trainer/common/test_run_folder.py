@@ -1,4 +1,4 @@
-"""The output folder of a run is its own: a second run, and a fresh run in a used folder, are refused."""
+"""The output folder of a run is its own: a second run is refused, steps of an earlier run are moved aside."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 from tests.support.training_harness import make_task, overrides, run_training
 from verl.config import ConfigError, load_config
 from verl.trainer.ppo.state import started
-from verl.utils.checkpoint import ownership
+from verl.utils.checkpoint import ownership, remote
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, find_latest_ckpt_path
+from verl.utils.checkpoint.steps import step_of
+from verl.utils.fs import filesystem_of
 
 HOLDER = """
 import sys, time
@@ -36,6 +38,14 @@ def save_step(root: Path, step: int) -> None:
     manager = CheckpointManager(root)
     (manager.begin(step) / "weights").write_bytes(b"x")
     manager.commit(step)
+
+
+def save_copied_step(root: Path, step: int, copies: str) -> None:
+    manager = CheckpointManager(root, remote=copies)
+    (manager.begin(step) / "weights").write_bytes(b"x")
+    manager.commit(step)
+    assert manager.copies is not None
+    assert manager.copies.wait(10) == []
 
 
 def test_a_folder_that_another_run_holds_is_refused_unless_it_is_only_read(task, tmp_path, monkeypatch):
@@ -65,34 +75,57 @@ def test_a_trainer_holds_its_folder_to_the_end_and_no_longer(task, tmp_path):
     assert root.resolve() not in ownership.Ownership._held
 
 
-def test_a_fresh_run_in_a_used_folder_is_refused_with_what_can_be_done(task, tmp_path):
-    save_step(tmp_path / "checkpoints", 7)
-    with pytest.raises(ConfigError) as caught:
-        started(load_config(None, command(task, tmp_path, "trainer.resume_mode=disable")), {})
-    (problem,) = caught.value.problems
-    assert "it has 1 steps of another run (global_step_7 is the newest)" in problem.why
-    assert "trainer.used_dir=move_aside" in problem.fix
-
-
-def test_by_key_the_steps_of_another_run_are_moved_aside_whole(task, tmp_path):
+def test_disable_starts_from_scratch_in_a_used_folder_and_logs_where_its_steps_are(task, tmp_path, caplog):
     root = tmp_path / "checkpoints"
     save_step(root, 7)
-    fresh = ("trainer.resume_mode=disable", "trainer.used_dir=move_aside", "trainer.total_training_steps=1")
-    trainer = run_training(command(task, tmp_path, *fresh))
+    trainer = run_training(command(task, tmp_path, "trainer.resume_mode=disable", "trainer.total_training_steps=1"))
     assert [row["step"] for row in trainer.history] == [1]
     assert [path.name for path in root.glob("global_step_*")] == ["global_step_1"]
     (aside,) = root.glob("before_*")
     assert find_latest_ckpt_path(aside) == str(aside / "global_step_7")
     assert (aside / "latest").read_text() == "global_step_7"
     assert (root / "latest").read_text() == "global_step_1"
+    (moved,) = [record.getMessage() for record in caplog.records if "moved" in record.getMessage()]
+    assert str(aside) in moved
 
 
-def test_a_fresh_run_is_not_mixed_into_the_copies_of_another(task, tmp_path):
-    copies = tmp_path / "copies"
-    manager = CheckpointManager(tmp_path / "elsewhere", remote=str(copies))
-    (manager.begin(3) / "weights").write_bytes(b"x")
-    manager.commit(3)
-    manager.copies.wait(10)
-    keys = ("trainer.resume_mode=disable", f"trainer.default_hdfs_dir={copies}")
-    with pytest.raises(ConfigError, match=r"trainer.default_hdfs_dir .* copies of another run's steps .global_step_3"):
+def test_steps_stay_in_place_where_the_run_does_not_start(task, tmp_path):
+    save_step(tmp_path / "checkpoints", 7)
+    (tmp_path / "a_file").write_text("")
+    keys = ("trainer.resume_mode=disable", f"trainer.rollout_data_dir={tmp_path / 'a_file'}")
+    with pytest.raises(ConfigError, match=r"trainer.rollout_data_dir"):
         started(load_config(None, command(task, tmp_path, *keys)), {})
+    assert (tmp_path / "checkpoints" / "global_step_7").is_dir()
+
+
+def test_by_key_a_used_folder_and_its_copies_are_refused(task, tmp_path):
+    copies = str(tmp_path / "copies")
+    save_step(tmp_path / "checkpoints", 7)
+    save_copied_step(tmp_path / "elsewhere", 3, copies)
+    keys = ("trainer.resume_mode=disable", "trainer.used_dir=refuse", f"trainer.default_hdfs_dir={copies}")
+    with pytest.raises(ConfigError) as caught:
+        started(load_config(None, command(task, tmp_path, *keys)), {})
+    problems = {problem.key: problem for problem in caught.value.problems}
+    assert "global_step_7" in problems["trainer.default_local_dir"].why
+    assert "global_step_3" in problems["trainer.default_hdfs_dir"].why
+    assert "trainer.used_dir=move_aside" in problems["trainer.default_hdfs_dir"].fix
+
+
+@pytest.mark.parametrize("scheme", ["", "memory://"])
+def test_copies_of_an_earlier_run_are_moved_aside_whole(task, tmp_path, caplog, scheme):
+    """Object stores have no rename: fsspec copies and deletes."""
+    copies = f"{scheme}{tmp_path / 'copies'}"
+    save_copied_step(tmp_path / "elsewhere", 3, copies)
+    keys = ("trainer.resume_mode=disable", f"trainer.default_hdfs_dir={copies}")
+    start = started(load_config(None, command(task, tmp_path, *keys)), {})
+    assert start.resume_from is None
+    start.close()
+    fs, inside = filesystem_of(copies)
+    (aside,) = [str(path).rpartition("/")[2] for path in fs.ls(inside, detail=False)]
+    assert aside.startswith("before_")
+    assert f"{copies}/{aside}" in caplog.text
+    assert remote.newest_first(f"{copies}/{aside}", step_of) == ["global_step_3"]
+    manifest = remote.read_remote_manifest(f"{copies}/{aside}", "global_step_3")
+    assert manifest is not None
+    assert fs.cat_file(f"{inside}/{aside}/global_step_3/weights") == b"x"
+    assert fs.cat_file(f"{inside}/{aside}/latest") == b"global_step_3"
