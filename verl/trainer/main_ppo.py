@@ -20,6 +20,7 @@ from verl.trainer.common import preemption
 from verl.trainer.common.cluster import start_ray, wait_for_nodes
 from verl.trainer.common.code_check import check_code_runner
 from verl.trainer.common.command_line import checked, command
+from verl.trainer.common.completion import log_finished
 from verl.trainer.common.controller_poll import ControllerPoll
 from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
 from verl.trainer.common.nodes import joins_a_head, running_head, serve_as_node, start_head, stop_head
@@ -67,19 +68,24 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
     with tells_of_restart(config.trainer):
         if wants_supervision(config, supervised):
             attempt = supervise(config, lambda head: running_head(config, head), stop_head)
-            by = _run_on_ray(attempt.config, runner_class, attempt.head)
+            by = _run_on_ray(attempt.config, runner_class, attempt.head, ends_ray=True)
         else:
             head = start_head(config)  # before Ray is imported: it reads its settings then
             try:
-                by = _run_on_ray(config, runner_class, head)
+                by = _run_on_ray(config, runner_class, head, ends_ray=supervised)
             finally:
                 stop_head(head)
         if by is not None:
             logger.warning("stopped by %s; %s", by, what_the_same_command_does(config.trainer))
+        elif not config.trainer.val_only:
+            log_finished(config.trainer, "actor")
 
 
-def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> str | None:
-    """The signal that ended the run, if one did, and what was given up for it."""
+def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, ends_ray: bool) -> str | None:
+    """The signal that ended the run, if one did, and what was given up for it.
+
+    `ends_ray`: shut down a Ray that was started here, so that no output of an actor follows the last line.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -115,7 +121,7 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any) -> str | None:
             if now is not None and now.phase:  # what an error knows itself stays
                 note(error, phase=now.phase, step=now.step + 1)
             raise
-    if asked.by is not None and ours:
+    if ours and (ends_ray or asked.by is not None):
         ray.shutdown()  # what the run printed arrives at any time until then
         sys.stdout.flush()
     # Said here: the last that an actor prints may be lost with Ray.

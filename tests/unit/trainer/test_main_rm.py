@@ -169,9 +169,12 @@ def reward_block(changes):
     return whole.reward_model.to_dict() | changes
 
 
-def test_adapters_and_head_learn_and_the_export_is_whole(model_path, files):
+def test_adapters_and_head_learn_and_the_export_is_whole(model_path, files, caplog):
     lora = ["model.lora_rank=4", "model.lora_alpha=8", "optim.lr=2e-2", "data.val_files=pairs.jsonl"]
-    run_rm(make_config(model_path, *lora, "trainer.total_training_steps=20", "trainer.test_freq=0"))
+    with caplog.at_level("INFO"):
+        run_rm(make_config(model_path, *lora, "trainer.total_training_steps=20", "trainer.test_freq=0"))
+    exported = files / "steps" / "global_step_20" / "huggingface"
+    assert caplog.records[-1].getMessage() == f"Training finished at step 20. Model: {exported}"
     last = logged(files)[-1][1]
     assert last["val/accuracy"] == 1.0
     assert (files / "steps" / "global_step_20" / "lora_adapter" / "adapter_model.safetensors").is_file()

@@ -258,6 +258,14 @@ def test_a_run_in_two_parts_equals_one_bit_for_bit(model_path, files, cut, worke
     assert len({data["train/loss"] for _, data in whole}) == 5
 
 
+def test_the_last_line_says_that_training_finished_and_where_the_model_is(model_path, files, caplog):
+    with caplog.at_level("INFO"):
+        run_sft(make_config(model_path, "trainer.total_training_steps=1"))
+    model = files / "steps" / "global_step_1" / "huggingface"
+    assert model.is_dir()
+    assert caplog.records[-1].getMessage() == f"Training finished at step 1. Model: {model}"
+
+
 def test_validation_is_the_mean_over_all_answer_tokens(model_path, files):
     config = make_config(
         model_path, "data.val_files=val.jsonl", "data.val_batch_size=4", "trainer.total_training_steps=1"
@@ -284,7 +292,7 @@ def test_warm_up_then_cosine(model_path, files):
     assert rates == pytest.approx([0.0, 5e-4, *(1e-3 * share for share in cosine)])
 
 
-def test_sigterm_finishes_the_step_and_saves(model_path, files, monkeypatch):
+def test_sigterm_finishes_the_step_and_saves(model_path, files, monkeypatch, caplog):
     train_step, handler = SFTTrainer._train_step, signal.getsignal(signal.SIGTERM)
 
     def interrupted(self, batch):
@@ -296,6 +304,7 @@ def test_sigterm_finishes_the_step_and_saves(model_path, files, monkeypatch):
     assert [step for step, _ in logged(files)] == [1]
     assert (files / "steps" / "global_step_1" / "trainer.pt").is_file()
     assert signal.getsignal(signal.SIGTERM) is handler
+    assert "Training finished" not in caplog.text
 
 
 def test_gradients_that_are_not_finite_stop_the_run_and_leave_the_weights(files):

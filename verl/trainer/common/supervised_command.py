@@ -14,6 +14,7 @@ from verl.config.load import Given
 from verl.config.supervised_rules import describe
 from verl.trainer.common.cluster import start_ray, wait_for_nodes
 from verl.trainer.common.command_line import checked
+from verl.trainer.common.completion import log_finished
 from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
 from verl.trainer.common.launched import launched_ranks
 from verl.trainer.common.own_ray import OwnRay, watched
@@ -50,6 +51,8 @@ def run_supervised_training(
         by = _train(attempt, trainer_class)
         if by is not None:
             logger.warning("stopped by %s; %s", by, what_the_same_command_does(config.trainer))
+        else:
+            log_finished(config.trainer)
 
 
 def _train(config: SupervisedConfig, trainer_class: Callable[[], type]) -> str | None:
