@@ -97,3 +97,25 @@ def test_run_ppo_in_a_script_raises_what_was_raised(task, tmp_path):
     done = subprocess.run([sys.executable, str(script), *run], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "caught" in done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_a_runner_of_the_users_with_data_workers_ends_without_a_traceback(task, tmp_path):
+    """A remote class without concurrency runs in its process's main thread, where torch watches its data workers."""
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import sys, ray\n"
+        "from verl.trainer.main_ppo import TaskRunner, run_ppo\n"
+        "from verl.config import load_config\n"
+        "class Mine(TaskRunner):\n"
+        "    pass\n"
+        "run_ppo(load_config(None, sys.argv[1:]), ray.remote(num_cpus=1)(Mine))\n"
+    )
+    more = ("algorithm.adv_estimator=grpo", "data.dataloader_num_workers=2")
+    run = overrides(task, tmp_path, *more)
+    done = subprocess.run([sys.executable, str(script), *run], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Traceback" not in done.stdout + done.stderr
+    model = tmp_path / "checkpoints" / "global_step_2" / "actor" / "huggingface"
+    assert f"Training finished at step 2. Model: {model}" in done.stderr.splitlines()
+    assert (model / "config.json").is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import sqlite3
 import threading
@@ -234,6 +235,20 @@ def test_rows_are_loaded_by_other_processes_but_no_more_than_there_are_batches_o
     assert os.getpid() not in processes
     assert len(processes) <= len(os.sched_getaffinity(0))
     assert {pid for batch in loader_of(8, 8, 64) for _, pid in batch} == {os.getpid()}
+
+
+def test_a_stream_that_is_closed_leaves_no_process_behind():
+    """Torch reports workers that die with their process as a traceback: they are ended before it exits."""
+    loader = loader_of(8, 2, 2)
+    stream, before = PromptStream(loader, total_epochs=1), set(multiprocessing.active_children())
+    stream._next_rows()
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == loader._num_workers > 0
+    stream.close()
+    assert not workers & set(multiprocessing.active_children())
+    assert len(list(loader)) == 4, "a later epoch starts others"
+    loader.close()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_sampler_without_a_length_is_refused():

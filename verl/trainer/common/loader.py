@@ -60,14 +60,25 @@ class BatchLoader:
         self._before: tuple[int, Any] = (0, None)  # `_done` and `_state` without the batch handed out last
         self._skip = 0
         self._coming: Future[Any] | None = None
-        self._loader = DataLoader(
-            dataset,
+        self._collate_fn = collate_fn
+        self._loader = self._new_loader()
+
+    def _new_loader(self) -> DataLoader:
+        return DataLoader(
+            self.dataset,
             batch_sampler=_EachEpoch(self._draw),
             num_workers=self._num_workers,
-            collate_fn=collate_fn,
+            collate_fn=self._collate_fn,
             worker_init_fn=_begin_worker,
             persistent_workers=self._num_workers > 0,
         )
+
+    def close(self) -> None:
+        """End the worker processes, once no iterator of this loader is in use; a later iteration starts others.
+
+        A process that exits with live workers is sent SIGCHLD for each, which torch reports with a traceback.
+        """
+        self._loader = self._new_loader()  # a DataLoader ends its workers when it is deleted
 
     def __len__(self) -> int:
         rows = len(self.sampler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from torch.utils.data import SequentialSampler
@@ -127,6 +127,14 @@ class PromptStream:
         self._iterator, self._fetched, self._drawn = None, None, int(state["drawn"])
         waiting = state["waiting"]
         self._waiting = None if waiting is None else DataProto.from_dict(waiting["tensors"], waiting["arrays"])
+
+    def close(self) -> None:
+        """The run is over: wait for the batch that is being fetched, and end the dataloader's worker processes."""
+        if self._fetched is not None:
+            wait([self._fetched])
+        self._iterator = None
+        if isinstance(self._dataloader, BatchLoader):
+            self._dataloader.close()
 
     def _draw(self) -> DataProto:
         rows, new_epoch = self._next_rows() if self._fetched is None else self._fetched.result()

@@ -15,6 +15,7 @@ from verl.config.old_log_probs import from_update
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.common.guard import StepGuard, advises_on_memory, check_weights, explained
+from verl.trainer.common.loader import BatchLoader
 from verl.trainer.common.phases import Phases, memory_gb
 from verl.trainer.common.preemption import Preemption
 from verl.trainer.common.setbacks import VALIDATION, Setbacks, StepEnd, is_due
@@ -198,6 +199,8 @@ class RayPPOTrainer:
                     logger.info("Where the time went: %s.", self.record.verdict())
         finally:
             self.tracking.close()
+            if isinstance(self.val_dataloader, BatchLoader):
+                self.val_dataloader.close()
             self.state.end()
         self.groups.end()
 

@@ -71,7 +71,8 @@ class TrainerState:
         return None if self._config.trainer.val_only else start.first_step
 
     def end(self) -> None:
-        """The run is over: its folder may be another's."""
+        """The run is over: end the processes that load data, and give the folder back."""
+        self.prompts.close()
         if not self._config.trainer.val_only:
             self.saver.close()
         if self.run_start is not None:
