@@ -143,9 +143,9 @@ class RunStart:
         if aside is not None:
             logger.warning("%s: moved the steps of an earlier run to %s (trainer.resume_mode=disable)", _DIR, aside)
         if config.default_hdfs_dir is not None:
-            aside = remote.move_aside(config.default_hdfs_dir, step_of)
-            if aside is not None:
-                logger.warning("%s: moved the copies of an earlier run to %s", remote.KEY, aside)
+            copies = remote.move_aside(config.default_hdfs_dir, step_of)
+            if copies is not None:
+                logger.warning("%s: moved the copies of an earlier run to %s", remote.KEY, copies)
 
     def _find_step(self, parts: Sequence[RunPart], report: Report) -> None:
         config = self._config

@@ -18,6 +18,8 @@ from verl.utils.dataset.sampler import AbstractCurriculumSampler, EpochSampler
 
 logger = logging.getLogger(__name__)
 
+_LAST_FETCH_S = 10.0
+
 
 def make_dataloader(
     dataset: Any,
@@ -129,9 +131,12 @@ class PromptStream:
         self._waiting = None if waiting is None else DataProto.from_dict(waiting["tensors"], waiting["arrays"])
 
     def close(self) -> None:
-        """The run is over: wait for the batch that is being fetched, and end the dataloader's worker processes."""
+        """The run is over: wait for the batch that is being fetched, and end the dataloader's worker processes.
+
+        A dataset that hangs does not keep the run from ending: its workers die with this process.
+        """
         if self._fetched is not None:
-            wait([self._fetched])
+            wait([self._fetched], timeout=_LAST_FETCH_S)
         self._iterator = None
         if isinstance(self._dataloader, BatchLoader):
             self._dataloader.close()
