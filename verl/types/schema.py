@@ -80,6 +80,8 @@ _TABLE = (
     Column("rm_scores", RESPONSE, "float32", 0, "reward model", ("reward",), "its score, on the last sampled token"),
     Column("token_level_scores", RESPONSE, "float32", 0, "reward", ("advantage", "metrics", "dump"),
            "the score, on the last sampled token, and what turns earned, on theirs"),
+    Column("answer_scores", ROW, "float32", None, "reward", ("metrics",),
+           "the score alone, on the row that has it, without what turns earned: whether an answer is right"),
     Column("old_log_probs", RESPONSE, "float32", 0, "actor", ("correction", "advantage", "metrics", "update_actor"),
            "under the policy before its update"),
     Column("entropys", RESPONSE, "float32", 0, "actor", (), "of the distribution that each token was sampled from"),

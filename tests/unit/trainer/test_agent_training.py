@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -51,6 +53,19 @@ class Varied(AgentLoopBase):
             request_id=str(len(ids)), prompt_ids=ids, sampling_params={**sampling_params, "max_new_tokens": 3}
         )
         return said.token_ids
+
+
+class Graded(AgentLoopBase):
+    """Its tool's reward takes a right answer's score away and gives a wrong one's; two of three rows fail."""
+
+    async def run(self, sampling_params, **row):
+        if row["index"] % 3:
+            raise KeyError("no such city")
+        prompt, right = list(row["prompt_ids"]), row["extra_info"]["right"]
+        first = await self._ask(prompt, sampling_params)
+        return AgentLoopOutput(prompt, first, [1] * len(first), turn_rewards=[(1, -1.0 if right else 1.0)])
+
+    _ask = Varied._ask
 
 
 class Broken(AgentLoopBase):
@@ -127,3 +142,47 @@ def test_an_agent_that_does_all_an_agent_may_do_is_learned_from(task, tmp_path, 
 def test_a_run_whose_agents_all_fail_ends_with_the_last_failure(task, tmp_path):
     with pytest.raises(NoSamplesError, match=r"not one of 32 trajectories .* ValueError: nothing works: here"):
         run(task, tmp_path, "Broken")
+
+
+GRADES = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    score = float(extra_info["right"])
+    return {"score": score, "acc": score} if data_source == "says_acc" else score
+"""
+
+
+@pytest.mark.parametrize("source", ["toy", "says_acc"])
+@pytest.mark.parametrize("right", [True, False])
+def test_an_answer_is_right_by_its_score_and_a_failed_agent_is_wrong(task, tmp_path, caplog, right, source):
+    """Whatever its turns earned. Training and validation count alike: two of six prompts are answered."""
+    caplog.set_level("INFO", logger="verl")
+    rows = pq.read_table(task["train"]).to_pylist()[:6]
+    for row in rows:
+        row["data_source"] = source
+        row["extra_info"]["right"] = right
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "grades.py").write_text(GRADES)
+    trainer = run(
+        task,
+        tmp_path,
+        "Graded",
+        f"data.train_files={tmp_path / 'rows.parquet'}",
+        f"data.val_files={tmp_path / 'rows.parquet'}",
+        "data.train_batch_size=6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=6",
+        f"custom_reward_function.path={tmp_path / 'grades.py'}",
+        "reward_model.reward_kwargs={num_processes: 0}",
+        "trainer.test_freq=1",
+    )
+    metrics = trainer.history[-1]
+    lines = [message for message in caplog.messages if "Correct:" in message]
+    share = "0.33" if right else "0.00"
+    assert lines == [
+        f"step 1: {source} Correct: {8 * right}/24, Accuracy: {share}",
+        f"{source} Correct: {2 * right}/6, Accuracy: {share}",
+    ]
+    assert metrics[f"val/{source}/accuracy"] == pytest.approx(right / 3)
+    assert metrics[f"val-aux/{source}/agent_failed/mean@1"] == pytest.approx(2 / 3)
+    core = "acc" if source == "says_acc" else "reward"
+    assert metrics[f"val-core/{source}/{core}/mean@1"] == pytest.approx(right / 3 if core == "acc" else (1 - right) / 3)
+    assert trainer.kept.batch["answer_scores"].sum() == 8 * right

@@ -15,7 +15,7 @@ def scored(**columns: list) -> DataProto:
     scores = torch.zeros(4, 3)
     scores[:, 2] = torch.tensor([1.0, 0.0, 0.7, 1.0])
     objects = {"data_source": ["math", "math", "chat", "chat"]} | columns
-    tensors = {"token_level_scores": scores, "response_mask": torch.ones(4, 3, dtype=torch.int64)}
+    tensors = {"answer_scores": scores.sum(-1), "response_mask": torch.ones(4, 3, dtype=torch.int64)}
     return DataProto.from_dict(tensors, {name: object_array(values) for name, values in objects.items()})
 
 
@@ -63,6 +63,22 @@ def test_a_trajectory_of_several_rows_is_right_or_wrong_once(caplog):
     """Its last row has the score: four rows, three answers."""
     caplog.set_level(logging.INFO, logger="verl")
     batch = scored(trajectory=["a", "b", "b", "c"], data_source=["math", "math", "math", "chat"])
-    batch.batch["token_level_scores"][2] = 0.0
+    batch.batch["answer_scores"][2] = 0.0
     say_right_of_step(batch, {}, "data_source", judged=False, step=1)
     assert caplog.messages == ["step 1: math Correct: 1/2, Accuracy: 0.50", "step 1: chat Correct: 1/1, Accuracy: 1.00"]
+
+
+def test_an_agent_that_failed_is_wrong_also_beside_answers_that_could_not_be_scored(caplog):
+    caplog.set_level(logging.INFO, logger="verl")
+    status = [{"status": "finished"}, {"status": "failed"}, {"status": "finished"}, {"status": "aborted"}]
+    batch = scored(agent_metrics=status, scoring_failed=[1.0, 0.0, 0.0, 0.0])
+    batch.batch["response_mask"][[0, 1, 3]] = 0
+    say_right_of_step(batch, {}, "data_source", judged=False, step=1)
+    assert caplog.messages == ["step 1: math Correct: 0/1, Accuracy: 0.00", "step 1: chat Correct: 0/2, Accuracy: 0.00"]
+
+
+def test_where_nothing_is_right_or_wrong_a_failed_agent_is_not_either():
+    sources, unfinished = ["a", "a", "b", "b"], [False, True, False, True]
+    assert right_answers(
+        sources, [3.0, 0.0, 2.0, 0.0], [None, None, True, None], judged=True, unfinished=unfinished
+    ) == {"b": [True, False]}

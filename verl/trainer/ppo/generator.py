@@ -24,7 +24,7 @@ from verl.trainer.ppo.agent_metrics import ToolUse, agent_metrics
 from verl.trainer.ppo.agents import require_some_finished, spread_fields
 from verl.trainer.ppo.dynamic_sampling import PromptSource, RollOut, fill_batch, own_groups
 from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
-from verl.trainer.ppo.reward import NoRewards, compute_reward, reward_metrics, say_right_of_step
+from verl.trainer.ppo.reward import NoRewards, reward_metrics, say_right_of_step, score_answers, with_turn_rewards
 from verl.trainer.ppo.utils import Role
 from verl.types.schema import columns_read_by
 from verl.workers.reward_manager.naive import ROW
@@ -142,11 +142,13 @@ class Generator:
         return batch
 
     def score(self, batch: DataProto, metrics: dict[str, float], step: int) -> DataProto:
-        """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions."""
+        """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions, and
+        what turns earned; `answer_scores`: the former alone."""
         batch = self.judged(batch)
         local = local_columns(batch, columns_read_by("reward"))
         mask = local.batch["response_mask"].clone()
-        scores, extra = compute_reward(local, self.reward_fn)
+        answered, extra = score_answers(local, self.reward_fn)
+        scores = with_turn_rewards(answered, local)
         scores = scores if self._scores else torch.zeros_like(scores)  # agents may have given some
         metrics |= (of_agents := agent_metrics(local))
         self._tool_use.see(of_agents, lambda: decode(self._tokenizer, local.batch["responses"][:1].tolist())[0])
@@ -154,7 +156,7 @@ class Generator:
             metrics["reward/scored_while_generating"] = self._overlap.share
         if again := getattr(self.reward_fn, "scored_again", 0):
             metrics["reward/scored_again"] = float(again)
-        batch.batch["token_level_scores"] = scores
+        batch.batch["token_level_scores"], batch.batch["answer_scores"] = scores, answered.sum(-1)
         if not torch.equal(mask, local.batch["response_mask"]):
             batch.batch["response_mask"] = local.batch["response_mask"]  # samples that could not be scored
         for name, values in extra.items():

@@ -20,7 +20,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.reward import CustomRewardFunctionConfig, JudgeConfig, RewardModelConfig
 from verl.config.sandbox import SandboxConfig, SandboxFusionConfig
 from verl.protocol import DataProto
-from verl.trainer.ppo.agents import given_scores, place_scores, said_by_agents
+from verl.trainer.ppo.agents import FINISHED, given_scores, place_scores, said_by_agents, statuses
 from verl.utils.code_runner import CodeSettings
 from verl.utils.fs import resolve_model_path
 from verl.utils.import_utils import load_user_object
@@ -175,13 +175,24 @@ class NoRewards:
 
 
 def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+    """`score_answers` with what turns earned added to the scores."""
+    scores, extra = score_answers(data, reward_fn)
+    return with_turn_rewards(scores, data), extra
+
+
+def with_turn_rewards(scores: torch.Tensor, data: DataProto) -> torch.Tensor:
+    """Scores [batch, response] plus the batch's `turn_rewards`, if it has any."""
+    return scores + data.batch["turn_rewards"] if "turn_rewards" in data.batch.keys() else scores
+
+
+def score_answers(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, list[Any]]]:
     """Scores [batch, response] of a batch, and what the reward function or an agent said beside them (a list per name).
 
     Where the manager masks samples that could not be scored, their rows of `response_mask` become 0 in `data`: they
     weigh nothing in losses, counts and metrics, and group estimators leave them out. A name that the batch has already
     is `reward_<name>` here. Of a trajectory with several rows the one with its last model token is scored, and has the
     score; what is said beside it is on all of them. One that brings its score, or did not go through to its end, is not
-    scored again. What turns earned is part of the scores.
+    scored again. What turns earned is not part of these scores.
     """
     whole = Trajectories.of(data)
     given, asked = given_scores(data, whole)
@@ -199,8 +210,6 @@ def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[torc
         said |= {name: [value or 0.0 for value in values] for name, values in said.items() if name == FAILED}
     if given:
         scores = scores + place_scores(given, data, whole)
-    if "turn_rewards" in data.batch.keys():
-        scores = scores + data.batch["turn_rewards"]
     for name, values in said_by_agents(data, whole).items():
         there = said.get(name, [None] * len(whole))
         said[name] = [old if new is None else new for new, old in zip(values, there, strict=True)]
@@ -238,21 +247,58 @@ def reward_metrics(extra: Mapping[str, Iterable[Any]]) -> dict[str, float]:
     return metrics
 
 
+def answer_scores(scores: torch.Tensor, whole: Trajectories, failed: Iterable[Any] | None) -> list[float | None]:
+    """The score of each trajectory, from the rows' `scores` [batch].
+
+    `failed`: the column `scoring_failed`, if there is one. None for a trajectory that could not be scored and is masked
+    for it; with another `reward_model.on_error` it has a score of 0.
+    """
+    values: list[float | None] = whole.sum(scores).tolist()
+    if failed is None:
+        return values
+    kept = whole.mask.bool().any(-1).tolist()
+    flags = list(failed)
+    unscored = [bool(flags[row]) for row in whole.last_rows]
+    return [None if lost and not is_kept else v for v, lost, is_kept in zip(values, unscored, kept, strict=True)]
+
+
+def unfinished_agents(batch: DataProto, whole: Trajectories) -> list[bool]:
+    """Of each trajectory, whether its agent failed or was aborted."""
+    return [status != FINISHED for status in statuses(batch, whole)]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a field of a reward is a number, as `acc` must be to count."""
+    return isinstance(value, bool | int | float | np.number | np.bool_)
+
+
 def right_answers(
-    sources: Sequence[str], scores: Sequence[float | None], said: Sequence[Any] | None, judged: bool
+    sources: Sequence[str],
+    scores: Sequence[float | None],
+    said: Sequence[Any] | None,
+    judged: bool,
+    unfinished: Sequence[bool] | None = None,
 ) -> Right:
     """Whether each answer is right, by source: `acc` where the reward says it as a number, else a score of 1.
 
-    The scores of a reward model (`judged`) are degrees, not verdicts: without `acc` such an answer does not count. Nor
-    does one that could not be scored (None).
+    `scores` are the reward function's (`answer_scores`). Those of a reward model (`judged`) are degrees, not verdicts:
+    without `acc` such an answer does not count. Nor does one that could not be scored (None). An `unfinished` agent's
+    answer is wrong wherever others of its source count.
     """
     right: Right = defaultdict(list)
-    for source, score, acc in zip(sources, scores, said or [None] * len(scores), strict=True):
-        if isinstance(acc, bool | int | float | np.number | np.bool_):
+    failed: Counter[str] = Counter()
+    places = zip(sources, scores, said or [None] * len(scores), unfinished or [False] * len(scores), strict=True)
+    for source, score, acc, is_unfinished in places:
+        if is_unfinished:
+            failed[source] += 1
+        elif is_number(acc):
             right[source].append(bool(acc >= 1.0))
         elif not judged and score is not None:
             right[source].append(score >= 1.0)
-    return dict(right)
+    for source, count in failed.items():
+        if source in right or not judged:
+            right[source] += [False] * count
+    return {source: right[source] for source in dict.fromkeys(sources) if source in right}
 
 
 def say_right(right: Right, when: str = "") -> None:
@@ -263,17 +309,14 @@ def say_right(right: Right, when: str = "") -> None:
 
 
 def say_right_of_step(batch: DataProto, extra: Mapping[str, Any], source_key: str, judged: bool, step: int) -> None:
-    """The same for a scored training batch; `extra` names the columns that the reward added."""
+    """The same for a scored training batch with `answer_scores`; `extra` names the columns that the reward added."""
     columns, whole = batch.non_tensor_batch, Trajectories.of(batch)
     answers = whole.last_rows
     sources = columns[source_key][answers].tolist() if source_key in columns else ["unknown"] * len(whole)
     said = columns["acc"][answers].tolist() if "acc" in extra else None
-    scores: list[float | None] = whole.sum(batch.batch["token_level_scores"].sum(-1)).tolist()
-    if any(columns.get(FAILED, ())):
-        # Where those that could not be scored are masked, they are neither right nor wrong; else they count 0.
-        counted = whole.mask.any(-1).tolist()
-        scores = [score if counts else None for score, counts in zip(scores, counted, strict=True)]
-    say_right(right_answers(sources, scores, said, judged), when=f"step {step}: ")
+    scores = answer_scores(batch.batch["answer_scores"], whole, columns.get(FAILED))
+    right = right_answers(sources, scores, said, judged, unfinished_agents(batch, whole))
+    say_right(right, when=f"step {step}: ")
 
 
 def check_rewards(dataset: Any, config: Config, scored: bool = True) -> None:

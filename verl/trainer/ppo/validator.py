@@ -16,9 +16,16 @@ from verl.protocol import DataProto, object_array
 from verl.trainer.common.dumps import answer_texts, beside_ours, ground_truths, write_jsonl
 from verl.trainer.common.setbacks import Setbacks
 from verl.trainer.common.status_line import StatusLine
-from verl.trainer.ppo.agents import FINISHED, statuses
 from verl.trainer.ppo.groups import WorkerGroups
-from verl.trainer.ppo.reward import compute_reward, right_answers, say_right
+from verl.trainer.ppo.reward import (
+    answer_scores,
+    is_number,
+    right_answers,
+    say_right,
+    score_answers,
+    unfinished_agents,
+    with_turn_rewards,
+)
 from verl.trainer.ppo.validation_metrics import process_validation_metrics
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager.naive import FAILED
@@ -27,7 +34,9 @@ Samples = dict[str, list[Any]]
 """Columns of answered and scored prompts."""
 
 # Columns of a sample that say what it is; all others say how good it is.
-_DESCRIPTIONS = ("prompt", "answer", "gts", "more", "uid", "data_source")
+_DESCRIPTIONS = ("prompt", "answer", "gts", "more", "uid", "data_source", "answer_score")
+# 1.0 where an agent failed or was aborted; only of batches that agents answered.
+_UNFINISHED = "agent_failed"
 # What is worth a look first; the spread and the bounds of each are not.
 _CORE = ("mean@", "best@", "maj@", "pass@")
 _BOUNDS = ("/std", "/low", "/high")
@@ -89,7 +98,8 @@ class Validator:
         with status.phase("validation reward", self._groups.reward_model):
             answered = self._judge(answered)
             local = answered.fetch() if hasattr(answered, "fetch") else answered
-            scores, extra = compute_reward(local, self.reward_fn)
+            own_scores, extra = score_answers(local, self.reward_fn)
+            scores = with_turn_rewards(own_scores, local)
         key, columns, whole = self._config.data.reward_fn_key, local.non_tensor_batch, Trajectories.of(local)
         ends = whole.last_rows
         texts = answer_texts(local, self._tokenizer)
@@ -97,20 +107,37 @@ class Validator:
         if "num_turns" in columns:
             said["num_turns"] = columns["num_turns"][ends].tolist()
         rewards = known_scores(whole.sum(scores.sum(-1)).tolist(), said.get(FAILED), self.reward_fn)
-        ended = [status == FINISHED for status in statuses(local, whole)]
-        return said | {
+        samples = said | {
             "prompt": [text.pop("input") for text in texts],
             "answer": [text.pop("output") for text in texts],
             "gts": ground_truths(local),
             "more": texts,
             "uid": columns["uid"][ends].tolist(),
             "data_source": columns[key][ends].tolist() if key in columns else ["unknown"] * len(whole),
-            "reward": [reward if finished else None for reward, finished in zip(rewards, ended, strict=True)],
+            "reward": rewards,
+            "answer_score": answer_scores(own_scores.sum(-1), whole, extra.get(FAILED)),
         }
+        if "agent_metrics" in columns:
+            samples |= with_unfinished(samples, unfinished_agents(local, whole), scored_by_model(self._config))
+        return samples
 
 
 def _rows(columns: Samples) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def with_unfinished(samples: Samples, unfinished: Sequence[bool], judged: bool) -> Samples:
+    """Columns in which agents that failed or were aborted count as wrong, and `agent_failed`, which counts them.
+
+    Without a reward from a reward model (`judged`): 0 has no meaning on its scale.
+    """
+    nothing = None if judged else 0.0
+    rewards = [nothing if failed else reward for reward, failed in zip(samples["reward"], unfinished, strict=True)]
+    columns: Samples = {"reward": rewards, _UNFINISHED: [float(failed) for failed in unfinished]}
+    if "acc" in samples:
+        pairs = zip(samples["acc"], unfinished, strict=True)
+        columns["acc"] = [0.0 if failed and not is_number(acc) else acc for acc, failed in pairs]
+    return columns
 
 
 def known_scores(scores: list[float], failed: Sequence[Any] | None, reward_fn: Any) -> list[float | None]:
@@ -135,6 +162,8 @@ def sample_metrics(samples: Samples, judged: bool) -> dict[str, float]:
             for name, value in values.items():
                 core = variable == main and name.startswith(_CORE) and not name.endswith(_BOUNDS)
                 metrics[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
-    right = right_answers(samples["data_source"], samples["reward"], samples.get("acc"), judged)
+    unfinished = [bool(failed) for failed in samples.get(_UNFINISHED, ())]
+    scores = samples.get("answer_score", samples["reward"])
+    right = right_answers(samples["data_source"], scores, samples.get("acc"), judged, unfinished)
     say_right(right)
     return metrics | {f"val/{source}/accuracy": sum(answers) / len(answers) for source, answers in right.items()}
