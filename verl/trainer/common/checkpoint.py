@@ -20,6 +20,7 @@ from typing import Any
 
 from verl.protocol import DataProtoFuture
 from verl.single_controller.base import ClassWithInitArgs
+from verl.trainer.common.run_start import RunStart
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, reading
 from verl.utils.checkpoint.disk import disk_full, is_full
 from verl.utils.checkpoint.manifest import read_manifest
@@ -70,10 +71,10 @@ class Saver:
         config: Any,
         max_to_keep: int | Mapping[str, int | None] | None,
         tokenizer: Any,
-        planned_bytes: Callable[[], int] = lambda: 0,
+        start: Callable[[], RunStart | None],
     ) -> None:
-        """`config` is the whole run's; `planned_bytes` is what a step is expected to take."""
-        self._config, self._tokenizer, self._planned_bytes = config, tokenizer, planned_bytes
+        """`config` is the whole run's; `start` says what a step is expected to take, and has files for every step."""
+        self._config, self._tokenizer, self._start = config, tokenizer, start
         trainer = config.trainer
         self._manager = CheckpointManager(trainer.default_local_dir, max_to_keep, trainer.default_hdfs_dir)
         self.root = self._manager.root
@@ -96,6 +97,8 @@ class Saver:
         start, step = time.monotonic(), state["global_steps"]
         self.settle()
         files = {"config.json": json.dumps(self._config.to_dict(), indent=1, default=str).encode()}
+        if (run_start := self._start()) is not None:
+            files |= run_start.files
         beside = self._tokenizer_files | self.beside_models
         files |= {f"{model}/{name}": content for model in models for name, content in beside.items()}
         kept = copy.deepcopy(dict(state))
@@ -208,7 +211,8 @@ class Saver:
         except Exception as another:  # noqa: BLE001 - the first error is raised, this one is said
             logger.warning("save of step %d: %s", step, another)
         try:
-            needed = max(self._planned_bytes(), bytes_of_newest(self.root))
+            run_start = self._start()
+            needed = max(run_start.step_bytes if run_start else 0, bytes_of_newest(self.root))
             self._manager.abandon()
             return disk_full(self.root, step, needed) if is_full(error) else error
         except OSError as another:

@@ -4,6 +4,7 @@ step it goes on from is whole and fits its models."""
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import shutil
@@ -57,7 +58,18 @@ class RunPart:
         """What a checkpoint of it must fit; reads the config of the model, not its weights."""
         from verl.workers.engine.fsdp.expected import expected_model
 
-        return expected_model(resolve_model_path(self.model.path, f"{self.key}.path"), self.kind, self.model)
+        return expected_model(self._local_path, self.kind, self.model)
+
+    @functools.cached_property
+    def initial_weights(self) -> dict[str, str]:
+        """Digests of the weights in `path`, by tensor."""
+        from verl.workers.engine.common.initial_weights import weight_digests
+
+        return weight_digests(self._local_path)
+
+    @property
+    def _local_path(self) -> str:
+        return resolve_model_path(self.model.path, f"{self.key}.path")
 
 
 class RunStart:
@@ -76,7 +88,7 @@ class RunStart:
     ) -> None:
         """`folders`: others that the run will write to, by key."""
         report = Report()
-        self._config = trainer_config
+        self._config, self._parts = trainer_config, parts
         self._owned: Ownership | None = None
         self.resume_from: Path | None = None
         self.step = 0
@@ -101,6 +113,14 @@ class RunStart:
     def first_step(self) -> int:
         """The first step it logs: 0 is what is known before training."""
         return 0 if self.resume_from is None else self.step + 1
+
+    @functools.cached_property
+    def files(self) -> dict[str, bytes]:
+        """What every saved step holds about the run's start, by name: the weights of the models that it began with."""
+        from verl.workers.engine.common.initial_weights import FILE
+
+        weights = {part.folder: part.initial_weights for part in self._parts}
+        return {FILE: json.dumps(weights).encode()} if weights else {}
 
     def close(self) -> None:
         """Give the folder back; safe to call twice."""
@@ -160,11 +180,14 @@ class RunStart:
 
 
 def _check_part(step: Path, part: RunPart, mode: str, report: Report) -> None:
+    from verl.workers.engine.common.initial_weights import read_digests, weight_differences
     from verl.workers.engine.common.same_model import NOT_SAVED, differences
 
     folder = step / part.folder
     contents = [content for content in part.block.checkpoint.load_contents if content != "hf_model"]
     found = differences(folder, contents, part.expected)
+    if not found and "model" in contents:
+        found = weight_differences(read_digests(step).get(part.folder, {}), part.initial_weights)
     if found:
         fix = (
             "Set the model and its keys back to what the checkpoint was saved from; or begin anew, in another folder "

@@ -70,8 +70,7 @@ class SupervisedTrainer(Generic[Config]):
         self.global_steps = 0
         self.stop_requested = threading.Event()
         self.setbacks = Setbacks()
-        limit, planned = trainer.max_ckpt_to_keep, lambda: self.run_start.step_bytes
-        self.saver = Saver(config, limit, self.tokenizer, planned)
+        self.saver = Saver(config, trainer.max_ckpt_to_keep, self.tokenizer, lambda: self.run_start)
         self._end_step = StepEnd(
             self.stop_requested,
             self.setbacks,

@@ -52,7 +52,7 @@ class TrainerState:
         limits = {"actor": config.trainer.max_actor_ckpt_to_keep}
         if Role.Critic in workers:
             limits["critic"] = config.trainer.max_critic_ckpt_to_keep
-        self.saver = Saver(config, limits, tokenizer, lambda: self.run_start.step_bytes if self.run_start else 0)
+        self.saver = Saver(config, limits, tokenizer, lambda: self.run_start)
 
     def draw_from(self, loader: Any) -> None:
         """The prompts of the run come from this dataloader."""

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM
 
-from tests.support.tiny import save_tiny_model
+from tests.support.tiny import save_tiny_model, tiny_tokenizer
 from tests.support.training_harness import make_task, make_trainer, overrides, run_training
-from verl.config import ConfigError, SFTConfig, load_config
+from verl.config import ConfigError, RMConfig, SFTConfig, load_config
 from verl.config.problems import Problem
 from verl.trainer.common.run_start import run_parts
 from verl.trainer.ppo.state import started
-from verl.workers.engine.common import same_model
+from verl.trainer.rm.trainer import RMTrainer
+from verl.trainer.sft.trainer import SFTTrainer
+from verl.workers.engine.common import initial_weights, same_model
+from verl.workers.engine.common.initial_weights import weight_differences, weight_digests
 
 LORA = ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,v_proj]")
 
@@ -152,34 +159,96 @@ def test_a_checkpoint_of_before_model_json_is_compared_by_its_tensors(task, mode
     assert problems(arguments(task, saved)) == []
 
 
-def test_supervised_runs_are_compared_too(task, models, tmp_path):
-    from verl.trainer.sft.trainer import SFTTrainer
+@pytest.fixture(scope="module")
+def tuned(task, tmp_path_factory) -> Path:
+    """The task's model after some training: the same architecture, other weights."""
+    folder = tmp_path_factory.mktemp("tuned")
+    model = AutoModelForCausalLM.from_pretrained(task["model"])
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 1e-3 * torch.randn_like(weight)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_other_weights_of_the_same_architecture_are_refused(task, saved, saved_lora, tuned, lora):
+    """The run would go on with the weights of the checkpoint or, with adapters, put these on another base."""
+    if lora:
+        command = arguments(task, saved_lora, "algorithm.adv_estimator=grpo", *LORA)
+        (actor,) = problems([*command, f"actor_rollout_ref.model.path={tuned}"])
+    else:
+        actor, critic = problems(arguments(task, saved, *model_keys(tuned)))
+        assert critic.key == "critic.model.path"
+        assert "trained from another model" in critic.why
+    assert actor.key == "actor_rollout_ref.model.path"
+    assert re.search(r"trained from another model of this architecture \(2\d of 2\d tensors differ: ", actor.why)
+    assert "trainer.default_local_dir" in actor.fix
+
+
+def test_the_same_weights_in_other_files_and_another_precision_are_not_refused(task, saved, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(task["model"]).to(torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert problems(arguments(task, saved, *model_keys(tmp_path))) == []
+    assert weight_digests(tmp_path).keys() == weight_digests(task["model"]).keys()
+
+
+def test_weights_in_pickled_files_are_told_apart_too(task, tmp_path):
+    weights = AutoModelForCausalLM.from_pretrained(task["model"]).state_dict()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    digests = weight_digests(task["model"])
+    assert weight_differences(digests, weight_digests(tmp_path)) == []
+    weights["model.norm.weight"][-1] += 1.0
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    (said,) = weight_differences(digests, weight_digests(tmp_path))
+    assert f"1 of {len(digests)} tensors differ: model.norm.weight" in said
+
+
+@pytest.mark.parametrize("without", ["step", "load_contents"])
+def test_weights_are_not_compared_where_they_are_not_known_or_not_read(task, saved, tuned, monkeypatch, without):
+    more: tuple[str, ...] = ()
+    if without == "step":
+        monkeypatch.setattr(initial_weights, "read_digests", lambda step: {})
+    else:
+        blocks = ("actor_rollout_ref.actor", "critic")
+        more = tuple(f"{block}.checkpoint.load_contents=[optimizer,extra]" for block in blocks)
+    assert problems(arguments(task, saved, *model_keys(tuned), *more)) == []
+
+
+@pytest.mark.parametrize(("root", "trainer_class"), [(SFTConfig, SFTTrainer), (RMConfig, RMTrainer)])
+def test_supervised_runs_are_compared_too(task, models, tuned, tmp_path, root, trainer_class):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "response": "b"}\n{"prompt": "c", "response": "d"}\n')
+    row = {"response": "b", "chosen": "c", "rejected": "d"}
+    rows.write_text("\n".join(json.dumps(row | {"prompt": prompt}) for prompt in "ab"))
 
-    def config(model: str) -> SFTConfig:
+    def config(model: str | Path, steps: int) -> Any:
         keys = [
             f"model.path={model}",
             f"data.train_files={rows}",
-            "data.prompt_key=prompt",
-            "data.response_key=response",
             "data.train_batch_size=2",
             "data.max_length=64",
             "data.dataloader_num_workers=0",
             "trainer.device=cpu",
             "trainer.n_gpus_per_node=1",
-            "trainer.total_training_steps=1",
+            f"trainer.total_training_steps={steps}",
             "trainer.logger=[console]",
             f"trainer.default_local_dir={tmp_path / 'checkpoints'}",
         ]
-        return load_config(None, keys, root=SFTConfig)
+        return load_config(None, keys, root=root)
 
-    with SFTTrainer(config(task["model"])) as trainer:
+    with trainer_class(config(task["model"], 1)) as trainer:
         trainer.start()
         trainer.fit()
     with pytest.raises(ConfigError, match="num_hidden_layers is 1 here and 2 there"):
-        SFTTrainer(config(str(models / "shallow")))
+        trainer_class(config(models / "shallow", 2))
+    with pytest.raises(ConfigError, match="trained from another model of this architecture") as caught:
+        trainer_class(config(tuned, 2))
+    assert [problem.key for problem in caught.value.problems] == ["model.path"]
+    trainer_class(config(task["model"], 2)).close()
 
 
 def test_an_engine_refuses_by_itself_what_does_not_fit(saved, models):
