@@ -90,7 +90,8 @@ class EmbeddedRollout(BaseRollout):
         self._unfit: str | None = None
         if config.load_format == "dummy":
             self._unfit = "load_format=dummy: the first weights come from the trainer, by an update."
-        self._pending_version = 0
+        self._pending_version: int | None = None
+        """Of an update that was begun and has not ended."""
         self._keep_kv = False
 
     @property
@@ -125,6 +126,8 @@ class EmbeddedRollout(BaseRollout):
         self._loop.go("rest")
 
     def _require_ready(self) -> None:
+        if self._pending_version is not None:
+            return  # the loop is halted: the request waits for the new weights, or fails with the update
         if self._unfit:
             raise RuntimeError(f"rollout: the engine has no weights to generate with. {self._unfit}")
         if "weights" in self._released and self.config.free_weights:
@@ -143,7 +146,6 @@ class EmbeddedRollout(BaseRollout):
         self._loop.halt("update")
         self._take({"weights"})
         self._pending_version = version
-        self._unfit = f"An update to version {version} was begun and has not been finished."
         try:
             self._weights.begin()
         except Exception as error:
@@ -166,14 +168,16 @@ class EmbeddedRollout(BaseRollout):
         except Exception as error:
             self.fail_update(error)
             raise
+        assert self._pending_version is not None, "begin_update comes first"
         self._loop.recompute(running=not self._keep_kv)
-        self._loop.version = self._pending_version
+        self._loop.version, self._pending_version = self._pending_version, None
         self._unfit = None
         self._loop.go("update")
 
     def fail_update(self, error: Exception) -> None:
         """Half of the weights may be new: whoever waits for an answer gets the error instead."""
         self._unfit = f"The update to version {self._pending_version} failed: {error}"
+        self._pending_version = None
         self._loop.fail(error)
         self._loop.go("update")
 

@@ -72,6 +72,17 @@ def test_a_changed_tensor_is_named_and_the_engine_stops_until_the_next_good_upda
     assert only_token_versions(engine) == {2}
 
 
+def test_a_request_that_comes_during_an_update_is_answered_with_the_new_weights(start):
+    """A later turn of an agent does not wait for the trainer to be done."""
+    engine, good = start(), tiny_model(seed=9).state_dict()
+    engine.begin_update(4, good)
+    (waiting,) = engine.submit([ASK])
+    engine.load_bucket(good)
+    assert not waiting.done()
+    engine.finish_update(fingerprints(good))
+    assert set(waiting.result().versions) == {4}
+
+
 @pytest.mark.parametrize(
     "order",
     [
