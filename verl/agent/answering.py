@@ -20,15 +20,18 @@ from verl.agent.record import Record, recording
 from verl.agent.replicas import EngineLost, Replica
 from verl.agent.server_manager import ServerManager
 from verl.config import PPOConfig, RolloutConfig
+from verl.models.loading import read_config
+from verl.models.routing import unknown_routes
 from verl.protocol import DataProto
 from verl.single_controller.base.handle import RankHandle
 from verl.types.request import Output, SamplingParams
 from verl.types.trajectory import Trajectory
+from verl.utils.fs import resolve_model_path
 from verl.utils.progress import pulse
 from verl.workers.rollout.output import rows_from_trajectories
 from verl.workers.rollout.prompts import answer_limits, sampling_params, trajectories_from_prompts
 
-__all__ = ["Answering", "AskedRow", "Host", "asked_params", "trained_rows"]
+__all__ = ["Answering", "AskedRow", "Host", "asked_params", "empty_experts", "trained_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -284,18 +287,28 @@ def asked_params(rollout: RolloutConfig, tokenizer: Any, meta: Mapping[str, Any]
     return sampling_params(rollout, meta, [tokenizer.eos_token_id])
 
 
+def empty_experts(config: PPOConfig) -> np.ndarray | None:
+    """[0, layers, k] in the type of the column `routed_experts`; None where the rollout does not return experts."""
+    policy = config.actor_rollout_ref
+    if not policy.rollout.return_routed_experts:
+        return None
+    model = policy.model
+    folder = resolve_model_path(model.path, "actor_rollout_ref.model.path")
+    return unknown_routes(read_config(folder, model.trust_remote_code, model.override_config)).numpy()
+
+
 def trained_rows(
     trajectories: Sequence[Trajectory],
     prompt_width: int,
     params: SamplingParams,
     meta: Mapping[str, Any],
     pad: int,
-    no_experts: np.ndarray | None = None,
+    no_experts: np.ndarray | None,
 ) -> DataProto:
     """What training reads of trajectories that were asked for with this `meta_info`.
 
-    `no_experts` [0, layers, k], where engines say experts: the column is there also if no trajectory has any, so that
-    the rows of several workers can be joined.
+    `no_experts` is from `empty_experts`: where the rollout returns experts, the column is there also if no trajectory
+    has any, so that batches can be joined and replayed.
     """
     longest = max(len(row.prompt_ids) for trajectory in trajectories for row in trajectory.rows)
     batch = rows_from_trajectories(

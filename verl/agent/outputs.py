@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from verl.agent.loop import AgentLoopOutput, TrajectoryFailed
 from verl.agent.record import Call, Record
+from verl.types.routed_experts import combine_calls
 from verl.types.trajectory import Row, Trajectory, Turn
 
 __all__ = ["Limits", "failed_trajectory", "trajectory_of"]
@@ -197,14 +198,14 @@ class _Said:
     unmatched: list[int] = field(default_factory=list)
     """Places in the run that no answer has."""
 
-    def take(self, output: Any, count: int) -> None:
-        """The first `count` tokens of an answer."""
+    def take(self, output: Any, count: int, position: int) -> None:
+        """The first `count` tokens of an answer, which stand at `position` of the row."""
         self.log_probs += output.log_probs[:count]
         self.versions += output.versions[:count]
         self.drawn += output.sampled_log_probs[:count] or [NAN] * count
         self.knows_drawn &= bool(output.sampled_log_probs)
-        if (experts := output.routed_experts) is not None:  # of all before the answer's last token
-            self.routed_experts = experts[: len(experts) + 1 + count - len(output.token_ids)]
+        if (experts := output.routed_experts) is not None:
+            self.routed_experts = combine_calls(self.routed_experts, experts[: position + count], position)
         self.finish_reason = output.finish_reason if count == len(output.token_ids) else "length"
 
     def miss(self, count: int) -> None:
@@ -251,7 +252,7 @@ class _Answers:
         while position < end:
             call, count = self._longest(ids, position, end)
             if call is not None:
-                said.take(call.output, count)
+                said.take(call.output, count, position)
             else:  # up to the next place where an answer begins
                 later = [place for place in self._at if position < place < end]
                 count = min(later, default=end) - position

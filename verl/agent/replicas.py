@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from verl.single_controller.base.handle import RankHandle
 from verl.types.request import Output, Request
+from verl.types.routed_experts import join_pieces
 from verl.utils.helper_processes import Standing, add_peer, remove_peer
 from verl.utils.progress import pulse
 from verl.workers.roles.requests import Answer, Collected
@@ -80,7 +81,9 @@ class Replica:
         part = slice(0, max(0, len(heard.token_ids) - 1))
         known = Output(heard.token_ids[part], heard.log_probs[part], heard.versions[part])
         known.sampled_log_probs = heard.sampled_log_probs[part]
-        return _joined(request.resume_from, known)
+        if heard.routed_experts is not None and known.token_ids:
+            known.routed_experts = heard.routed_experts[:-1]
+        return _joined(request.resume_from, known, len(request.prompt_ids))
 
     async def answer(self, request: Request) -> Output:
         """The answer. Cancelling the awaiting task aborts the request."""
@@ -183,11 +186,15 @@ class Replica:
             self._on_lost(why)
 
 
-def _joined(first: Output | None, then: Output) -> Output:
-    """Two pieces of one answer."""
+def _joined(first: Output | None, then: Output, prompt: int | None = None) -> Output:
+    """Two consecutive pieces of one answer; `prompt`: tokens before the first one, where that is the answer's first."""
     if first is None:
         return then
     joined = Output(first.token_ids + then.token_ids, first.log_probs + then.log_probs, first.versions + then.versions)
     unknown = [math.nan] * (len(first.token_ids) - len(first.sampled_log_probs))
     joined.sampled_log_probs = first.sampled_log_probs + unknown + then.sampled_log_probs
+    rows = 0 if first.routed_experts is None else len(first.routed_experts)
+    if prompt is not None and first.token_ids:
+        rows = prompt + len(first.token_ids) - 1
+    joined.routed_experts = join_pieces(first.routed_experts, rows, then.routed_experts)
     return joined

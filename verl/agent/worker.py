@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.agent.answering import Answering, AskedRow, trained_rows
+from verl.agent.answering import Answering, AskedRow, empty_experts, trained_rows
 from verl.agent.dispatch import SPLIT_ROWS
 from verl.agent.loop import AgentLoopBase, LoopSpec, find_loop
 from verl.agent.stream import Finished, TrajectoryStream
@@ -19,7 +19,6 @@ from verl.agent.tool_files import ToolFiles
 from verl.agent.toolbox import Toolbox
 from verl.config import PPOConfig, as_config
 from verl.models.loading import read_config
-from verl.models.routing import unknown_routes
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -47,8 +46,7 @@ class AgentLoopWorker(Worker):
         self.processor = hf_processor(folder, trust_remote_code=model.trust_remote_code)
         config_of_model = read_config(folder, model.trust_remote_code, model.override_config)
         self.vocabulary: int = config_of_model.get_text_config().vocab_size
-        says_experts = self.rollout_config.return_routed_experts
-        self._no_experts = unknown_routes(config_of_model).numpy() if says_experts else None
+        self._no_experts = empty_experts(self.config)
         self._loops = dict(loops)
         self._ready: set[type[AgentLoopBase]] = set()
         self._running: asyncio.Task[Any] | None = None

@@ -144,9 +144,14 @@ class AsyncEngine:
     def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
         """Tokens from a position on of those of these requests that are under way and have more."""
         with self._changed:
-            found = {name: self._unfinished[name].output for name in positions if name in self._unfinished}
-        pieces = {name: since(output, positions[name]) for name, output in found.items()}
-        return {name: piece for name, piece in pieces.items() if piece.token_ids}
+            found = {name: self._unfinished[name] for name in positions if name in self._unfinished}
+        pieces = {}
+        for name, sequence in found.items():
+            piece = since(sequence.output, start := positions[name])
+            if piece.token_ids:
+                piece.routed_experts = sequence.experts_since(start, start + len(piece.token_ids))
+                pieces[name] = piece
+        return pieces
 
     def abort(self, ids: Iterable[str] | None) -> None:
         """End requests (None: all) before the next token; their outputs carry what there is."""

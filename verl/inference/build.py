@@ -127,7 +127,7 @@ def build_engine(
         config.max_num_batched_tokens,
         config.max_model_len,
         config.enable_chunked_prefill,
-        experts_of=kv.experts_of if config.return_routed_experts else None,
+        returns_experts=config.return_routed_experts,
     )
     return BuiltEngine(
         engine=Engine(scheduler, runner if parallel.size == 1 else LeadingRunner(runner, parallel)),

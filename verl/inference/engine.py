@@ -8,7 +8,7 @@ from typing import Protocol
 
 from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
-from verl.inference.step_plan import StepDetails, StepPlan
+from verl.inference.step_plan import StepDetails, StepExperts, StepPlan
 from verl.types.request import Request
 from verl.utils.progress import pulse
 
@@ -25,6 +25,9 @@ class Pending(Protocol):
 
     def details(self) -> StepDetails:
         """After `wait`, of a plan that is `detailed`."""
+
+    def experts(self) -> StepExperts:
+        """After `wait`, of a plan that `returns_experts`."""
 
 
 class Runner(Protocol):
@@ -99,5 +102,6 @@ class Engine:
             plan, pending, version = self._pending.popleft()
             results = pending.wait()
             details = pending.details() if plan.detailed else None
-            finished += self.scheduler.settle(plan, *results, version, details)
+            experts = pending.experts() if plan.returns_experts else None
+            finished += self.scheduler.settle(plan, *results, version, details, experts)
         return finished

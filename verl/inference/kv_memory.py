@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from verl.config.devices import host_memory_available
@@ -66,11 +65,10 @@ class KVMemory:
         table = model.noted_experts((self.num_blocks + 1) * self.block_size)
         self._experts = table.unflatten(0, (-1, self.block_size))
 
-    def experts_of(self, blocks: list[int], tokens: int) -> np.ndarray | None:
-        """[tokens, layers, k]: of the first tokens of the sequence that has these blocks; None where none are kept."""
-        if self._experts is None:
-            return None
-        return self._experts[blocks].flatten(0, 1)[:tokens].cpu().numpy()
+    def experts_at(self, slots: torch.Tensor) -> torch.Tensor:
+        """[tokens, layers, k], a copy on the device: of the tokens whose KV is at `slots` [tokens]."""
+        assert self._experts is not None, "experts are not noted"
+        return self._experts.flatten(0, 1)[slots]
 
     @property
     def held_bytes(self) -> int:

@@ -14,7 +14,7 @@ from verl.inference.kv_memory import KVMemory
 from verl.inference.models import InferenceModel
 from verl.inference.sampler import Sampler
 from verl.inference.step_inputs import InputSender, StepInputs
-from verl.inference.step_plan import StepDetails, StepPlan
+from verl.inference.step_plan import StepDetails, StepExperts, StepPlan
 from verl.inference.token_sampling import SampledRows
 from verl.types.request import TopLogProbs
 
@@ -29,13 +29,21 @@ _SWITCH_S = 1e-4
 class Pending:
     """A launched step's results on their way to the host."""
 
-    def __init__(self, sampled: SampledRows, details: Callable[[], StepDetails] | None = None) -> None:
+    def __init__(
+        self,
+        sampled: SampledRows,
+        details: Callable[[], StepDetails] | None = None,
+        experts: list[torch.Tensor] | None = None,
+    ) -> None:
+        """`experts` [tokens, layers, k]: of the sampled positions, then of each prefill's context."""
         log_probs = torch.stack(sampled[1:])
         self._tokens, self._log_probs, self._done = sampled.tokens, log_probs, None
-        self._details = details
+        self._details, self._experts = details, experts
         if log_probs.is_cuda:
             self._tokens = sampled.tokens.to("cpu", non_blocking=True)
             self._log_probs = log_probs.to("cpu", non_blocking=True)
+            if experts is not None:
+                self._experts = [part.to("cpu", non_blocking=True) for part in experts]
             self._done = torch.cuda.Event()
             self._done.record()
 
@@ -49,6 +57,11 @@ class Pending:
     def details(self) -> StepDetails:
         assert self._details is not None, "the plan was not detailed"
         return self._details()
+
+    def experts(self) -> StepExperts:
+        assert self._experts is not None, "the plan does not return experts"
+        sampled, *contexts = (part.numpy() for part in self._experts)
+        return StepExperts(sampled, contexts)
 
 
 class ModelRunner:
@@ -111,7 +124,22 @@ class ModelRunner:
             logits, plan.sample_slots, inputs.sample_rows, inputs.sample_positions, plan.banned, plan.masks
         )
         self._last_tokens.index_copy_(0, inputs.sample_rows, sampled.tokens)
-        return Pending(sampled, _details_of(plan, self.model, hidden, logits) if plan.detailed else None)
+        details = _details_of(plan, self.model, hidden, logits) if plan.detailed else None
+        return Pending(sampled, details, self._experts(plan, inputs) if plan.returns_experts else None)
+
+    def _experts(self, plan: StepPlan, inputs: StepInputs) -> list[torch.Tensor]:
+        """[tokens, layers, k]: of the positions that were sampled from, then of each prefill's context.
+
+        They are read within the step: a later one may give the blocks to another sequence.
+        """
+        sampled_from = self._slots(self._tables, inputs.sample_rows, inputs.sample_positions - 1)
+        parts = [self.kv.experts_at(sampled_from)]
+        for prefill in plan.prefills:
+            if prefill.context_experts:
+                positions = torch.arange(prefill.context_experts, device=self._tables.device)
+                rows = torch.full_like(positions, prefill.slot)
+                parts.append(self.kv.experts_at(self._slots(self._tables, rows, positions)))
+        return parts
 
     def _hidden(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor:
         """Hidden states of the step's tokens, [T or more, hidden]."""

@@ -7,14 +7,13 @@ the youngest is always the last one, and making room for a sequence never hurts 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from verl.inference.block_manager import BlockManager
 from verl.inference.grammar import masks_of
-from verl.inference.sequence import Sequence, accept_details, accept_tokens
-from verl.inference.step_plan import Prefill, StepDetails, StepPlan, banned_tokens
+from verl.inference.sequence import Sequence, accept_details, accept_experts, accept_tokens
+from verl.inference.step_plan import Prefill, StepDetails, StepExperts, StepPlan, banned_tokens
 from verl.types.request import Request, check_request
 
 __all__ = ["Scheduler"]
@@ -29,7 +28,7 @@ class Scheduler:
     `schedule` may run ahead of `settle`: a sequence is planned on while its last token is known to the device only.
     A step computes at most `max_num_batched_tokens` tokens. With `chunked_prefill` the running sequences are decoded in
     every step and prompts are cut to fill it up; without, a step either decodes or computes whole prompts (cut only if
-    longer than a step). `experts_of` tells which experts the first tokens of a sequence with these blocks went through.
+    longer than a step). With `returns_experts` steps return the experts of every sampling pass.
     """
 
     def __init__(
@@ -39,9 +38,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         chunked_prefill: bool = True,
-        experts_of: Callable[[list[int], int], Any] | None = None,
+        returns_experts: bool = False,
     ) -> None:
-        self._experts_of = experts_of
+        self._returns_experts = returns_experts
         self.blocks = block_manager
         self._max_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -129,7 +128,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step; None if there is nothing to compute before earlier steps are settled."""
-        plan = StepPlan()
+        plan = StepPlan(returns_experts=self._returns_experts)
         self._ending, self._scored = [], []
         if self._chunked_prefill:
             decoded, made_room = self._plan_decodes(plan)
@@ -163,6 +162,7 @@ class Scheduler:
         sampled: list[float],
         version: int,
         details: StepDetails | None = None,
+        experts: StepExperts | None = None,
     ) -> list[Sequence]:
         """Take a step's results, in the order of `sample_slots`; steps come in the order they were scheduled.
 
@@ -172,6 +172,8 @@ class Scheduler:
         assert launched.plan is plan, "steps are settled in the order they were scheduled"
         if details is not None:
             accept_details(plan, launched.rows, launched.scored, details)
+        if experts is not None:
+            accept_experts(plan, launched.rows, experts)
         accept_tokens(launched.rows, tokens, log_probs, raw, sampled, version)
         if self._with_grammar:
             launched.ending += _follow_grammars(launched.rows)
@@ -179,8 +181,6 @@ class Scheduler:
         for sequence in self._candidates(launched, tokens):
             if not sequence.done and sequence.is_finished():
                 finished.append(sequence)
-                if self._experts_of is not None:
-                    sequence.output.routed_experts = self._experts_of(sequence.block_table, len(sequence.token_ids) - 1)
                 self._leave(sequence)
         return finished
 
@@ -323,6 +323,8 @@ class Scheduler:
 
     def _sample_from(self, piece: _Piece, sequence: Sequence) -> None:
         """All of the sequence's tokens are computed with this step: it samples, and is decoded from the next one on."""
+        if self._returns_experts and not sequence.experts:
+            piece.prefill.context_experts = len(sequence.token_ids) - 1
         piece.prefill.samples.append(sequence.slot)
         piece.samplers.append(sequence)
         sequence.in_flight += 1
@@ -345,6 +347,8 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         sequence.done = True
+        if self._returns_experts:
+            sequence.output.routed_experts = sequence.experts_since(0)
         self._with_minimum -= sequence.params.min_new_tokens > 0
         self._with_stop -= sequence.stop_check is not None
         self._with_grammar -= sequence.grammar is not None

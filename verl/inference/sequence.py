@@ -6,11 +6,14 @@ import math
 from concurrent.futures import Future
 from typing import Protocol
 
-from verl.inference.grammar import AnswerGrammar
-from verl.inference.step_plan import StepDetails, StepPlan
-from verl.types.request import Output, Request
+import numpy as np
 
-__all__ = ["Sequence", "StopCheck", "accept_details", "accept_tokens"]
+from verl.inference.grammar import AnswerGrammar
+from verl.inference.step_plan import StepDetails, StepExperts, StepPlan
+from verl.types.request import Output, Request
+from verl.types.routed_experts import ExpertEntry, join_entries, split_entries
+
+__all__ = ["Sequence", "StopCheck", "accept_details", "accept_experts", "accept_tokens"]
 
 
 class StopCheck(Protocol):
@@ -33,6 +36,7 @@ class Sequence:
         "done",
         "ends",
         "error",
+        "experts",
         "future",
         "grammar",
         "in_flight",
@@ -74,6 +78,9 @@ class Sequence:
         self.output.sampled_log_probs = _padded(earlier.sampled_log_probs, count)
         if self.params.top_log_probs:
             self.output.top_log_probs = [*earlier.top_log_probs, *([[]] * (count - len(earlier.top_log_probs)))]
+        self.output.routed_experts = earlier.routed_experts
+        self.experts: list[ExpertEntry] = split_entries(earlier.routed_experts, len(self.prompt_ids), count)
+        """One entry per generated token, of engines that return experts; appended before the token's version."""
         self.token_ids = self.prompt_ids + self.output.token_ids
         """Prompt and generated tokens, as far as the host knows them."""
         self.in_flight = 0
@@ -101,6 +108,10 @@ class Sequence:
     def __len__(self) -> int:
         """Tokens, those in flight included."""
         return len(self.token_ids) + self.in_flight
+
+    def experts_since(self, position: int, end: int | None = None) -> np.ndarray | None:
+        """[rows, layers, k] that the generated tokens from `position` to `end` added; None: not known."""
+        return join_entries(self.experts[position:end], len(self.prompt_ids), position)
 
     def is_finished(self) -> bool:
         """Whether the token it got last is its last one; if so, the output says why."""
@@ -159,6 +170,24 @@ def accept_details(plan: StepPlan, rows: list[Sequence], scored: list[Sequence],
         known = max(0, len(sequence.output.prompt_log_probs) - prefill.start)
         sequence.output.prompt_log_probs += log_probs[known:]
         sequence.output.prompt_top_log_probs += tops[known:]
+
+
+def accept_experts(plan: StepPlan, rows: list[Sequence], experts: StepExperts) -> None:
+    """Give each row the experts of the pass that sampled its token, with those of its context if it is its first.
+
+    Goes before `accept_tokens`, so that a token whose version is there has its experts.
+    """
+    contexts: list[np.ndarray | None] = []
+    read = iter(experts.contexts)
+    for prefill in plan.prefills:
+        context = next(read) if prefill.context_experts else None
+        contexts += [context] * len(prefill.samples)
+    contexts += [None] * len(plan.decodes)
+    for row, (sequence, context) in enumerate(zip(rows, contexts, strict=True)):
+        if not sequence.done:
+            own = experts.sampled[row : row + 1]
+            is_first = context is not None and not sequence.experts
+            sequence.experts.append(np.concatenate([context, own]) if is_first else own)
 
 
 def _require_finite(rows: list[Sequence], tokens: list[int], log_probs: list[float], version: int) -> None:

@@ -11,7 +11,7 @@ from verl.types.request import SamplingParams, TopLogProbs
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Masks", "Prefill", "StepDetails", "StepPlan", "banned_tokens"]
+__all__ = ["Masks", "Prefill", "StepDetails", "StepExperts", "StepPlan", "banned_tokens"]
 
 Masks: TypeAlias = "tuple[list[int], np.ndarray]"
 """Rows in sample order, and [those rows, words] int32: a bit for each token, the lowest first, whether it may come."""
@@ -31,6 +31,8 @@ class Prefill:
     targets: list[int] = field(default_factory=list)
     """The tokens after its first ones, to be told their log-probs and `top` likelier ones."""
     top: int = 0
+    context_experts: int = 0
+    """The first so many tokens of its sequence are reported with their experts; they may come from the prefix cache."""
 
 
 @dataclass(slots=True)
@@ -62,6 +64,8 @@ class StepPlan:
     """(row in sample order, how many): who is told the likeliest tokens."""
     detailed: bool = False
     """There are `top_rows`, or prefills with `targets`."""
+    returns_experts: bool = False
+    """The experts of every sampling pass are returned."""
 
 
 @dataclass(slots=True)
@@ -72,6 +76,16 @@ class StepDetails:
     """For each of the plan's `top_rows`."""
     prompts: list[tuple[list[float], list[TopLogProbs]]]
     """For each prefill with `targets`: their log-probs, and the likeliest tokens in their places."""
+
+
+@dataclass(slots=True)
+class StepExperts:
+    """Experts of a step's tokens, of a plan with `returns_experts`."""
+
+    sampled: np.ndarray
+    """[samples, layers, k]: of the tokens whose hidden states were sampled from, in the order of `sample_slots`."""
+    contexts: list[np.ndarray]
+    """[context_experts, layers, k] for each prefill with `context_experts`."""
 
 
 def banned_tokens(rows: Iterable[tuple[int, SamplingParams, int]]) -> list[tuple[int, int]]:

@@ -138,8 +138,9 @@ class Output:
     preemptions: int = field(default=0, compare=False)
     """How often its KV made room for others' and was computed again; only the native engine tells."""
     routed_experts: Any = field(default=None, compare=False)
-    """[prompt and response tokens but the last, layers, k]: experts of a mixture that each went through, as an array;
-    None where nobody notes them."""
+    """[prompt and response tokens but the last, layers, k]: experts of a mixture that each token went through when the
+    token after it was sampled, as an array; None where the engine does not return them. Missing rows at the end are
+    not known. A piece of an output has the rows that its tokens added."""
 
 
 def check_request(request: Request, max_model_len: int, grammars: bool = False) -> None:

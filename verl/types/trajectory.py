@@ -30,7 +30,8 @@ class Turn:
     reward: float | None = None
     """What this turn earned by itself, besides the trajectory's score."""
     routed_experts: Any = None
-    """[tokens, layers, k]: experts that the tokens of the row went through, from its first up to this turn's last."""
+    """[tokens, layers, k]: experts that the tokens of the row went through when the token after each was sampled, from
+    the row's first token up to this turn's last."""
     drawn_log_probs: Sequence[float] | None = None
     """Under the distribution really drawn from; 0 where it was greedy."""
     name: str | None = None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from verl.agent.answering import asked_params, trained_rows
+from verl.agent.answering import asked_params, empty_experts, trained_rows
 from verl.agent.stream import Finished
 from verl.config import PPOConfig
 from verl.config.asynchronous import ahead_of
@@ -56,6 +56,7 @@ class AnswerStream:
         """`source()` has the run's prompts; while the trainer waits for answers it is inside `waiting()`."""
         self._config, self._tokenizer, self._groups, self._generator = config, tokenizer, groups, generator
         self._source, self._wait_phase, self._again = source, waiting, again
+        self._no_experts = empty_experts(config)
         data, ahead = config.data, ahead_of(config.trainer)
         self._partial, self._max_staleness = ahead.partial, ahead.max_staleness
         surplus = max(0, data.gen_batch_size - data.train_batch_size)
@@ -120,7 +121,8 @@ class AnswerStream:
         params = asked_params(self._config.actor_rollout_ref.rollout, self._tokenizer, meta)
         width, pad = rows.batch["input_ids"].shape[1], self._tokenizer.pad_token_id
         self._generator.scored_ahead(rows, [group.rows.ahead for group in groups])
-        return self._generator.joined(rows, trained_rows(trajectories, width, params, meta, pad), validate=False)
+        trained = trained_rows(trajectories, width, params, meta, pad, self._no_experts)
+        return self._generator.joined(rows, trained, validate=False)
 
     def reject(self, prompts: DataProto) -> None:
         """Prompts that were taken and teach nothing: they are used up, and others may go out."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto, object_array
+from verl.types.routed_experts import combine_calls, unknown_experts
 from verl.types.schema import COLUMNS
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.model import compute_position_id_with_mask
@@ -97,16 +98,17 @@ def _sampled_columns(turns: Sequence[Turn], sampled: np.ndarray, with_drawn: boo
 
 
 def _routed_experts(rows: Sequence[Row], like: np.ndarray, prompt_width: int, width: int) -> np.ndarray:
-    """[rows, width, layers, k]: as the last model turn that knows them says; the type's largest elsewhere."""
-    told = [
-        next((turn.routed_experts for turn in reversed(row.turns) if turn.routed_experts is not None), None)
-        for row in rows
-    ]
-    table = np.full((len(rows), width, *like.shape[1:]), np.iinfo(like.dtype).max, dtype=like.dtype)
-    for place, row, experts in zip(table, rows, told, strict=True):
+    """[rows, width, layers, k]: of each token those of the turn that sampled the next one; the type's largest where
+    they are not known."""
+    table = unknown_experts(like, len(rows) * width).reshape(len(rows), width, *like.shape[1:])
+    for place, row in zip(table, rows, strict=True):
+        experts, start = None, len(row.prompt_ids)
+        for turn in row.turns:
+            experts = combine_calls(experts, turn.routed_experts, start)
+            start += len(turn.token_ids)
         if experts is not None:
-            first, count = prompt_width - len(row.prompt_ids), len(row.prompt_ids) + row.response_length
-            place[first : first + min(count, len(experts))] = experts[:count]
+            first = prompt_width - len(row.prompt_ids)
+            place[first : first + min(start, len(experts))] = experts[:start]
     return table
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import numpy as np
+
 from verl.inference.sequence import Sequence
 from verl.types.request import SamplingParams
+from verl.types.routed_experts import split_entries
 
-__all__ = ["Factors", "accept_reported", "accept_scaled", "column_factors"]
+__all__ = ["Factors", "accept_reported", "accept_reported_experts", "accept_scaled", "column_factors"]
 
 
 def accept_reported(
@@ -57,3 +60,18 @@ def accept_scaled(
             sequence.done = True
             return True
     return False
+
+
+def accept_reported_experts(sequence: Sequence, experts: np.ndarray, version: int) -> None:
+    """Take the experts [prompt and response tokens, layers, k] that an engine reports when a request ends.
+
+    After a weight update it computed the earlier tokens again: of those that another version sampled, its experts are
+    not reported, and stay what is known of them from before (`resume_from`), or unknown.
+    """
+    reported = split_entries(experts, len(sequence.prompt_ids), len(sequence.output.token_ids))
+    earlier = [*sequence.experts, *([None] * (len(reported) - len(sequence.experts)))]
+    sequence.experts = [
+        new if sampled_by == version else old
+        for old, new, sampled_by in zip(earlier, reported, sequence.output.versions, strict=True)
+    ]
+    sequence.output.routed_experts = sequence.experts_since(0)

@@ -15,8 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.support.mixture_runs import REPLAY, mixture_run, mixture_task
+from tests.support.router_cases import CHOSEN, LAYERS, UNKNOWN
 from tests.support.trained_prompts import Notes
-from tests.support.training_harness import make_task, overrides, run_training
+from tests.support.training_harness import close, make_task, make_trainer, overrides, run_training
+from verl.agent.outputs import failed_trajectory
+from verl.agent.record import Record
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.engine import Engine
 from verl.protocol import DataProto
@@ -244,3 +248,23 @@ def test_a_synchronous_run_goes_on_from_an_asynchronous_one(task: dict[str, str]
     second = run_training(overrides(task, tmp_path, *GRPO, "trainer.total_training_steps=4"), trainer_cls=Notes)
     uids = [uid for step in (*first.trained, *second.trained) for uid in step]
     assert len(uids) == len(set(uids)) == 32
+
+
+def test_a_batch_whose_agents_all_failed_has_the_column_of_experts(tmp_path: Path):
+    """Dynamic sampling joins it with others, and an update that replays experts requires it."""
+    run = mixture_run(mixture_task(tmp_path / "task"), tmp_path, f"{REPLAY}=R3", "trainer.mode=async")
+    trainer = make_trainer(run)
+    try:
+        trainer.init_workers()
+        stream = trainer.stream
+        group = stream._new_group(trainer.prompts.take(1))
+        for number in range(2):
+            failed = failed_trajectory(KeyError("x"), Record(), group.rows.name, number, [5, 6, 7], 8)
+            group.rows.made[failed.name] = failed
+        batch = stream.answers(stream._prompts([group]))
+    finally:
+        close(trainer)
+    experts = batch.batch["routed_experts"]
+    assert experts.shape == (2, batch.batch["input_ids"].shape[1], LAYERS, CHOSEN)
+    assert experts.dtype == torch.uint8
+    assert (experts == UNKNOWN).all()

@@ -15,7 +15,7 @@ from verl.types.request import Request, TopLogProbs, check_request
 from verl.utils.progress import pulse
 from verl.workers.rollout.base import EngineBrokenError
 from verl.workers.rollout.log_prob_probe import PROBE_PROMPT, PROBED_TOKENS, require_log_probs_as_drawn
-from verl.workers.rollout.reported_tokens import Factors, accept_scaled, column_factors
+from verl.workers.rollout.reported_tokens import Factors, accept_reported_experts, accept_scaled, column_factors
 from verl.workers.rollout.vllm_rollout.sampling import sampling_arguments
 
 __all__ = ["VllmStepEngine"]
@@ -184,8 +184,8 @@ class VllmStepEngine:
                 )
             if over:
                 if name in self._experts:
-                    experts = np.concatenate(self._experts[name])[: len(sequence.token_ids) - 1]
-                    sequence.output.routed_experts = experts.astype(self._expert_dtype)
+                    experts = np.concatenate(self._experts[name]).astype(self._expert_dtype)
+                    accept_reported_experts(sequence, experts, self.version)
                 finished.append(sequence)
                 ended.append(name)
         self._forget(ended)

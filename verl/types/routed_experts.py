@@ -1,0 +1,62 @@
+"""Experts of the tokens of a row [tokens, layers, k], kept per sampled token like log-probs and versions.
+
+A token's entry holds the experts of the tokens that were read for it: of the first one the whole prompt, of each later
+one the token before it. So row i of the joined entries is the pass that sampled token i + 1, under the weights of that
+token's version, also if the KV was computed again later under newer weights. Plain data, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["ExpertEntry", "combine_calls", "join_entries", "join_pieces", "split_entries", "unknown_experts"]
+
+ExpertEntry = np.ndarray | None
+"""Experts of one sampled token's entry; None: not known."""
+
+
+def unknown_experts(like: np.ndarray, count: int) -> np.ndarray:
+    """[count, layers, k] in the shape and type of `like`: the number that no expert has."""
+    return np.full((count, *like.shape[1:]), np.iinfo(like.dtype).max, dtype=like.dtype)
+
+
+def split_entries(experts: np.ndarray | None, prompt: int, tokens: int) -> list[ExpertEntry]:
+    """The entries of `tokens` sampled tokens after a prompt of `prompt` tokens; None where `experts` ends before."""
+    if experts is None:
+        return [None] * tokens
+    ends = range(prompt, prompt + tokens)
+    return [experts[0 if end == prompt else end - 1 : end] if end <= len(experts) else None for end in ends]
+
+
+def join_entries(entries: Sequence[ExpertEntry], prompt: int, first: int = 0) -> np.ndarray | None:
+    """The rows of consecutive entries, the first of which is of sampled token `first`; None if none is known."""
+    like = next((entry for entry in entries if entry is not None), None)
+    if like is None:
+        return None
+    sizes = (prompt if first + place == 0 else 1 for place in range(len(entries)))
+    rows = [unknown_experts(like, n) if entry is None else entry for entry, n in zip(entries, sizes, strict=True)]
+    return np.concatenate(rows)
+
+
+def join_pieces(first: np.ndarray | None, count: int, then: np.ndarray | None) -> np.ndarray | None:
+    """`then` after the `count` rows of which `first` are known; None if none is known."""
+    if first is None and then is None:
+        return None
+    like = then if first is None else first
+    assert like is not None
+    known = like[:0] if first is None else first[:count]
+    rows = [known, unknown_experts(like, count - len(known)), like[:0] if then is None else then]
+    return np.concatenate(rows)
+
+
+def combine_calls(earlier: np.ndarray | None, later: np.ndarray | None, start: int) -> np.ndarray | None:
+    """Experts of a row after a call whose first sampled token is at `start`.
+
+    The call's rows from `start - 1` on replace the earlier ones. Rows before that stay as they were when their tokens
+    were sampled; of the later call only those are used that no earlier one has.
+    """
+    if earlier is None or later is None:
+        return earlier if later is None else later
+    return np.concatenate([earlier[: start - 1], later[min(len(earlier), start - 1) :]])
