@@ -16,6 +16,14 @@ __all__ = ["AnswerGrammar", "GrammarTokenizer", "json_grammar", "masks_of", "tex
 _OPTIONS = {"whitespace_pattern": r" ?|\r?\n[ \t]{0,24}"}
 _ABSENT = "a grammar needs the package llguidance, which is not installed here: pip install llguidance"
 
+_UNSUPPORTED_TOKENIZER = (
+    "constrained output (response_format, strict tools) needs a fast tokenizer with a byte-level or byte-fallback"
+    " decoder, which maps each token to bytes; the tokenizer of this model has none"
+)
+_REMEDY = (
+    "Leave it out and describe the format in the prompt, or serve a model whose tokenizer.json has such a decoder."
+)
+
 
 def json_grammar(schema: dict[str, Any]) -> str:
     """The grammar of the JSON texts that a schema describes. ValueError: it cannot be one."""
@@ -44,13 +52,16 @@ def _checked(grammar: str) -> str:
 
 
 class GrammarTokenizer:
-    """A tokenizer as grammars read it; `ends` are the tokens that end an answer."""
+    """A tokenizer as grammars read it; `ends` are the tokens that end an answer. ValueError: no grammar can read it."""
 
     def __init__(self, tokenizer: Any, ends: frozenset[int]) -> None:
         _library()
         import llguidance.hf
 
-        self._tokens = llguidance.hf.from_tokenizer(tokenizer, eos_token=sorted(ends) or None)
+        try:
+            self._tokens = llguidance.hf.from_tokenizer(tokenizer, eos_token=sorted(ends) or None)
+        except ValueError as error:
+            raise ValueError(f"{_UNSUPPORTED_TOKENIZER} ({error}). {_REMEDY}") from error
 
     def compile(self, grammar: str) -> AnswerGrammar:
         """The beginning of an answer in this grammar. ValueError: it is none."""

@@ -33,6 +33,7 @@ from verl.trainer.ppo.teacher_servers import TeacherServer
 
 KEY = "a secret"
 MAX_LENGTH = 50_000
+LONG = MAX_LENGTH - 100
 PARSE_SECONDS = 3
 PROMPT = "The quick brown fox"
 TOOL_TEMPLATE = (
@@ -277,16 +278,16 @@ def test_a_client_that_leaves_aborts_its_request(address, client, complete):
         assert now == count
 
     # As long as the others and begun before them: while it goes on, they cannot have come to their own end.
-    witness = complete(max_tokens=MAX_LENGTH, stream=True)
+    witness = complete(max_tokens=LONG, stream=True)
     next(iter(witness))
-    stream = complete(max_tokens=MAX_LENGTH, stream=True, n=2)
+    stream = complete(max_tokens=LONG, stream=True, n=2)
     next(iter(stream))
     assert unfinished(address) == 3
     stream.close()
     wait_until_left(1)
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.5).completions.create(
-            model="tiny", prompt="x", max_tokens=MAX_LENGTH, extra_body={"ignore_eos": True}
+            model="tiny", prompt="x", max_tokens=LONG, extra_body={"ignore_eos": True}
         )
     wait_until_left(1)
     witness.close()
@@ -304,6 +305,7 @@ def test_a_client_that_leaves_aborts_its_request(address, client, complete):
         ({"temperature": -1}, None, "temperature"),
         ({"top_p": 0}, None, "top_p"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": MAX_LENGTH}, "max_tokens", f"maximum context length is {MAX_LENGTH} tokens"),
         ({"stop": [""]}, "stop", "none of them empty"),
         ({"logprobs": 21}, "logprobs", "from 0 to 20"),
         ({"presence_penalty": 3}, "presence_penalty", "from -2 to 2"),

@@ -21,7 +21,7 @@ from verl.types.request import Output, Request
 from verl.utils.field_errors import respelled
 from verl.utils.http_server.asgi import JSON, Response
 
-__all__ = ["OpenAIApp", "in_options"]
+__all__ = ["OpenAIApp", "api_errors", "in_options"]
 
 # Enough tokens before an answer for a decoder to know that a word does not begin the text.
 _CONTEXT_TOKENS = 4
@@ -61,10 +61,11 @@ class OpenAIApp(ApiApp):
         ask = await self._parsers.parse(path, body, self._facts)
         replies = Replies(ask, path == CHAT, self._tokenizer)
         requests = ask.requests(self._facts.max_model_len)
-        with _as_api_errors():
+        with api_errors():
             for request in requests:
                 self._check(request)
-            if ask.params.grammar is not None:
+        if ask.params.grammar is not None:
+            with api_errors("tools" if ask.begun else "response_format"):
                 await asyncio.to_thread(self._engine.prepare, ask.params)
         chat, decoder = path == CHAT, self._tokenizer
         choices = [_Choice(index, request, ask, chat, decoder) for index, request in enumerate(requests)]
@@ -78,7 +79,7 @@ class OpenAIApp(ApiApp):
 
     async def _whole(self, choices: list[_Choice], replies: Replies, response: Response) -> None:
         """The choices are written and sent one by one, in a thread: all of them may be megabytes of log-probs."""
-        with _as_api_errors():
+        with api_errors():
             futures = self._engine.submit([choice.request for choice in choices])
             try:
                 outputs = await asyncio.gather(*map(asyncio.wrap_future, futures))
@@ -109,7 +110,7 @@ class OpenAIApp(ApiApp):
             while unfinished:
                 choice, piece = await pieces.get()
                 if isinstance(piece, Exception):
-                    with _as_api_errors():
+                    with api_errors():
                         raise piece
                 if choice.finished:
                     continue
@@ -190,12 +191,12 @@ def in_options(message: str) -> str:
 
 
 @contextlib.contextmanager
-def _as_api_errors() -> Iterator[None]:
-    """What the engine raises, as a client is told."""
+def api_errors(param: str | None = None) -> Iterator[None]:
+    """Convert exceptions of the engine to API errors; `param` is the request field that caused a ValueError."""
     try:
         yield
     except ValueError as error:
-        raise ApiError(in_options(str(error))) from error
+        raise ApiError(in_options(str(error)), param) from error
     except Exception as error:
         logger.exception("a request failed")
         raise ApiError(f"the engine failed: {error}", status=500) from error

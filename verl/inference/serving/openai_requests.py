@@ -38,6 +38,8 @@ _MOST_STOPS = 16
 _MOST_TOP = 20
 _MOST_PROMPT_TOP = 1024
 _COMPLETION_TOKENS = 16
+# In order of precedence.
+_TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 _NO_TEMPLATE = "this model has no chat template. Use /v1/completions."
 _NO_CLIENT_TEMPLATE = (
     "is not taken: this server writes chats by the model's own template (see --allow-client-templates)"
@@ -126,6 +128,7 @@ def _completion(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> Ask
     if likeliest is not None and (echo or ask.log_probs or ask.stream):
         fields.refuse("prompt_logprobs", "goes with neither logprobs, echo nor stream")
     ask = replace(ask, prompts=[read_prompt(item, facts, tokenizer) for item in items])
+    _check_limit(fields.given, ask, facts)
     if likeliest is not None:
         told = replace(ask.params, prompt_log_probs=True, top_log_probs=likeliest)
         return replace(ask, params=told, tells_prompt=True)
@@ -140,7 +143,9 @@ def _chat(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> Ask:
     """Messages, written by the model's chat template."""
     chat = read_chat(given, facts, tokenizer)
     prompt = _tokens(_written(chat, tokenizer) + chat.ask.begun, facts, tokenizer, "messages", special=False)
-    return replace(chat.ask, prompts=[prompt])
+    ask = replace(chat.ask, prompts=[prompt])
+    _check_limit(given, ask, facts)
+    return ask
 
 
 def read_chat(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> ChatAsk:
@@ -200,6 +205,21 @@ def _ask(fields: Fields, facts: ModelFacts, prompts: int, new_tokens: int, top: 
         include_usage=options.get("include_usage", False),
         log_probs=top is not None,
     )
+
+
+def _check_limit(given: dict[str, Any], ask: Ask, facts: ModelFacts) -> None:
+    """Refuse an explicit token limit that the context cannot hold, as OpenAI and vLLM do. A default is reduced instead."""
+    name = next((name for name in _TOKEN_LIMITS if given.get(name) is not None), None)
+    longest, limit = max(map(len, ask.prompts)), ask.params.max_new_tokens
+    room = facts.max_model_len - longest
+    if name is not None and limit > room:
+        raise ApiError(
+            f"This model's maximum context length is {facts.max_model_len} tokens. However, you requested"
+            f" {longest + limit} tokens ({longest} in the prompt, {limit} in the completion). Set {name} to at most"
+            f" {room}, leave it out, or start the server with a larger --max-model-len.",
+            name,
+            code="context_length_exceeded",
+        )
 
 
 def asked_model(fields: Fields, facts: ModelFacts) -> str:
