@@ -208,7 +208,7 @@ def _ask(fields: Fields, facts: ModelFacts, prompts: int, new_tokens: int, top: 
 
 
 def _check_limit(given: dict[str, Any], ask: Ask, facts: ModelFacts) -> None:
-    """Refuse an explicit token limit that the context cannot hold, as OpenAI and vLLM do. A default is reduced instead."""
+    """Refuse an explicit token limit that the context cannot hold, as OpenAI and vLLM do; a default is reduced."""
     name = next((name for name in _TOKEN_LIMITS if given.get(name) is not None), None)
     longest, limit = max(map(len, ask.prompts)), ask.params.max_new_tokens
     room = facts.max_model_len - longest
