@@ -76,7 +76,7 @@ def made(module: str, overrides: Sequence[str], folder: Path, name: str, steps: 
     """The checkpoint of a training, which is run unless it is there."""
     checkpoint = folder / name / f"global_step_{steps}"
     if not checkpoint.exists():
-        train(module, list(overrides), folder, name, PROJECT)
+        train(module, list(overrides), folder, name)
     return checkpoint
 
 

@@ -78,7 +78,7 @@ def training_overrides(kind: str, files: dict[str, Path], start: Path, folder: P
 def warm_start(files: dict[str, Path], folder: Path) -> Path:
     """The supervised run of the quick start, on conversations."""
     own = ["data.multiturn=True", "data.max_length=96", f"trainer.project_name={PROJECT}"]
-    train("verl.trainer.main_sft", [*warm_start_overrides(files, folder), *own], folder, "sft", PROJECT)
+    train("verl.trainer.main_sft", [*warm_start_overrides(files, folder), *own], folder, "sft")
     return folder / "sft" / "global_step_300"
 
 
@@ -102,7 +102,7 @@ def main() -> None:
     start = warm_start(files, folder)
     heading(f"3. GRPO: {STEPS} steps with the {kind}")
     overrides = [*training_overrides(kind, files, start, folder), *options.overrides]
-    metrics = train("verl.trainer.main_ppo", overrides, folder, kind, PROJECT)
+    metrics = train("verl.trainer.main_ppo", overrides, folder, kind)
     heading("4. What changed")
     show_conversation(folder / kind / "conversations")
     report(metrics, time.monotonic() - begin)

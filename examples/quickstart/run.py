@@ -23,6 +23,7 @@ from plot import Line, read_line, text_chart, write_png
 from task import make_task
 
 ACCURACY = "val/openai/gsm8k/accuracy"
+WARM_START_STEPS = 300
 STEPS = 60
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +40,7 @@ def warm_start_overrides(files: dict[str, Path], folder: Path) -> list[str]:
         "optim.lr=2e-3",
         "optim.lr_scheduler=cosine",
         "optim.lr_warmup_steps=20",
-        "trainer.total_training_steps=300",
+        f"trainer.total_training_steps={WARM_START_STEPS}",
         f"trainer.default_local_dir={folder / 'sft'}",
         "trainer.project_name=quickstart",
         "trainer.experiment_name=sft",
@@ -94,6 +95,11 @@ def training_overrides(algo: str, files: dict[str, Path], start: Path, folder: P
     ]
 
 
+def tracking_overrides(folder: Path, name: str) -> list[str]:
+    """Metrics beside the checkpoints of the run, wherever `folder` is."""
+    return [f"trainer.tracking_dir={folder / name}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=("ppo", "grpo"), default="ppo")
@@ -109,11 +115,11 @@ def main() -> None:
     files = make_task(folder / "task")
     print(f"made here, nothing downloaded: {folder / 'task'}")
 
-    heading("2. Warm start: 300 supervised steps on a hasty teacher's answers")
+    heading(f"2. Warm start: {WARM_START_STEPS} supervised steps on a hasty teacher's answers")
     train("verl.trainer.main_sft", warm_start_overrides(files, folder), folder, "sft")
 
     heading(f"3. {algo.upper()}: {STEPS} steps of reinforcement learning on 2 worker processes")
-    start = folder / "sft" / "global_step_300"
+    start = folder / "sft" / f"global_step_{WARM_START_STEPS}"
     overrides = [*training_overrides(algo, files, start, folder), *options.overrides]
     metrics = train("verl.trainer.main_ppo", overrides, folder, algo)
 
@@ -127,11 +133,12 @@ def main() -> None:
     report(accuracy, picture, folder / algo / f"global_step_{last_step}", time.monotonic() - begin)
 
 
-def train(module: str, overrides: list[str], folder: Path, name: str, project: str = "quickstart") -> Path:
+def train(module: str, overrides: list[str], folder: Path, name: str) -> Path:
     """Run a training command, its output in a log, its progress here; returns its metrics file."""
+    overrides = [*overrides, *tracking_overrides(folder, name)]
     command = [sys.executable, "-m", module, *overrides]
     print(f"{shlex.join(['python', '-m', module])} \\\n    " + " \\\n    ".join(map(shlex.quote, overrides)))
-    metrics = folder / "runs" / project / name / "metrics.jsonl"
+    metrics = folder / name / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     log = folder / f"{name}.log"
     with log.open("w") as stream:

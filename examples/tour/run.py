@@ -153,7 +153,7 @@ def ppo_overrides(files: dict[str, Path], folder: Path) -> list[str]:
 def train(module: str, overrides: list[str], folder: Path, name: str) -> Path:
     """Run a stage; of a key that is given twice the last counts."""
     values = dict(override.split("=", 1) for override in [*overrides, "trainer.project_name=tour"])
-    return quickstart.train(module, [f"{key}={value}" for key, value in values.items()], folder, name, "tour")
+    return quickstart.train(module, [f"{key}={value}" for key, value in values.items()], folder, name)
 
 
 def ours(module: str, *arguments: str) -> None:

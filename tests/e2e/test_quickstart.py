@@ -16,10 +16,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "examples" / "quickstart"), str(ROOT / "examples")]
 from plot import Line, text_chart, write_png  # noqa: E402
-from run import environment  # noqa: E402
+from run import STEPS, WARM_START_STEPS, environment, tracking_overrides, training_overrides  # noqa: E402
 from task import LARGEST, ROWS, SHARE_OF_LOSSES, Problem, make_task, problems, word_tokenizer  # noqa: E402
 
+from tests.support.commands import composed  # noqa: E402
 from verl.utils.reward_score import default_compute_score  # noqa: E402
+from verl.utils.tracking import tracking_folders  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
@@ -73,6 +75,22 @@ def test_the_note_of_a_dead_ray_does_not_keep_the_quick_start_from_its_own(monke
         assert started.returncode == 0, started.stderr
 
 
+def test_the_pages_name_the_steps_that_run():
+    page = (ROOT / "examples/quickstart/README.md").read_text()
+    assert re.findall(r"total_training_steps=(\d+)", page) == [str(STEPS)]
+    readme = (ROOT / "README.md").read_text()
+    assert re.findall(r"(\d+)\s+supervised\s+steps", readme) == [str(WARM_START_STEPS)]
+    assert re.findall(r"(\d+)\s+steps\s+of\s+PPO", readme) == [str(STEPS)]
+
+
+@pytest.mark.parametrize("algo", ["ppo", "grpo"])
+def test_metrics_lie_beside_the_checkpoints(tmp_path, algo):
+    files = {name: tmp_path / name for name in ("train", "val")}
+    overrides = training_overrides(algo, files, tmp_path / "start", tmp_path) + tracking_overrides(tmp_path, algo)
+    trainer = composed(["-m", "verl.trainer.main_ppo", *overrides]).trainer
+    assert tracking_folders(trainer) == [tmp_path / algo] == [Path(trainer.default_local_dir)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("algo", ["ppo", "grpo"])
@@ -84,3 +102,5 @@ def test_the_quick_start_learns(tmp_path, algo):
     assert int(before) < 50
     assert int(after) > 85
     assert (tmp_path / f"{algo}.png").exists()
+    assert (tmp_path / algo / "metrics.jsonl").exists()
+    assert not (tmp_path / "runs").exists()

@@ -31,6 +31,11 @@ class RunConfig(Block):
     default_local_dir: str = key(
         "Where checkpoints go.", null="./checkpoints/<project_name>/<experiment_name>", path=True
     )
+    tracking_dir: str | None = key(
+        "Where file and tensorboard write, and the id of a wandb run is kept.",
+        null="./runs/<project_name>/<experiment_name>",
+        path=True,
+    )
     default_hdfs_dir: str | None = key("fsspec URL or path that gets a copy of them.", null="no copy", path=True)
     resume_mode: str = key(
         "auto: the newest whole checkpoint in default_local_dir.", choices=("auto", "disable", "resume_path")

@@ -9,13 +9,15 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends
+from verl.utils.tracking import Tracking, ValidationGenerationsLogger, check_backends, tracking_folders
 from verl.utils.tracking.console import Console
 
 HOSTED = ["wandb", "mlflow", "swanlab", "trackio"]
@@ -340,3 +342,20 @@ def test_wandb_goes_on_with_the_same_run_and_a_fresh_one_is_another(tmp_path, mo
     assert ids[3:] == ["one-command"] * 3
     assert {about["resume"] for about in wandb.runs} == {"allow"}
     sys.modules.pop("wandb")
+
+
+def test_a_folder_for_trackers_holds_what_all_of_them_write(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    trainer = SimpleNamespace(
+        project_name="p", experiment_name="e", logger=["file", "tensorboard"], tracking_dir="mine"
+    )
+    assert set(tracking_folders(trainer)) == {Path("mine")}
+    with Tracking("p", "e", trainer.logger, first_step=0, tracking_dir=trainer.tracking_dir) as tracking:
+        tracking.log({"loss": 1.0}, 1)
+    assert steps_in(tmp_path / "mine" / "metrics.jsonl") == [(1, {"loss": 1.0})]
+    events = EventAccumulator(str(tmp_path / "mine"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("loss")] == [1.0]
+    assert not (tmp_path / "runs").exists()

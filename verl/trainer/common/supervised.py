@@ -154,7 +154,7 @@ class SupervisedTrainer(Generic[Config]):
         """Train until the steps are done, or until asked to stop: then finish the step, save and return."""
         trainer = self.config.trainer
         names, first = (trainer.project_name, trainer.experiment_name), self.run_start.first_step
-        tracking = Tracking(*names, trainer.logger, self.config.to_dict(), first)
+        tracking = Tracking(*names, trainer.logger, self.config.to_dict(), first, trainer.tracking_dir)
         with self.watch, tracking as self.tracking, advises_on_memory(self.config):
             self._load_checkpoint()
             self.status.step = self.global_steps

@@ -184,6 +184,7 @@ class RayPPOTrainer:
             trainer.logger,
             self.config.to_dict(),
             self.state.first_step,
+            trainer.tracking_dir,
         )
         try:
             with advises_on_memory(self.config):

@@ -16,10 +16,12 @@ class Run(NamedTuple):
     first_step: int | None = None
     """The first step it will log: records from there on are of steps done again, or of another run. None: unknown."""
 
+    tracking_dir: str | None = None
+
     @property
     def directory(self) -> Path:
-        """Where local backends write: `tensorboard --logdir ./runs/` finds every run."""
-        return Path("runs") / self.project / self.experiment
+        """The folder of local backends. By default `tensorboard --logdir ./runs/` shows every run."""
+        return Path("runs") / self.project / self.experiment if self.tracking_dir is None else Path(self.tracking_dir)
 
 
 class Generation(NamedTuple):

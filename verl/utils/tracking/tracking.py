@@ -51,11 +51,14 @@ class Tracking:
         default_backend: str | Sequence[str] = "console",
         config: Any = None,
         first_step: int | None = None,
+        tracking_dir: str | None = None,
     ) -> None:
-        """`first_step`: the first step that will be logged, where the run knows it: 0 of a new one, N + 1 of a run
+        """`tracking_dir`: the folder of local backends (default: ./runs/<project_name>/<experiment_name>).
+
+        `first_step`: the first step that will be logged, where the run knows it: 0 of a new one, N + 1 of a run
         resumed from step N. Records from there on, of steps that are done again, are superseded where a backend can."""
         names = check_backends(default_backend)
-        run = Run(project_name, experiment_name, _plain_config(config), first_step)
+        run = Run(project_name, experiment_name, _plain_config(config), first_step, tracking_dir)
         self.failures: Counter[str] = Counter()
         self._backends: dict[str, Tracker] = {name: TRACKERS[name](run) for name in names}
 
@@ -156,8 +159,9 @@ def tracking_problems(default_backend: str | Sequence[str]) -> list[str]:
 
 
 def tracking_folders(trainer_config: Any) -> list[Path]:
-    """Where the trackers of a run (`logger`, `project_name`, `experiment_name`) write on this machine."""
-    run = Run(trainer_config.project_name, trainer_config.experiment_name, {})
+    """The folders on this machine that the trackers of a run write to."""
+    trainer = trainer_config
+    run = Run(trainer.project_name, trainer.experiment_name, {}, tracking_dir=trainer.tracking_dir)
     names = [name for name in dict.fromkeys(_as_names(trainer_config.logger)) if name in LOGGERS]
     return [folder for name in names if (folder := TRACKERS[name].folder(run)) is not None]
 
