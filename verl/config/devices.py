@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -71,8 +72,48 @@ def host_memory_available() -> int:
     return available
 
 
-def killed_for_memory() -> int | None:
-    """How many processes the kernel of this machine has killed for their memory, ever. None: it does not say."""
-    counters = Path("/proc/vmstat")
-    lines = counters.read_text().splitlines() if counters.exists() else []
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+def host_memory_total() -> int:
+    """Return the bytes of memory of this machine, or of its container."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip() != "max":
+        total = min(total, int(limit.read_text()))
+    return total
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """Host memory at one moment, and how often the kernel's OOM killer has run (None: unknown)."""
+
+    available: int
+    total: int
+    oom_kills: int | None
+
+
+def memory_state() -> MemoryState:
+    """Read the state of this machine now."""
+    return MemoryState(host_memory_available(), host_memory_total(), oom_kills())
+
+
+def oom_kills() -> int | None:
+    """Count the processes killed for memory in the cgroup of this process, or on the whole machine if it has none."""
+    for counters in (*_cgroup_counters(), Path("/proc/vmstat")):
+        if counters.is_file():
+            lines = (line.split() for line in counters.read_text().splitlines())
+            counts = [int(words[1]) for words in lines if words[0] == "oom_kill"]
+            if counts:
+                return counts[0]
+    return None
+
+
+def _cgroup_counters() -> list[Path]:
+    """Files of this process's memory cgroup that count kills: version 2, version 1."""
+    memberships, root = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+    files = []
+    for line in memberships.read_text().splitlines() if memberships.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files += [root / path.lstrip("/") / "memory.events", root / "memory.events"]
+        elif "memory" in controllers.split(","):
+            files += [root / "memory" / path.lstrip("/") / "memory.oom_control", root / "memory/memory.oom_control"]
+    return files

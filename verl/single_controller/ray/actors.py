@@ -1,8 +1,7 @@
-"""The actors of a group, seen from the controller: calls on their lanes, what became of them, deaths in words."""
+"""The actors of a group, seen from the controller: calls on their lanes, and what became of them."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from typing import Any
 
 import ray
 
-from verl.config.devices import host_memory_available, killed_for_memory
 from verl.single_controller.base.errors import Failure, WorkerDiedError
 from verl.single_controller.base.handle import RankHandle, result_of
 from verl.single_controller.ray.asking import Nodes, RankProcess
+from verl.single_controller.ray.deaths import death
 from verl.single_controller.ray.resource_pool import ResourceError, describe_cluster
 
 NAMESPACE = "verl"
@@ -23,9 +22,6 @@ _GONE_S = 0.05
 _GONE = ("gone",)
 # What Ray raises of a process that is gone. Its memory monitor has a class of its own, which is no RayActorError.
 _DIED = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError)
-_USED = re.compile(r"was ([\d.]+ ?\w+ used / [\d.]+ ?\w+) limit")
-_ADVICE = "Lower the micro-batch sizes of its phase, turn offloading off, or use fewer ranks per machine."
-_KILLED_BEFORE = killed_for_memory()
 
 
 def on(actor: Any, method: str, lane: str) -> Any:
@@ -104,19 +100,3 @@ def wait_until_alive(workers: Sequence[Any], within: float, pool: str) -> None:
     if waiting:
         started = f"{len(waiting)} of {len(refs)} rank(s) did not start in {within:.0f} s"
         raise ResourceError(f"resource pool {pool!r}: {started}. {describe_cluster()}")
-
-
-def death(error: Exception | Failure, here: bool = False) -> tuple[str, str]:
-    """What a death looks like from outside, and the advice in it: `here`, the kernel can be asked."""
-    if isinstance(error, ray.exceptions.OutOfMemoryError):
-        used = _USED.search(str(error))
-        how = f"Ray's memory monitor killed it, out of host memory ({used[1] if used else 'no size was given'})"
-    elif "connection error" in str(error):
-        if here and killed_for_memory() == _KILLED_BEFORE is not None:
-            how = "killed (signal 9) or crashed; the kernel of this machine has killed nobody for memory"
-            return f"worker process died: {how}.", ""
-        free = f"{host_memory_available() / 2**30:.1f} GB of host memory are free here now that it is gone"
-        how = f"killed (signal 9) or crashed, most likely out of host memory ({free})"
-    else:
-        return "worker process died", ""
-    return f"worker process died: {how}. {_ADVICE}", _ADVICE

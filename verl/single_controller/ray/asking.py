@@ -10,12 +10,13 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl.config.devices import MemoryState, memory_state
 from verl.single_controller.base.beat import Beat, RankReport, telling_stacks
 from verl.single_controller.base.errors import Failure
 from verl.utils.process_tree import children, command_of, family, standstill
@@ -36,6 +37,8 @@ class RankProcess:
     node: str
     host: str
     pid: int
+    memory: MemoryState | None = field(default=None, compare=False)
+    """Of its node when the rank started."""
 
 
 class Questions:
@@ -169,6 +172,12 @@ class Nodes:
         else:
             self._ask(process.node, "kill", process.pid)
 
+    def memory(self, process: RankProcess) -> MemoryState | None:
+        """Return the memory state of a rank's node; None: the node does not answer."""
+        if process.node == ray.get_runtime_context().get_node_id():
+            return memory_state()
+        return self._ask(process.node, "memory")
+
     def standing(self) -> tuple[str, int, str] | None:
         """Of all nodes, this one first."""
         here = ray.get_runtime_context().get_node_id()
@@ -193,6 +202,9 @@ class _Eyes:
 
     def look(self, pid: int) -> Look:
         return look_at(pid)
+
+    def memory(self) -> MemoryState:
+        return memory_state()
 
     def standing(self) -> tuple[str, int, str] | None:
         return standing_here()

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from verl.config.devices import memory_state
 from verl.protocol import DataProto
 from verl.single_controller.base.dispatch import Shard
 from verl.single_controller.base.errors import Failure
@@ -41,9 +42,9 @@ class RayRankHost(RankHost):
         self._settling = Settling()
 
     def describe(self) -> Any:
-        """As the base class says, then Ray's name of the node."""
+        """As the base class says, then Ray's name of the node and the state of its memory."""
         answer_stack_requests()
-        return (*super().describe(), ray.get_runtime_context().get_node_id())
+        return (*super().describe(), ray.get_runtime_context().get_node_id(), memory_state())
 
     def prepare(self) -> tuple[str, int]:
         """Address of this node and a free port on it: where rank 0 will listen."""

@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from verl.single_controller.base.errors import WorkerDiedError
 from verl.single_controller.base.worker_group import ResourcePool
+from verl.utils.machine_load import load_factor
 from verl.utils.network import answers
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,8 @@ class RayResourcePool(ResourcePool):
 
     def _wait_until_ready(self, groups: list[PlacementGroup]) -> None:
         waiting = [group.ready() for group in groups]
-        deadline = time.monotonic() + _READY_TIMEOUT_S
+        within = _READY_TIMEOUT_S * load_factor()
+        deadline = time.monotonic() + within
         while waiting := ray.wait(waiting, num_returns=len(waiting), timeout=_READY_LOOK_S)[1]:
             if (lost := lost_ranks(self.nodes_by_rank())) is not None:
                 self.release()
@@ -104,7 +106,7 @@ class RayResourcePool(ResourcePool):
                 self.release()
                 raise ResourceError(
                     f"resource pool {self.name_prefix!r}: {len(waiting)} of {len(groups)} node(s) could not be reserved"
-                    f" in {_READY_TIMEOUT_S:.0f} s. {describe_cluster()} Another job may hold them: see `ray status`."
+                    f" in {within:.0f} s. {describe_cluster()} Another job may hold them: see `ray status`."
                 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,19 +21,20 @@ from verl.single_controller.ray.actors import (
     NAMESPACE,
     RayRankHandle,
     dead_among,
-    death,
     named_actor,
     on,
     outcomes_of,
     wait_until_alive,
     wait_until_dead,
 )
-from verl.single_controller.ray.asking import Questions, RankProcess
+from verl.single_controller.ray.asking import Nodes, Questions, RankProcess
 from verl.single_controller.ray.batch_ref import BatchRef
+from verl.single_controller.ray.deaths import RecentMemory, death
 from verl.single_controller.ray.rank_host import Put, RayRankHost, wrap
 from verl.single_controller.ray.resource_pool import Node, RayResourcePool, ResourceError, describe_cluster, lost_ranks
 from verl.single_controller.ray.stored import StoredRows, placed
 from verl.utils.import_utils import register_user_modules_by_value
+from verl.utils.machine_load import load_factor
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ _CONTROL_THREADS = 256
 _POLL_S = 0.5
 _BLAME_GRACE_S = 1.0
 _RESTART_S = 300.0
+_recent_memory = RecentMemory()
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -188,7 +189,7 @@ class RayWorkerGroup(WorkerGroup):
         self._broken.clear()
         self._killed.clear()
         try:
-            self._start_processes(ranks, _RESTART_S)
+            self._start_processes(ranks, _RESTART_S * load_factor())
         except BaseException:
             self._broken += lost
             raise
@@ -272,8 +273,8 @@ class RayWorkerGroup(WorkerGroup):
     def _ask_hosts(self, workers: list[Any]) -> list[str]:
         refs = {rank: on(worker, "describe", "control").remote() for rank, worker in enumerate(workers)}
         found = self._wait("start", refs)
-        self._questions.processes = [RankProcess(node, host, pid) for _, _, host, pid, node in found]
-        return [f"{host} pid {pid}" for _, _, host, pid, _ in found]
+        self._questions.processes = [RankProcess(node, host, pid, memory) for _, _, host, pid, node, memory in found]
+        return [f"{process.host} pid {process.pid}" for process in self._questions.processes]
 
     def _set_roles(self, all_specs: dict[str, dict[str, MethodSpec]], world_size: int) -> None:
         self._all_specs = all_specs
@@ -339,6 +340,7 @@ class RayWorkerGroup(WorkerGroup):
         while len(outputs) + len(failures) < len(refs) and (deadline is None or time.monotonic() < deadline):
             pending = {ref: rank for rank, ref in refs.items() if rank not in outputs and rank not in failures}
             ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_POLL_S, fetch_local=False)
+            _recent_memory.sample()
             if call.given_up is not None:
                 raise call.given_up
             for ref, output in zip(ready, outcomes(ready), strict=True):
@@ -355,7 +357,7 @@ class RayWorkerGroup(WorkerGroup):
         if (lost := lost_ranks(self._nodes)) is not None:
             died, what, advice = lost.first, lost.what(self.role), ""
         elif died is not None:
-            what, advice = death(failures[died], here=self._hosts[died].startswith(f"{socket.gethostname()} "))
+            what, advice = self._death(failures[died], died)
         if died is not None:
             detail = "\n".join(str(failure) for failure in failures.values())
             error = WorkerDiedError(what, self.role, died, self._hosts[died], method, detail)
@@ -365,6 +367,15 @@ class RayWorkerGroup(WorkerGroup):
         rank, failure = min(failures.items())
         assert isinstance(failure, Failure)
         raise WorkerCallError(failure, self.role, rank, self._hosts[rank], method, len(failures) - 1)
+
+    def _death(self, failure: Exception | Failure, rank: int) -> tuple[str, str]:
+        if len(self.processes) <= rank:  # it died before its process was known
+            return death(failure)
+        process = self.processes[rank]
+        now = Nodes().memory(process)
+        if process.node != ray.get_runtime_context().get_node_id():
+            return death(failure, process.memory, now)
+        return death(failure, _recent_memory.first or process.memory, now, _recent_memory.lowest)
 
 
 def _delivered(output: Any) -> Any:

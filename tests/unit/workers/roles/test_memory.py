@@ -7,14 +7,15 @@ import ray
 import torch
 
 from verl.config import CriticConfig, PPOConfig, SFTConfig, as_config, load_config
+from verl.config.devices import MemoryState, memory_state
 from verl.config.schema import pick, walk
 from verl.planning.remedies import PHASES, helpful, remedies
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
-from verl.single_controller.ray import RayClassWithInitArgs, actors, create_colocated_worker_cls
-from verl.single_controller.ray.actors import death
+from verl.single_controller.ray import RayClassWithInitArgs, create_colocated_worker_cls
+from verl.single_controller.ray.deaths import RecentMemory, death
 from verl.trainer.common.guard import advises_on_memory
 from verl.trainer.common.status_line import StatusLine
 from verl.workers.roles.memory import phase_memory
@@ -246,10 +247,45 @@ def test_where_the_phase_tells_nothing_the_general_advice_stays():
     assert said == "worker process died", "no sign of memory"
 
 
-@pytest.mark.parametrize(("killed_since", "said"), [(0, "killed nobody"), (1, "most likely out of")])
-def test_a_death_is_laid_to_memory_only_if_the_kernel_may_have_done_it(monkeypatch, killed_since, said):
-    counted = (actors.killed_for_memory() or 0) + killed_since
-    monkeypatch.setattr(actors, "killed_for_memory", lambda: counted)
+GB = 2**30
+
+
+def memory(available: float, oom_kills: int | None) -> MemoryState:
+    return MemoryState(int(available * GB), 24 * GB, oom_kills)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "lowest", "cause", "is_memory"),
+    [
+        # The OOM killer did not run: whatever is free, something else killed it.
+        (memory(20, 3), memory(20, 3), memory(20, 3), "killed by signal 9 from another process", False),
+        (memory(20, 3), memory(20, 3), memory(0.5, 3), "the kernel's OOM killer did not run", False),
+        # It ran.
+        (memory(20, 3), memory(20, 4), memory(0.5, 3), "the kernel's OOM killer ran (0.5 of 24.0 GB were", True),
+        # The kernel does not count: memory before the death decides.
+        (memory(20, None), memory(20, None), memory(20, None), "20.0 of 24.0 GB were available", False),
+        (memory(20, None), memory(20, None), memory(0.5, None), "probably out of host memory", True),
+        # Another node, of which only its state after the death is known.
+        (None, memory(20, 4), None, "not out of memory (20.0 of 24.0 GB were available)", False),
+        # Nothing is known.
+        (None, None, None, "worker process died: killed (signal 9) or crashed.", False),
+    ],
+)
+def test_a_death_is_attributed_to_memory_only_with_evidence(before, now, lowest, cause, is_memory):
     error = ray.exceptions.RayActorError(None, "Worker unexpectedly exits with a connection error code 2")
-    assert said in actors.death(error, here=True)[0]
-    assert "most likely out of" in actors.death(error, here=False)[0]
+    said, advice = death(error, before, now, lowest)
+    assert cause in said
+    assert ("out of host memory" in said, bool(advice)) == (is_memory, is_memory)
+
+
+def test_the_state_of_this_machine_is_read_and_its_lowest_kept(monkeypatch):
+    state = memory_state()
+    assert 0 < state.available <= state.total
+    states = iter([memory(9, 0), memory(2, 0), memory(8, 1)])
+    monkeypatch.setattr("verl.single_controller.ray.deaths.memory_state", lambda: next(states))
+    monkeypatch.setattr("verl.single_controller.ray.deaths._EVERY_S", 0.0)
+    recent = RecentMemory()
+    assert (recent.first, recent.lowest) == (None, None)
+    for _ in range(3):
+        recent.sample()
+    assert (recent.first, recent.lowest) == (memory(9, 0), memory(2, 0))

@@ -1,0 +1,82 @@
+"""Why a worker process died, from evidence: Ray's memory monitor, the kernel's OOM counter, memory before the death."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+
+import ray
+
+from verl.config.devices import MemoryState, memory_state
+from verl.single_controller.base.errors import Failure
+
+__all__ = ["RecentMemory", "death"]
+
+_USED = re.compile(r"was ([\d.]+ ?\w+ used / [\d.]+ ?\w+) limit")
+_ADVICE = "Lower the micro-batch sizes of its phase, turn offloading off, or use fewer ranks per machine."
+# Ray's own monitor acts from 95 % on.
+_SHORT = 0.05
+# Of the last ten seconds of waiting.
+_SAMPLES, _EVERY_S = 20, 0.5
+_GB = 2**30
+
+
+class RecentMemory:
+    """Host memory of the controller's node over the last samples: a dead process has already freed its own."""
+
+    def __init__(self) -> None:
+        self._states: deque[MemoryState] = deque(maxlen=_SAMPLES)
+        self._next = 0.0
+
+    def sample(self) -> None:
+        """Record the state now, at most every `_EVERY_S` seconds."""
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + _EVERY_S
+            self._states.append(memory_state())
+
+    @property
+    def first(self) -> MemoryState | None:
+        """The oldest state that is kept, None where there is only one: it may be from after the death."""
+        return self._states[0] if len(self._states) > 1 else None
+
+    @property
+    def lowest(self) -> MemoryState | None:
+        """The state with the least available memory."""
+        return min(self._states, key=lambda state: state.available, default=None)
+
+
+def death(
+    error: Exception | Failure,
+    before: MemoryState | None = None,
+    now: MemoryState | None = None,
+    lowest: MemoryState | None = None,
+) -> tuple[str, str]:
+    """Return what happened to a dead worker, and the advice in it ("" where memory is not the cause).
+
+    `before` and `now` are states of its node before and after the death, `lowest` that with the least available memory.
+    """
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        used = _USED.search(str(error))
+        return _out_of_memory(f"Ray's memory monitor killed it, out of host memory ({used[1] if used else 'no size'})")
+    if "connection error" not in str(error):
+        return "worker process died", ""
+    lowest = lowest or now
+    memory = "" if lowest is None else f"{lowest.available / _GB:.1f} of {lowest.total / _GB:.1f} GB were available"
+    kills = None
+    if before is not None and now is not None and before.oom_kills is not None and now.oom_kills is not None:
+        kills = now.oom_kills - before.oom_kills
+    if kills:
+        return _out_of_memory(f"killed (signal 9), out of host memory: the kernel's OOM killer ran ({memory})")
+    if kills is None and lowest is not None and lowest.available < _SHORT * lowest.total:
+        return _out_of_memory(f"killed (signal 9) or crashed, probably out of host memory ({memory})")
+    evidence = [] if kills is None else ["the kernel's OOM killer did not run"]
+    evidence += [memory] if memory else []
+    if not evidence:
+        return "worker process died: killed (signal 9) or crashed.", ""
+    how = f"killed by signal 9 from another process, or crashed; not out of memory ({', '.join(evidence)})"
+    return f"worker process died: {how}.", ""
+
+
+def _out_of_memory(how: str) -> tuple[str, str]:
+    return f"worker process died: {how}. {_ADVICE}", _ADVICE

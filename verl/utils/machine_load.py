@@ -1,0 +1,33 @@
+"""How busy this machine is: the factor by which everything takes longer than on an idle one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# A load average may count processes that wait for a disk.
+_MOST = 10.0
+
+
+def load_factor() -> float:
+    """Return the runnable processes per usable core, averaged over a minute: at least 1, at most 10."""
+    if not hasattr(os, "getloadavg"):
+        return 1.0
+    return min(_MOST, max(1.0, os.getloadavg()[0] / usable_cores()))
+
+
+def usable_cores() -> float:
+    """Return the cores that this process may use, as limited by its affinity and its container."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, period = quota.read_text().split()
+        cores = cores if limit == "max" else min(cores, int(limit) / int(period))
+    return max(cores, 0.1)
+
+
+def describe_load() -> str:
+    """Return the load in words, for error messages."""
+    if not hasattr(os, "getloadavg"):
+        return f"{usable_cores():g} cores"
+    return f"load average {os.getloadavg()[0]:.1f} on {usable_cores():g} cores"
