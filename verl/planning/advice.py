@@ -51,13 +51,17 @@ def refuse_what_cannot_fit(config: Block, plan_of: Planner) -> list[str]:
 
     `plan_of` makes the plan of a configuration like this one.
     """
-    worst = plan_of(config).fullest
+    plan = plan_of(config)
+    worst = plan.fullest
     if not worst.excess or worst.room is None:
         return []
     changes, fits = cheapest_changes(config, plan_of)
     needs = f"the {worst.phase} phase is planned to take {worst.total / GB:.1f} GB of {worst.where}'s"
     needs += f" {worst.room / GB:.1f} GB"
-    advice = _advice(changes, fits)
+    if plan.installed is not None and plan.limited_by_host(worst):
+        needs += f" of available host memory (the host has {plan.installed / GB:.1f} GB, of which other processes hold"
+        needs += f" {plan.used / GB:.1f} GB)"
+    advice = _advice(changes, fits, freeing=plan.fits_if_alone(worst))
     if worst.total * (1 - UNCERTAINTY) <= worst.room:
         return [f"Memory: {needs}. It may just fit. If it does not: {advice}."]
     key, value = next(
@@ -163,10 +167,15 @@ def _possible(config: Block, remedy: Remedy, now: Any) -> Iterator[Any]:
     return remedy.values(now, least, most)
 
 
-def _advice(changes: list[Change], fits: bool) -> str:
+def _advice(changes: list[Change], fits: bool, freeing: bool) -> str:
+    """`freeing`: it would fit if other processes held no host memory."""
+    free = "stop other processes of this machine that hold memory (`ps aux --sort=-rss` lists them)"
+    if freeing and not fits:
+        return free
     said = "; ".join(f"{number}) {change}" for number, change in enumerate(changes, start=1))
     if fits:
         auto = "" if any(change.remedy.changes_training for change in changes) else " trainer.auto_memory=True, or"
-        return f"set{auto}, cheapest first and each on top of those before: {said}"
+        text = f"set{auto}, cheapest first and each on top of those before: {said}"
+        return f"{free}; or {text}" if freeing else text
     rest = "use more devices, tensor parallelism over them, a host with more memory, or a smaller model"
     return f"{said}; that is not enough: {rest}" if said else rest

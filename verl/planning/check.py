@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.config import PPOConfig, SupervisedConfig
 from verl.config.context_length import config_of_folder
-from verl.config.devices import gpu_memory, host_memory_available
+from verl.config.devices import gpu_memory, host_memory_available, host_memory_total
 from verl.config.layout import BLOCK_OF_ROLE, active_roles, serves_reward_model
 from verl.config.megatron_rules import MODEL_OF_ROLE, roles_on_megatron
 from verl.config.problems import Report
@@ -141,8 +141,9 @@ def _is_classifier(path: str | None) -> bool:
 
 def _room(trainer: RunConfig) -> tuple[DeviceMemory | None, HostMemory]:
     """What each rank of this machine may take of a device, and all of them of the host, with what Ray keeps free."""
-    total, ranks = int(host_memory_available() * (1 - _KEPT_FREE)), trainer.n_gpus_per_node
-    host = HostMemory(total, holds_files(trainer.default_local_dir))
+    available, installed, ranks = host_memory_available(), host_memory_total(), trainer.n_gpus_per_node
+    total, used = int(available * (1 - _KEPT_FREE)), max(0, installed - available)
+    host = HostMemory(total, holds_files(trainer.default_local_dir), installed, used)
     if trainer.device == "cpu":
         return DeviceMemory("cpu", total // max(1, ranks), f"host memory for {ranks} rank(s)"), host
     found = gpu_memory()

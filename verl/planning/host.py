@@ -31,6 +31,10 @@ class HostMemory:
 
     total: int
     holds_files: bool = False
+    installed: int | None = None
+    """All memory of the node, or of its container; None: unknown."""
+    used: int = 0
+    """What other processes hold of it."""
 
 
 @dataclass(frozen=True)

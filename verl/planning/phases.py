@@ -76,6 +76,10 @@ class MemoryPlan:
     device: DeviceMemory | None
     no_snapshot: Mapping[str, float] = field(default_factory=dict)
     """By block: the bytes of host memory that a copy of its checkpoints lacks; 0 where it has room."""
+    installed: int | None = None
+    """All memory of the host; None: unknown."""
+    used: int = 0
+    """Host memory that other processes hold."""
 
     @property
     def fullest(self) -> PhaseMemory:
@@ -85,6 +89,16 @@ class MemoryPlan:
     @property
     def excess(self) -> float:
         return sum(phase.excess for phase in self.phases)
+
+    def limited_by_host(self, phase: PhaseMemory) -> bool:
+        """Whether the room of a phase is host memory: on a CPU, that of its devices is too."""
+        return phase.on_host or (self.device is not None and self.device.kind == "cpu")
+
+    def fits_if_alone(self, phase: PhaseMemory) -> bool:
+        """Whether a phase would fit if other processes held no host memory."""
+        if phase.room is None or self.installed is None or not self.limited_by_host(phase):
+            return False
+        return phase.total * max(0, self.installed - self.used) <= phase.room * self.installed
 
     def phase(self, name: str) -> PhaseMemory:
         return next(phase for phase in self.phases if phase.phase == name)
@@ -97,7 +111,9 @@ class MemoryPlan:
         host = [phase for phase in self.phases if phase.on_host]
         if host:
             room = host[0].room
-            tables.append("Host memory: GB per node" + ("" if room is None else f" of {room / GB:.1f}"))
+            tables.append("Host memory: GB per node" + ("" if room is None else f" of {room / GB:.1f} available"))
+            if self.installed is not None:
+                tables[-1] += f" ({self.installed / GB:.1f} installed, {self.used / GB:.1f} used by other processes)"
             tables += _table(host, HOST_PARTS)
         return "\n".join(tables)
 

@@ -50,7 +50,7 @@ def memory_plan(
     """
     models, judge = _models(config, shapes), Judge.of(config, shapes)
     phases = [_phase(config, models, judge, phase, device) for phase in _phases(config)]
-    return _with_host(phases, device, *_host(config, models, judge, host))
+    return _with_host(phases, device, host, *_host(config, models, judge, host))
 
 
 def supervised_memory_plan(
@@ -84,7 +84,7 @@ def supervised_memory_plan(
     held = Held(model, ranks, saved=tuple(checkpoint.save_contents), snapshot=checkpoint.snapshot)
     batch = config.rows_per_step * data.max_length
     kept = _kept_steps(config.trainer.save_freq, config.trainer.max_ckpt_to_keep)
-    return _with_host(phases, device, {"": held}, partial(host_phases, ranks, batch, kept, host, "sft_"))
+    return _with_host(phases, device, host, {"": held}, partial(host_phases, ranks, batch, kept, host, "sft_"))
 
 
 def _answering(
@@ -226,12 +226,17 @@ def _phase(
 
 
 def _with_host(
-    phases: list[PhaseMemory], device: DeviceMemory | None, held: Mapping[str, Held], phases_of: HostPhases
+    phases: list[PhaseMemory],
+    device: DeviceMemory | None,
+    host: HostMemory | None,
+    held: Mapping[str, Held],
+    phases_of: HostPhases,
 ) -> MemoryPlan:
     """The plan of a device's phases and of what a host holds, by block."""
     settled = dict(zip(held, with_snapshots(list(held.values()), phases_of), strict=True))
     missing = {block: role.missing for block, role in settled.items() if role.saved}
-    return MemoryPlan((*phases, *phases_of(list(settled.values()))), device, missing)
+    whole = (None, 0) if host is None else (host.installed, host.used)
+    return MemoryPlan((*phases, *phases_of(list(settled.values()))), device, missing, *whole)
 
 
 def _host(

@@ -276,6 +276,33 @@ def test_a_host_that_is_too_small_is_refused_with_the_cheapest_change():
     assert "optimizer_offload=False" in problem.fix
 
 
+def test_memory_that_other_processes_hold_is_reported_and_no_devices_are_advised(tmp_path, monkeypatch):
+    """A tiny model on a CPU host of 24 GB, of which others hold 22.5."""
+    monkeypatch.setattr(check, "host_memory_available", lambda: int(1.5 * GB))
+    monkeypatch.setattr(check, "host_memory_total", lambda: 24 * GB)
+    qwen(64, 128, 2, 2, 2, 512).save_pretrained(tmp_path)
+    keys = (*GRPO, "trainer.device=cpu", f"actor_rollout_ref.model.path={tmp_path}")
+    with pytest.raises(ConfigError) as caught:
+        check.check_memory(load(*keys))
+    (problem,) = caught.value.problems
+    assert "of the host's 1.4 GB of available host memory" in problem.why
+    assert "(the host has 24.0 GB, of which other processes hold 22.5 GB)" in problem.why
+    assert problem.fix.startswith("Stop other processes of this machine that hold memory")
+    assert "devices" not in problem.fix
+    assert "smaller model" not in problem.fix
+
+
+def test_a_model_too_large_for_the_whole_host_is_told_so_whatever_others_hold():
+    host = HostMemory(int(30 * GB), installed=36 * GB, used=4 * GB)
+    config = load(*OFFLOADED, f"{ACTOR}.optim.state_dtype=bf16")
+    plan = plan_of(config, "7b", host=host)
+    assert plan.excess
+    assert not plan.fits_if_alone(plan.fullest)
+    with pytest.raises(ConfigError) as caught:
+        refuse_what_cannot_fit(config, lambda changed: plan_of(changed, "7b", host=host))
+    assert "Stop other processes" not in caught.value.problems[0].fix
+
+
 @pytest.mark.parametrize(("room", "missing"), [(None, (0, 0)), (44, (0, 0)), (30, (0, 11)), (20, (5, 5))])
 def test_copies_of_checkpoints_are_made_where_the_host_has_room_the_actors_first(room, missing):
     """At 1.5B a copy takes 17 GB, and everything else 8."""
