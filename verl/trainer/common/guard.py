@@ -6,13 +6,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
 from verl.config import PPOConfig, SupervisedConfig
 from verl.config.layout import active_roles, serves_reward_model
+from verl.config.schema import pick
 from verl.planning.remedies import PHASES
 from verl.single_controller.base.errors import WorkerDiedError
 from verl.trainer.common.ending import what_the_same_command_does
+from verl.trainer.common.initial_weights import explain_initial_weights
 from verl.utils.exceptions import causes
 from verl.workers.roles.memory import host_advice
 from verl.workers.roles.updates import LOST_AT
@@ -26,12 +28,23 @@ _NOT_TAKEN = ("skipped_steps", "empty_steps", "loss_scale_search_steps", "refuse
 # Phases that do the work of another.
 _SAME = {"validation rollout": "gen", "validation reward": "reward"}
 
-REMEDIES = (
-    "Lower, in this order: actor_rollout_ref.actor.optim.lr (1e-6 → 5e-7), critic.optim.lr (→ 5e-6),"
-    " actor_rollout_ref.actor.clip_ratio (0.2 → 0.1), actor_rollout_ref.actor.grad_clip (→ 1.0),"
-    " actor_rollout_ref.actor.ppo_epochs (→ 1); or add actor_rollout_ref.actor.use_kl_loss=True"
-    " actor_rollout_ref.actor.kl_loss_coef=0.01."
-)
+_ACTOR = "actor_rollout_ref.actor"
+# Where the initial weights of a role come from.
+_MODEL_KEYS = {"actor": "actor_rollout_ref.model.path", "critic": "critic.model.path"}
+
+
+def update_remedies(config: PPOConfig) -> str:
+    """Advise against updates that ruin the weights, with the values of this run."""
+    actor = config.actor_rollout_ref.actor
+    lower = [(f"{_ACTOR}.optim.lr", actor.optim.lr, actor.optim.lr / 2)]
+    if config.critic.enable:
+        lower.append(("critic.optim.lr", config.critic.optim.lr, config.critic.optim.lr / 2))
+    lower.append((f"{_ACTOR}.clip_ratio", actor.clip_ratio, actor.clip_ratio / 2))
+    lower += [(f"{_ACTOR}.grad_clip", actor.grad_clip, 1.0)] if actor.grad_clip > 1 else []
+    lower += [(f"{_ACTOR}.ppo_epochs", actor.ppo_epochs, 1)] if actor.ppo_epochs > 1 else []
+    advice = f"Lower, in this order: {', '.join(f'{key} ({now:g} → {new:g})' for key, now, new in lower)}"
+    kl = "" if actor.use_kl_loss else f"; or add {_ACTOR}.use_kl_loss=True {_ACTOR}.kl_loss_coef=0.01"
+    return f"{advice}{kl}."
 
 
 class TrainingStoppedError(RuntimeError):
@@ -49,8 +62,11 @@ class NoSamplesError(TrainingStoppedError):
 class StepGuard:
     """Looks at what became of each training step's updates."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, remedies: str = "") -> None:
+        """`remedies`: advice on updates that cannot be taken (`update_remedies`)."""
+        self._limit, self._remedies = limit, remedies
+        self.updated: set[str] = set()
+        """Roles whose weights an update of this run has changed."""
         self._non_finite_in_a_row = 0
         self._empty_in_a_row = 0
 
@@ -61,7 +77,9 @@ class StepGuard:
 
     def took_update(self, metrics: Mapping[str, float], role: str) -> bool:
         """Whether any of the step's updates reached the role's weights."""
-        return sum(metrics.get(f"{role}/{name}", 0.0) for name in _NOT_TAKEN) < 1 - 1e-9
+        took = sum(metrics.get(f"{role}/{name}", 0.0) for name in _NOT_TAKEN) < 1 - 1e-9
+        self.updated |= {role} if took else set()
+        return took
 
     def check(self, metrics: Mapping[str, float], reward_error: str | None = None) -> None:
         """Raise after `limit` steps in a row that were not finite, or of which no update had a sample to learn from.
@@ -79,7 +97,7 @@ class StepGuard:
             raise NonFiniteError(
                 f"the update of {who} was refused: its learning rate ({rates}) is more than 100 times the typical size"
                 " of a weight, and nothing would be left of them. It did not reach the weights; the batch is dumped."
-                f" {REMEDIES}"
+                f" {self._remedies}"
             )
 
     def _check_finite(self, metrics: Mapping[str, float]) -> None:
@@ -93,7 +111,7 @@ class StepGuard:
             raise NonFiniteError(
                 f"the gradient of {who} was not finite in {self._non_finite_in_a_row} training steps in a row"
                 " (trainer.max_nonfinite_steps). None of these updates reached the weights; batches are dumped."
-                f" {REMEDIES}"
+                f" {self._remedies}"
             )
 
     def _check_samples(self, metrics: Mapping[str, float], reward_error: str | None) -> None:
@@ -124,37 +142,49 @@ def no_samples(among: str, reward_error: str | None) -> NoSamplesError:
     )
 
 
-def check_weights(
-    metrics: dict[str, float], step: int, trainer: Any, log: Callable[..., None], settle: Callable[[], None]
-) -> None:
-    """Log and raise where the updates of this step left weights that are lost. `trainer`: the run's block of it;
-    `settle` waits for the save under way, which may be the step to go on from."""
-    for role in ROLES:
-        if f"{role}/{LOST_AT}" in metrics:
-            log(metrics, step)
-            settle()
-            update = round(metrics[f"{role}/{LOST_AT}"])
-            by = f"by update {update} of step {step}" if update else f"before step {step}"
+class WeightGuard:
+    """Ends a run whose weights are not finite, and says whether an update made them so or they were loaded so."""
+
+    def __init__(self, config: PPOConfig, guard: StepGuard, resumed_from: Callable[[], Path | None]) -> None:
+        self._config, self._guard, self._resumed_from = config, guard, resumed_from
+
+    def check(self, metrics: dict[str, float], step: int, log: Callable[..., None], settle: Callable[[], None]) -> None:
+        """Log and raise where the weights are lost after the updates of this step; `settle` waits for the save under
+        way, which may be the step to go on from."""
+        for role in ROLES:
+            if f"{role}/{LOST_AT}" in metrics:
+                log(metrics, step)
+                settle()
+                update = round(metrics[f"{role}/{LOST_AT}"])
+                if not update and role not in self._guard.updated:
+                    raise NonFiniteError(f"the weights of the {role} are not finite. {self._initial(role)}.")
+                by = f"by update {update} of step {step}" if update else f"before step {step}"
+                raise NonFiniteError(
+                    f"the weights of the {role} were lost {by}: they are not finite, or give no finite numbers. They"
+                    f" are not saved; {what_the_same_command_does(self._config.trainer)}. The batch of step {step} is"
+                    f" dumped. {update_remedies(self._config)}"
+                )
+
+    @contextmanager
+    def explained(self, step: int) -> Iterator[None]:
+        """Around what uses the actor's weights (generation, a save): a FloatingPointError becomes a NonFiniteError."""
+        try:
+            yield
+        except Exception as error:
+            found = next((cause for cause in causes(error) if isinstance(cause, FloatingPointError)), None)
+            if found is None or isinstance(error, NonFiniteError):
+                raise
+            step = getattr(error, "step", None) or step  # a save that failed behind later steps says which it was
+            if not self._guard.updated:
+                raise NonFiniteError(f"step {step}: {found} {self._initial('actor')}.") from error
             raise NonFiniteError(
-                f"the weights of the {role} were lost {by}: they are not finite, or give no finite numbers. They are"
-                f" not saved; {what_the_same_command_does(trainer)}. The batch of step {step} is dumped. {REMEDIES}"
-            )
+                f"step {step}: {found}. The updates before it left weights that cannot be used, and they are not saved;"
+                f" {what_the_same_command_does(self._config.trainer)}. {update_remedies(self._config)}"
+            ) from error
 
-
-@contextmanager
-def explained(step: int, trainer: Any) -> Iterator[None]:
-    """Whoever first finds the weights of the last update unusable (an engine that generates, a save) ends the run."""
-    try:
-        yield
-    except Exception as error:
-        found = next((cause for cause in causes(error) if isinstance(cause, FloatingPointError)), None)
-        if found is None or isinstance(error, NonFiniteError):
-            raise
-        step = getattr(error, "step", None) or step  # a save that failed behind later steps says which it was
-        raise NonFiniteError(
-            f"step {step}: {found}. The updates before it left weights that cannot be used, and they are not saved;"
-            f" {what_the_same_command_does(trainer)}. {REMEDIES}"
-        ) from error
+    def _initial(self, role: str) -> str:
+        key = _MODEL_KEYS[role]
+        return explain_initial_weights(key, pick(self._config, key), self._resumed_from())
 
 
 @contextmanager

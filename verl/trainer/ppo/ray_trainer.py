@@ -14,7 +14,7 @@ from verl.config.layout import actor_is_reference, judge_shares_devices, needs_r
 from verl.config.old_log_probs import from_update
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
-from verl.trainer.common.guard import StepGuard, advises_on_memory, check_weights, explained
+from verl.trainer.common.guard import StepGuard, WeightGuard, advises_on_memory, update_remedies
 from verl.trainer.common.loader import BatchLoader
 from verl.trainer.common.phases import Phases, memory_gb
 from verl.trainer.common.preemption import Preemption
@@ -114,12 +114,14 @@ class RayPPOTrainer:
         self.use_rm = Role.RewardModel in role_worker_mapping
         self.stop_requested = threading.Event()
         self.setbacks = Setbacks()
-        self._guard = StepGuard(self.config.trainer.max_nonfinite_steps)
+        self._guard = StepGuard(self.config.trainer.max_nonfinite_steps, update_remedies(self.config))
+        self._weight_guard = WeightGuard(self.config, self._guard, lambda: self.state.begin().resume_from)
         self._preemption = Preemption(self.config.trainer.save_within)
         self._compose(reward_fn, val_reward_fn)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.state.draw_from(self.train_dataloader)
         self.status = StatusLine(self.total_training_steps)
+        self.status.starting = True
         self.watch = HangWatch(self.status, self.config.trainer.hang_timeout)
 
     # ---------------------------------------------------------------- setting up
@@ -191,7 +193,7 @@ class RayPPOTrainer:
                 self._load_checkpoint()
                 self.status.step = self.global_steps
                 if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
-                    with self.status.phase("testing"):
+                    with self.status.phase("testing"), self._weight_guard.explained(self.global_steps):
                         validate = partial(self._preemption.unless_given_up, self._validate)
                         found = self.setbacks.attempt(VALIDATION, self.global_steps, validate, trainer.val_only)
                         self._log_metrics(found or self.setbacks.metrics(), self.global_steps)
@@ -207,11 +209,12 @@ class RayPPOTrainer:
 
     def _train(self) -> None:
         logger.info("Starting training...")
+        self.status.starting = False
         self._keep_state()
         while self.global_steps < self.total_training_steps:
             batch = self._next_prompts()
             self.global_steps += 1
-            with explained(self.global_steps, self.config.trainer), self.state.saver.settled():
+            with self._weight_guard.explained(self.global_steps), self.state.saver.settled():
                 if self._step(batch):
                     return
 
@@ -229,7 +232,7 @@ class RayPPOTrainer:
             self.state.go_back()
             self._end_step.go_back(self.global_steps, self.phases)
             return True
-        check_weights(metrics, step, trainer, self._log_metrics, self.state.saver.settle)
+        self._weight_guard.check(metrics, step, self._log_metrics, self.state.saver.settle)
         saves = is_due(step, trainer.save_freq, last)
         tests = self.val_dataloader is not None and is_due(step, trainer.test_freq, last)
         found, stopping = self._end_step(step, saves, tests, step >= last, self.phases)
@@ -299,6 +302,7 @@ class RayPPOTrainer:
         if self.use_critic:
             with self.phases("update_critic", self.critic_wg):
                 metrics |= self._update(self.critic_wg.update_critic, batch, "critic")
+            self._guard.took_update(metrics, "critic")
         if self._actor_learns:
             with self.phases("update_actor", self.actor_wg):
                 metrics |= self._update(self.actor_wg.update_actor, batch, "actor")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from verl.trainer.common.guard import NonFiniteError, NoSamplesError, StepGuard
+from verl.config import load_config
+from verl.trainer.common.guard import NonFiniteError, NoSamplesError, StepGuard, update_remedies
+from verl.trainer.common.initial_weights import explain_initial_weights
 
 GOOD = {"actor/skipped_steps": 0.0, "critic/skipped_steps": 0.0}
 EMPTY = {"actor/skipped_steps": 0.0, "actor/empty_steps": 1.0}
@@ -50,3 +54,35 @@ def test_steps_without_samples_name_the_last_reward_error_or_what_else_it_may_be
 )
 def test_the_policy_has_a_new_version_only_where_an_update_reached_it(metrics, took):
     assert StepGuard(limit=1).took_update(metrics, "actor") is took
+
+
+@pytest.mark.parametrize(
+    ("keys", "advised", "left_out"),
+    [
+        (
+            ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.optim.lr=3e-4"],
+            "Lower, in this order: actor_rollout_ref.actor.optim.lr (0.0003 → 0.00015), actor_rollout_ref.actor.clip",
+            ["critic", "ppo_epochs", "grad_clip"],
+        ),
+        (
+            [
+                "critic.optim.lr=0.02",
+                "actor_rollout_ref.actor.ppo_epochs=4",
+                "actor_rollout_ref.actor.use_kl_loss=True",
+            ],
+            "critic.optim.lr (0.02 → 0.01)",
+            ["kl_loss_coef"],
+        ),
+    ],
+)
+def test_advice_names_the_values_of_the_run_and_only_keys_that_it_uses(keys, advised, left_out):
+    files = ["data.train_files=x.parquet", "actor_rollout_ref.model.path=org/model", "trainer.n_gpus_per_node=1"]
+    advice = update_remedies(load_config(None, [*files, *keys], check_files=False))
+    assert advised in advice
+    assert [key for key in left_out if key in advice] == []
+
+
+def test_a_resumed_run_names_the_checkpoint():
+    said = explain_initial_weights("actor_rollout_ref.model.path", "org/model", Path("/runs/global_step_7"))
+    assert "resumed from /runs/global_step_7" in said
+    assert "trainer.resume_from_path" in said

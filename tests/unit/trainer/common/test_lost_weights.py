@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.trainer.common.guard import NonFiniteError
@@ -32,7 +33,8 @@ def ruined(task, tmp_path, monkeypatch, *more: str) -> tuple[str, list[str]]:
         close(trainer)
     folder = tmp_path / "checkpoints"
     saved = sorted(path.name for path in folder.glob("global_step_*")) if folder.exists() else []
-    assert f"{ACTOR}.optim.lr (1e-6 → 5e-7)" in str(caught.value)
+    now = trainer.config.actor_rollout_ref.actor.optim.lr
+    assert f"{ACTOR}.optim.lr ({now:g} → {now / 2:g})" in str(caught.value), "the value of this run"
     return str(caught.value), saved
 
 
@@ -65,3 +67,26 @@ def test_where_nothing_else_noticed_it_the_rollout_ends_the_run_in_the_same_word
     said, _ = ruined(task, tmp_path, monkeypatch, f"{ACTOR}.optim.lr=1e10", ONE_UPDATE)
     assert said.startswith("step 2: rollout: weights of version 1 give log-prob nan")
     assert "The updates before it left weights that cannot be used" in said
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_nan_in_the_initial_weights_is_attributed_to_the_model_not_to_updates(tmp_path, validates):
+    task = make_task(tmp_path / "task", rows=8)
+    (file,) = (tmp_path / "task" / "model").glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("mlp.down_proj.weight"))
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    arguments = overrides(task, tmp_path, "algorithm.adv_estimator=grpo", f"trainer.val_before_train={validates}")
+    trainer = make_trainer(arguments)
+    try:
+        trainer.init_workers()
+        with pytest.raises(NonFiniteError) as caught:
+            trainer.fit()
+    finally:
+        close(trainer)
+    said = str(caught.value)
+    assert f"No update has changed the weights: they are those of actor_rollout_ref.model.path={task['model']}" in said
+    assert f"whose files hold NaN or inf in {name}" in said
+    assert "lr" not in said.replace(task["model"], "")
+    assert "updates before" not in said
