@@ -109,7 +109,13 @@ def origin_of(file: str) -> str:
         return "verl"
     places = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     installed = file.startswith(("<", *places)) or "/site-packages/" in file or "/dist-packages/" in file
-    return "installed" if installed else "user"
+    return "installed" if installed or any(map(_has_packages, Path(file).parents)) else "user"
+
+
+@functools.cache
+def _has_packages(folder: Path) -> bool:
+    """Whether packages are installed in a folder (`pip install --target`, an unpacked bundle on PYTHONPATH)."""
+    return next(folder.glob("*.dist-info"), None) is not None
 
 
 def _walk(frame: FrameType | None) -> Stack:

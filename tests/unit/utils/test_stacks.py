@@ -53,6 +53,35 @@ def test_whose_a_file_is():
     assert [origin_of(file) for file in files] == ["verl", "installed", "installed", "installed", "user"]
 
 
+def test_a_service_thread_of_a_package_outside_site_packages_is_not_the_users(tmp_path, monkeypatch):
+    """A bundle on PYTHONPATH, as on machines without a package index; Ray's collector thread waits in its `run`."""
+    (tmp_path / "bundle" / "fakeray-1.0.dist-info").mkdir(parents=True)
+    (tmp_path / "bundle" / "fakeray").mkdir()
+    source = (
+        "import threading\n"
+        "class Collector(threading.Thread):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(daemon=True)\n"
+        "        self.started_, self.over = threading.Event(), threading.Event()\n"
+        "    def run(self):\n"
+        "        self.started_.set()\n"
+        "        self.over.wait(60)\n"
+    )
+    (tmp_path / "bundle" / "fakeray" / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path / "bundle")
+    import fakeray
+
+    thread = fakeray.Collector()
+    thread.start()
+    thread.started_.wait(30)
+    stack = own_stacks()[thread.ident]
+    thread.over.set()
+    thread.join()
+    assert "run" in [frame.function for frame in stack]
+    assert users_frame(stack) is None
+    assert origin_of(str(tmp_path / "project" / "reward.py")) == "user"
+
+
 def test_a_process_that_holds_the_gil_is_read_from_outside_and_a_stopped_one_is_known(tmp_path):
     script = tmp_path / "holds.py"
     script.write_text(HOLDS_THE_GIL)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from verl.utils.activity import Activity, current_activity
 from verl.utils.helper_processes import Standing, silent_peer, standing_helper
 from verl.utils.progress import pulses
 from verl.utils.stacks import Stack, own_stacks, users_frame
@@ -39,6 +40,8 @@ class Beat:
     """A process that this one waits for (an engine's) and that cannot run."""
     awaits: str | None = None
     """Who else is waited for, and has not answered for long."""
+    activity: Activity | None = None
+    """The long operation that the process is in, such as the start of an engine."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,10 @@ class Heart:
             return Beat(done=pulses())
         method, start, thread, done = running
         stacks = own_stacks(None if every_thread else thread)
-        told = telling_stacks(stacks, thread)
-        return Beat(method, time.monotonic() - start, done() + pulses(), thread, told, standing_helper(), silent_peer())
+        told, activity = telling_stacks(stacks, thread), current_activity()
+        units = done() + pulses()
+        seconds = time.monotonic() - start
+        return Beat(method, seconds, units, thread, told, standing_helper(), silent_peer(), activity)
 
 
 def telling_stacks(stacks: dict[int, Stack], thread: int) -> tuple[Stack, ...]:

@@ -19,10 +19,13 @@ _SLOW_STEPS = 3
 
 
 class HangLimits:
-    """Seconds without progress. `timeout` holds for all phases if it is given."""
+    """Seconds without progress. `timeout` holds for all phases if it is given.
 
-    def __init__(self, timeout: float | None) -> None:
-        self._timeout = timeout
+    `load`: how many times longer everything takes on this machine (`machine_load.load_factor`).
+    """
+
+    def __init__(self, timeout: float | None, load: float = 1.0) -> None:
+        self._timeout, self._start = timeout, _LEAST_S * load
         self._took: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_RECENT))
 
     def took(self, phase: str, seconds: float) -> None:
@@ -38,7 +41,7 @@ class HangLimits:
             # Starting processes and loading models says nothing of what phases take.
             loads = phase.startswith(RESTART) or not (self._took or phase)
             starts = kind == "starting" or (loads and not stands)
-            return max(self._timeout, _LEAST_S) if starts else self._timeout
+            return max(self._timeout, self._start) if starts else self._timeout
         if stands:
             return _STANDSTILL_S
         if phase in self._took:

@@ -22,7 +22,8 @@ _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/")
 class Verdict:
     """`kind` tells: stopped, traced, dead, unreachable, silent; user (a function of the user's), behind (a rank does
     not arrive where others wait), mismatch (ranks in different collectives), together (all in the same), idle (no rank
-    works, the call does not end), alone (all ranks work, none waits), starting, controller, debugged."""
+    works, the call does not end), alone (all ranks work, none waits), starting (a process, or an engine), controller,
+    debugged."""
 
     kind: str
     sentence: str
@@ -45,6 +46,8 @@ def judge(reports: Sequence[RankReport]) -> Verdict:
         return Verdict("debugged", "a debugger is open")
     if not busy:
         return Verdict("idle", f"{_ranks(reports)} have nothing to do: what they were sent, or their answer, is lost")
+    if starting := [report for report in busy if report.beat.activity is not None]:
+        return _blamed("starting", starting, reports, lambda report: f"is {report.beat.activity}")
     waiting = [report for report in busy if report.collective]
     working = [report for report in busy if not report.collective]
     if waiting and working:

@@ -55,6 +55,15 @@ class Standing:
     pid: int = 0
     host: str = ""
     """Of the controller."""
+    activity: str | None = None
+    """The long operation that ranks are in between phases, such as the start of their engines."""
+    starting: bool = False
+    """The run has not reached its first step: there is nothing to finish or to save."""
+
+    @property
+    def label(self) -> str:
+        """The phase, or the activity outside of phases."""
+        return self.phase or self.activity or ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +85,8 @@ class StatusLine:
         self.now = Phase("")
         self.trouble: str | None = None
         self.hang: Exception | None = None
+        self.activity: str | None = None
+        self.starting = False
         self.on_phase_end: Callable[[str, float], None] = lambda name, seconds: None
         self._ask_ranks = True
 
@@ -108,7 +119,19 @@ class StatusLine:
         done, units = (sum(column) for column in zip(*counts, strict=True))
         name, seconds = BAR_NAMES.get(phase.key, phase.key), time.monotonic() - phase.start
         process = os.getpid(), socket.gethostname()
-        return Standing(self.step, self.total, name, seconds, done, units, self.trouble, self.hang, *process)
+        return Standing(
+            self.step,
+            self.total,
+            name,
+            seconds,
+            done,
+            units,
+            self.trouble,
+            self.hang,
+            *process,
+            self.activity,
+            self.starting,
+        )
 
     def _counts_of_ranks(self, phase: Phase) -> list[tuple[int, int]]:
         """(done, total) of every rank that works in the phase."""
@@ -206,13 +229,13 @@ class Bars:
         if _another_phase(self._last, now):
             # A new row, for its clock and its estimate start again.
             self._rows.remove_task(self._phase)
-            self._phase = self._rows.add_task(now.phase, total=None, count="", visible=bool(now.phase))
+            self._phase = self._rows.add_task(now.label, total=None, count="", visible=bool(now.label))
         if now.units:  # the last count stays when the ranks are done and the phase is not
             self._rows.update(self._phase, completed=now.done, total=now.units, count=f"{now.done}/{now.units}")
         self._last = now
 
 
 def _another_phase(before: Standing | None, now: Standing) -> bool:
-    if before is None or (before.step, before.phase) != (now.step, now.phase):
+    if before is None or (before.step, before.label) != (now.step, now.label):
         return True
     return now.phase_seconds < before.phase_seconds  # the same name again: a step may generate several times

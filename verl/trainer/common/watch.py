@@ -23,6 +23,7 @@ from verl.single_controller.base.open_calls import OpenCall, calls_so_far, open_
 from verl.trainer.common.hang_limits import HangLimits, SlowRanks
 from verl.trainer.common.hang_verdict import Verdict, behind, judge, judge_controller, judge_start, name_of, table
 from verl.trainer.common.status_line import Phase, StatusLine
+from verl.utils.machine_load import load_factor
 from verl.utils.progress import pulses
 from verl.utils.stacks import answer_stack_requests, own_stacks, show
 
@@ -36,6 +37,8 @@ _ANSWER_S = 1.0
 _PER_RANK_S = 0.03
 # Said so early, others at half of their limit.
 _TOLD_AFTER_S = {"stopped": 2.0, "traced": 2.0, "dead": 2.0, "user": 60.0}
+# Between two log lines on a long operation of the ranks, such as the start of their engines.
+_ACTIVITY_S = 10.0
 # From then on the stacks of all threads are asked for.
 _SUSPECT_S = 5.0
 _RAISED_S = 1.0
@@ -53,7 +56,7 @@ class HangWatch:
     ) -> None:
         """`stuck` is called if the controller hangs in its own code, where it cannot be told."""
         self._status, self._stuck = status, stuck
-        self._limits, self._slow = HangLimits(timeout), SlowRanks()
+        self._limits, self._slow = HangLimits(timeout, load_factor()), SlowRanks()
         status.on_phase_end = self._limits.took
         self._reports: Any = None
         self._thread = 0
@@ -89,6 +92,8 @@ class HangWatch:
         self._looked: float | None = None
         self._standstill_since: float | None = None
         self._told: set[str] = set()
+        self._activity_logged = -math.inf
+        self._status.activity = None
 
     def _watch(self, over: threading.Event) -> None:
         before, slept, failures = self.seconds, time.monotonic(), set[str]()
@@ -125,8 +130,19 @@ class HangWatch:
             self._units, self._still_since = units, now
             if self._standstill_since is None:
                 self._goes_on(phase)
+        self._report_activity(reports, now)
         verdict = self._judge(calls, reports)
         return self._weigh(phase, verdict, calls, reports, now)
+
+    def _report_activity(self, reports: Sequence[RankReport], now: float) -> None:
+        """Show the long operation of the first rank that is in one, and log it every `_ACTIVITY_S` seconds."""
+        active = [(report, report.beat.activity) for report in reports if report.beat.activity is not None]
+        self._status.activity = active[0][1].label if active else None
+        if active and now - self._activity_logged >= _ACTIVITY_S:
+            self._activity_logged = now
+            report, activity = active[0]
+            others = f" (and {len(active) - 1} more)" if len(active) > 1 else ""
+            logger.info("rank %d of %s%s is %s", report.rank, report.role, others, activity)
 
     def _weigh(
         self, phase: Phase, verdict: Verdict, calls: list[OpenCall], reports: list[RankReport], now: float

@@ -19,6 +19,7 @@ from verl.single_controller.base.worker import RankInfo
 from verl.utils.device import resolve_dtype
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.engine_start import engine_start
 from verl.workers.rollout.following_rank import FollowingRank
 from verl.workers.rollout.process.messages import Recipe
 from verl.workers.rollout.process.process_rollout import ProcessRollout
@@ -45,7 +46,8 @@ def open_rollout(
                 f" {config.tensor_model_parallel_size}. Set in_process=False."
             )
         make: Any = get_rollout_class(config.name)
-        return make(model_path, model_config, config, device)
+        with engine_start(config.name):
+            return make(model_path, model_config, config, device)
     size, rank, places = config.tensor_model_parallel_size, *_places(device, config.tensor_model_parallel_size)
     if rank % size:
         return FollowingRank(config, resolve_dtype(config.dtype, device))

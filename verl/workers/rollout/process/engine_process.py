@@ -24,6 +24,7 @@ from typing import Any
 
 from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
+from verl.utils.activity import activity
 from verl.utils.exceptions import RemoteTraceback
 from verl.utils.helper_processes import add_helper, remove_helper
 from verl.utils.process_tree import end_family, end_group, ended_how
@@ -54,6 +55,7 @@ class EngineProcess:
         self._ended = threading.Event()
         self._dismissed = False
         self.death: EngineDiedError | None = None
+        self._step: str | None = "starting its process"
         file, self.log = tempfile.mkstemp(prefix="verl-engine-", suffix=".log")
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
@@ -66,7 +68,8 @@ class EngineProcess:
         add_helper(self.pid, lambda: bool(self._replies or self._answers))
         self._start_thread(self._keep_receiving)
         self._start_thread(self._keep_answering)
-        self.facts: Facts = self._built(recipe)
+        with activity(f"starting the {recipe.config.name} engine", lambda: self._step):
+            self.facts: Facts = self._built(recipe)
 
     # ---------------------------------------------------------------- calls
 
@@ -201,6 +204,7 @@ class EngineProcess:
                 elif isinstance(message, Answers):
                     self._arrived.put(message)
                 elif isinstance(message, Moved):
+                    self._step = message.step
                     pulse()
         except (EOFError, OSError):
             if not self._ended.wait(_ENDING_S):

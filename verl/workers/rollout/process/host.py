@@ -22,11 +22,13 @@ import torch
 
 from verl.single_controller.base.errors import Failure
 from verl.types.request import Output, Request
+from verl.utils.activity import current_activity
 from verl.utils.exceptions import causes
 from verl.utils.logging_setup import setup_logging
 from verl.utils.process_tree import end_family, end_with_parent
 from verl.utils.progress import pulses
 from verl.workers.rollout.base import BaseRollout, EngineBrokenError
+from verl.workers.rollout.engine_start import engine_start
 from verl.workers.rollout.process.channel import Channel
 from verl.workers.rollout.process.messages import Answers, Call, Facts, Moved, Recipe, Reply, raised_there
 from verl.workers.rollout.process.shared_buffer import BucketHandle, BufferHandle, BufferReader
@@ -73,7 +75,9 @@ class Host:
         torch.set_num_threads(recipe.threads)
         self._device = torch.device(recipe.device)
         make: Callable[..., BaseRollout] = resolve_name(recipe.at)
-        self._rollout = rollout = make(recipe.model_path, recipe.model_config, recipe.config, self._device)
+        with engine_start(recipe.config.name):
+            rollout = make(recipe.model_path, recipe.model_config, recipe.config, self._device)
+        self._rollout = rollout
         rollout.watch_processes(self._worker_ended)
         return Facts(
             rollout.version, rollout.weight_dtype, rollout.eos_token_ids, rollout.pad_token_id, rollout.wanted()
@@ -152,9 +156,10 @@ class Host:
         told = pulses()
         while True:
             threading.Event().wait(_PULSE_S)
+            starting = current_activity()  # counts its steps
             if (now := pulses()) != told:
                 told = now
-                self._channel.send(Moved())
+                self._channel.send(Moved(None if starting is None else starting.step))
 
 
 def _keep(run: Callable[[], None]) -> None:

@@ -68,7 +68,9 @@ class Answers:
 
 @dataclass(frozen=True)
 class Moved:
-    """Something moves in the engine's process."""
+    """Something moves in the engine's process, which may still be in a step of its start."""
+
+    step: str | None = None
 
 
 def raised_there(failure: Failure) -> Exception:

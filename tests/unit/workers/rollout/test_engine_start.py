@@ -1,0 +1,90 @@
+"""The start of an engine is reported with its step while it lasts, and hang diagnosis names it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from verl.single_controller.base.beat import Beat, Heart, RankReport
+from verl.trainer.common.hang_verdict import judge
+from verl.trainer.common.status_line import StatusLine
+from verl.trainer.common.watch import HangWatch
+from verl.utils.activity import Activity, activity, current_activity
+from verl.utils.progress import pulses
+from verl.utils.stacks import Frame
+from verl.workers.rollout.engine_start import engine_start, step_of
+
+VLLM = "/bundle/vllm/v1"
+INSIDE = Frame("/bundle/torch/nn/modules/module.py", 9, "_call_impl")
+
+
+@pytest.mark.parametrize(
+    ("functions", "step"),
+    [
+        (["load_weights", "load_model", "_init_executor"], "loading weights"),
+        (["_dummy_run", "profile_run", "determine_available_memory"], "profiling memory"),
+        (["_dummy_run", "capture_model", "compile_or_warm_up_model"], "capturing CUDA graphs"),
+        (["_dummy_run", "compile_or_warm_up_model"], "warming up"),
+        (["exec_module", "_find_and_load", "<module>", "__init__"], "importing packages"),
+        (["__init__", "from_engine_args"], None),
+    ],
+)
+def test_the_innermost_known_function_is_the_step(functions, step):
+    assert step_of((INSIDE, *(Frame(f"{VLLM}/x.py", 1, name) for name in functions))) == step
+
+
+def test_the_compiler_is_the_step_wherever_it_is_called():
+    compiler = Frame("/v/torch/_inductor/compile_fx.py", 5, "compile_fx")
+    assert step_of((compiler, Frame(f"{VLLM}/x.py", 1, "profile_run"))) == "compiling the model"
+
+
+def load_model(inside: threading.Event, over: threading.Event) -> None:
+    inside.set()
+    over.wait(60)
+
+
+def test_a_rank_whose_engine_starts_says_so_and_is_not_blamed_for_other_threads():
+    heart, inside, over = Heart(), threading.Event(), threading.Event()
+
+    def start() -> None:
+        with heart.running("init_model", lambda: 0), engine_start("vllm"):
+            load_model(inside, over)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    inside.wait(30)
+    beat = heart.beat(every_thread=True)
+    over.set()
+    thread.join()
+    assert beat.activity.label == "starting the vllm engine: loading weights"
+    verdict = judge([RankReport("actor_rollout", 0, "node-0", 4710, "runs", beat)])
+    assert verdict.kind == "starting"
+    assert verdict.sentence.startswith(
+        "rank 0 of actor_rollout (host node-0, pid 4710) is starting the vllm engine: loading weights ("
+    )
+    assert current_activity() is None
+
+
+def test_a_new_step_is_progress_and_the_last_known_one_stays():
+    steps = iter(["loading weights", "loading weights", None, "warming up"])
+    with activity("starting the vllm engine", lambda: next(steps)):
+        before = pulses()
+        seen = [(current_activity().step, pulses() - before) for _ in range(4)]
+    assert seen == [("loading weights", 1), ("loading weights", 1), ("loading weights", 1), ("warming up", 2)]
+
+
+def test_the_watch_logs_a_start_every_ten_seconds_and_shows_it_in_the_status(caplog):
+    status = StatusLine(10)
+    watch = HangWatch(status, None)
+    with caplog.at_level(logging.INFO):
+        for seconds in (0.0, 4.0, 9.0, 11.0, 14.0, 22.0):
+            beat = Beat("init_model", activity=Activity("starting the vllm engine", "loading weights", seconds))
+            watch._report_activity([RankReport("actor_rollout", n, "h", 7, "runs", beat) for n in (0, 1)], seconds)
+    lines = [record.message for record in caplog.records]
+    said = "rank 0 of actor_rollout (and 1 more) is starting the vllm engine: loading weights"
+    assert lines == [f"{said} ({seconds} s)" for seconds in (0, 11, 22)]
+    assert status.standing().label == "starting the vllm engine: loading weights"
+    watch._report_activity([RankReport("actor_rollout", 0, "h", 7, "runs", Beat())], 30.0)
+    assert status.standing().label == ""
