@@ -48,7 +48,7 @@ def engine_start(name: str) -> Iterator[None]:
 def step_of(stack: Stack) -> str | None:
     """Return the step that this stack is in, None where it is not known."""
     for frame in stack:
-        if any(place in frame.file for place in _COMPILER):
+        if frame.function != "<module>" and any(place in frame.file for place in _COMPILER):
             return "compiling the model"
         if frame.function in _STEPS:
             return _STEPS[frame.function]

@@ -38,6 +38,8 @@ def test_the_innermost_known_function_is_the_step(functions, step):
 def test_the_compiler_is_the_step_wherever_it_is_called():
     compiler = Frame("/v/torch/_inductor/compile_fx.py", 5, "compile_fx")
     assert step_of((compiler, Frame(f"{VLLM}/x.py", 1, "profile_run"))) == "compiling the model"
+    imported = (compiler._replace(function="<module>"), Frame("<frozen importlib>", 1, "_find_and_load"))
+    assert step_of(imported) == "importing packages"
 
 
 def load_model(inside: threading.Event, over: threading.Event) -> None:
