@@ -23,9 +23,21 @@ from verl.trainer.common.ending import ends_in_words
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 
 class Waits(TaskRunner):
+    asked = 0
+    stopped = False
+
+    def standing(self):
+        self.asked += 1
+        if self.asked > 1:  # the driver has the first answer
+            pathlib.Path("running").touch()
+        return super().standing()
+
+    def request_stop(self):
+        self.stopped = pathlib.Path("saves").exists()
+
     def run(self, config):
-        pathlib.Path("running").touch()
-        time.sleep(300)
+        while not self.stopped:
+            time.sleep(0.1)
 
 with ends_in_words():
     run_ppo(load_config(None, sys.argv[1:]), Waits, supervised=True)
@@ -82,4 +94,55 @@ def test_the_second_signal_ends_it_at_once_and_all_it_started(running):
     assert running.poll() is None, "it finishes its step first"
     os.killpg(running.pid, signal.SIGTERM)
     assert running.wait() == -signal.SIGTERM
+    assert gone_soon(family, 60) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", [0.0, 0.3, 1.0])
+def test_ctrl_c_again_after_the_run_has_ended_leaves_no_traceback(running, tmp_path, pause):
+    """The first one ends the run, which is saved; the others come while Ray and the interpreter shut down."""
+    (tmp_path / "saves").touch()
+    os.killpg(running.pid, signal.SIGINT)
+    time.sleep(0.6)  # sooner it would count as the same one, delivered twice
+    while running.poll() is None:
+        time.sleep(pause)
+        running.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    errors = running.stderr.read()
+    assert "Traceback" not in errors, errors[-3000:]
+    assert "Exception ignored" not in errors
+    assert running.returncode in (0, 130)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 1.5, 4.0, 9.0])
+def test_sigterm_before_the_first_step_ends_the_command_with_one_sentence(tmp_path, seconds):
+    """At moments of the start of Ray, of the controller and of the ranks."""
+    task = make_task(tmp_path)
+    arguments = overrides(task, tmp_path, "algorithm.adv_estimator=grpo")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    errors = []
+    for line in process.stderr:
+        errors.append(line)
+        if "Initializing Ray" in line:
+            break
+    time.sleep(seconds)
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    errors += process.stderr.readlines()
+    assert process.wait() == 143, "".join(errors[-40:])
+    text = "".join(errors)
+    assert "Traceback" not in text, text[-3000:]
+    assert "received at time" not in text, "no C++ stacks of Ray"
+    assert "finished" not in text, "there is no step to finish"
+    assert errors[-1] == (
+        "stopped by SIGTERM before the first step. The same command starts from the beginning: no step was saved.\n"
+    )
     assert gone_soon(family, 60) == []

@@ -138,6 +138,9 @@ class RayInitConfig(Block):
     num_cpus: int | None = key(
         "CPUs Ray may use.", null="detected", min=1, aliases=("../ray_kwargs.ray_init.num_cpus",)
     )
+    start_timeout: float | None = key(
+        "Seconds that Ray may take to start.", null="120, times the load average per core of a busy machine", above=0
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from verl.trainer.common.controller_poll import ControllerPoll
 from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
 from verl.trainer.common.nodes import joins_a_head, running_head, serve_as_node, start_head, stop_head
 from verl.trainer.common.own_ray import OwnRay, result_of
-from verl.trainer.common.signals import FINISHES, Asked, stop_on_signals
+from verl.trainer.common.signals import FINISHES, Asked, exit_on_signals, stop_on_signals
 from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise, wants_supervision
@@ -68,11 +68,11 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
     with tells_of_restart(config.trainer):
         if wants_supervision(config, supervised):
             attempt = supervise(config, lambda head: running_head(config, head), stop_head)
-            by = _run_on_ray(attempt.config, runner_class, attempt.head, ends_ray=True)
+            by = _run_on_ray(attempt.config, runner_class, attempt.head, supervised)
         else:
             head = start_head(config)  # before Ray is imported: it reads its settings then
             try:
-                by = _run_on_ray(config, runner_class, head, ends_ray=supervised)
+                by = _run_on_ray(config, runner_class, head, supervised)
             finally:
                 stop_head(head)
         if by is not None:
@@ -81,10 +81,11 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
             log_finished(config.trainer, "actor")
 
 
-def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, ends_ray: bool) -> str | None:
+def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: bool) -> str | None:
     """The signal that ended the run, if one did, and what was given up for it.
 
-    `ends_ray`: shut down a Ray that was started here, so that no output of an actor follows the last line.
+    `is_program`: nothing follows the run in this process, so a Ray that was started here is shut down: no output of an
+    actor follows the last line.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -93,7 +94,7 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, ends_ray: bool)
     if ours:
         again = earlier_attempts() > 0
         num_cpus = config.ray_init.num_cpus if config.trainer.node_rank is None else None
-        own = start_ray(num_cpus, within=config.trainer.nodes_within if again else 0)
+        own = start_ray(num_cpus, config.trainer.nodes_within if again else 0, config.ray_init.start_timeout)
         if not own:
             used = {config.role_mapping[role] for role in active_roles(config)}
             pools = [pool for name, pool in config.resource_pool_spec.items() if name in used]
@@ -106,13 +107,14 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, ends_ray: bool)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         runner_class = ray.remote(num_cpus=1, max_concurrency=3, scheduling_strategy=here)(runner_class)
     runner = runner_class.remote()
+    answer_stack_requests()
+    poll = ControllerPoll(runner, own, config.trainer.hang_timeout)
     stopping: AbstractContextManager[Asked] = nullcontext(Asked())
     if hasattr(runner, "request_stop"):
         by, within = Asked(), config.trainer.save_within
         first = FINISHES if within is None else f"stopping: saved first, if it can be in {within:g} s"
-        stopping = stop_on_signals(lambda: _ask_to_stop(runner, by.by), own.kill, first, by)
-    answer_stack_requests()
-    poll = ControllerPoll(runner, own, config.trainer.hang_timeout)
+        starting = poll.before_first_step if ours else lambda: False
+        stopping = stop_on_signals(lambda: _ask_to_stop(runner, by.by), own.kill, first, by, starting)
     with stopping as asked, progress_bar(lambda: poll.standing):
         try:
             given_up = result_of(runner.run.remote(config), own, asked, poll.look)
@@ -121,7 +123,9 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, ends_ray: bool)
             if now is not None and now.phase:  # what an error knows itself stays
                 note(error, phase=now.phase, step=now.step + 1)
             raise
-    if ours and (ends_ray or asked.by is not None):
+    if asked.by is not None and is_program:
+        exit_on_signals("the run has ended and is saved; exiting at once")
+    if ours and (is_program or asked.by is not None):
         ray.shutdown()  # what the run printed arrives at any time until then
         sys.stdout.flush()
     # Said here: the last that an actor prints may be lost with Ray.
@@ -168,6 +172,7 @@ class TaskRunner:
         from verl.utils.reward_score.served import require_server
 
         setup_logging()
+        self._starting.starting = True
         config = load_config(config)
         for module in config.external_libs:
             importlib.import_module(module)

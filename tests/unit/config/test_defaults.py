@@ -109,6 +109,7 @@ DEFAULTS = {
     "trainer.dump_steps": [],
     "trainer.master_port": 29500,
     "ray_init.num_cpus": None,
+    "ray_init.start_timeout": None,
     "external_libs": [],
     "custom": {},
     "do_search": False,

@@ -10,9 +10,11 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from verl.config import RunConfig
 from verl.trainer.common.own_ray import OwnRay, started_apart
+from verl.trainer.common.ray_startup import RayStartError, start_patiently
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.utils.exceptions import Travels
 from verl.utils.network import stranger_at
@@ -33,10 +35,10 @@ class RayUnavailableError(Travels, RuntimeError):
         super().__init__(f"Ray cannot start or join its cluster ({reason}). {remedy}")
 
 
-def start_ray(num_cpus: int | None = None, within: float = 0.0) -> OwnRay:
+def start_ray(num_cpus: int | None = None, within: float = 0.0, start_timeout: float | None = None) -> OwnRay:
     """Join the cluster that runs here, or start one; what was started is returned.
 
-    `within`: seconds that a cluster which does not answer is waited for.
+    `within`: seconds that a cluster which does not answer is waited for; `start_timeout`: `ray_init.start_timeout`.
     """
     import ray
 
@@ -50,18 +52,29 @@ def start_ray(num_cpus: int | None = None, within: float = 0.0) -> OwnRay:
             if not wait.goes_on(f"{error.reason}; waiting for it (trainer.nodes_within)"):
                 raise
     runtime_env = get_ppo_ray_runtime_env()
-    try:
-        with started_apart() as pids:
-            try:
-                started = ray.init(num_cpus=num_cpus, runtime_env=runtime_env)
-            except ValueError:
-                if num_cpus is None:
-                    raise
-                # Ray refuses a number of CPUs for a cluster that is already running.
-                started = ray.init(runtime_env=runtime_env)
-                logger.warning("ray_init.num_cpus has no effect: a running Ray cluster was joined.")
-    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-        raise RayUnavailableError((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
+
+    def init() -> Any:
+        try:
+            return ray.init(num_cpus=num_cpus, runtime_env=runtime_env)
+        except ValueError:
+            if num_cpus is None:
+                raise
+            # Ray refuses a number of CPUs for a cluster that is already running.
+            started = ray.init(runtime_env=runtime_env)
+            logger.warning("ray_init.num_cpus has no effect: a running Ray cluster was joined.")
+            return started
+
+    if _known_cluster() in (None, "local"):
+        try:
+            started, pids = start_patiently(init, start_timeout)
+        except RayStartError as error:
+            raise RayUnavailableError(error.reason, error.remedy) from error
+    else:
+        try:
+            with started_apart() as pids:
+                started = init()
+        except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+            raise RayUnavailableError((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
     if started.dashboard_url:  # with the extra `dashboard`
         logger.info("Ray dashboard: http://%s", started.dashboard_url.removeprefix("http://"))
     return OwnRay(pids)

@@ -10,6 +10,7 @@ from typing import Any
 
 from verl.trainer.common.own_ray import OwnRay
 from verl.trainer.supervision.report import tell
+from verl.utils.machine_load import load_factor
 from verl.utils.process_tree import kill_family, standstill
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,12 @@ class ControllerPoll:
         self._looked = time.monotonic()
         self.standing: Any = None
         """The last that came."""
+
+    def before_first_step(self) -> bool:
+        """Whether the run is known not to have begun its first step; False of a runner that does not report."""
+        if not hasattr(self._runner, "standing"):
+            return False
+        return self.standing is None or getattr(self.standing, "starting", False)
 
     def look(self) -> None:
         """Ask, or see whether the answer is there; raises HangError once nothing is to be hoped for. Never waits."""
@@ -90,7 +97,7 @@ class ControllerPoll:
         if seconds < _TOLD_AFTER_S:
             self._told = None
             return
-        limit = self._timeout or _SILENT_S
+        limit = self._timeout or _SILENT_S * load_factor()
         if seconds >= limit or (seconds >= limit / 2 and self._told is None):
             why, detail = self._silent(pid)
             self._weigh(why, seconds, limit, 0.0, detail)

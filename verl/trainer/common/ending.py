@@ -21,6 +21,7 @@ from typing import Any
 
 from verl.config import ConfigError
 from verl.trainer.common.own_ray import RayLostError
+from verl.trainer.common.signals import StopSignal, stop_signals_raise
 from verl.trainer.supervision.causes import place_of, restartable
 from verl.trainer.supervision.report import earlier_attempts, is_supervised, tell
 from verl.utils.exceptions import RemoteTraceback, note
@@ -48,11 +49,14 @@ def ends_in_words(
     before = os.environ.get(_FULL_ERRORS)
     os.environ[_FULL_ERRORS] = "1"  # Hydra hands errors on instead of printing them its own way
     try:
-        yield
+        with stop_signals_raise():
+            yield
         tell(leaving=True)
     except KeyboardInterrupt as error:
-        said = [" ".join(filter(None, (interrupted, _sentence(getattr(error, "restart", None)))))]
-        _end(said, _INTERRUPTED, at_once=True)
+        by = error.by if isinstance(error, StopSignal) else None
+        stopped = interrupted if by is None else f"stopped by {by} before the first step."
+        said = [" ".join(filter(None, (stopped, _sentence(getattr(error, "restart", None)))))]
+        _end(said, error.exit_code if isinstance(error, StopSignal) else _INTERRUPTED, at_once=True)
     except Exception as error:
         text = _wrong_input(error, wrong_input)
         if text is not None:

@@ -1,10 +1,12 @@
-"""Signals that end a run: the first asks it to finish its step and save, the second ends it at once."""
+"""Signals that end a run: before the first step at once, later after the step is finished and saved; the second one
+always at once."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,14 +29,65 @@ class Asked:
     by: str | None = None
 
 
+class StopSignal(KeyboardInterrupt):
+    """A signal ends the program where nothing is to be finished or saved; `by` is its name."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__(by)
+        self.by = by
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell reports a process that the signal killed."""
+        return 128 + signal.Signals[self.by]
+
+
+@contextmanager
+def stop_signals_raise() -> Iterator[None]:
+    """SIGTERM, SIGHUP and SIGUSR1 raise StopSignal in the main thread, where they would kill without a message."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(number: int, frame: Any) -> None:
+        raise StopSignal(signal.Signals(number).name)
+
+    caught = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
+    for number in caught:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def exit_on_signals(message: str) -> None:
+    """From now on, a signal writes one line and exits with 0: the work is done and only clean-up is left."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def on_signal(number: int, frame: Any) -> None:
+        sys.stderr.write(f"{signal.Signals(number).name}: {message}\n")
+        sys.stderr.flush()
+        os._exit(0)
+
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, on_signal)
+
+
 @contextmanager
 def stop_on_signals(
     ask: Callable[[], Any],
     at_once: Callable[[], Any] = lambda: None,
     first: str = FINISHES,
     asked: Asked | None = None,
+    starting: Callable[[], bool] = lambda: False,
 ) -> Iterator[Asked]:
     """SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C call `ask`; a second one calls `at_once` and ends the process.
+
+    While `starting()`, the first one calls `at_once` and raises StopSignal.
 
     SIGUSR1 is a scheduler's warning that another will follow, which then counts as the first.
     Signals that are ignored (`nohup`, a job in the background) stay so. Threads other than the main one get none.
@@ -55,6 +108,9 @@ def stop_on_signals(
             return
         if earlier not in (None, "SIGUSR1"):
             return on_second(number)
+        if starting():
+            at_once()
+            raise StopSignal(name)
         logger.warning("%s: %s (again to stop at once)", asked.by, first)
         ask()
 

@@ -68,7 +68,8 @@ def _train(config: SupervisedConfig, trainer_class: Callable[[], type]) -> str |
 
             if not ray.is_initialized():
                 again = earlier_attempts() > 0
-                own = start_ray(config.ray_init.num_cpus, within=config.trainer.nodes_within if again else 0)
+                within, start = config.trainer.nodes_within if again else 0, config.ray_init
+                own = start_ray(start.num_cpus, within, start.start_timeout)
                 if not own:
                     pool = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
                     wait_for_nodes(config.trainer, [pool], again)

@@ -1,0 +1,139 @@
+"""Starting Ray on this machine: limits that follow its load, a second attempt, signals that end it in one sentence."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from verl.trainer.common.own_ray import OwnRay, started_apart
+from verl.trainer.common.signals import StopSignal
+from verl.utils.machine_load import describe_load, load_factor
+from verl.utils.process_tree import children, command_of
+
+logger = logging.getLogger(__name__)
+
+# Ray's own limits, of 30 to 60 s, are for an idle machine.
+_IDLE_S = 120.0
+_LOOK_S = 0.5
+_BUSY = 1.5
+# Limits that Ray reads from the environment, and their unit in seconds.
+_LIMITS = {
+    "RAY_gcs_server_port_wait_time_s": 1.0,
+    "RAY_py_gcs_connect_timeout_s": 1.0,
+    "RAY_worker_register_timeout_seconds": 1.0,
+    "RAY_agent_register_timeout_ms": 0.001,
+}
+# Ray would write the C++ stack of every thread when a signal ends it.
+_NO_CPP_STACKS = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
+
+
+_set_here: set[str] = set()
+
+
+class RayStartError(RuntimeError):
+    """Ray's processes did not start, not in a second attempt either."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        self.reason, self.remedy = reason, remedy
+        super().__init__(f"{reason}. {remedy}")
+
+
+def start_timeout(configured: float | None = None) -> float:
+    """Return the seconds that Ray may take to start: as configured, or by the load of the machine."""
+    return _IDLE_S * load_factor() if configured is None else configured
+
+
+def allow_time(seconds: float) -> None:
+    """Set Ray's limits of its start for this process and its children; variables that the user has set stay."""
+    values = {name: str(round(seconds / unit)) for name, unit in _LIMITS.items()} | {_NO_CPP_STACKS: "1"}
+    for name, value in values.items():
+        if name in _set_here or name not in os.environ:
+            _set_here.add(name)
+            os.environ[name] = value
+
+
+def start_patiently(init: Callable[[], Any], configured: float | None = None) -> tuple[Any, list[int]]:
+    """Call `init` (`ray.init` without a running cluster), twice if need be.
+
+    Returns its result and the processes that it started. A failed attempt leaves no process behind.
+    """
+    seconds = start_timeout(configured)
+    allow_time(seconds)
+    try:
+        return _attempt(init, seconds)
+    except Exception as error:  # noqa: BLE001 - Ray raises plain exceptions here; the second attempt's is raised
+        reason = _reason(error)
+        logger.warning("Ray did not start (%s; %s). Starting it again.", reason, describe_load())
+    seconds = max(seconds, start_timeout(configured))
+    allow_time(seconds)
+    try:
+        return _attempt(init, seconds)
+    except Exception as error:
+        reason = f"it did not start in two attempts of up to {seconds:.0f} s: {_reason(error)}"
+        raise RayStartError(reason, _remedy(seconds)) from error
+
+
+def _attempt(init: Callable[[], Any], seconds: float) -> tuple[Any, list[int]]:
+    pids: list[int] = []
+    try:
+        with _node_lookup(seconds), started_apart() as pids:
+            return init(), pids
+    except Exception:
+        import ray
+
+        ray.shutdown()
+        OwnRay(pids).kill()
+        raise
+    except BaseException as error:
+        OwnRay(pids).kill()
+        if isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # of the handler that Ray installs
+            raise StopSignal("SIGTERM") from None
+        raise
+
+
+@contextmanager
+def _node_lookup(seconds: float) -> Iterator[None]:
+    """Let `ray.init` wait this long for its raylet: Ray itself gives up after 30 s, which no setting changes."""
+    from ray._private import services
+
+    lookup = services.get_node
+    deadline = time.monotonic() + seconds
+
+    def get_node(*args: Any, **kwargs: Any) -> Any:
+        while True:
+            try:
+                return lookup(*args, **kwargs)
+            except RuntimeError:
+                if time.monotonic() > deadline or not _raylet_runs():
+                    raise
+            time.sleep(_LOOK_S)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = lookup
+
+
+def _raylet_runs() -> bool:
+    return any(b"raylet" in command_of(pid) for pid in children(os.getpid()))
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _remedy(seconds: float) -> str:
+    logs = f"Ray's logs are in {os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs."
+    more = f"ray_init.start_timeout={2 * seconds:.0f}"
+    if load_factor() < _BUSY:
+        return f"{logs} If they show no error, allow more time with {more}."
+    return (
+        f"The machine is busy ({describe_load()}): stop other processes or wait for them, or allow more time with"
+        f" {more}. {logs}"
+    )
