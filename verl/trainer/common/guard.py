@@ -14,7 +14,7 @@ from verl.config.schema import pick
 from verl.planning.remedies import PHASES
 from verl.single_controller.base.errors import WorkerDiedError
 from verl.trainer.common.ending import what_the_same_command_does
-from verl.trainer.common.initial_weights import explain_initial_weights
+from verl.trainer.common.nonfinite_weights import explain_initial_weights
 from verl.utils.exceptions import causes
 from verl.workers.roles.memory import host_advice
 from verl.workers.roles.updates import LOST_AT
