@@ -8,6 +8,16 @@ from verl.config import names
 from verl.config.rollout_correction import RolloutCorrectionConfig
 from verl.config.schema import Block, key
 
+_ON_PAIRS = (
+    "trains on pairs of given answers, without generation: it is not an advantage estimator",
+    "Train a reward model on the pairs (verl.trainer.main_rm) and use it with grpo here, or fine-tune on the better"
+    " answers (verl.trainer.main_sft)",
+)
+OTHER_METHODS = dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo"), _ON_PAIRS) | {
+    "sft": ("is supervised fine-tuning, not an advantage estimator", "Run python -m verl.trainer.main_sft"),
+    "ppo": ("is the policy loss, not an advantage estimator", "Set gae, the estimator of PPO"),
+}
+"""Training methods that users set as `adv_estimator`: why that cannot work, and what to do instead."""
 NO_FULL_KL = ("needs the whole distribution of both models at every token", "Set it to low_var_kl")
 
 
@@ -50,7 +60,9 @@ class GDPOConfig(Block):
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig(Block):
-    adv_estimator: str = key("How advantages are estimated.", choices=names.ADV_ESTIMATORS, extendable=True)
+    adv_estimator: str = key(
+        "How advantages are estimated.", choices=names.ADV_ESTIMATORS, extendable=True, refused=OTHER_METHODS
+    )
     gamma: float = key("Discount per token.", min=0, max=1)
     lam: float = key("Lambda of GAE: 1 trusts the rewards, 0 the critic.", min=0, max=1)
     norm_adv_by_std_in_grpo: bool = key("Divide group advantages by the group's standard deviation (False: Dr.GRPO).")

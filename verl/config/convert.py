@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from verl.config.obsolete import FIXED, why_obsolete
 from verl.config.problems import Report, show
 from verl.config.schema import Block, Entry, Key, alias_table, entries, join, walk
+from verl.config.wording import closest
 
 B = TypeVar("B", bound=Block)
 
@@ -278,10 +279,13 @@ def _check_choice(key: Key, value: Any, extended: bool) -> None:
         return
     if value in key.refused:
         raise Unreadable(*key.refused[value])
-    near = difflib.get_close_matches(str(value), key.choices, n=1)
-    fix = f"Did you mean {near[0]}? Known: {', '.join(key.choices)}" if near else f"Set one of {', '.join(key.choices)}"
-    if key.extendable:
-        fix += " (names of your own: external_libs)"
+    near = closest(str(value), key.choices)
+    if near is not None:
+        fix = f"Did you mean {near}? Known: {', '.join(key.choices)}"
+    elif key.extendable:
+        fix = f"Register it in a module of external_libs, or set one of {', '.join(key.choices)}"
+    else:
+        fix = f"Set one of {', '.join(key.choices)}"
     raise Unreadable("is not known", fix)
 
 

@@ -13,7 +13,7 @@ from verl.config.resolve import DEFAULT_MICRO_BATCH, empty_lists, resolve_run
 from verl.config.supervised import SupervisedConfig
 from verl.config.validate import (
     optimizer_rules,
-    resume_rules,
+    run_rules,
     sequence_parallel_rules,
     user_code_rules,
     values_present,
@@ -43,7 +43,7 @@ def validate(config: SupervisedConfig, report: Report) -> None:
     _batches(config, report)
     optimizer_rules("optim", config.optim, report)
     lora_rules("model", config.model, config.optim.lr, report)
-    resume_rules(config.trainer, report)
+    run_rules(config.trainer, report)
     user_code_rules("data.custom_cls", config.data.custom_cls, report)
     size, ranks = config.fsdp_config.fsdp_size, config.ranks
     if size == 0 or (size > 0 and ranks % size):

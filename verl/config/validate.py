@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from verl.config import names
@@ -274,7 +275,7 @@ def _run(config: PPOConfig, report: Report) -> None:
             )
         else:
             report.notice("data.val_files is not set: no validation.")
-    resume_rules(trainer, report)
+    run_rules(trainer, report)
     if trainer.node_rank is not None and trainer.node_rank >= trainer.nnodes:
         why = f"is not below trainer.nnodes = {trainer.nnodes}"
         report.problem("trainer.node_rank", trainer.node_rank, why, f"Set it from 0 to {trainer.nnodes - 1}")
@@ -283,8 +284,10 @@ def _run(config: PPOConfig, report: Report) -> None:
         report.problem("trainer.master_addr", None, why, "Set it to the address of node 0")
 
 
-def resume_rules(trainer: RunConfig, report: Report) -> None:
-    """Report where the mode and the folder to resume from do not fit each other."""
+def run_rules(trainer: RunConfig, report: Report) -> None:
+    """Report names that lead out of the run's folder, and a mode that does not fit the folder to resume from."""
+    for name in ("project_name", "experiment_name"):
+        _name_stays_inside(f"trainer.{name}", trainer[name], report)
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         why, fix = "trainer.resume_mode = resume_path needs a folder", "Set it to a …/global_step_N folder"
         report.problem("trainer.resume_from_path", None, why, fix)
@@ -293,6 +296,14 @@ def resume_rules(trainer: RunConfig, report: Report) -> None:
             f"trainer.resume_from_path = {show(trainer.resume_from_path)} has no effect with trainer.resume_mode = "
             f"{trainer.resume_mode}. Set trainer.resume_mode=resume_path to start from it."
         )
+
+
+def _name_stays_inside(key: str, name: str, report: Report) -> None:
+    """The names are parts of folders (checkpoints/<project_name>/<experiment_name>, those of trackers)."""
+    parts = os.path.normpath(name).split(os.sep)
+    if not name.strip() or parts[0] in ("", ".", "..") or "\0" in name:
+        why = "is part of the run's folder and must name a folder inside it"
+        report.problem(key, name, why, "Set a plain name; trainer.default_local_dir sets the whole folder")
 
 
 def _user_code(config: PPOConfig, report: Report) -> None:

@@ -1,6 +1,11 @@
-"""Numbers in words, for plans and problems: counts of things, and the values next to one that does not work."""
+"""Words for plans and problems: counts, the values next to one that does not work, and probable spelling mistakes."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_SHORT = 5
 
 
 def divisors(number: int) -> list[int]:
@@ -18,3 +23,13 @@ def count(number: int, thing: str) -> str:
     """`1 rank`, `2 ranks`, `2 batches`."""
     plural = "es" if thing.endswith("batch") else "s"
     return f"{number} {thing}" + ("" if number == 1 else plural)
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` is probably a misspelling of; None if none is close enough.
+
+    In a short name one letter changes the meaning (`dpo`, `gdpo`): its first letter must be the same.
+    """
+    names = [each for each in known if len(name) > _SHORT or each[:1].lower() == name[:1].lower()]
+    near = difflib.get_close_matches(name, names, n=1)
+    return near[0] if near else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
+
+from verl.config.wording import closest
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -47,11 +48,11 @@ class Registry(Mapping[str, T]):
         """What has that name; a ValueError says which there are."""
         name = _text(name)
         if name not in self:
-            near = difflib.get_close_matches(name, self, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            near = closest(name, self)
+            hint = f" Did you mean {near!r}?" if near else ""
             raise ValueError(
-                f"{self.key}: {name!r} is not known.{hint} Known: {', '.join(self)}. "
-                "Names of your own: register them in a module listed in external_libs."
+                f"{self.key}: {name!r} is not known.{hint} Register names of your own in a module listed in "
+                f"external_libs. Known: {', '.join(self)}."
             )
         return self[name]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.config import ConfigError, load_config
+from verl.config import ConfigError, PPOConfig, SFTConfig, load_config
 from verl.config.devices import visible_gpus
 
 GIVEN = ("data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=1")
@@ -199,3 +199,33 @@ def test_trackers_that_are_not_installed_are_reported():
 def test_hidden_gpus_are_not_counted(monkeypatch, hidden):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     assert visible_gpus() == 0
+
+
+@pytest.mark.parametrize("name", ["project_name", "experiment_name"])
+@pytest.mark.parametrize("value", ["../../x", "/tmp/x", "..", ".", "a/../../b", "''", "' '"])
+def test_names_that_lead_out_of_the_folder_of_the_run_are_refused(name, value):
+    for base, root in ((GIVEN, PPOConfig), (["data.train_files=a/b", "model.path=a/b"], SFTConfig)):
+        with pytest.raises(ConfigError) as error:
+            load_config({}, [*base, f"trainer.{name}={value}"], check_files=False, root=root)
+        assert [problem.key for problem in error.value.problems] == [f"trainer.{name}"]
+
+
+@pytest.mark.parametrize("value", ["run", "group/run", "..run", "run..", "a/../b"])
+def test_names_inside_the_folder_of_the_run_are_accepted(value):
+    config = load(f"trainer.experiment_name={value}")
+    assert config.trainer.experiment_name == value
+
+
+@pytest.mark.parametrize(
+    ("value", "named", "not_named"),
+    [
+        ("dpo", "main_rm", "gdpo"),
+        ("kto", "main_rm", "Known"),
+        ("sft", "main_sft", "Known"),
+        ("ppo", "Set gae", "Known"),
+    ],
+)
+def test_another_training_method_is_no_misspelt_estimator(value, named, not_named):
+    (problem,) = problems(f"algorithm.adv_estimator={value}").values()
+    assert named in str(problem)
+    assert not_named not in str(problem)

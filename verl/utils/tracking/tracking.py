@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
 import logging
 from collections import Counter
@@ -13,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from verl.config.names import LOGGERS
+from verl.config.wording import closest
 from verl.utils.progress import moving
 from verl.utils.registry import Registry
 from verl.utils.tracking.console import Console
@@ -134,8 +134,8 @@ def check_backends(default_backend: str | Sequence[str]) -> list[str]:
     names = list(dict.fromkeys(_as_names(default_backend)))
     for name in names:
         if name not in LOGGERS:
-            near = difflib.get_close_matches(name, LOGGERS, n=1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
+            near = closest(name, LOGGERS)
+            hint = f"Did you mean {near!r}? " if near else ""
             raise ValueError(f"trainer.logger: unknown backend {name!r}. {hint}Known: {', '.join(LOGGERS)}.")
         package = LOGGERS[name].package
         if package is not None and importlib.util.find_spec(package) is None:
