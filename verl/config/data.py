@@ -33,6 +33,7 @@ class DataConfig(Block):
     prompt_key: str = key("Column that holds the prompt (a list of {role, content}).")
     system_prompt: str | None = key("Said first where a prompt brings no system message.", null="none")
     reward_fn_key: str = key("Column that says which reward function scores the row.")
+    ground_truth_key: str = key("Column of the correct answer, for rows without reward_model.ground_truth.")
     train_batch_size: int = key("Prompts per training step.", min=1)
     gen_batch_size: int = key(
         "Prompts per generation batch when groups are filtered.", null="", follows="data.train_batch_size", min=1

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl.config import names
 from verl.config.schema import pick
 from verl.config.wording import count
 
@@ -84,6 +85,11 @@ def scored_by_model(config: PPOConfig) -> bool:
     """Scores are degrees that a reward model gives, here or behind reward_model.url, not verdicts of a function."""
     reward = config.reward_model
     return reward.enable or (reward.url is not None and config.custom_reward_function.path is None)
+
+
+def runs_own_loop(config: PPOConfig) -> bool:
+    """Rows without an `agent_name` run in an agent loop of the user, which may return the score itself."""
+    return config.actor_rollout_ref.rollout.agent.default_agent_loop not in names.AGENT_LOOPS
 
 
 def serves_reward_model(config: PPOConfig) -> bool:

@@ -19,14 +19,14 @@ from verl.trainer.ppo.validation_metrics import process_validation_metrics
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import (
     Rule,
+    data_source_rules,
     ground_truth_of,
     ground_truth_rule,
     refuse_problems,
-    source_rule,
-    text_rule,
 )
 from verl.utils.dataset.rows import Rows, value_at
 from verl.utils.reward_score import known_data_sources
+from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.workers.reward_manager.naive import RewardError, describe_failures
 from verl.workers.reward_manager.scorer import Sample, Score
 
@@ -90,10 +90,9 @@ def show(metrics: Metrics, console: Console) -> None:
 def reward_rules(config: EvalConfig | SFTConfig) -> list[Rule]:
     """Rows say what scores them, and hold what that needs."""
     key = config.data.reward_fn_key
-    rules = [text_rule(key, "data.reward_fn_key")]
     if get_custom_reward_fn(config.to_dict()) is not None:
-        return rules
-    return [*rules, source_rule(key, known_data_sources()), ground_truth_rule()]
+        return []
+    return [*data_source_rules(key, known_data_sources()), ground_truth_rule()]
 
 
 def _answers_rule(key: str) -> Rule:
@@ -118,7 +117,7 @@ def _samples(rows: Rows, config: EvalConfig) -> tuple[list[int], list[Sample]]:
     prompts, samples = [], []
     for first, batch in rows.batches(rows.columns):
         for number, row in enumerate(batch, first):
-            source, extra = value_at(row, config.data.reward_fn_key), row.get("extra_info")
+            source, extra = value_at(row, config.data.reward_fn_key) or UNKNOWN_SOURCE, row.get("extra_info")
             for answer in _answers(row, config.data.response_key):
                 prompts.append(number)
                 samples.append(Sample(source, answer, ground_truth_of(row), dict(extra or {})))

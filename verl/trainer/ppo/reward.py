@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig
 
 from verl.algos.trajectories import Trajectories
+from verl.config.layout import runs_own_loop
 from verl.config.load import as_config
 from verl.config.ppo import PPOConfig
 from verl.config.reward import CustomRewardFunctionConfig, JudgeConfig, RewardModelConfig
@@ -323,14 +324,15 @@ def check_rewards(dataset: Any, config: Config, scored: bool = True) -> None:
     """Before training: every row can be scored. A ValueError names file, row and remedy.
 
     A function of the user takes any data source and may need no ground truth; a reward model needs neither, nor do rows
-    that are not `scored`.
+    that are not `scored`, or that an agent loop of the user runs: it may return the score.
     """
     if not hasattr(dataset, "validate"):
         return
     own = not scored or get_custom_reward_fn(config) is not None
     model = as_config(RewardModelConfig, _block(config, "reward_model"))
-    judged = model.enable or model.url is not None
-    dataset.validate(data_sources=None if own or judged else known_data_sources(), ground_truth=not (own or judged))
+    by_agent = isinstance(config, PPOConfig) and runs_own_loop(config)
+    needed = not (own or model.enable or model.url is not None or by_agent)
+    dataset.validate(data_sources=known_data_sources() if needed else None, ground_truth=needed)
 
 
 def _block(whole: Config, name: str) -> Any:

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import logging
 import random
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,22 +15,25 @@ from typing import Any
 
 from verl.config.load import load_config
 from verl.trainer.ppo.reward import load_reward_manager
+from verl.utils.dataset.check_arguments import read_arguments
 from verl.utils.dataset.files import find_files
-from verl.utils.dataset.problems import ground_truth_of, is_scored_by_agent
+from verl.utils.dataset.problems import GROUND_TRUTH, ground_truth_of, is_scored_by_agent
 from verl.utils.dataset.rows import Rows
 from verl.utils.reward_score import default_compute_score, known_data_sources
-from verl.utils.reward_score.registry import matching, unknown_source
+from verl.utils.reward_score.registry import UNKNOWN_SOURCE, matching, unknown_source
 from verl.workers.reward_manager.check import RewardReport, Row, check_reward
 
 logger = logging.getLogger(__name__)
 
-_OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_]\w*(\.[\w-]+)*=")
+_ROWS = 64
 _START_ROWS = 8
 _START_SECONDS = 1.5
 _COLORS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
-def check_files(data_files: Sequence[str], overrides: Sequence[str] = (), n: int = 64, seed: int = 0) -> RewardReport:
+def check_files(
+    data_files: Sequence[str], overrides: Sequence[str] = (), n: int = _ROWS, seed: int = 0
+) -> RewardReport:
     """Check the reward function that a run with these `key=value` overrides would use, on `n` rows of the files."""
     config = load_config(
         {"data": {"train_files": list(data_files)}, "actor_rollout_ref": {"model": {"path": "unused"}}},
@@ -41,27 +42,32 @@ def check_files(data_files: Sequence[str], overrides: Sequence[str] = (), n: int
     )
     for module in config.external_libs:
         importlib.import_module(module)
-    rows = _sampled(Rows(find_files(data_files)), config.data.reward_fn_key, n, seed)
     manager = load_reward_manager(config, tokenizer=None, num_examine=0)
     try:
         own_function = manager.compute_score is not default_compute_score
+        data = config.data
+        chosen = _sampled(Rows(find_files(data_files)), data.reward_fn_key, n, seed)
+        rows = [_row(row, data.reward_fn_key, own_function, data.ground_truth_key) for row in chosen]
         _refuse_unknown(rows, own_function)
         return check_reward(manager.submit, rows, own_function=own_function)
     finally:
         manager.close()
 
 
-def check_at_start(manager: Any, dataset: Any, reward_fn_key: str) -> None:
-    """A quick check on a few rows before training: doubts go to the log; an error if no sample can be scored at all."""
+def check_at_start(manager: Any, dataset: Any, reward_fn_key: str, default_loop: str | None = None) -> None:
+    """A quick check on a few rows before training: doubts go to the log; an error if no sample can be scored at all.
+
+    `default_loop`: the agent loop of rows without `agent_name`; one of the user may return the score itself.
+    """
     compute_score = getattr(manager, "compute_score", None)
     if not hasattr(manager, "submit") or compute_score is None or not len(dataset):
         return
     count = min(_START_ROWS, len(dataset))
     chosen = [dataset[index * len(dataset) // count] for index in range(count)]
-    rows = [_row(row, reward_fn_key) for row in chosen if not is_scored_by_agent(row)]
+    own_function = compute_score is not default_compute_score
+    rows = [_row(row, reward_fn_key, own_function) for row in chosen if not is_scored_by_agent(row, default_loop)]
     if not rows:
         return
-    own_function = compute_score is not default_compute_score
     _refuse_unknown(rows, own_function)
     report = check_reward(manager.submit, rows, own_function=own_function, budget_seconds=_START_SECONDS, quick=True)
     if report.hopeless is not None:
@@ -95,17 +101,10 @@ def show(report: RewardReport) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m verl.utils.reward_check", description="Check a reward function.")
-    parser.add_argument("files", nargs="+", help="data files or folders, then overrides of the run (key=value)")
-    parser.add_argument("--n", type=int, default=64, help="rows to try, spread over data sources")
-    parser.add_argument("--seed", type=int, default=0, help="which rows")
-    options = parser.parse_intermixed_args(arguments)
-    overrides = [text for text in options.files if _OVERRIDE.match(text)]
-    files = [text for text in options.files if text not in overrides]
     try:
-        if not files:
-            raise ValueError("no data file is given. Write: python -m verl.utils.reward_check FILE [key=value …]")
-        report = check_files(files, overrides, options.n, options.seed)
+        options = read_arguments("verl.utils.reward_check", "Check a reward function.", arguments)
+        rows = _ROWS if options.n is None else options.n or sys.maxsize
+        report = check_files(options.files, options.overrides, rows, options.seed)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -113,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if report.failed else 0
 
 
-def _sampled(rows: Rows, key: str, n: int, seed: int) -> list[Row]:
+def _sampled(rows: Rows, key: str, n: int, seed: int) -> list[dict[str, Any]]:
     """Random rows, as many of every data source as there are, up to `n` in all."""
     places: dict[Any, list[int]] = defaultdict(list)
     for first, batch in rows.batches([key]):
@@ -122,14 +121,18 @@ def _sampled(rows: Rows, key: str, n: int, seed: int) -> list[Row]:
     order = random.Random(seed)
     for numbers in places.values():
         order.shuffle(numbers)
-    by_turns = [numbers[turn] for turn in range(n) for numbers in places.values() if turn < len(numbers)]
-    return [_row(rows[number], key) for number in by_turns[:n]]
+    turns = min(n, max(map(len, places.values()), default=0))
+    by_turns = [numbers[turn] for turn in range(turns) for numbers in places.values() if turn < len(numbers)]
+    return [rows[number] for number in by_turns[:n]]
 
 
-def _row(row: Mapping[str, Any], key: str) -> Row:
-    if key not in row:
-        raise ValueError(f"data.reward_fn_key: rows have no {key!r} (found: {', '.join(row)}). Set it to the column.")
-    return Row(row[key], ground_truth_of(dict(row)), dict(row.get("extra_info") or {}))
+def _row(row: Mapping[str, Any], key: str, own_function: bool, truth_key: str = GROUND_TRUTH) -> Row:
+    if row.get(key) is None and not own_function:
+        raise ValueError(
+            f"data.reward_fn_key: rows have no {key!r}. Set it to the column that names the data source, or set "
+            f"custom_reward_function.path. Columns: {', '.join(row)}."
+        )
+    return Row(row.get(key) or UNKNOWN_SOURCE, ground_truth_of(row, truth_key), dict(row.get("extra_info") or {}))
 
 
 def _refuse_unknown(rows: Sequence[Row], own_function: bool) -> None:

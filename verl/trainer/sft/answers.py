@@ -18,6 +18,7 @@ from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, chat_rule, ground_truth_of, refuse_problems
 from verl.utils.dataset.prompt_tokens import encode_prompts
 from verl.utils.dataset.rows import Rows, value_at
+from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager.scorer import Sample
 
@@ -68,7 +69,7 @@ class AnswerCheck:
 
     def _sample(self, number: int, text: str) -> Sample:
         row = self._rows[number]
-        source = value_at(row, self._config.data.reward_fn_key)
+        source = value_at(row, self._config.data.reward_fn_key) or UNKNOWN_SOURCE
         return Sample(str(source), text, ground_truth_of(row), dict(row.get("extra_info") or {}))
 
     def _show(self, texts: list[str], scores: list[float], step: int, tracking: Tracking) -> None:

@@ -1,4 +1,4 @@
-"""`python -m verl.utils.dataset.check FILE… [--model PATH]`: would these files train? Schema, lengths, reward wiring.
+"""`python -m verl.utils.dataset.check FILE… [key=value …]`: would these files train? Schema, lengths, reward wiring.
 
 Exit code 0: yes; 1: no, with every problem and its remedy. Token counts are kept: the training that follows on the
 same files and model need not tokenise them again.
@@ -6,7 +6,6 @@ same files and model need not tokenise them again.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,18 +14,19 @@ from typing import Any
 import numpy as np
 
 from verl.utils.dataset.chat import Messages, PromptEncoder, PromptRefused, as_messages, prompt_digest
+from verl.utils.dataset.check_arguments import read_arguments
 from verl.utils.dataset.check_report import AGENT, JUDGED, DataColumn, DataReport, PromptLengths, ShownRow, Wiring, show
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import (
+    GROUND_TRUTH,
     DataError,
     chat_rule,
+    data_source_rules,
     find_problems,
     ground_truth_of,
     ground_truth_rule,
     is_judged,
     is_scored_by_agent,
-    source_rule,
-    text_rule,
 )
 from verl.utils.dataset.rows import ArrowPart, Part, Rows, open_part, value_at
 from verl.utils.reward_score import known_data_sources, score_function
@@ -34,6 +34,7 @@ from verl.utils.reward_score.registry import matching
 from verl.utils.reward_score.trial import try_ground_truth
 
 _SHOWN_CHARACTERS = 700
+_SCORED_ROWS = 20_000
 
 
 def check_files(
@@ -42,9 +43,10 @@ def check_files(
     tokenizer: Any = None,
     prompt_key: str = "prompt",
     reward_fn_key: str = "data_source",
+    ground_truth_key: str = GROUND_TRUTH,
     limits: Sequence[int] = (),
     any_source: bool = False,
-    scored_rows: int = 20_000,
+    scored_rows: int = _SCORED_ROWS,
     samples: int = 2,
 ) -> DataReport:
     """Look at every row.
@@ -57,16 +59,17 @@ def check_files(
     rows = Rows(_readable(data_files, report.problems))
     report.files = [(part.file, len(part)) for part in rows.parts]
     report.columns = _columns(rows)
-    rules = [
-        chat_rule(prompt_key, "data.prompt_key"),
-        text_rule(reward_fn_key, "data.reward_fn_key"),
-        ground_truth_rule(),
-    ]
+    rules = [chat_rule(prompt_key, "data.prompt_key")]
     if not any_source:
-        rules.append(source_rule(reward_fn_key, known_data_sources(), but_judged=True))
+        rules += data_source_rules(reward_fn_key, known_data_sources(), but_judged=True)
+    truth = ground_truth_rule(ground_truth_key)
+    if any_source:  # a function of the user may do without
+        report.notices += find_problems(rows, [truth])
+    else:
+        rules.append(truth)
     prompts_are_sound = not find_problems(rows, rules[:1])
     report.problems += find_problems(rows, rules)
-    report.wiring = _wiring(rows, reward_fn_key, scored_rows)
+    report.wiring = _wiring(rows, reward_fn_key, ground_truth_key, scored_rows)
     report.notices += [
         f"rows of {source} are for a reward model: set reward_model.enable=True and reward_model.path, or"
         " custom_reward_function.path."
@@ -76,41 +79,34 @@ def check_files(
     report.problems += [problem for wiring in report.wiring.values() if (problem := wiring.problem()) is not None]
     if prompts_are_sound and len(rows):
         encoder = None if tokenizer is None else PromptEncoder(tokenizer, {})
-        _look_for_repetitions(rows, prompt_key, report)
+        _look_for_repetitions(rows, prompt_key, ground_truth_key, report)
         _measure(rows, prompt_key, encoder, limits, report)
         report.samples = list(_samples(rows, prompt_key, encoder, samples))
     return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m verl.utils.dataset.check", description="Check data files.")
-    parser.add_argument("files", nargs="+", help="parquet, arrow, json or jsonl files, folders, or hub names")
-    parser.add_argument("--model", help="count tokens with the tokenizer of this model (folder or hub name)")
-    parser.add_argument("--prompt-key", default="prompt")
-    parser.add_argument("--reward-fn-key", default="data_source")
-    parser.add_argument("--max-prompt-length", type=int, nargs="+", default=[1024], help="limits to compare with")
-    parser.add_argument("--custom-reward", action="store_true", help="a reward function of yours takes any data_source")
-    parser.add_argument("--score-rows", type=int, default=20_000, help="ground truths to score per data_source; 0: all")
-    parser.add_argument("--samples", type=int, default=2, help="rows to show")
-    options = parser.parse_args(arguments)
-    tokenizer = None
-    if options.model:
-        from verl.utils import hf_tokenizer
-        from verl.utils.fs import resolve_model_path
+    try:
+        options = read_arguments("verl.utils.dataset.check", "Check data files.", arguments)
+        tokenizer = None
+        if options.model is not None:
+            from verl.utils import hf_tokenizer
+            from verl.utils.fs import resolve_model_path
 
-        try:
             tokenizer = hf_tokenizer(resolve_model_path(options.model, key="--model"))
-        except (ValueError, OSError) as error:
-            sys.stderr.write(f"{error}\n")
-            return 1
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    data = options.config.data
     report = check_files(
         options.files,
         tokenizer=tokenizer,
-        prompt_key=options.prompt_key,
-        reward_fn_key=options.reward_fn_key,
-        limits=options.max_prompt_length,
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        ground_truth_key=data.ground_truth_key,
+        limits=options.limits,
         any_source=options.custom_reward,
-        scored_rows=options.score_rows or sys.maxsize,
+        scored_rows=_SCORED_ROWS if options.n is None else options.n or sys.maxsize,
         samples=options.samples,
     )
     show(report)
@@ -145,7 +141,7 @@ def _columns(rows: Rows) -> list[DataColumn]:
     return list(found.values())
 
 
-def _wiring(rows: Rows, key: str, scored_rows: int) -> dict[str, Wiring]:
+def _wiring(rows: Rows, key: str, truth_key: str, scored_rows: int) -> dict[str, Wiring]:
     """Per data source: is there a function, and do right answers in the right format score 1.0?"""
     places: dict[str, list[int]] = {}
     for first, batch in rows.batches([key]):
@@ -161,15 +157,15 @@ def _wiring(rows: Rows, key: str, scored_rows: int) -> dict[str, Wiring]:
             spread = np.linspace(0, len(numbers) - 1, min(len(numbers), scored_rows)).astype(int)
             chosen[np.array(numbers)[spread]] = True
         found[source] = Wiring(len(numbers), task)
-    for first, batch in rows.batches([key, "reward_model", "ground_truth", "extra_info"]):
+    for first, batch in rows.batches([key, "reward_model", truth_key.split(".")[0], "extra_info"]):
         for offset in np.flatnonzero(chosen[first : first + len(batch)]).tolist():
             source = batch[offset][key]
-            _try(batch[offset], source, rows.where(first + offset), found[source])
+            truth = ground_truth_of(batch[offset], truth_key)
+            _try(batch[offset], truth, source, rows.where(first + offset), found[source])
     return found
 
 
-def _try(row: dict[str, Any], source: str, where: str, wiring: Wiring) -> None:
-    truth = ground_truth_of(row)
+def _try(row: dict[str, Any], truth: Any, source: str, where: str, wiring: Wiring) -> None:
     trial = None if truth is None else try_ground_truth(source, truth, row.get("extra_info"))
     if trial is None:
         return
@@ -179,15 +175,15 @@ def _try(row: dict[str, Any], source: str, where: str, wiring: Wiring) -> None:
         wiring.first_wrong = f"{where}: the ground truth {str(truth)[:60]!r} {trial.problem}"
 
 
-def _look_for_repetitions(rows: Rows, prompt_key: str, report: DataReport) -> None:
+def _look_for_repetitions(rows: Rows, prompt_key: str, truth_key: str, report: DataReport) -> None:
     """Prompts that come again: in the same file, in another one, or with another ground truth."""
     seen: dict[bytes, tuple[int, Any]] = {}
     again: list[tuple[int, int]] = []
     elsewhere: list[tuple[int, int]] = []
     contradictions: list[tuple[int, int]] = []
-    for first, batch in rows.batches([prompt_key.split(".")[0], "reward_model", "ground_truth"]):
+    for first, batch in rows.batches([prompt_key.split(".")[0], "reward_model", truth_key.split(".")[0]]):
         for number, row in enumerate(batch, start=first):
-            prompt, truth = prompt_digest(as_messages(value_at(row, prompt_key))), ground_truth_of(row)
+            prompt, truth = prompt_digest(as_messages(value_at(row, prompt_key))), ground_truth_of(row, truth_key)
             earlier, its_truth = seen.setdefault(prompt, (number, truth))
             if earlier != number:
                 pair = (number, earlier)

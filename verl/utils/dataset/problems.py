@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from verl.config import DataConfig, names
 from verl.utils.dataset.rows import ArrowPart, Part, Rows, value_at
 from verl.utils.exceptions import Travels
 from verl.utils.reward_score.registry import matching, unknown_source
 
+GROUND_TRUTH = "ground_truth"
+# Columns that say what scores a row.
+_SCORED_BY = ("reward_model", "agent_name")
 # A row and the columns of its file -> None: the row is fine; otherwise what is wrong, ending in the remedy.
 Check = Callable[[dict[str, Any], Sequence[str]], str | None]
 _BATCH = 4096
@@ -62,19 +67,25 @@ def refuse_problems(rows: Rows, rules: Sequence[Rule]) -> None:
         raise DataError(problems)
 
 
-def refuse_missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> None:
-    """DataError where a column that need not be there, `tools` of `tools_key`, was named otherwise and is in no file:
-    it would be ignored."""
-    problems = []
+def missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> dict[str, str]:
+    """By option, what is wrong with optional columns (`tools` of `tools_key`) that have another name in the config and
+    are in no file: they would be ignored."""
+    problems = {}
     for option in options:
         key = getattr(config, option)
         if key != option.removesuffix("_key") and key.split(".")[0] not in rows.columns:
-            problems.append(
-                f"data.{option} = {key}: no file has this column (found: {', '.join(rows.columns) or 'nothing'})."
-                " Correct it, or leave it out."
+            problems[option] = (
+                f"data.{option} = {key}: no file has this column. Correct it, or leave it out."
+                f" Columns: {', '.join(rows.columns) or 'none'}."
             )
+    return problems
+
+
+def refuse_missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> None:
+    """DataError with all of `missing_columns`."""
+    problems = missing_columns(rows, config, options)
     if problems:
-        raise DataError(problems)
+        raise DataError(list(problems.values()))
 
 
 def chat_rule(key: str, option: str) -> Rule:
@@ -82,64 +93,105 @@ def chat_rule(key: str, option: str) -> Rule:
     return _value_rule(key, option, chat_problem, _is_sound_chat)
 
 
+def rl_rules(
+    config: DataConfig, data_sources: Collection[str] | None, ground_truth: bool, default_loop: str | None = None
+) -> list[Rule]:
+    """What rows of prompts need: see `RLHFDataset.validate`."""
+    rules = [chat_rule(config.prompt_key, "data.prompt_key")]
+    if data_sources is not None:
+        rules += data_source_rules(config.reward_fn_key, data_sources, default_loop=default_loop)
+    if ground_truth:
+        rules.append(ground_truth_rule(config.ground_truth_key, default_loop))
+    return rules
+
+
+def sft_rules(config: Any, columns: Collection[str]) -> list[Rule]:
+    """What rows to learn from need, in files with these columns: a conversation, or a prompt and a response."""
+    if config.messages_key in columns:
+        return [chat_rule(config.messages_key, "data.messages_key")]
+    return [chat_rule(config.prompt_key, "data.prompt_key"), text_rule(config.response_key, "data.response_key")]
+
+
 def text_rule(key: str, option: str) -> Rule:
     """`key` holds a non-empty string."""
     return _value_rule(key, option, _text_problem, _is_sound_text)
 
 
-def source_rule(key: str, known: Collection[str], but_judged: bool = False) -> Rule:
-    """`key` names a data source that has a reward function, by its name or a pattern.
+def present_rule(key: str, option: str) -> Rule:
+    """`key` holds some value."""
+    return _value_rule(key, option, lambda key, value: None, lambda column: column.null_count == 0)
 
-    `but_judged`: not in rows that a reward model is to judge (style `model`).
+
+def data_source_rules(
+    key: str, known: Collection[str], but_judged: bool = False, default_loop: str | None = None
+) -> list[Rule]:
+    """`key` names a data source that has a reward function: a non-empty string, a name or pattern of `known`.
+
+    Rows that their agent loop scores need none, nor, with `but_judged`, those that a reward model scores. Without a
+    column `agent_name`, rows run in `default_loop`.
     """
+    without = " A function of your own (custom_reward_function.path) needs none."
+    rules = [_value_rule(key, "data.reward_fn_key", _text_problem, _is_sound_text, without), _source_rule(key, known)]
+    exempt = partial(_is_exempt, but_judged=but_judged, default_loop=default_loop)
+    return [_unless(exempt, rule) for rule in rules]
+
+
+def _unless(exempt: Callable[[dict[str, Any]], bool], rule: Rule) -> Rule:
+    """The rule for all rows that are not exempt from it."""
 
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
-        source = row.get(key)
+        return None if exempt(row) else rule.check(row, columns)
+
+    return Rule((*rule.columns, *_SCORED_BY), check, rule.proven)
+
+
+def _source_rule(key: str, known: Collection[str]) -> Rule:
+    def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
+        source = value_at(row, key)
         if not isinstance(source, str) or matching(source, known):  # another type is the text rule's to report
             return None
-        if is_scored_by_agent(row):
-            return None
-        return None if but_judged and is_judged(row) else unknown_source(source, known, key)
+        return unknown_source(source, known, key)
 
     def proven(table: pa.Table) -> bool:
         if key not in table.column_names:
             return True
         return all(matching(str(source), known) for source in pc.unique(table.column(key)).to_pylist())
 
-    return Rule((key, "reward_model"), check, proven)
+    return Rule((key.split(".")[0],), check, proven)
 
 
-def ground_truth_rule() -> Rule:
-    """A right answer to compare with: `reward_model.ground_truth` or `ground_truth`, unless a model or the row's agent
-    judges it."""
+def ground_truth_rule(key: str = GROUND_TRUTH, default_loop: str | None = None) -> Rule:
+    """A right answer to compare with: `reward_model.ground_truth` or the column `key` (`data.ground_truth_key`), unless
+    a reward model or the row's agent loop scores it."""
 
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         reward = row.get("reward_model")
         if reward is not None and not isinstance(reward, dict):
             return f"'reward_model' is {_kind(reward)}. Write it as {{style, ground_truth}}."
-        if ground_truth_of(row) is not None or is_judged(row) or is_scored_by_agent(row):
+        if ground_truth_of(row, key) is not None or _is_exempt(row, True, default_loop):
             return None
         return (
-            "it has no ground truth. Write reward_model={'style': 'rule', 'ground_truth': …}, or style 'model' where a "
-            "reward model or a function of your own judges without one, or 'agent' where its agent scores it."
+            "it has no ground truth. Set data.ground_truth_key to the column that holds it, or write"
+            " reward_model={'style': 'rule', 'ground_truth': …}; style 'model' where a reward model scores the row,"
+            f" 'agent' where its agent loop does. Columns: {', '.join(columns)}."
         )
 
     def proven(table: pa.Table) -> bool:
         if "reward_model" not in table.column_names:
-            return "ground_truth" in table.column_names and table.column("ground_truth").null_count == 0
+            return key in table.column_names and table.column(key).null_count == 0
         kind = table.schema.field("reward_model").type
         if not pa.types.is_struct(kind) or kind.get_field_index("ground_truth") < 0:
             return False
         return pc.struct_field(table.column("reward_model"), "ground_truth").null_count == 0
 
-    return Rule(("reward_model", "ground_truth"), check, proven)
+    return Rule((key.split(".")[0], *_SCORED_BY), check, proven)
 
 
-def ground_truth_of(row: dict[str, Any]) -> Any:
+def ground_truth_of(row: Mapping[str, Any], key: str = GROUND_TRUTH) -> Any:
     """The right answer of a row, from either of its places; None if there is none."""
     reward = row.get("reward_model")
-    inside = reward.get("ground_truth") if isinstance(reward, dict) else None
-    return row.get("ground_truth") if inside is None else inside
+    inside = reward.get(GROUND_TRUTH) if isinstance(reward, dict) else None
+    return value_at(row, key) if inside is None else inside
 
 
 def is_judged(row: Mapping[str, Any]) -> bool:
@@ -147,9 +199,17 @@ def is_judged(row: Mapping[str, Any]) -> bool:
     return _style(row) == "model"
 
 
-def is_scored_by_agent(row: Mapping[str, Any]) -> bool:
-    """Whether the loop that runs the row gives it its score."""
-    return _style(row) == "agent"
+def is_scored_by_agent(row: Mapping[str, Any], default_loop: str | None = None) -> bool:
+    """Whether the agent loop that runs the row may return its score: by the row's style, or as a loop of the user.
+
+    `default_loop`: of rows without an `agent_name`.
+    """
+    loop = row.get("agent_name") or default_loop
+    return _style(row) == "agent" or (loop is not None and loop not in names.AGENT_LOOPS)
+
+
+def _is_exempt(row: Mapping[str, Any], but_judged: bool, default_loop: str | None) -> bool:
+    return is_scored_by_agent(row, default_loop) or (but_judged and is_judged(row))
 
 
 def _style(row: Mapping[str, Any]) -> Any:
@@ -186,9 +246,13 @@ def _text_problem(key: str, value: Any) -> str | None:
 
 
 def _value_rule(
-    key: str, option: str, problem: Callable[[str, Any], str | None], is_sound: Callable[[pa.ChunkedArray], bool]
+    key: str,
+    option: str,
+    problem: Callable[[str, Any], str | None],
+    is_sound: Callable[[pa.ChunkedArray], bool],
+    remedy: str = "",
 ) -> Rule:
-    """There is a value at `key`, and nothing is wrong with it."""
+    """There is a value at `key`, and nothing is wrong with it. `remedy`: a further one where the column is missing."""
 
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         value = value_at(row, key)
@@ -197,7 +261,8 @@ def _value_rule(
         if key in row:
             return f"{key!r} is missing. Fill it, or remove the row."
         return (
-            f"it has no {key!r} (found: {', '.join(columns) or 'nothing'}). Set {option} to the column that holds it."
+            f"it has no {key!r}. Set {option} to the column that holds it.{remedy}"
+            f" Columns: {', '.join(columns) or 'none'}."
         )
 
     def proven(table: pa.Table) -> bool:

@@ -23,16 +23,15 @@ from verl.utils.dataset.problems import (
     Rule,
     chat_rule,
     ground_truth_of,
-    ground_truth_rule,
     refuse_problems,
-    source_rule,
-    text_rule,
+    rl_rules,
 )
 from verl.utils.dataset.prompt_tokens import encode_prompts
 from verl.utils.dataset.rows import Rows, value_at
 from verl.utils.dataset.tokens import left_padded, truncated
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.nested import object_array
+from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 
 logger = logging.getLogger(__name__)
 
@@ -115,16 +114,11 @@ class RLHFDataset(Dataset):
     def validate(self, data_sources: Collection[str] | None = None, ground_truth: bool = True) -> None:
         """Raise a DataError with everything that would stop scoring: a missing or wrong field, an unknown source.
 
-        `data_sources`: those with a reward function (None: a function of the user takes any). `ground_truth`: whether
-        rows need a right answer to compare with.
+        `data_sources`: those with a reward function (None: a function of the user takes any, and rows without one).
+        `ground_truth`: whether rows need a right answer to compare with. Rows whose `agent_name` is an agent loop of
+        the user need neither: it may return the score.
         """
-        key = self.config.reward_fn_key
-        rules = [self._prompt_rule(), text_rule(key, "data.reward_fn_key")]
-        if data_sources is not None:
-            rules.append(source_rule(key, data_sources))
-        if ground_truth:
-            rules.append(ground_truth_rule())
-        refuse_problems(self.rows, rules)
+        refuse_problems(self.rows, rl_rules(self.config, data_sources, ground_truth))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps to know the data again; the position is the sampler's."""
@@ -196,9 +190,11 @@ class RLHFDataset(Dataset):
         """Every column of any file, so that all rows have the same fields, and those we add."""
         key = self.config.prompt_key
         fields = {name: row.get(column) for column, name in self._names.items()}
-        answer = ground_truth_of(row)
+        answer = ground_truth_of(row, self.config.ground_truth_key)
         if answer is not None or "reward_model" in fields:
             fields["reward_model"] = {"style": "rule", **(fields.get("reward_model") or {}), "ground_truth": answer}
+        if fields.get(self.config.reward_fn_key) is None:
+            fields[self.config.reward_fn_key] = UNKNOWN_SOURCE
         extra = fields.get("extra_info") or {}
         fields["extra_info"] = extra
         fields["index"] = number if extra.get("index") is None else extra["index"]

@@ -16,7 +16,7 @@ from verl.utils.dataset.chat import Messages, as_messages
 from verl.utils.dataset.conversation import ConversationEncoder, LearnedRow, Pieces
 from verl.utils.dataset.conversation_tools import as_tools
 from verl.utils.dataset.files import find_files
-from verl.utils.dataset.problems import DataError, Rule, chat_rule, refuse_missing_columns, refuse_problems, text_rule
+from verl.utils.dataset.problems import DataError, Rule, refuse_missing_columns, refuse_problems, sft_rules
 from verl.utils.dataset.rows import Rows, switch_at, value_at
 from verl.utils.dataset.tokens import WEIGHTS, TokenStore, truncated
 
@@ -120,12 +120,7 @@ class SFTDataset(Dataset):
 
     def _rules(self) -> list[Rule]:
         """The columns are there and hold what they should, whichever of the two forms the file has."""
-        if self._from_messages:
-            return [chat_rule(self.config.messages_key, "data.messages_key")]
-        return [
-            chat_rule(self.config.prompt_key, "data.prompt_key"),
-            text_rule(self.config.response_key, "data.response_key"),
-        ]
+        return sft_rules(self.config, self.rows.columns)
 
     def _written(self, number: int, row: Mapping[str, Any]) -> list[Pieces]:
         config = self.config

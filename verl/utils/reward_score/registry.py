@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,6 +12,8 @@ from typing import Any, TypeVar
 Result = float | dict[str, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+UNKNOWN_SOURCE = "unknown"
+"""The data source of rows without one."""
 _BUILT_IN = "verl.utils.reward_score."
 
 
@@ -98,12 +99,14 @@ def score_function(data_source: str) -> ScoreFunction:
 
 def unknown_source(data_source: str, known: Iterable[str], key: str = "data_source") -> str:
     """What to tell about a data source that has no reward function."""
+    from verl.config.wording import closest  # scorer processes load this module: the configuration would cost them
+
     names = sorted(known)
-    near = difflib.get_close_matches(data_source, [name for name in names if "*" not in name], n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = closest(data_source, [name for name in names if "*" not in name])
+    hint = f" Did you mean {near!r}?" if near else ""
     return (
-        f"no reward function is known for {key} {data_source!r} (known: {', '.join(names)}).{hint}"
-        " Set custom_reward_function.path, or register one with verl.utils.reward_score.register_score."
+        f"no reward function is known for {key} {data_source!r}.{hint} Set custom_reward_function.path, or register one"
+        f" with verl.utils.reward_score.register_score. Known: {', '.join(names)}."
     )
 
 

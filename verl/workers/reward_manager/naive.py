@@ -21,6 +21,7 @@ from verl.protocol import DataProto
 from verl.utils.process_tree import available_cores
 from verl.utils.progress import counted
 from verl.utils.reward_score import default_compute_score, score_function
+from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
 
 logger = logging.getLogger(__name__)
@@ -177,7 +178,8 @@ class NaiveRewardManager:
         """
         own = [name for name in _ONE_BY_ONE if getattr(type(self), name) is not getattr(NaiveRewardManager, name)]
         self._ahead = None
-        if not (own or self.takes_lists) and self._in_processes and self.reward_fn_key in columns:
+        named = self.reward_fn_key in columns or self.compute_score is not default_compute_score
+        if not (own or self.takes_lists) and self._in_processes and named:
             self._ahead = ScoresAhead(functools.partial(self._samples, columns), self.submit)
         return self._ahead
 
@@ -225,18 +227,19 @@ class NaiveRewardManager:
         return [self._sample(columns, row, text) for (row, _), text in zip(answers, texts, strict=True)]
 
     def _sample(self, columns: Mapping[str, Any], row: int, text: str) -> Sample:
-        if self.reward_fn_key not in columns:
+        if self.reward_fn_key not in columns and self.compute_score is default_compute_score:
             raise ValueError(
-                f"data.reward_fn_key: the batch has no {self.reward_fn_key!r} (found: {', '.join(columns)}). Set it to "
-                "the column that says which reward function scores a row."
+                f"data.reward_fn_key: the batch has no {self.reward_fn_key!r}. Set it to the column that says which "
+                f"reward function scores a row. Columns: {', '.join(columns)}."
             )
+        source = columns[self.reward_fn_key][row] if self.reward_fn_key in columns else UNKNOWN_SOURCE
         reward = columns["reward_model"][row] if "reward_model" in columns else None
         truth = (reward or {}).get("ground_truth")
         if truth is None and "ground_truth" in columns:
             truth = columns["ground_truth"][row]
         extra = columns["extra_info"][row] if "extra_info" in columns else None
         messages = columns["raw_prompt"][row] if self._reads_prompts and "raw_prompt" in columns else None
-        return Sample(columns[self.reward_fn_key][row], text, truth, dict(extra or {}), messages)
+        return Sample(source, text, truth, dict(extra or {}), messages)
 
     def _report(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
         """Log failures with one example, a few samples, and at the first call why all scores are 0, if they are."""

@@ -62,7 +62,7 @@ BROKEN = {
     "truncated.parquet": (broken_parquet, r"truncated.parquet: it cannot be read .*Write it again"),
     "column.parquet": (
         lambda path: write(path, [{"question": "1+1?", "data_source": "gsm8k", "ground_truth": "2"}]),
-        "column.parquet row 0: it has no 'prompt' (found: question, data_source, ground_truth). Set data.prompt_key",
+        "column.parquet row 0: it has no 'prompt'. Set data.prompt_key to the column",
     ),
     "types.parquet": (
         lambda path: write(path, [{**GOOD, "prompt": 7, "reward_model": "2"}] * 3),

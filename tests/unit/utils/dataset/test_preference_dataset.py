@@ -141,7 +141,7 @@ def test_a_row_that_the_template_refuses_is_named_before_anything_is_learned(tmp
 def test_a_column_that_was_named_must_be_there(tmp_path):
     rows = [{"prompt": "p", "chosen": "a", "rejected": "b", "gap": 2}]
     assert dataset(tmp_path, rows, "data.margin_key=gap")[0]["pairs"][0, 3] == 2
-    with pytest.raises(DataError, match=r"data\.margin_key = gpa: no file has this column .*gap\)"):
+    with pytest.raises(DataError, match=r"data\.margin_key = gpa: no file has this column\. .*gap\."):
         dataset(tmp_path, rows, "data.margin_key=gpa")
 
 

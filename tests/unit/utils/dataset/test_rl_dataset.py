@@ -244,7 +244,7 @@ def test_a_dataset_survives_pickling_for_spawned_loader_workers(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([row(0), {"data_source": "x"}], r"a\.jsonl line 2: it has no 'prompt' \(found: .*Set data\.prompt_key"),
+        ([row(0), {"data_source": "x"}], r"a\.jsonl line 2: it has no 'prompt'\. Set data\.prompt_key"),
         ([row(0), row(1, prompt=None)], r"line 2: 'prompt' is missing"),
         ([row(0), row(1, prompt=17), row(2, prompt=18)], r"line 2 \(and 1 more row\): 'prompt' is a int"),
         ([row(0, prompt=[])], r"line 1: 'prompt' has no messages"),
@@ -270,7 +270,7 @@ def test_bad_prompts_are_refused_with_file_line_and_remedy(tmp_path, rows, expec
 @pytest.mark.parametrize(
     ("table", "expected"),
     [
-        ({"question": ["a"], "answer": ["b"]}, r"a\.parquet row 0: it has no 'prompt' \(found: question, answer\)"),
+        ({"question": ["a"], "answer": ["b"]}, r"a\.parquet row 0: it has no 'prompt'\. .* Columns: question, answer"),
         ({"prompt": [1, 2]}, r"row 0 \(and 1 more row\): 'prompt' is a int"),
         ({"prompt": ["ok", None, None]}, r"row 1 \(and 1 more row\): 'prompt' is missing"),
         ({"prompt": [[{"role": "user", "content": "a"}], []]}, r"row 1: 'prompt' has no messages"),

@@ -341,7 +341,7 @@ def test_an_answer_without_an_end_is_worth_a_warning(tmp_path, caplog):
 
 
 def test_bad_rows_are_refused_with_their_place(tmp_path):
-    with pytest.raises(DataError, match=r"line 1: it has no 'response' \(found: prompt\)\. Set data\.response_key"):
+    with pytest.raises(DataError, match=r"line 1: it has no 'response'\. Set data\.response_key .* Columns: prompt"):
         SFTDataset(write(tmp_path / "a.jsonl", [{"prompt": "x"}]), TOKENIZER, {})
     with pytest.raises(DataError, match=r"line 1: 'response' is a int"):
         SFTDataset(write(tmp_path / "b.jsonl", [{"prompt": "x", "response": 3}]), TOKENIZER, {})
@@ -384,7 +384,9 @@ def test_rows_whose_answer_would_be_cut_off_whole_are_left_out_and_told(tmp_path
 @pytest.mark.parametrize("option", ["messages_key", "tools_key", "enable_thinking_key"])
 def test_a_column_that_was_named_must_be_there(tmp_path, option):
     file = write(tmp_path / "a.jsonl", [{"prompt": "Q", "response": "A"}])
-    with pytest.raises(DataError, match=rf"data\.{option} = typo: no file has this column \(found: prompt, response\)"):
+    with pytest.raises(
+        DataError, match=rf"data\.{option} = typo: no file has this column\. .* Columns: prompt, response"
+    ):
         SFTDataset(file, TOKENIZER, {option: "typo"})
     assert len(SFTDataset(file, TOKENIZER, {option: "typo"}, split="validation")) == 1
 

@@ -42,7 +42,7 @@ def test_functions_are_called_with_the_parameters_they_have():
 
 def test_an_unknown_source_lists_the_known_ones_and_the_nearest():
     with pytest.raises(
-        ValueError, match=r"'openai/gsm8'.*known: .*openai/gsm8k.*Did you mean 'openai/gsm8k'\?.*custom"
+        ValueError, match=r"'openai/gsm8'\. Did you mean 'openai/gsm8k'\? .*custom.*Known: .*openai/gsm8k"
     ):
         default_compute_score("openai/gsm8", "#### 1", "1")
 
