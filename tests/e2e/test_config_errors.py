@@ -1,6 +1,7 @@
 """`python -m verl.trainer.main_ppo` with mistakes: all of them, numbered, with remedies; exit code 2, no trace left."""
 
 import http.server
+import json
 import os
 import re
 import socket
@@ -14,7 +15,7 @@ import pytest
 FIVE_MISTAKES = [
     "data.train_files=~/no/such/train.parquet",
     "data.train_batch_size=256",
-    "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct",
+    "actor_rollout_ref.model.path=.",
     "actor_rollout_ref.actor.ppo_mini_batch_size=100",
     "actor_rollout_ref.rollout.temprature=0.7",
     "actor_rollout_ref.actor.optim.lr=fast",
@@ -28,6 +29,16 @@ def run(*arguments, cwd, **environment):
     env |= {"RAY_ADDRESS": "local"} | environment
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+
+
+@pytest.fixture
+def valid(tmp_path):
+    """Arguments of a run that passes every check before Ray is started."""
+    (tmp_path / "config.json").write_text("{}")
+    row = {"prompt": "1 + 1", "data_source": "openai/gsm8k", "ground_truth": "2"}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    sizes = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    return [f"data.train_files={tmp_path}/rows.jsonl", f"actor_rollout_ref.model.path={tmp_path}", *sizes]
 
 
 def test_five_mistakes_are_five_numbered_problems(tmp_path):
@@ -49,10 +60,10 @@ def test_five_mistakes_are_five_numbered_problems(tmp_path):
 
 def test_a_yaml_with_some_blocks_is_enough_and_groups_lie_under_it(tmp_path):
     (tmp_path / "mine.yaml").write_text(
-        "data: {train_files: openai/gsm8k}\n"
+        "data: {train_files: 's3://bucket/data.parquet'}\n"
         "algorithm: {lam: 0.5}\n"
         "actor_rollout_ref:\n"
-        "  model: {path: a/b}\n"
+        "  model: {path: .}\n"
         "  actor: {ppo_mini_batch_size: 100, max_grad_norm: 0.3}\n"
         "critic: null\n"
     )
@@ -80,8 +91,7 @@ def test_the_composed_configuration_is_shown_by_cfg_job_in_the_middle_of_the_lin
     assert "nnodes: 3" in done.stdout
 
 
-def test_a_stale_cluster_is_recognised_at_once(tmp_path):
-    valid = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b"]
+def test_a_stale_cluster_is_recognised_at_once(tmp_path, valid):
     done = run(*valid, cwd=tmp_path, RAY_ADDRESS="127.0.0.1:1")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
@@ -90,9 +100,8 @@ def test_a_stale_cluster_is_recognised_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stranger_at_the_port_of_ray_is_told_of_soon(tmp_path):
+def test_a_stranger_at_the_port_of_ray_is_told_of_soon(tmp_path, valid):
     """An HTTP server, and one that accepts and says nothing, where RAY_ADDRESS or trainer.master_port points."""
-    valid = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b"]
     as_head = ["trainer.node_rank=0", "trainer.nnodes=2", "trainer.master_addr=127.0.0.1"]
     with (
         http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as web,

@@ -60,6 +60,20 @@ def read_tool_files(config: MultiTurnConfig) -> ToolFiles:
     """Read the files of tools and simulated users, the servers files they name and users' Python files; ConfigError
     tells all problems."""
     report = Report()
+    files = parse_tool_files(config, report)
+    # What does not import is said here too, before processes are started that would meet it.
+    for entry in files.entries:
+        entry.load(report)
+    for user in files.interactions:
+        user.load(BaseInteraction, report)
+    if files.functions is not None:
+        _build_functions(files.functions, report)
+    report.raise_if_any()
+    return files
+
+
+def parse_tool_files(config: MultiTurnConfig, report: Report) -> ToolFiles:
+    """The content of the same files, without importing any code; problems go to the report."""
     functions = None
     if config.function_tool_path is not None:
         try:
@@ -72,14 +86,6 @@ def read_tool_files(config: MultiTurnConfig) -> ToolFiles:
         beside = Path(config.tool_config_path).parent
         entries = [ToolEntry(base, _read_schema(base, report), _read_mcp(base, beside, report)) for base in listed]
     users = [] if config.interaction_config_path is None else read_interactions(config.interaction_config_path, report)
-    # What does not import is said here too, before processes are started that would meet it.
-    for entry in entries:
-        entry.load(report)
-    for user in users:
-        user.load(BaseInteraction, report)
-    if functions is not None:
-        _build_functions(functions, report)
-    report.raise_if_any()
     return ToolFiles(tuple(entries), functions, tuple(users))
 
 
@@ -209,5 +215,7 @@ def _build_functions(module: UserModule, report: Report) -> list[BaseTool]:
         report.problem(FUNCTIONS, module.path, told(error), "Correct the file")
         return []
     if not tools:
-        report.problem(FUNCTIONS, module.path, "it marks no function", "Put @function_tool above those that are tools")
+        report.problem(
+            FUNCTIONS, module.path, "no function is decorated", "Put @function_tool above those that are tools"
+        )
     return list(tools)

@@ -27,6 +27,16 @@ def visible_gpus() -> int:
     return min(count, present)
 
 
+def has_no_gpu() -> bool:
+    """No GPU of any kind that torch calls cuda can be used here: NVIDIA (also Jetson, WSL) or AMD."""
+    others = ("/dev/kfd", "/dev/nvmap", "/dev/dxg")
+    hidden = (os.environ.get("CUDA_VISIBLE_DEVICES") or "").strip() in (
+        "",
+        "-1",
+    ) and "CUDA_VISIBLE_DEVICES" in os.environ
+    return visible_gpus() == 0 and (hidden or not any(Path(device).exists() for device in others))
+
+
 def gpu_memory() -> tuple[int, str] | None:
     """(bytes, name) of the smallest GPU of this machine; None where the driver's library does not tell."""
     if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):  # the library would tell of the whole GPU

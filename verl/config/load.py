@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,6 +19,8 @@ from verl.config.schema import Block, alias_table, pick, walk
 B = TypeVar("B", bound=Block)
 Config = PPOConfig | DictConfig | Mapping[str, Any]
 Given = Block | DictConfig | Mapping[str, Any] | None
+Preflight = Callable[[Any, Report], None]
+"""Called with the resolved configuration (a `root`) and the report that collects its problems."""
 
 # Where the command line notes which options of our groups were chosen when Hydra cannot (verl.trainer.main_ppo).
 GROUPS_KEY = "_groups_"
@@ -30,20 +32,33 @@ def load_config(cfg: Given = None, overrides: Sequence[str] = (), check_files: b
 
 
 @overload
-def load_config(cfg: Given = None, overrides: Sequence[str] = (), check_files: bool = True, *, root: type[B]) -> B: ...
+def load_config(
+    cfg: Given = None,
+    overrides: Sequence[str] = (),
+    check_files: bool = True,
+    *,
+    root: type[B],
+    preflight: Preflight | None = None,
+) -> B: ...
 
 
 def load_config(
-    cfg: Given = None, overrides: Sequence[str] = (), check_files: bool = True, *, root: type[Block] = PPOConfig
+    cfg: Given = None,
+    overrides: Sequence[str] = (),
+    check_files: bool = True,
+    *,
+    root: type[Block] = PPOConfig,
+    preflight: Preflight | None = None,
 ) -> Block:
     """The complete, resolved and validated configuration of the program that `root` belongs to.
 
     `cfg` holds some or all blocks; `overrides` are `key=value` (or `group=option`) on top. `check_files=False` leaves
-    out what depends on this machine and version: files, folders, packages, and what is not built yet. Raises
-    ConfigError with all problems.
+    out what depends on this machine and version: files, folders, packages, and what is not built yet. `preflight`
+    adds the problems that the program itself can detect before it starts. Raises ConfigError with all problems.
     """
     if isinstance(cfg, root):
         if not overrides:
+            _check_loaded(cfg, preflight)
             return cfg
         cfg = cfg.to_dict()
     kind, report = root_of(root), Report()
@@ -56,9 +71,18 @@ def load_config(
     kind.validate(config, report)
     if check_files:
         kind.check_environment(config, report)
+    if preflight is not None:
+        preflight(config, report)
     report.raise_if_any()
     config.notices = report.notices
     return config
+
+
+def _check_loaded(config: Block, preflight: Preflight | None) -> None:
+    report = Report()
+    if preflight is not None:
+        preflight(config, report)
+    report.raise_if_any()
 
 
 def as_config(cls: type[B], cfg: B | DictConfig | Mapping[str, Any] | None, at: str | None = None) -> B:

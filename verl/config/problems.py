@@ -25,6 +25,14 @@ class Problem:
         return f"{key} = {show(self.value)}: {self.why}. {self.fix}" + ("" if self.fix.endswith("?") else ".")
 
 
+@dataclass(frozen=True)
+class Statement(Problem):
+    """A problem whose `why` already contains the place (file, row, line) and the remedy."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.why}"
+
+
 class ConfigError(ValueError):
     """The configuration cannot work; `problems` holds every reason, `str()` is the numbered list."""
 
@@ -50,6 +58,10 @@ class Report:
 
     def problem(self, key: str, value: Any, why: str, fix: str, involves: Iterable[str] = ()) -> None:
         self.add(Problem(key, value, why, fix, tuple(involves)))
+
+    def statement(self, key: str, value: Any, text: str) -> None:
+        """Report `text`, which names the place and the remedy itself."""
+        self.add(Statement(key, value, text, ""))
 
     def add(self, problem: Problem) -> None:
         """Keep `problem` unless it follows from a key (or a block above it) that is already reported."""

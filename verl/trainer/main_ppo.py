@@ -25,6 +25,7 @@ from verl.trainer.common.controller_poll import ControllerPoll
 from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
 from verl.trainer.common.nodes import joins_a_head, running_head, serve_as_node, start_head, stop_head
 from verl.trainer.common.own_ray import OwnRay, result_of
+from verl.trainer.common.preflight import basic_preflight, ppo_preflight
 from verl.trainer.common.signals import FINISHES, Asked, exit_on_signals, stop_on_signals
 from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.trainer.supervision.report import earlier_attempts
@@ -58,13 +59,14 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
     `supervised`: the run is a child of this process, which starts it again when it dies (`trainer.max_restarts` times)
     and exits when it is over: what follows in a script is done by the child alone.
     """
-    config = checked(config, PPOConfig)
+    runner_class = TaskRunner if task_runner_class is None else task_runner_class
+    ours = getattr(runner_class, "run", None) is TaskRunner.run
+    config = checked(config, PPOConfig, preflight=ppo_preflight if ours else basic_preflight)
     logger.info(batch_plan(config).render())
     check_code_runner(config)
 
     if joins_a_head(config):
         return serve_as_node(config)
-    runner_class = TaskRunner if task_runner_class is None else task_runner_class
     with tells_of_restart(config.trainer):
         if wants_supervision(config, supervised):
             attempt = supervise(config, lambda head: running_head(config, head), stop_head)
@@ -214,7 +216,8 @@ class TaskRunner:
             if config.reward_model.url is not None:
                 require_server(config.reward_model.url)
             elif config.distillation.scores_answers and not config.reward_model.enable:
-                check_at_start(reward_fn, train_dataset, data.reward_fn_key)
+                loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
+                check_at_start(reward_fn, train_dataset, data.reward_fn_key, loop)
         self._trainer = trainer_cls(
             config=config,
             tokenizer=tokenizer,

@@ -70,9 +70,19 @@ def told(error: Exception) -> str:
     return str(error).rstrip(". ") or type(error).__name__
 
 
+def yaml_problem(error: yaml.MarkedYAMLError) -> str:
+    """Line, column and cause of an error in a YAML file, in one line."""
+    mark = error.problem_mark or error.context_mark
+    place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1} "
+    return f"{place}is not valid YAML: {', '.join(filter(None, (error.context, error.problem)))}"
+
+
 def _read_entries(key: str, path: str, top: str, report: Report) -> list[Mapping[str, Any]]:
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except yaml.MarkedYAMLError as error:
+        report.problem(key, path, yaml_problem(error), "Correct it there or just above")
+        return []
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         report.problem(key, path, f"cannot be read: {told(error)}", "Correct the file")
         return []

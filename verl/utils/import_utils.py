@@ -114,8 +114,10 @@ class UserModule:
             return load()
         except ModuleNotFoundError as error:
             raise RuntimeError(f"{self.path}: cannot import it: {error}. {remedy}") from error
-        except SyntaxError as error:
-            raise RuntimeError(f"{self.path}: line {error.lineno} is not valid Python: {error.msg}.") from error
+        except SyntaxError as error:  # of this file, or of one that it imports
+            raise RuntimeError(
+                f"{error.filename or self.path}: line {error.lineno} is not valid Python: {error.msg}."
+            ) from error
         except Exception as error:
             raise RuntimeError(f"{self.path}: it raised {type(error).__name__} when imported: {error}") from error
 

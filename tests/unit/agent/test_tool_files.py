@@ -93,7 +93,7 @@ def test_what_does_not_import_is_told_where_the_files_are_read(tmp_path: Path):
         "tools[0].class_name = mine.py:NoTool: it is no BaseTool",
         "tools[1].class_name = mine.py:Absent: mine.py: it does not define 'Absent'. It defines: Fragile, NoTool",
         "tools[2].class_name = no_such_package.Tool: no_such_package: cannot import it",
-        "function_tool_path = mine.py: it marks no function. Put @function_tool above",
+        "function_tool_path = mine.py: no function is decorated. Put @function_tool above",
     ]:
         assert words in found
     assert len(caught.value.problems) == 4
@@ -131,7 +131,7 @@ def test_problems_of_making_are_told_all_at_once(tmp_path: Path):
     [
         ("tools: {a: 1}", "it holds no list 'tools' of mappings"),
         ("- a", "it holds no list 'tools' of mappings"),
-        ("tools: [", "cannot be read: while parsing"),
+        ("tools: [", "line 1, column 9 is not valid YAML"),
         ("tools: [{class_name: x.Y, config: {a: '${oc.env:NO_SUCH_VARIABLE_OF_OURS}'}}]", "NO_SUCH_VARIABLE_OF_OURS"),
     ],
 )

@@ -80,6 +80,11 @@ def start_ray(num_cpus: int | None = None, within: float = 0.0, start_timeout: f
     return OwnRay(pids)
 
 
+def joins_cluster() -> bool:
+    """Whether `ray.init` would join a cluster instead of starting one on this machine."""
+    return _known_cluster() not in (None, "", "local")
+
+
 def _known_cluster() -> str | None:
     """Address of the cluster that `ray.init` would join: the environment's, or the one noted by `ray start`."""
     if os.environ.get("RAY_ADDRESS"):

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from verl.config import load_config
 from verl.config.command_line import prepared_arguments
-from verl.config.load import Given
+from verl.config.load import Given, Preflight
 from verl.config.schema import Block
 from verl.trainer.common.ending import ends_in_words
 from verl.utils.logging_setup import setup_logging
@@ -59,9 +59,9 @@ def command(
     return as_main
 
 
-def checked(config: Given, root: type[B], overrides: Sequence[str] = ()) -> B:
+def checked(config: Given, root: type[B], overrides: Sequence[str] = (), preflight: Preflight | None = None) -> B:
     """The whole configuration, or a ConfigError with all of its problems; what the user should know is said."""
-    loaded = load_config(config, overrides, root=root)
+    loaded = load_config(config, overrides, root=root, preflight=preflight)
     for notice in loaded.notices:
         logger.warning(notice)
     return loaded

@@ -18,6 +18,7 @@ from verl.trainer.common.completion import log_finished
 from verl.trainer.common.ending import tells_of_restart, what_the_same_command_does
 from verl.trainer.common.launched import launched_ranks
 from verl.trainer.common.own_ray import OwnRay, watched
+from verl.trainer.common.preflight import supervised_preflight
 from verl.trainer.common.signals import stop_on_signals
 from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise, wants_supervision
@@ -44,7 +45,7 @@ def run_supervised_training(
 
             serve(load_config(config, sizes, root=root))
             return
-    config = checked(config, root, [] if launched is None else sizes)
+    config = checked(config, root, [] if launched is None else sizes, preflight=supervised_preflight)
     logger.info(describe(config))
     with tells_of_restart(config.trainer):
         attempt = supervise(config).config if wants_supervision(config, supervised) else config

@@ -8,11 +8,13 @@ processes of one node share them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +27,9 @@ from verl.utils.fs import cache_root, made_once
 logger = logging.getLogger(__name__)
 
 _MAP_ABOVE_BYTES = 64 * 1024**2
+# Of larger files a quick check reads the first rows only.
+_READ_WHOLE_BYTES = 32 * 1024**2
+_HEAD_ROWS = 4096
 
 
 class Part(Protocol):
@@ -87,13 +92,45 @@ def open_part(file: str) -> Part:
     return ArrowPart(file) if file.endswith((".parquet", ".arrow")) else JsonPart(file)
 
 
-class ArrowPart:
-    """A parquet or arrow file."""
+@dataclass(frozen=True)
+class Head:
+    """The first rows of a file, all of a small one."""
 
-    def __init__(self, file: str) -> None:
+    part: Part
+    rows: int | None
+    """Rows of the whole file; None: not known without reading it."""
+
+
+def open_head(file: str) -> Head | None:
+    """The beginning of a file, for checks that must be quick; None for one that can only be read whole and is large.
+
+    Errors are those of `open_part`.
+    """
+    if os.path.getsize(file) == 0:
+        raise ValueError(f"{file}: the file is empty (0 bytes). Write it again, or leave it out.")
+    if file.endswith((".parquet", ".arrow")):
+        part = ArrowPart(file, head=True)
+        return Head(part, part.rows_in_file)
+    if os.path.getsize(file) < _READ_WHOLE_BYTES:
+        whole = JsonPart(file)
+        return Head(whole, len(whole))
+    if _first_character(file) == "[":
+        return None
+    return Head(JsonPart(file, head=True), None)
+
+
+class ArrowPart:
+    """A parquet or arrow file; with `head`, only the first rows of a large one."""
+
+    def __init__(self, file: str, head: bool = False) -> None:
         self.file = file
         try:
-            self.table = _read_arrow(file) if file.endswith(".arrow") else _read_parquet(file)
+            self.table = _read_arrow(file) if file.endswith(".arrow") else _read_parquet(file, head)
+            self.rows_in_file = self.table.num_rows
+            if head and file.endswith(".arrow"):  # mapped: nothing is read yet
+                self.table = self.table.slice(0, _HEAD_ROWS)
+            elif head:
+                self.rows_in_file = pq.read_metadata(file).num_rows
         except (pa.ArrowInvalid, EOFError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{file}: it cannot be read ({reason}). Write it again; it may be half a file.") from error
@@ -118,11 +155,14 @@ class ArrowPart:
 class JsonPart:
     """Objects of a JSON file, one per line or in one array; parsed when asked for, from text that processes share."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, head: bool = False) -> None:
+        """`head`: only the first lines."""
         self.file = file
         is_array = _first_character(file) == "["
         # Arrays, not lists: forked processes share them, since nothing counts references inside.
-        self._text, self._spans, self._numbers, self.columns = _json_array(file) if is_array else _json_lines(file)
+        self._text, self._spans, self._numbers, self.columns = (
+            _json_array(file) if is_array else _json_lines(file, _HEAD_ROWS if head else None)
+        )
         self._unit = "row" if is_array else "line"
 
     def __reduce__(self) -> Any:
@@ -143,13 +183,14 @@ _JsonText = tuple[bytes | mmap.mmap, np.ndarray, np.ndarray, list[str]]
 """The text, int64 [rows, 2] where each row begins and ends in it, [rows] its number for a reader, the columns."""
 
 
-def _json_lines(file: str) -> _JsonText:
+def _json_lines(file: str, count: int | None = None) -> _JsonText:
+    """All lines, or the first `count`."""
     numbers: list[int] = []
     spans: list[tuple[int, int]] = []
     columns: dict[str, None] = {}
     position = 0
     with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(itertools.islice(lines, count), start=1):
             if line.strip():
                 try:
                     row = json.loads(line)
@@ -206,10 +247,13 @@ def _first_character(file: str) -> str:
     return ""
 
 
-def _read_parquet(file: str) -> pa.Table:
+def _read_parquet(file: str, head: bool = False) -> pa.Table:
     groups = pq.read_metadata(file).to_dict()["row_groups"]
     # Its size in memory counts, which may be many times that on disk.
-    if sum(group["total_byte_size"] for group in groups) < _MAP_ABOVE_BYTES:
+    size = sum(group["total_byte_size"] for group in groups)
+    if head and size >= _READ_WHOLE_BYTES:
+        return pa.Table.from_batches([next(pq.ParquetFile(file).iter_batches(_HEAD_ROWS))])
+    if size < _MAP_ABOVE_BYTES:
         return pq.ParquetFile(file).read()
     try:
         return _read_arrow(_uncompressed_copy(file))

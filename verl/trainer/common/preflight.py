@@ -1,0 +1,262 @@
+"""Checks before Ray starts: data files, users' code, tool files, the device and the model hub.
+
+They take about a second, import neither torch nor ray and run no user code. Problems go to the report of the
+configuration, so that all are reported at once. What only loading the data or the code can tell is reported there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.config import PPOConfig, RMConfig, SFTConfig, SupervisedConfig
+from verl.config.devices import has_no_gpu
+from verl.config.generation import GenerationConfig
+from verl.config.layout import runs_own_loop
+from verl.config.problems import Report
+from verl.trainer.common.cluster import joins_cluster
+from verl.utils.fs import expand_path, is_hub_id
+from verl.utils.hub import HubRepo, find_hub_problems
+
+_AGENT = "actor_rollout_ref.rollout.agent"
+_TURNS = "actor_rollout_ref.rollout.multi_turn"
+# Rules for the rows of files that have these columns.
+Rules = Callable[[Sequence[str]], list[Any]]
+
+
+def ppo_preflight(config: PPOConfig, report: Report) -> None:
+    """What keeps a run of `main_ppo` from its first step."""
+    _check_device(config.trainer, report, config.trainer.node_rank is not None)
+    _check_user_code(config, report)
+    _check_tools(config, report)
+    data = config.data
+    if data.custom_cls.path is None:
+        size, key = data.train_batch_size, "data.train_batch_size"
+        if data.gen_batch_size and data.gen_batch_size != size:
+            size, key = data.gen_batch_size, "data.gen_batch_size"
+        rules = _rl_rules(config)
+        rows = _check_files("data.train_files", data.train_files, "train", rules, report)
+        _check_batch(key, size, rows, data.train_max_samples, report)
+        _check_files("data.val_files", data.val_files, "validation", _rl_rules(config, validates=True), report)
+    models: dict[str, str | None] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+    if config.critic.enable:
+        models["critic.model.path"] = config.critic.model.path
+    if config.reward_model.enable:
+        models["reward_model.path"] = config.reward_model.path
+    for name, teacher in config.distillation.local_teachers.items():
+        models[f"distillation.teacher_models.{name}.model_path"] = teacher.model_path
+    _check_hub(models, _data_files(config), report)
+
+
+def basic_preflight(config: PPOConfig, report: Report) -> None:
+    """The part that also holds for a user's TaskRunner, which may load data and code in its own way."""
+    _check_device(config.trainer, report, config.trainer.node_rank is not None)
+
+
+def supervised_preflight(config: SupervisedConfig, report: Report) -> None:
+    """What keeps a run of `main_sft` or `main_rm` from its first step."""
+    from verl.utils.dataset.problems import present_rule, sft_rules
+
+    data = config.data
+    _check_device(config.trainer, report)
+    if data.custom_cls.path is not None:
+        _check_code("data.custom_cls.path", data.custom_cls.path, data.custom_cls.name, report)
+    elif isinstance(config, RMConfig):
+        pairs = [present_rule(config.data[f"{name}_key"], f"data.{name}_key") for name in ("chosen", "rejected")]
+        rows = _check_files("data.train_files", data.train_files, "train", lambda columns: pairs, report)
+        _check_batch("data.train_batch_size", data.train_batch_size, rows, data.train_max_samples, report)
+        _check_files("data.val_files", data.val_files, "validation", lambda columns: pairs, report)
+    elif isinstance(config, SFTConfig):
+        rules: Rules = lambda columns: sft_rules(config.data, columns)  # noqa: E731
+        # A conversation may become several rows: only the dataset knows how many.
+        _check_files("data.train_files", data.train_files, "train", rules, report)
+        _check_files("data.val_files", data.val_files, "validation", rules, report)
+    _check_hub({"model.path": config.model.path}, _data_files(config), report)
+
+
+def generation_preflight(config: GenerationConfig, report: Report) -> None:
+    """What keeps `main_generation` from its first answer."""
+    from verl.utils.dataset.problems import chat_rule
+
+    rules = [chat_rule(config.data.prompt_key, "data.prompt_key")]
+    _check_device(config.trainer, report)
+    _check_files("data.path", config.data.path, None, lambda columns: rules, report)
+    _check_hub({"model.path": config.model.path}, {"data.path": config.data.path}, report)
+
+
+def _data_files(config: Any) -> dict[str, Sequence[str]]:
+    custom = config.data.custom_cls.path is not None
+    return {} if custom else {f"data.{name}": config.data[name] or () for name in ("train_files", "val_files")}
+
+
+def _check_device(trainer: Any, report: Report, own_head: bool = False) -> None:
+    """`trainer.device=cuda` on a single machine without a GPU; the nodes of a cluster are queried once it is joined."""
+    nodes = getattr(trainer, "nnodes", 1)
+    if trainer.device == "cuda" and nodes == 1 and not own_head and not joins_cluster() and has_no_gpu():
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "no GPU is visible on this machine"
+        if hidden is not None:
+            why += f" (CUDA_VISIBLE_DEVICES={hidden!r})"
+        fix = "Set trainer.device=cpu (or auto), or check the driver with nvidia-smi"
+        report.problem("trainer.device", "cuda", why, fix)
+
+
+def _rl_rules(config: PPOConfig, validates: bool = False) -> Rules:
+    from verl.utils.dataset.problems import rl_rules
+    from verl.utils.reward_score import known_data_sources
+
+    reward = config.reward_model
+    scored = validates or config.distillation.scores_answers
+    own = config.custom_reward_function.path is not None or reward.enable or reward.url is not None
+    # Modules of external_libs may register data sources: they are known once these are imported.
+    needed = scored and not own and not runs_own_loop(config)
+    sources = None if not needed or config.external_libs else known_data_sources()
+    rules = rl_rules(config.data, sources, needed)
+    return lambda columns: rules
+
+
+def _check_files(key: str, names: Iterable[str] | None, split: str | None, rules: Rules, report: Report) -> int | None:
+    """Check the local files of a key; the number of their rows, None where it is not known."""
+    from verl.utils.dataset.problems import find_problems
+    from verl.utils.dataset.rows import Rows, open_head
+
+    total: int | None = 0
+    for name in names or ():
+        files = _local_files(key, name, split, report)
+        if files is None:
+            total = None
+        for file in files or ():
+            try:
+                head = open_head(file)
+            except (ValueError, OSError) as error:
+                report.statement(key, file, str(error))
+                total = None
+                continue
+            if head is None or head.rows is None or total is None:
+                total = None
+            else:
+                total += head.rows
+            if head is not None:
+                part = Rows([head.part])
+                for problem in find_problems(part, rules(part.columns)):
+                    report.statement(key, file, problem)
+    return total
+
+
+def _local_files(key: str, name: str, split: str | None, report: Report) -> list[str] | None:
+    """The files that a name stands for; None where that is not known here, or costs a download."""
+    from verl.utils.dataset.files import find_files
+
+    local = Path(expand_path(name).removeprefix("file://"))
+    # Splits in a dataset card are read by a library that takes seconds to import.
+    if not local.exists() or (local.is_dir() and (local / "README.md").exists()):
+        return None
+    try:
+        return find_files(str(local), split)
+    except ValueError as error:
+        report.statement(key, name, str(error))
+        return None
+
+
+def _check_batch(key: str, size: int, rows: int | None, limit: int, report: Report) -> None:
+    usable = rows if rows is None or limit < 0 else min(rows, limit)
+    if usable and size > usable:
+        why = f"data.train_files hold only {usable} rows"
+        report.problem(key, size, why, f"Set it to {usable} or less, or give more data", ("data.train_files",))
+
+
+def _check_user_code(config: PPOConfig, report: Report) -> None:
+    reward, data, trainer = config.custom_reward_function, config.data, config.trainer
+    _check_code("custom_reward_function.path", reward.path, reward.name, report)
+    _check_code("data.custom_cls.path", data.custom_cls.path, data.custom_cls.name, report)
+    _check_code("data.sampler.path", data.sampler.path, data.sampler.name, report)
+    for module in config.external_libs:
+        _check_code("external_libs", module, None, report)
+    if trainer.cls_path is not None:
+        path, _, name = trainer.cls_path.rpartition(":" if ":" in trainer.cls_path.removeprefix("pkg://") else ".")
+        _check_code("trainer.cls_path", path, name, report)
+
+
+def _check_code(key: str, path: str | None, name: str | None, report: Report) -> None:
+    """Report a module or file that cannot be loaded; files that do not exist are reported already."""
+    from verl.utils.code_scan import find_code_problem
+    from verl.utils.import_utils import UserModule
+
+    if not path:
+        return
+    try:
+        problem = find_code_problem(UserModule.read(path), name)
+    except (FileNotFoundError, UnicodeDecodeError):
+        return
+    if problem is not None:
+        report.statement(key, path, problem)
+
+
+def _check_tools(config: PPOConfig, report: Report) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    turns, agent = rollout.multi_turn, rollout.agent
+    if turns.enable and (turns.tool_config_path or turns.function_tool_path or turns.interaction_config_path):
+        _check_tool_files(turns, report)
+    if agent.agent_loop_config_path is not None and Path(agent.agent_loop_config_path).is_file():
+        _check_loop_file(agent.agent_loop_config_path, report)
+    if ":" in agent.default_agent_loop:
+        path, _, name = agent.default_agent_loop.rpartition(":")
+        _check_code(f"{_AGENT}.default_agent_loop", path, name, report)
+
+
+def _check_tool_files(turns: Any, report: Report) -> None:
+    from verl.agent.tool_files import FUNCTIONS, parse_tool_files
+    from verl.utils.code_scan import find_code_problem, find_tool_problem
+
+    paths = [turns[name] for name in ("tool_config_path", "function_tool_path", "interaction_config_path")]
+    if not all(path is None or Path(path).exists() for path in paths):
+        return  # reported already
+    files = parse_tool_files(turns, report)
+    for entry in (*(tool.base for tool in files.entries), *files.interactions):
+        problem = find_code_problem(entry.path.module, entry.path.name)
+        if problem is not None:
+            report.statement(f"{entry.place}.class_name", str(entry.path), problem)
+    if files.functions is not None:
+        problem = find_tool_problem(files.functions)
+        if problem is not None:
+            report.statement(FUNCTIONS, files.functions.path, problem)
+
+
+def _check_loop_file(path: str, report: Report) -> None:
+    import yaml
+
+    from verl.utils.class_lists import yaml_problem
+
+    key = f"{_AGENT}.agent_loop_config_path"
+    try:
+        entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        report.problem(key, path, yaml_problem(error), "Correct it there or just above")
+        return
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        report.problem(key, path, "it holds no list", "Write a list of {name, _target_, …}")
+        return
+    for number, entry in enumerate(entries):
+        target = str(entry.get("_target_", ""))
+        module, _, name = target.rpartition(":" if ".py:" in target else ".")
+        _check_code(f"{path}: entry {number}._target_", module, name, report)
+
+
+def _check_hub(models: dict[str, str | None], data: dict[str, Sequence[str]], report: Report) -> None:
+    """One attempt for every repository of the hub that the run needs."""
+    keys: dict[HubRepo, str] = {}
+    for key, path in models.items():
+        if path and _is_on_hub(path):
+            keys.setdefault(HubRepo(path), key)
+    for key, names in data.items():
+        for name in filter(_is_on_hub, names):
+            keys.setdefault(HubRepo(name, "dataset"), key)
+    for repo, problem in find_hub_problems(keys).items():
+        report.statement(keys[repo], repo.name, problem)
+
+
+def _is_on_hub(path: str) -> bool:
+    location = expand_path(path)
+    return not os.path.exists(location) and is_hub_id(location)

@@ -1,0 +1,211 @@
+"""Check users' Python code without running it: syntax, modules that cannot be found, names that are not defined.
+
+Nothing is imported, so that a check costs milliseconds and has no side effects. What depends on running the code is
+not a problem here.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import symtable
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from verl.utils.import_utils import UserModule
+
+# What may define names that the source does not show.
+_DYNAMIC = ("globals()", "exec(", "setattr(", "__getattr__", "import *")
+_DECORATOR = "function_tool"
+_SHOWN_NAMES = 12
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Python file by content."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    @property
+    def names(self) -> list[str]:
+        """Public names that the module binds at its top level."""
+        symbols = symtable.symtable(self.text, self.path, "exec").get_symbols()
+        bound = (each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
+        return [name for name in bound if not name.startswith("_")]
+
+    @property
+    def functions(self) -> list[str]:
+        return [node.name for node in self.tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+    @property
+    def is_dynamic(self) -> bool:
+        return any(word in self.text for word in _DYNAMIC)
+
+
+def find_code_problem(module: UserModule, name: str | None = None) -> str | None:
+    """What keeps `name` from being loaded from a user's module, with file, line and remedy; None: nothing known."""
+    source = source_of(module)
+    if isinstance(source, str):
+        return source
+    if source is None:
+        return None
+    broken = next(_broken_files(source, set()), None)
+    if broken is not None:
+        return broken
+    missing = next(_missing_modules(source), None)
+    if missing is not None:
+        remedy = "Install it, or put its folder on PYTHONPATH, on every node."
+        if module.code is not None:
+            remedy = "A file given by path may import installed modules, not its neighbours: put both into a package."
+        return f"{source.path} line {missing.line}: there is no module {missing.name!r} to import. {remedy}"
+    if name is None or source.is_dynamic or name in source.names or name.startswith("_"):
+        return None
+    return f"{source.path}: it does not define {name!r}. Correct the name. It defines: {_listed(source.names)}."
+
+
+def find_tool_problem(module: UserModule) -> str | None:
+    """What keeps a file of function tools from being loaded, also that it decorates no function."""
+    problem = find_code_problem(module)
+    source = source_of(module)
+    if problem is not None or not isinstance(source, Source) or source.is_dynamic:
+        return problem
+    if any(_uses_decorator(each) for each in (source, *_imported_sources(source))):
+        return None
+    return (
+        f"{source.path}: no function is decorated with @function_tool. Write `from verl.tools.function_tool import"
+        " function_tool`, and @function_tool above each function that is a tool. Functions:"
+        f" {_listed(source.functions)}."
+    )
+
+
+def source_of(module: UserModule) -> Source | str | None:
+    """The source of a module; a text: why there is none; None: it is no Python source that can be read here."""
+    if module.code is not None:
+        return Source(module.code.path, module.code.source)
+    name = module.path.removeprefix("pkg://")
+    if name.partition(".")[0] in sys.builtin_module_names:
+        return None
+    file = locate(name)
+    if file is None:
+        return f"there is no module {name!r}. Correct the name, or put its folder on PYTHONPATH, on every node."
+    return _read(file)
+
+
+def locate(name: str) -> str | None:
+    """The file (or folder, of a package without `__init__`) of a module; None: there is none. Imports nothing."""
+    first, *rest = name.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except ValueError:  # a module that was loaded without a spec, such as __main__
+        return getattr(sys.modules[first], "__file__", first)
+    if spec is None:
+        return None
+    places, file = list(spec.submodule_search_locations or ()), spec.origin or first
+    for part in rest:
+        if not places:  # a module may register further ones below itself, as os does with os.path
+            return file if name in sys.modules else None
+        found = [path for place in places for path in _candidates(Path(place), part) if path.exists()]
+        if not found:
+            return file if _is_lazy(file) else None
+        file, places = str(found[0]), [str(found[0].parent if found[0].name == "__init__.py" else found[0])]
+        places = places if Path(places[0]).is_dir() else []
+    return file
+
+
+@dataclass(frozen=True)
+class _Import:
+    name: str
+    line: int
+
+
+def _candidates(folder: Path, name: str) -> list[Path]:
+    extensions = [path for path in folder.glob(f"{name}.*.so")] + [folder / f"{name}.so", folder / f"{name}.pyd"]
+    return [folder / name / "__init__.py", folder / f"{name}.py", *extensions, folder / name]
+
+
+def _is_lazy(package: str) -> bool:
+    """Whether a package may make modules that are no files."""
+    source = _read(package)
+    return source is None or source.is_dynamic or "sys.modules" in source.text
+
+
+def _read(file: str) -> Source | None:
+    if not file.endswith(".py") or not os.path.isfile(file):
+        return None
+    return Source(file, Path(file).read_text(encoding="utf-8", errors="replace"))
+
+
+def _broken_files(source: Source, seen: set[str]) -> Iterator[str]:
+    """Syntax errors in a file and in the users' files that it imports, each with its own file and line."""
+    seen.add(source.path)
+    try:
+        tree = source.tree
+        compile(source.text, source.path, "exec", dont_inherit=True)  # more than parsing: `return` outside a function
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        text = f"\n   {error.text.strip()}" if isinstance(error, SyntaxError) and error.text else ""
+        yield f"{source.path} line {line}: not valid Python: {getattr(error, 'msg', error)}. Correct it there.{text}"
+        return
+    assert tree is not None
+    for imported in _imported_sources(source):
+        if imported.path not in seen:
+            yield from _broken_files(imported, seen)
+
+
+def _imported_sources(source: Source) -> Iterator[Source]:
+    """The users' own files that a file imports at its top level; installed packages are taken to be right."""
+    for imported in _imports(source):
+        file = locate(imported.name)
+        if file is not None and not _is_installed(file):
+            found = _read(file)
+            if found is not None:
+                yield found
+
+
+def _missing_modules(source: Source) -> Iterator[_Import]:
+    return (each for each in _imports(source) if locate(each.name.partition(".")[0]) is None)
+
+
+def _imports(source: Source) -> Iterator[_Import]:
+    """Modules that are imported whenever the file runs: not in functions, conditions or try blocks."""
+    for node in source.tree.body:
+        if isinstance(node, ast.Import):
+            yield from (_Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield _Import(node.module, node.lineno)
+
+
+def _is_installed(file: str) -> bool:
+    """Whether a file belongs to Python, to an installed package or to verl."""
+    folders = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders.add(str(Path(__file__).resolve().parents[1]))
+    path = Path(file).resolve()
+    return any(path.is_relative_to(Path(folder).resolve()) for folder in folders)
+
+
+def _uses_decorator(source: Source) -> bool:
+    """Whether the decorator is applied somewhere, under its own name or another."""
+    aliases = {_DECORATOR}
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom):
+            aliases |= {alias.asname or alias.name for alias in node.names if alias.name == _DECORATOR}
+    return any(
+        (isinstance(node, ast.Name) and node.id in aliases)
+        or (isinstance(node, ast.Attribute) and node.attr == _DECORATOR)
+        for node in ast.walk(source.tree)
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"and {len(names) - _SHOWN_NAMES} more"] if len(names) > _SHOWN_NAMES else []
+    return ", ".join([*names[:_SHOWN_NAMES], *more]) or "nothing"
