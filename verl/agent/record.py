@@ -25,6 +25,16 @@ class Call:
     prompt_ids: list[int]
     output: Output
     seconds: float = 0.0
+    context_start: int = 0
+    """Length of the prompt that its context began with."""
+
+    def continued_by(self, prompt_ids: list[int]) -> bool:
+        """Whether a prompt extends this call's prompt and answer; the answer's end token may have been stripped."""
+        answer, start = self.output.token_ids, len(self.prompt_ids)
+        if self.output.finish_reason == "stop" and len(answer) > 1:
+            answer = answer[:-1]
+        follows = bool(answer) and prompt_ids[start : start + len(answer)] == answer
+        return follows and prompt_ids[:start] == self.prompt_ids
 
 
 @dataclass(slots=True)
@@ -49,8 +59,6 @@ class Record:
     """Response tokens that this trajectory's contexts may have, where that is less than the run's limit."""
     partial: Partial | None = None
     """Of the first answer, while it was under way, as last noted, or as another process left it."""
-    _starts: list[list[int]] = field(default_factory=list)
-    """Prompts that contexts began with."""
 
     @classmethod
     def of(cls, seed: int, step: int, uid: str, sample_index: int) -> Record:
@@ -66,14 +74,29 @@ class Record:
     def num_preempted(self) -> int:
         return sum(call.output.preemptions for call in self.calls)
 
+    def context_start(self, prompt_ids: list[int]) -> int:
+        """Length of the prompt that the context of these tokens began with.
+
+        A context continues an earlier call if it contains that call's answer. One that only begins with an earlier
+        prompt was rewritten: it is a prompt of its own.
+        """
+        earlier = [call for call in self.calls if call.continued_by(prompt_ids)]
+        if not earlier:
+            return len(prompt_ids)
+        return max(earlier, key=lambda call: len(call.prompt_ids)).context_start
+
     def left(self, prompt_ids: list[int], most: int) -> int:
-        """Of `most` response tokens in a context, what is left after these, whose first part was a prompt."""
+        """Response tokens that the context of these tokens may still get, of `most`."""
         most = most if self.most is None else min(most, self.most)
-        for start in self._starts:
-            if prompt_ids[: len(start)] == start:
-                return most - (len(prompt_ids) - len(start))
-        self._starts.append(prompt_ids)
-        return most
+        return most - (len(prompt_ids) - self.context_start(prompt_ids))
+
+    def add(self, prompt_ids: list[int], output: Output, seconds: float = 0.0) -> None:
+        """Append an answered call."""
+        self.calls.append(Call(prompt_ids, output, seconds, self.context_start(prompt_ids)))
+
+    def add_without_room(self, prompt_ids: list[int]) -> None:
+        """Append a call that got no tokens, because its context or its token budget was full."""
+        self.add(prompt_ids, Output(finish_reason="length"))
 
     def note(self, prompt_ids: list[int], output: Output) -> None:
         """So much there is of the first answer, which is to this prompt."""

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from verl.agent.loop import TokenOutput
-from verl.agent.record import Call, Record, current
+from verl.agent.record import Record, current
 from verl.agent.replicas import EngineLost, Replica
 from verl.single_controller.base.handle import RankHandle
 from verl.types.request import Output, Request, SamplingParams
@@ -103,7 +103,7 @@ class ServerManager:
                 output = await self._answer(request_id, request, record)
             finally:
                 self.generating -= 1
-        record.calls.append(Call(prompt_ids, output, time.monotonic() - started))
+        record.add(prompt_ids, output, time.monotonic() - started)
         return _told(output)
 
     async def note_partials(self) -> None:
