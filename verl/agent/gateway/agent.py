@@ -16,6 +16,7 @@ from verl.agent.gateway.server import LocalServer
 from verl.agent.gateway.session import Model, Session, Sessions
 from verl.agent.gateway.tree import Path, Tree
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryFailed
+from verl.agent.record import current
 from verl.config import PPOConfig
 from verl.inference.serving.fields import ApiError
 from verl.inference.serving.openai_requests import ModelFacts
@@ -61,9 +62,9 @@ class GatewayAgentLoop(AgentLoopBase):
         load_agent(own["run_agent"], own["agent_kwargs"] if "agent_kwargs" in own else ())
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
-        session = Session(
-            uuid.uuid4().hex, self._generator(sampling_params), self.rollout_config.multi_turn.max_assistant_turns
-        )
+        record, max_turns = current(), self.rollout_config.multi_turn.max_assistant_turns
+        session = Session(uuid.uuid4().hex, self._generator(sampling_params), max_turns)
+        session.on_full_context = None if record is None else record.add_without_room
         metadata = {name: value for name, value in row.items() if name not in ("raw_prompt", "prompt_ids")}
         async with _gateway_of(self).session(session) as base_url:
             future = start_agent(
@@ -125,14 +126,20 @@ class GatewayAgentLoop(AgentLoopBase):
 
 
 def outputs_of(tree: Tree, keep_retries: bool) -> list[AgentLoopOutput]:
-    """A row for each path of the tree; no token is trained twice."""
-    return [_output_of(path) for path in tree.paths(keep_retries)]
+    """A row for each path of the tree; no token is trained, and no turn counted, twice."""
+    outputs, contexts = [], set[int]()
+    for path in tree.paths(keep_retries):
+        output = _output_of(path)
+        answers = [node for node, trained in zip(path.nodes, path.trained, strict=True) if trained]
+        new_contexts = {id(node.place) for node in answers} - contexts
+        output.num_turns = len(answers) + len(new_contexts)
+        contexts |= new_contexts
+        outputs.append(output)
+    return outputs
 
 
 def _output_of(path: Path) -> AgentLoopOutput:
-    made = AgentLoopOutput(
-        list(path.nodes[0].place.context_ids), [], [], [], num_turns=2 * len(path.nodes), response_versions=[]
-    )
+    made = AgentLoopOutput(list(path.nodes[0].place.context_ids), [], [], [], response_versions=[])
     assert made.response_logprobs is not None
     assert made.response_versions is not None
     for number, (node, trained) in enumerate(zip(path.nodes, path.trained, strict=True)):
@@ -141,7 +148,6 @@ def _output_of(path: Path) -> AgentLoopOutput:
         made.response_mask += [0] * len(context) + [int(trained)] * len(answer.token_ids)
         made.response_logprobs += [0.0] * len(context) + answer.log_probs
         made.response_versions += [-1] * len(context) + answer.versions
-    made.finish_reason = path.nodes[-1].answer.finish_reason
     return made
 
 

@@ -78,6 +78,8 @@ class Session:
     closed: bool = False
     cut_off: int = 0
     """Answers that nobody was told: their clients left before the end."""
+    on_full_context: Callable[[list[int]], None] | None = None
+    """Called with the tokens of a request that leave no room for an answer."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def place(self, chat: ChatAsk, model: Model) -> Place:
@@ -88,7 +90,13 @@ class Session:
             )
         suffix = partial(model.suffix, chat)
         place = self.tree.place(chat.messages, model.scope(chat), chat.ask.begun, partial(model.start, chat), suffix)
-        checked_length(place.prompt_ids, model.facts, "messages")
+        prompt_ids = place.prompt_ids
+        try:
+            checked_length(prompt_ids, model.facts, "messages")
+        except ApiError:
+            if self.on_full_context is not None and prompt_ids:
+                self.on_full_context(prompt_ids)
+            raise
         return place
 
     @contextlib.contextmanager
@@ -104,7 +112,7 @@ class Session:
 
     async def answer(self, place: Place, request: Request, answer: Answer) -> AsyncGenerator[Part, None]:
         """The answer in parts; it is in the tree before its last one is told."""
-        told = False
+        told, requested_at = False, len(self.tree.nodes)
         try:
             async with contextlib.aclosing(self.generate(request)) as pieces:
                 async for piece in pieces:
@@ -113,7 +121,7 @@ class Session:
                     part = answer.push(piece)
                     told = part.finish_reason is not None
                     if told:
-                        self.tree.add(place, answer.output, answer.reply)
+                        self.tree.add(place, answer.output, answer.reply, requested_at)
                     yield part
         except ValueError as error:  # the engine can never answer this
             raise ApiError(str(error)) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +57,8 @@ class Node:
     answer: Output
     reply: Message
     """The answer as the client was told, in canonical form."""
+    order: tuple[int, int] = (0, 0)
+    """Answers that the session had when this one was requested, and when it was finished."""
 
     @property
     def path(self) -> list[Node]:
@@ -117,9 +119,10 @@ class Tree:
         self.counts[kind] += 1
         return place
 
-    def add(self, place: Place, answer: Output, reply: Message) -> Node:
-        """An answer that the client was told whole."""
-        node = Node(place, answer, reply)
+    def add(self, place: Place, answer: Output, reply: Message, requested_at: int | None = None) -> Node:
+        """An answer that the client was told whole; `requested_at` is the number of `nodes` at its request."""
+        finished_at = len(self.nodes)
+        node = Node(place, answer, reply, (finished_at if requested_at is None else requested_at, finished_at))
         self.nodes.append(node)
         *_, told = _digests(place.scope, [*place.conversation, reply])
         self._told[told] = node
@@ -128,21 +131,37 @@ class Tree:
     def paths(self, keep_retries: bool) -> list[Path]:
         """Every path from a first answer to a last one that counts; no answer is trained twice.
 
-        A last answer that was asked for again was thrown away by the agent: the reward is not its own. It counts only
-        for agents that ask the same several times on purpose (`keep_retries`).
+        A last answer is discarded if the client went on from another answer to the same request afterwards, or
+        requested one: the reward is not its own. It counts only for agents that request several answers on purpose
+        (`keep_retries`).
         """
         parents = {id(node.place.parent) for node in self.nodes}
-        latest = {id(node.place): node for node in self.nodes}
+        discarded = set() if keep_retries else self._discarded()
         seen: set[int] = set()
         found = []
         for node in self.nodes:
-            thrown_away = latest[id(node.place)] is not node and not keep_retries
-            if id(node) in parents or thrown_away:
+            if id(node) in parents or id(node) in discarded:
                 continue
             path = node.path
             found.append(Path(path, [id(each) not in seen for each in path]))
             seen.update(map(id, path))
         return found
+
+    def _discarded(self) -> set[int]:
+        """Answers after which the client requested, or continued from, another answer to the same request."""
+        latest: dict[int, tuple[int, int]] = {}
+        """By answer: when the last one of those that continue from it was requested."""
+        siblings: dict[int, list[Node]] = defaultdict(list)
+        for node in self.nodes:
+            siblings[id(node.place)].append(node)
+            for ancestor in node.path:
+                latest[id(ancestor)] = max(latest.get(id(ancestor), node.order), node.order)
+        return {
+            id(node)
+            for nodes in siblings.values()
+            for node in nodes
+            if any(latest[id(other)] > node.order for other in nodes if other is not node)
+        }
 
     def _extended(self, messages: Sequence[Message], digests: list[str]) -> tuple[Node | None, list[Message]]:
         """The node that the messages go on from, and the new ones.

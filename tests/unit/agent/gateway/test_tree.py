@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from verl.agent.gateway.agent import outputs_of
 from verl.agent.gateway.tree import Tree
+from verl.agent.outputs import trajectory_of
+from verl.agent.record import Record
 from verl.types.request import Output
 
 USER = {"role": "user", "content": "How warm is it in Bonn?"}
@@ -118,6 +120,46 @@ def test_a_retry_is_a_sibling_and_is_not_tokenised_again():
     assert [path.nodes for path in session.tree.paths(keep_retries=True)] == [[thrown], [kept, last]]
 
 
+def test_an_answer_is_discarded_when_the_client_continues_from_an_earlier_one_to_the_same_request():
+    session = Session()
+    place = session.ask(USER)
+    kept, discarded = session.say(place, "Warm."), session.say(place, "Cold.")
+    last = session.say(session.ask(USER, kept.reply, NEXT))
+    assert [path.nodes for path in session.tree.paths(keep_retries=False)] == [[kept, last]]
+    assert [path.nodes for path in session.tree.paths(keep_retries=True)] == [[discarded], [kept, last]]
+
+
+def test_an_answer_that_arrives_after_the_client_went_on_without_it_is_discarded():
+    session = Session()
+    place = session.ask(USER)
+    first = session.say(place, "Warm.")
+    last = session.say(session.ask(USER, first.reply, NEXT))
+    session.tree.add(place, Output([9], [-0.5], [3], "stop"), {"role": "assistant", "content": "Cold."}, requested_at=0)
+    assert [path.nodes for path in session.tree.paths(keep_retries=False)] == [[first, last]]
+
+
+def test_an_agent_that_starts_again_from_its_first_request_keeps_both_attempts():
+    session = Session()
+    first = session.say(session.ask(USER))
+    dead_end = session.say(session.ask(USER, first.reply, NEXT))
+    again = session.say(session.ask(USER), "Cold.")
+    assert [path.nodes for path in session.tree.paths(keep_retries=False)] == [[first, dead_end], [again]]
+
+
+def test_turns_that_paths_share_are_counted_once():
+    session = Session()
+    first = session.say(session.ask(USER))
+    session.say(session.ask(USER, first.reply, NEXT))
+    session.say(session.ask(USER, first.reply, {**NEXT, "content": "And in Oslo?"}))
+    outputs = outputs_of(session.tree, keep_retries=False)
+    assert [output.num_turns for output in outputs] == [4, 2]
+    trajectory = trajectory_of(outputs, Record(), "p", 0)
+    assert trajectory.extra["num_turns"] == 6
+    for output in outputs:
+        output.num_turns = 0
+    assert trajectory_of(outputs, Record(), "p", 0).extra["num_turns"] == 6, "counted from the tokens"
+
+
 def test_a_retry_that_is_asked_for_another_beginning_is_none():
     session = Session()
     assert session.ask(USER, begun='<tool_call>{"name": "') is not session.ask(USER)
@@ -170,11 +212,15 @@ def test_whatever_is_asked_every_answer_is_trained_once_or_was_asked_for_again(r
     ]
     assert len(trained) == len(set(trained))
     left_out = {t for node in session.tree.nodes for t in node.answer.token_ids} - set(trained)
-    parents = {id(node.place.parent) for node in session.tree.nodes}
-    for node in session.tree.nodes:
-        if left_out & set(node.answer.token_ids):
-            assert any(later.place is node.place for later in session.tree.nodes[session.tree.nodes.index(node) + 1 :])
-            assert id(node) not in parents
+    for number, node in enumerate(session.tree.nodes):
+        discarded = bool(left_out & set(node.answer.token_ids))
+        others = [
+            later
+            for later in session.tree.nodes[number + 1 :]
+            if any(each.place is node.place and each is not node for each in later.path)
+        ]
+        continued = any(node in later.path[:-1] for later in session.tree.nodes)
+        assert discarded == (bool(others) and not continued)
     for path in session.tree.paths(False):
         ids = path.nodes[-1].place.prompt_ids
         for node in path.nodes[:-1]:
