@@ -56,17 +56,18 @@ class SearchAgentLoop(AgentLoopBase):
     async def _turn(self, request_id: str, output: AgentLoopOutput, sampling: dict[str, Any]) -> tuple[Action, bool]:
         """The model's next turn, appended; what it does, and whether nothing can follow it."""
         room = sampling["max_new_tokens"] - len(output.response_ids)
+        stops = dict.fromkeys([*(sampling.get("stop") or ()), *STOPS])
         answer = await self.server_manager.generate(
             request_id=request_id,
             prompt_ids=output.prompt_ids + output.response_ids,
             sampling_params=sampling
-            | {"max_new_tokens": min(room, self.config.data.max_turn_length), "stop": list(STOPS)},
+            | {"max_new_tokens": min(room, self.config.data.max_turn_length), "stop": list(stops)},
         )
         output.response_ids += answer.token_ids
         output.response_mask += [1] * len(answer.token_ids)
         output.num_turns += 1
-        aborted = answer.extra_fields["finish_reason"] == "abort"
-        return parse_action(self.tokenizer.decode(answer.token_ids)), aborted or len(answer.token_ids) >= room
+        ended = answer.extra_fields["finish_reason"] == "abort" or not 0 < len(answer.token_ids) < room
+        return parse_action(self.tokenizer.decode(answer.token_ids)), ended
 
     async def _reply(self, action: Action, told: Information, metrics: AgentLoopMetrics) -> list[int]:
         """What the model is told after a turn that was no answer."""

@@ -110,7 +110,8 @@ class LLMGenerationManager:
     def _turn(self, active: Sequence[_Conversation], meta_info: dict[str, Any]) -> None:
         """One turn of the model for every row; a row without room for one ends."""
         asked = _left_padded([row.ids for row in active], self.tokenizer.pad_token_id)
-        asked.meta_info = meta_info | {"stop": list(STOPS), "max_new_tokens": self.config.max_response_length}
+        stops = dict.fromkeys([*(meta_info.get("stop") or ()), *STOPS])
+        asked.meta_info = meta_info | {"stop": list(stops), "max_new_tokens": self.config.max_response_length}
         if self.is_validation:
             asked.meta_info["validate"] = True
         padded, fillers = pad_dataproto_to_divisor(asked, self.actor_rollout_wg.world_size)
@@ -142,6 +143,7 @@ class LLMGenerationManager:
             reply = told.invalid() if action.kind == "invalid" else told.failed() if hits is None else told.of(hits)
             if len(row.ids) + len(reply) > self.config.max_prompt_length:
                 row.active = False  # no room for a turn that would have read it
+                row.row.turns[-1].finish_reason = "length"
             else:
                 row.row.turns.append(Turn("environment", reply))
 

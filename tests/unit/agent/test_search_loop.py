@@ -62,7 +62,7 @@ def local(corpus):
     return open_retriever(str(corpus), index_path=str(corpus.parent / "kept"))
 
 
-def play(conversation, searcher, *changes, room=400):
+def play(conversation, searcher, *changes, room=400, **sampling):
     """Run the loop of a model that says the "model" parts of [(who, token ids)]; its trajectory."""
     config = config_of(*changes)
     whole = PROMPT + [token for _, ids in conversation for token in ids]
@@ -83,7 +83,7 @@ def play(conversation, searcher, *changes, room=400):
             tokenizer=TOKENIZER,
         )
         with recording(record):
-            output = await loop.run({"max_new_tokens": room, "temperature": 1.0}, prompt_ids=list(PROMPT))
+            output = await loop.run({"max_new_tokens": room, "temperature": 1.0, **sampling}, prompt_ids=list(PROMPT))
         await SearchAgentLoop.searcher.close()
         return trajectory_of(output, record, "uid", 0)
 
@@ -126,6 +126,13 @@ def test_a_turn_that_is_too_long_is_cut_and_no_action(local):
         turns[:2] + [("model", encode("<answer>b</answer>"))], lambda: LocalSearcher(local), "data.max_turn_length=16"
     )
     assert trajectory.rows[0].turns[0].finish_reason == "length"
+
+
+def test_stop_strings_of_the_run_end_turns_besides_those_of_the_protocol(local):
+    ask, found = encode(ASK), told(as_information(local.retrieve(["colour of Belan"], 3)[0]).rstrip())
+    stopped = encode("I wonder. Observation:")
+    turns = [("model", ask), ("told", found), ("model", stopped), ("told", encode(INVALID)), ("model", encode(ANSWER))]
+    play(turns, lambda: LocalSearcher(local), stop=["Observation:"])
 
 
 def test_the_last_turn_does_not_search(local):
