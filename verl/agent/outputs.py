@@ -6,12 +6,15 @@ sampled in exactly this place, after exactly the tokens that the row has before 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 from verl.agent.loop import AgentLoopOutput, TrajectoryFailed
 from verl.agent.record import Call, Record
@@ -40,14 +43,16 @@ def trajectory_of(
         raise TypeError(f"an agent loop returned {outputs!r:.200}. Return an AgentLoopOutput, or a list of them.")
     _check_finite(outputs)
     answers = _Answers(record.calls)
-    made = [_row_of(output if most is None else most.held(output), answers) for output in outputs]
+    outputs = outputs if most is None else [most.held(output) for output in outputs]
+    made = [_row_of(output, answers) for output in outputs]
+    for output, one, reason in zip(outputs, made, answers.reasons_without_answer(outputs), strict=True):
+        _end(one.row, output.finish_reason or reason)
     status: Status = "aborted" if made[-1].row.finish_reason == "abort" else "finished"
     extra: dict[str, Any] = {}
     for output in outputs:
         extra |= output.extra_fields
     extra.pop("turn_names", None)
-    turns = sum(len(one.row.turns) for one in made)
-    extra["num_turns"] = max(output.num_turns for output in outputs) or turns
+    extra["num_turns"] = sum(output.num_turns for output in outputs) or _count_turns([one.row for one in made])
     unmatched = sum(one.unmatched for one in made)
     extra["agent_metrics"] = _metrics(outputs, record) | {"unmatched_tokens": unmatched, "status": status}
     return Trajectory(uid, sample_index, [one.row for one in made], status, _score(outputs), extra)
@@ -164,10 +169,30 @@ def _row_of(output: AgentLoopOutput, answers: _Answers) -> _Made:
             turns.append(Turn("environment", ids[start:end], name=next(names, None)))
         start = end
     _add_rewards(turns, output.turn_rewards)
-    last = next((turn for turn in reversed(turns) if turn.source == "model"), None)
-    if last is not None and output.finish_reason is not None:
-        last.finish_reason = output.finish_reason
     return _Made(Row(output.prompt_ids, turns), unmatched)
+
+
+def _end(row: Row, reason: str | None) -> None:
+    """Set the finish reason of the row, if one is given. A row without a model turn gets an empty one that has it."""
+    if reason is None:
+        return
+    last = next((turn for turn in reversed(row.turns) if turn.source == "model"), None)
+    if last is None:
+        row.turns.append(Turn("model", [], [], [], reason))
+    else:
+        last.finish_reason = reason
+
+
+def _count_turns(rows: Sequence[Row]) -> int:
+    """Prompts and turns of all rows; those that several rows begin with are counted once."""
+    ends = set()
+    for row in rows:
+        prefix = hashlib.blake2b(digest_size=16)
+        for token_ids in (row.prompt_ids, *(turn.token_ids for turn in row.turns)):
+            if len(token_ids):
+                prefix.update(np.asarray(token_ids, np.int64).tobytes())
+                ends.add(prefix.digest())
+    return len(ends)
 
 
 def _add_rewards(turns: Sequence[Turn], earned: Iterable[tuple[int, float]]) -> None:
@@ -192,7 +217,8 @@ class _Said:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     drawn: list[float] = field(default_factory=list)
-    finish_reason: str = "stop"
+    finish_reason: str | None = None
+    """Of the last answer that the run holds any of."""
     knows_drawn: bool = True
     routed_experts: Any = None
     unmatched: list[int] = field(default_factory=list)
@@ -206,14 +232,13 @@ class _Said:
         self.knows_drawn &= bool(output.sampled_log_probs)
         if (experts := output.routed_experts) is not None:
             self.routed_experts = combine_calls(self.routed_experts, experts[: position + count], position)
-        self.finish_reason = output.finish_reason if count == len(output.token_ids) else "length"
+        self.finish_reason = output.finish_reason
 
     def miss(self, count: int) -> None:
         self.unmatched += range(len(self.log_probs), len(self.log_probs) + count)
         self.log_probs += [NAN] * count
         self.versions += [STALE] * count
         self.drawn += [NAN] * count
-        self.finish_reason = "stop"
 
     def fill(self, output: AgentLoopOutput, start: int) -> int:
         """What no answer has, from the loop's own lists, where it gave them; returns of how many nobody knows."""
@@ -240,8 +265,10 @@ class _Said:
 class _Answers:
     """The model's answers, by the length of what it had read."""
 
-    def __init__(self, calls: Iterable[Call]) -> None:
+    def __init__(self, calls: Sequence[Call]) -> None:
         self._at: dict[int, list[Call]] = defaultdict(list)
+        self._unanswered = [call for call in calls if _adds_nothing(call)]
+        self._last = calls[-1] if calls else None
         for call in calls:
             if call.output.token_ids:
                 self._at[len(call.prompt_ids)].append(call)
@@ -251,23 +278,59 @@ class _Answers:
         said, position = _Said(), start
         while position < end:
             call, count = self._longest(ids, position, end)
-            if call is not None:
+            if call is not None and count:
                 said.take(call.output, count, position)
             else:  # up to the next place where an answer begins
                 later = [place for place in self._at if position < place < end]
                 count = min(later, default=end) - position
                 said.miss(count)
+                # A loop that edits an answer from its first token on still has it from this call.
+                said.finish_reason = said.finish_reason if call is None else call.output.finish_reason
             position += count
+        if said.finish_reason is None:
+            said.finish_reason = "stop" if self._last is None else self._last.output.finish_reason
         return said
 
+    def reasons_without_answer(self, outputs: Sequence[AgentLoopOutput]) -> list[str | None]:
+        """For each row the finish reason of the last call that continued it and added nothing to it, because there was
+        no room or it was aborted; None where there is no such call.
+
+        A call belongs to the row that shares most with it. The trajectory's last call belongs to the last row, too.
+        """
+        reasons: list[str | None] = [None] * len(outputs)
+        for call in self._unanswered:
+            shared = [_shared(call.prompt_ids, output) for output in outputs]
+            if max(shared) >= 0:
+                reasons[len(shared) - 1 - shared[::-1].index(max(shared))] = call.output.finish_reason
+        if self._last is not None and _adds_nothing(self._last):
+            reasons[-1] = self._last.output.finish_reason
+        return reasons
+
     def _longest(self, ids: list[int], position: int, end: int) -> tuple[Call | None, int]:
-        """Of the answers to exactly what stands before the position, the one that goes on longest as the row does."""
-        best: tuple[Call | None, int] = None, 0
+        """Of the answers to exactly what stands before the position, the one that goes on longest as the row does, and
+        how many of its tokens do. Of equal ones a whole answer is preferred, then the later one."""
+        best: tuple[Call | None, int, bool] = None, 0, False
         for call in self._at.get(position, ()):
             count = _common(call.output.token_ids, ids, position, end)
-            if count > best[1] and call.prompt_ids == ids[:position]:
-                best = call, count
-        return best
+            whole = count == len(call.output.token_ids)
+            if (count, whole) >= best[1:] and call.prompt_ids == ids[:position]:
+                best = call, count, whole
+        return best[:2]
+
+
+def _adds_nothing(call: Call) -> bool:
+    return not call.output.token_ids or call.output.finish_reason == "abort"
+
+
+def _shared(prompt_ids: list[int], output: AgentLoopOutput) -> int:
+    """Tokens that a prompt shares with a row; -1 where it is not what the row's last sampled token was followed by."""
+    ids = [*output.prompt_ids, *output.response_ids]
+    after = next(
+        (place for place, mask in enumerate(reversed(output.response_mask)) if mask), len(output.response_mask)
+    )
+    count = min(len(prompt_ids), len(ids))
+    follows = len(prompt_ids) >= len(ids) - after and prompt_ids[:count] == ids[:count]
+    return count if follows else -1
 
 
 def _common(answer: list[int], ids: list[int], position: int, end: int) -> int:

@@ -67,9 +67,9 @@ def test_of_several_answers_to_one_context_the_one_that_was_kept_counts():
     assert made(AgentLoopOutput([1], [20, 21], [1, 1]), *calls).rows[0].turns[0].log_probs == [-5.0, -6.0]
 
 
-def test_a_cut_answer_ended_by_length_and_an_uncut_one_as_the_server_said():
+def test_a_row_ended_as_the_server_said_also_if_its_loop_strips_the_end_token():
     call = answer([1], [10, 11, 12], -1.0)
-    assert made(AgentLoopOutput([1], [10, 11], [1, 1]), call).rows[0].finish_reason == "length"
+    assert made(AgentLoopOutput([1], [10, 11], [1, 1]), call).rows[0].finish_reason == "stop"
     assert made(AgentLoopOutput([1], [10, 11, 12], [1, 1, 1]), call).rows[0].finish_reason == "stop"
     told = AgentLoopOutput([1], [10, 11, 12, 90], [1, 1, 1, 0], finish_reason="length")
     assert made(told, call).rows[0].finish_reason == "length"

@@ -134,6 +134,14 @@ def test_no_retriever_costs_a_turn_and_the_last_turn_does_not_search():
     assert batch.batch["responses"][0].tolist() == ask + told + ask
 
 
+def test_a_row_without_room_for_what_it_is_told_ended_by_length():
+    prompt, ask = encode("What?"), encode("<search>colour of Belan</search>")
+    dead = "http://127.0.0.1:9/retrieve"
+    _, batch, _ = run([[("prompt", prompt), ("model", ask)]], dead, max_prompt_length=len(prompt + ask) + 3)
+    assert batch.batch["responses"][0].tolist() == ask
+    assert batch.non_tensor_batch["finish_reason"].tolist() == ["length"]
+
+
 def test_prompts_are_cut_at_their_beginning_and_context_at_its_end():
     prompt, ask = encode("one two three four five"), encode("<search>Belan</search>")
     cut = prompt[-3:]

@@ -1,0 +1,172 @@
+"""Agents that continue, branch, rewrite and retry at random: token budgets, finish reasons, turns and trained rows
+against a reference that knows which context each call belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from verl.agent.loop import AgentLoopOutput
+from verl.agent.outputs import Limits, trajectory_of
+from verl.agent.record import Record, recording
+from verl.agent.server_manager import ServerManager
+from verl.types.request import Output, Request, SamplingParams
+from verl.workers.rollout.output import rows_from_trajectories
+
+BUDGET, WINDOW = 40, 160
+END = 1
+
+
+@dataclass
+class Replica:
+    """Answers with unused tokens; `lengths` are the lengths that the model would choose."""
+
+    lengths: random.Random
+    load: int = 0
+    lost: bool = False
+    serial: int = 1000
+    limits: list[int] = field(default_factory=list)
+
+    async def answer(self, request: Request) -> Output:
+        most, wanted = request.params.max_new_tokens, self.lengths.randint(1, 25)
+        self.limits.append(most)
+        count = min(most, wanted)
+        tokens = [self.serial + place for place in range(count)]
+        self.serial += count
+        if wanted <= most:
+            tokens[-1] = END
+        return Output(tokens, [-0.5] * count, [3] * count, "stop" if wanted <= most else "length")
+
+
+@dataclass
+class Context:
+    """Reference of one row: its prompt, what was appended, and what ended it."""
+
+    prompt: list[int]
+    response: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    reason: str | None = None
+    turns: set[tuple[int, ...]] = field(default_factory=set)
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.response
+
+    def append(self, tokens: list[int], mask: int) -> None:
+        if not mask and self.response and self.mask[-1] == 0:
+            self.turns = self.turns - {tuple(self.ids)}  # one turn of the environment
+        self.response, self.mask = self.response + tokens, self.mask + [mask] * len(tokens)
+        self.turns = self.turns | {tuple(self.ids)}
+
+    def strip(self) -> None:
+        """Remove the end token of the last answer."""
+        self.turns = self.turns - {tuple(self.ids)}
+        self.response, self.mask = self.response[:-1], self.mask[:-1]
+        self.turns = self.turns | {tuple(self.ids)}
+
+    def fork(self) -> Context:
+        return Context(self.prompt, self.response, [0] * len(self.mask), None, set(self.turns))
+
+
+class Agent:
+    """Plays `steps` random moves; `contexts` are its rows, in order."""
+
+    def __init__(self, seed: int, steps: int) -> None:
+        self.rng, self.steps = random.Random(seed), steps
+        self.replica = Replica(random.Random(seed + 1))
+        self.record = Record(group="p")
+        self.contexts: list[Context] = []
+        self.answers: list[list[int]] = []
+        self.fresh = 100_000
+
+    def new_tokens(self, count: int) -> list[int]:
+        self.fresh += count
+        return list(range(self.fresh - count, self.fresh))
+
+    def run(self) -> None:
+        manager = ServerManager([self.replica], SamplingParams(max_new_tokens=BUDGET), WINDOW, "test")
+
+        async def play() -> None:
+            with recording(self.record):
+                await self.ask(manager, self.start(self.new_tokens(5)))
+                for _ in range(self.steps):
+                    context = self.rng.choice([self.proceed, self.proceed, self.rewrite, self.branch])()
+                    await self.ask(manager, context)
+
+        asyncio.run(play())
+
+    def start(self, prompt: list[int]) -> Context:
+        self.contexts.append(Context(prompt, turns={tuple(prompt)}))
+        return self.contexts[-1]
+
+    def proceed(self) -> Context:
+        """Append to the last row, sometimes without the answer's end token."""
+        context = self.contexts[-1]
+        if context.response and context.response[-1] == END and len(self.answers[-1]) > 1 and self.rng.random() < 0.5:
+            context.strip()
+        context.append(self.new_tokens(self.rng.randint(1, 6)), 0)
+        return context
+
+    def rewrite(self) -> Context:
+        """A new row whose prompt begins with that of an earlier one, at times with the first token of an answer."""
+        prompt = self.rng.choice(self.contexts).prompt[:60]
+        known = self.rng.choice(self.answers)[:1] if self.rng.random() < 0.5 and self.answers else []
+        known = [] if known == [END] else known
+        return self.start([*prompt, *known, *self.new_tokens(self.rng.randint(1, 15))])
+
+    def branch(self) -> Context:
+        """A new row that goes on from an answer of the first one."""
+        forked = self.contexts[0].fork()
+        if not forked.response:
+            return self.rewrite()
+        self.contexts.append(forked)
+        forked.append(self.new_tokens(2), 0)
+        return forked
+
+    async def ask(self, manager: ServerManager, context: Context) -> None:
+        left = min(BUDGET - len(context.response), WINDOW - len(context.ids))
+        asked = len(self.replica.limits)
+        for _ in range(self.rng.choice([1, 1, 2])):  # an earlier answer of two is thrown away
+            answer = await manager.generate("one", prompt_ids=context.ids, sampling_params={})
+        assert self.replica.limits[asked:] == [left] * (len(self.replica.limits) - asked)
+        assert (left > 0) == bool(answer.token_ids)
+        context.reason = answer.extra_fields["finish_reason"]
+        if answer.token_ids:
+            context.append(answer.token_ids, 1)
+            self.answers.append(answer.token_ids)
+
+    def outputs(self) -> list[AgentLoopOutput]:
+        return [AgentLoopOutput(one.prompt, one.response, one.mask) for one in self.contexts]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_budgets_reasons_turns_and_rows_are_those_of_each_context(seed):
+    agent = Agent(seed, steps=12)
+    agent.run()
+    trajectory = trajectory_of(agent.outputs(), agent.record, "p", 0, Limits(BUDGET, WINDOW))
+    cut = [len(one.response) > BUDGET for one in agent.contexts]  # by what the environment said last
+    reasons = ["length" if over else one.reason for over, one in zip(cut, agent.contexts, strict=True)]
+    assert [row.finish_reason for row in trajectory.rows] == reasons
+    if not any(cut):
+        assert trajectory.extra["num_turns"] == len(set().union(*(one.turns for one in agent.contexts)))
+    rows = rows_from_trajectories([trajectory], pad_token_id=0)
+    masks = [one.mask[:BUDGET] for one in agent.contexts]
+    assert [mask[: len(want)] for mask, want in zip(rows.batch["response_mask"].tolist(), masks, strict=True)] == masks
+    assert trajectory.extra["agent_metrics"]["unmatched_tokens"] == 0
+
+
+def test_a_rewritten_context_that_begins_with_an_earlier_prompt_has_a_budget_of_its_own():
+    replica, record = Replica(random.Random(0)), Record(group="p")
+    manager = ServerManager([replica], SamplingParams(max_new_tokens=BUDGET), 512, "test")
+
+    async def ask() -> None:
+        with recording(record):
+            for rewritten in range(4):
+                prompt = [7, 8, *range(50, 50 + 15 * rewritten)]
+                await manager.generate("one", prompt_ids=prompt, sampling_params={})
+
+    asyncio.run(ask())
+    assert replica.limits == [BUDGET] * 4
