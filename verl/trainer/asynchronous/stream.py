@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from verl.agent.answering import asked_params, empty_experts, trained_rows
@@ -24,6 +25,7 @@ from verl.single_controller.base.open_calls import OpenCall
 from verl.trainer.asynchronous.asked import Asked, ages, asked_for, prompts_of, restore, stored
 from verl.trainer.asynchronous.buffer import Buffer, Group
 from verl.trainer.asynchronous.idle import IdleTime
+from verl.trainer.asynchronous.in_flight import InFlight
 from verl.trainer.asynchronous.lane import Heard, Lane
 from verl.trainer.ppo.arrange import concat_prompts
 from verl.trainer.ppo.generator import Generator
@@ -78,7 +80,7 @@ class AnswerStream:
         self._taken: list[Group] = []
         self._lanes: list[Lane] = []
         self._heard: Heard = queue.SimpleQueue()
-        self._under_way, self._counting = 0, threading.Lock()
+        self._in_flight = InFlight(self.idle.under_way)
         self._renews = False
         self._calls: list[OpenCall] = []
         self._cancelled = threading.Event()
@@ -97,11 +99,10 @@ class AnswerStream:
         old = self._buffer.dropped(self._version)
         if old:
             for asked in (group.rows for group in old if group.oldest is None and group.rows.lane):
-                missing = self._generator.answers_per_prompt - len(asked.made)
-                asked.lane.rows -= missing
-                self._count(-missing)
+                asked.lane.rows -= self._generator.answers_per_prompt - len(asked.made)
             self._put_back(old)
             names = [name for group in old for name in group.rows.trajectories(group.answers)]
+            self._in_flight.remove(names)
             for lane in self._lanes:
                 lane.drop(names)
 
@@ -175,6 +176,7 @@ class AnswerStream:
     def close(self) -> None:
         """End what is under way; what broke an engine meanwhile is raised."""
         lanes, self._lanes = self._lanes, []
+        self._in_flight.close()
         for lane in lanes:
             lane.closed = True
         for lane in lanes:
@@ -281,14 +283,13 @@ class AnswerStream:
             for place, group in enumerate(some):
                 own = slice(place * group.answers, (place + 1) * group.answers)
                 group.rows.ahead = self._generator.score_ahead(rows[own])
+            uids, numbers = rows.non_tensor_batch["uid"], rows.non_tensor_batch["sample_index"]
             missing = [
                 row
-                for row, (uid, number) in enumerate(
-                    zip(rows.non_tensor_batch["uid"], rows.non_tensor_batch["sample_index"], strict=True)
-                )
+                for row, (uid, number) in enumerate(zip(uids, numbers, strict=True))
                 if f"{uid}/{number}" not in self._live[uid].rows.made
             ]
-            self._count(len(missing))
+            self._in_flight.add(f"{uids[row]}/{numbers[row]}" for row in missing)
             partials = {name: output for group in some for name, output in group.rows.partials.items()}
             self._ask(lane, "add_rows", self._generator.request(rows.select_idxs(missing), step, False), partials)
 
@@ -322,9 +323,10 @@ class AnswerStream:
         rollout = self._config.actor_rollout_ref.rollout
         engines, loops = len(replicas) * rollout.max_num_seqs, len(lanes) * rollout.agent.max_concurrent_requests
         self.idle.at_once, self._loops_are_fewer = min(engines, loops), loops < engines
-        self._lanes, self._heard, self._under_way, self._renews = lanes, queue.SimpleQueue(), 0, False
+        self._lanes, self._heard, self._renews = lanes, queue.SimpleQueue(), False
+        self._in_flight = InFlight(self.idle.under_way)
         for lane in lanes:
-            lane.collect(self._heard, self._came)
+            lane.collect(self._heard, partial(self._came, self._in_flight))
         self._send(self._buffer.in_flight())
 
     def _renew(self) -> None:
@@ -343,9 +345,9 @@ class AnswerStream:
             self.close()  # with another worker in its place it is opened anew
             raise
 
-    def _came(self, told: Finished) -> None:
+    def _came(self, in_flight: InFlight, told: Finished) -> None:
         """In a lane's thread: while the trainer trains, idle times and scores go on."""
-        self._count(-sum(made.uid in self._live for made in told.trajectories))
+        in_flight.remove(made.name for made in told.trajectories)
         self._score(told)
 
     def _score(self, told: Finished) -> None:
@@ -395,8 +397,3 @@ class AnswerStream:
         self._renews = self._renews or told.lost is not None
         if told.ended and not lane.closed:
             self.close()
-
-    def _count(self, rows: int) -> None:
-        with self._counting:
-            self._under_way += rows
-            self.idle.under_way(self._under_way)
