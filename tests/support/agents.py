@@ -59,6 +59,18 @@ class Rewriter(AgentLoopBase):
         return outputs
 
 
+class Summarising(AgentLoopBase):
+    """Goes on with other messages after its first answer: two rows."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        anew = self.apply_chat_template([{"role": "user", "content": "In short:"}])
+        outputs = []
+        for prompt in (row["prompt_ids"], anew):
+            said = await self.server_manager.generate("one", prompt_ids=prompt, sampling_params=sampling_params)
+            outputs.append(AgentLoopOutput(list(prompt), said.token_ids, [1] * len(said.token_ids)))
+        return outputs
+
+
 class Raising(TwoTurns):
     """Fails after its first answer, but for sample 0."""
 

@@ -8,10 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from verl.agent.chat import Chat
+from verl.agent.chat import Chat, tool_message
 from verl.agent.loop import AgentLoopMetrics, AgentLoopOutput
+from verl.utils.tool_calls import ToolCall
 
-__all__ = ["AgentData"]
+__all__ = ["AgentData", "answer_message"]
+
+
+def answer_message(text: str, content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """The model's turn; `content` is its text without the calls. Malformed calls stay in the text."""
+    if not calls or any(call.error for call in calls):
+        return {"role": "assistant", "content": text if calls else content}
+    functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    ids = [tool_message("", "", number)["tool_call_id"] for number in range(len(calls))]
+    told = [{"id": i, "type": "function", "function": function} for i, function in zip(ids, functions, strict=True)]
+    return {"role": "assistant", "content": content, "tool_calls": told}
 
 
 @dataclass(slots=True)
@@ -95,7 +106,13 @@ class AgentData:
             },
             turn_rewards=self._turn_rewards,
             finish_reason=self.finish_reason,
+            messages=self._up_to_last_answer(),
         )
+
+    def _up_to_last_answer(self) -> list[dict[str, Any]]:
+        """The conversation without replies that the model did not answer."""
+        last = max(place for place, message in enumerate(self.messages) if message["role"] == "assistant")
+        return self.messages[: last + 1]
 
     @property
     def _ended(self) -> bool:

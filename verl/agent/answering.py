@@ -14,12 +14,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from verl.agent.conversation import conversation_of
 from verl.agent.loop import AgentLoopBase
 from verl.agent.outputs import Limits, failed_trajectory, trajectory_of
 from verl.agent.record import Record, recording
 from verl.agent.replicas import EngineLost, Replica
 from verl.agent.server_manager import ServerManager
 from verl.config import PPOConfig, RolloutConfig
+from verl.config.layout import scored_by_model
 from verl.models.loading import read_config
 from verl.models.routing import unknown_routes
 from verl.protocol import DataProto
@@ -90,6 +92,7 @@ class Answering:
         self.params = asked_params(host.rollout_config, host.tokenizer, meta)
         self._seed = host.rollout_config.seed if meta.get("seed") is None else int(meta["seed"])
         self._validates = bool(meta.get("validate"))
+        self._judged = scored_by_model(host.config)
         self._rows: dict[AskedRow, asyncio.Task[None]] = {}
         self._failures: Counter[str] = Counter()
         self._moved = time.monotonic()
@@ -216,6 +219,7 @@ class Answering:
                     outputs = await agent.run(row.sampling, **row.columns)
                 most = Limits(row.limit, host.rollout_config.max_model_len)
                 made = trajectory_of(outputs, record, begun.uid, begun.sample_index, most)
+                self._set_messages(made, row, record)
             except (Exception, asyncio.CancelledError) as error:  # it costs its own trajectory, is counted and told
                 if self._ending or row.dropped:
                     raise
@@ -225,6 +229,16 @@ class Answering:
         row.made, self._moved = made, time.monotonic()
         if not row.dropped:  # a loop may end well in spite of it
             self._on_done(row, made)
+
+    def _set_messages(self, made: Trajectory, row: AskedRow, record: Record) -> None:
+        """Every row's conversation, where a reward model reads it."""
+        chat = row.columns.get("raw_prompt")
+        prompts = {} if chat is None else {tuple(_prompt_of(row)): chat}
+        for each in made.rows:
+            if not self._judged:
+                each.messages = None
+            elif each.messages is None and chat is not None:
+                each.messages = conversation_of(each, prompts, record.templated, self._host.tokenizer)
 
     def _failed(self, error: BaseException, record: Record, begun: Trajectory) -> Trajectory:
         kind = f"{type(error).__name__}: {error}"

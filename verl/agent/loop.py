@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from verl.agent.record import current
 from verl.config import AgentConfig, PPOConfig, RolloutConfig, names
 from verl.utils.exceptions import Travels
 from verl.utils.import_utils import ImportPath
@@ -77,6 +78,7 @@ class AgentLoopOutput:
     reward_score: float | None = None
     """Set: the trajectory is not scored any further. Of several outputs the last one's counts."""
     num_turns: int = 0
+    """Turns that this output adds to its trajectory; 0 in all outputs: prompts, answers and replies are counted."""
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     """Columns of the trajectory's rows."""
@@ -86,7 +88,10 @@ class AgentLoopOutput:
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     """(number of response tokens by then, reward): what turns earned by themselves."""
     finish_reason: str | None = None
-    """What ended the row: stop, length or abort; None: what ended the last answer in it."""
+    """What ended the row: stop, length or abort; None: the engine's finish reason of its last call."""
+    messages: list[dict[str, Any]] | None = None
+    """The conversation of this context up to the model's last answer, with tool calls and tool results, for a reward
+    model that has its own chat template. None: derived from the tokens, and from calls of `apply_chat_template`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.metrics, Mapping):
@@ -175,6 +180,8 @@ class AgentLoopBase(ABC):
             once, twice = ([{"role": "user", "content": ""}] * times for times in (1, 2))
             first, second = (self._templated(some, None, **template_kwargs) for some in (once, twice))
             ids = ids[2 * len(first) - len(second) :]
+        if (record := current()) is not None:
+            record.templated[tuple(ids)] = [dict(message) for message in messages]
         return _TokenIds(ids)
 
     def _templated(self, messages: list[Any], tools: Any, **template_kwargs: Any) -> list[int]:

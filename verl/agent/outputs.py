@@ -169,7 +169,7 @@ def _row_of(output: AgentLoopOutput, answers: _Answers) -> _Made:
             turns.append(Turn("environment", ids[start:end], name=next(names, None)))
         start = end
     _add_rewards(turns, output.turn_rewards)
-    return _Made(Row(output.prompt_ids, turns), unmatched)
+    return _Made(Row(output.prompt_ids, turns, output.messages), unmatched)
 
 
 def _end(row: Row, reason: str | None) -> None:

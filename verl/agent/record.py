@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl.types.request import Output
 from verl.utils.counter_noise import sample_keys
@@ -59,6 +60,8 @@ class Record:
     """Response tokens that this trajectory's contexts may have, where that is less than the run's limit."""
     partial: Partial | None = None
     """Of the first answer, while it was under way, as last noted, or as another process left it."""
+    templated: dict[tuple[int, ...], list[dict[str, Any]]] = field(default_factory=dict)
+    """Messages by the token ids that the loop's chat template gave for them."""
 
     @classmethod
     def of(cls, seed: int, step: int, uid: str, sample_index: int) -> Record:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, ClassVar
 
-from verl.agent.agent_data import AgentData
+from verl.agent.agent_data import AgentData, answer_message
 from verl.agent.chat import Chat, tool_message
 from verl.agent.loop import AgentLoopBase, AgentLoopOutput
 from verl.agent.toolbox import Toolbox, ToolSession
@@ -81,7 +81,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
         text = data.hear(answer.token_ids, answer.extra_fields["finish_reason"])
         content, calls = self.parser.parse(text, schemas)
-        data.messages.append({"role": "assistant", "content": content})
+        data.messages.append(answer_message(text, content, calls))
         return calls
 
     def _over(self, data: AgentData, may_go_on: bool) -> bool:

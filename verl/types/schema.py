@@ -121,6 +121,8 @@ _TABLE = (
            "the score that its agent gave it; None: the reward function scores it"),
     Column("agent_turns", OBJECT, "list", None, "rollout", (),
            "of agents: (source, tokens, name, reward) of each of its turns"),
+    Column("agent_messages", OBJECT, "list, None", None, "rollout", ("reward_model",),
+           "of agents, where a reward model scores: the row's conversation, with tool calls and tool results"),
     Column("extra_fields", OBJECT, "dict", None, "rollout", (),
            "whatever else its agent says; in a generated batch columns of their own"),
     Column("index", OBJECT, "Any", None, "dataset", ("dump",), "`extra_info.index`, or the row's number in the data"),

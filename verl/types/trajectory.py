@@ -65,6 +65,8 @@ class Row:
 
     prompt_ids: TokenIds
     turns: list[Turn]
+    messages: list[dict[str, Any]] | None = None
+    """The same as a conversation that ends with the model's last answer, where a reward model reads it."""
 
     @property
     def response_length(self) -> int:

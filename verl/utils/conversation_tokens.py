@@ -7,6 +7,7 @@ from typing import Any
 
 from verl.utils.dataset.chat import Messages
 from verl.utils.dataset.conversation import ConversationEncoder, up_to_answer
+from verl.utils.tool_messages import accepted_messages
 
 SCORED_AT_END = "scored_at_end_token"
 """In a tokenizer's configuration: its model reads the score at the end token of the answer, not after what the template
@@ -31,6 +32,7 @@ class ConversationTokens:
 
     def encode(self, conversations: Sequence[Sequence[Any]]) -> list[list[int]]:
         """Token ids of each. ValueError: the template refuses one."""
+        conversations = [accepted_messages(self._tokenizer, each) for each in conversations]
         at_end = self._tokenizer.init_kwargs.get(SCORED_AT_END)
         if not (at_end or getattr(self._tokenizer, "chat_template", None)):
             return self._pairs(conversations)

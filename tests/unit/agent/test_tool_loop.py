@@ -201,6 +201,28 @@ def test_tokens_masks_log_probs_and_versions_line_up_one_by_one():
     assert played.trajectory.extra["num_turns"] == 4
 
 
+def test_the_conversation_for_a_reward_model_has_calls_and_results():
+    turns = ["\n".join(["Let me see.", call("weather", city="Bonn"), call("weather", city="Rome", days=2)]), "Warm."]
+    played = Played(turns, f"{TURNS}.max_parallel_calls=2", tools=[weather])
+    calls = [{"city": "Bonn"}, {"city": "Rome", "days": 2}]
+    assert played.trajectory.rows[0].messages == [
+        *QUESTION,
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "tool_calls": [
+                {"id": f"call0000{n}", "type": "function", "function": {"name": "weather", "arguments": json.dumps(of)}}
+                for n, of in enumerate(calls)
+            ],
+        },
+        {"role": "tool", "name": "weather", "content": "Bonn: 1 warm", "tool_call_id": "call00000"},
+        {"role": "tool", "name": "weather", "content": "Rome: 2 warm", "tool_call_id": "call00001"},
+        {"role": "assistant", "content": "Warm."},
+    ]
+    cut = Played([call("weather", city="Bonn" * 20), "Never said."], room=110, tools=[weather])
+    assert [message["role"] for message in cut.trajectory.rows[0].messages] == ["user", "assistant"]
+
+
 def test_parallel_calls_run_side_by_side_and_answer_in_order():
     second_is_there = asyncio.Event()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from verl.agent.loop import LoopSpec
 from verl.inference.model_runner import ModelRunner
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base.errors import CallCancelled, WorkerCallError, WorkerDiedError
+from verl.utils import hf_tokenizer
 from verl.utils.import_utils import ImportPath
 
 HERE = "tests.support.agents"
@@ -94,6 +97,22 @@ def test_a_context_that_was_rewritten_gives_several_rows(two: House, task: dict[
     lengths = answers.batch["attention_mask"][:, : answers.batch["prompts"].shape[1]].sum(-1).tolist()
     assert lengths[1::2] == [length + 2 for length in lengths[::2]]
     assert torch.equal(answers.batch["rollout_versions"] >= 0, answers.batch["response_mask"].bool())
+
+
+def test_a_reward_model_is_given_the_messages_of_each_rows_own_context(two: House, task: dict[str, str]):
+    """Only where one scores: of the first row those of the data, of the second those that its loop wrote."""
+    prompts = prompts_of(task, 1, f"{HERE}.Summarising", samples=1)
+    answers = two.answer(prompts)
+    assert answers.non_tensor_batch["agent_messages"].tolist() == [None, None]
+    judged = replace(two, config=copy.deepcopy(two.config))
+    judged.config.reward_model.url = "http://127.0.0.1:9"
+    judged.agents = loop_worker(judged.config, LOOPS)
+    answers = judged.answer(prompts)
+    said = hf_tokenizer(task["model"]).batch_decode(answers.batch["responses"], skip_special_tokens=True)
+    assert [list(row) for row in answers.non_tensor_batch["agent_messages"]] == [
+        [{"role": "user", "content": "Say"}, {"role": "assistant", "content": said[0]}],
+        [{"role": "user", "content": "In short:"}, {"role": "assistant", "content": said[1]}],
+    ]
 
 
 def test_a_loop_that_raises_costs_its_own_trajectory(two: House, task: dict[str, str]):

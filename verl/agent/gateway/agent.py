@@ -148,6 +148,7 @@ def _output_of(path: Path) -> AgentLoopOutput:
         made.response_mask += [0] * len(context) + [int(trained)] * len(answer.token_ids)
         made.response_logprobs += [0.0] * len(context) + answer.log_probs
         made.response_versions += [-1] * len(context) + answer.versions
+    made.messages = [*path.nodes[-1].place.conversation, path.nodes[-1].reply]
     return made
 
 

@@ -53,7 +53,7 @@ class Asked:
     @property
     def is_plain(self) -> bool:
         """Whether its answers can be stored: agents may say what cannot."""
-        return all(is_plain(one.extra) for one in self.made.values())
+        return all(map(_is_plain, self.made.values()))
 
 
 def ages(made: Iterable[Trajectory], steps: Mapping[int, int], default: int) -> tuple[int, int]:
@@ -82,7 +82,7 @@ def to_plain(asked: Asked) -> dict[str, Any]:
         "name": asked.name,
         "prompt": {"tensors": dict(asked.prompt.batch.items()), "arrays": dict(asked.prompt.non_tensor_batch)},
         "step": asked.step,
-        "made": {name: _trajectory_data(one) for name, one in asked.made.items() if is_plain(one.extra)},
+        "made": {name: _trajectory_data(one) for name, one in asked.made.items() if _is_plain(one)},
         "partials": {name: _packed(output) for name, output in asked.partials.items()},
     }
 
@@ -130,15 +130,27 @@ def _prompt(saved: Mapping[str, Any]) -> DataProto:
     return DataProto.from_dict(saved["prompt"]["tensors"], saved["prompt"]["arrays"])
 
 
+def _is_plain(one: Trajectory) -> bool:
+    return is_plain(one.extra) and all(is_plain(row.messages) for row in one.rows)
+
+
 def _trajectory_data(one: Trajectory) -> dict[str, Any]:
     rows = [
-        {"prompt_ids": np.asarray(row.prompt_ids), "turns": [_packed(turn) for turn in row.turns]} for row in one.rows
+        {
+            "prompt_ids": np.asarray(row.prompt_ids),
+            "turns": [_packed(turn) for turn in row.turns],
+            "messages": row.messages,
+        }
+        for row in one.rows
     ]
     return {**_fields(one), "rows": rows}
 
 
 def _trajectory(saved: Mapping[str, Any]) -> Trajectory:
-    rows = [Row(row["prompt_ids"], [Turn(**_unpacked(turn)) for turn in row["turns"]]) for row in saved["rows"]]
+    rows = [
+        Row(row["prompt_ids"], [Turn(**_unpacked(turn)) for turn in row["turns"]], row.get("messages"))
+        for row in saved["rows"]
+    ]
     return Trajectory(**{**saved, "rows": rows})
 
 

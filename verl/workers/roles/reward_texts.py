@@ -9,14 +9,14 @@ from verl.utils.conversation_tokens import ConversationTokens
 from verl.utils.dataset.chat import Messages
 from verl.utils.model import compute_position_id_with_mask
 
-MESSAGES = "raw_prompt"
+MESSAGES, AGENT_MESSAGES = "raw_prompt", "agent_messages"
 
 
 class RewardTexts:
     """`own` is the reward model's tokenizer, `other` the one that the answers are written in.
 
-    A conversation is the prompt's messages and the answer as what the assistant says, in `ConversationTokens` of at
-    most `longest`.
+    The conversation of an agent's row is `agent_messages`; that of another row is the prompt's messages and the answer
+    as what the assistant says. It is written in `ConversationTokens` of at most `longest`.
     """
 
     def __init__(self, own: Any, other: Any, longest: int | None) -> None:
@@ -25,8 +25,7 @@ class RewardTexts:
 
     def encode(self, data: DataProto) -> DataProto:
         """`input_ids`, `attention_mask`, `position_ids` of the rows' conversations, right-padded."""
-        pairs = zip(self._messages(data), self._answers(data), strict=True)
-        whole = [[*messages, {"role": "assistant", "content": answer}] for messages, answer in pairs]
+        whole = self._conversations(data)
         try:
             ids = self._tokens.encode(whole)
         except ValueError as error:
@@ -37,6 +36,16 @@ class RewardTexts:
         mask = padded["attention_mask"]
         columns = {"input_ids": padded["input_ids"], "attention_mask": mask}
         return DataProto.from_dict({**columns, "position_ids": compute_position_id_with_mask(mask)})
+
+    def _conversations(self, data: DataProto) -> list[Messages]:
+        known: list[Any] = [None] * len(data)
+        if AGENT_MESSAGES in data.non_tensor_batch:
+            known = list(data.non_tensor_batch[AGENT_MESSAGES])
+        if all(messages is not None for messages in known):
+            return known
+        pairs = zip(self._messages(data), self._answers(data), strict=True)
+        whole = [[*messages, {"role": "assistant", "content": answer}] for messages, answer in pairs]
+        return [one if messages is None else messages for messages, one in zip(known, whole, strict=True)]
 
     def _messages(self, data: DataProto) -> list[Messages]:
         if MESSAGES not in data.non_tensor_batch:

@@ -142,6 +142,7 @@ def _of_agents(owners: Sequence[Trajectory], rows: Sequence[Row]) -> dict[str, l
         **{name: [owner.extra.get(name) for owner in owners] for name in known},
         "extra_fields": [{k: v for k, v in owner.extra.items() if k not in known} for owner in owners],
         "given_score": [owner.score for owner in owners],
+        "agent_messages": [row.messages for row in rows],
         "agent_turns": [
             [(turn.source, len(turn.token_ids), turn.name, turn.reward) for turn in row.turns if len(turn.token_ids)]
             for row in rows

@@ -160,6 +160,17 @@ def test_turns_that_paths_share_are_counted_once():
     assert trajectory_of(outputs, Record(), "p", 0).extra["num_turns"] == 6, "counted from the tokens"
 
 
+def test_rows_have_the_messages_of_their_own_context():
+    session = Session()
+    first = session.say(session.ask(USER), "Warm.")
+    session.say(session.ask(USER, first.reply, NEXT), "Hot.")
+    edited = {"role": "assistant", "content": "It was warm."}
+    session.say(session.ask(USER, edited, NEXT), "Cold.")
+    hot, cold = ({"role": "assistant", "content": text} for text in ("Hot.", "Cold."))
+    outputs = outputs_of(session.tree, keep_retries=False)
+    assert [output.messages for output in outputs] == [[USER, first.reply, NEXT, hot], [USER, edited, NEXT, cold]]
+
+
 def test_a_retry_that_is_asked_for_another_beginning_is_none():
     session = Session()
     assert session.ask(USER, begun='<tool_call>{"name": "') is not session.ask(USER)

@@ -162,3 +162,61 @@ def test_a_reward_model_of_ours_scores_no_earlier_answer_where_the_user_speaks_l
     tokenizer.init_kwargs[SCORED_AT_END] = True
     with pytest.raises(ValueError, match="the last message is the user's"):
         ConversationTokens(tokenizer).encode([CONVERSATIONS[2]])
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+TOOL_USE = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]},
+    {"role": "tool", "name": "add", "content": "4", "tool_call_id": "c1"},
+    {"role": "tool", "name": "add", "content": "four", "tool_call_id": "c2"},
+    {"role": "assistant", "content": "It is four."},
+]
+AS_TEXT = [
+    TOOL_USE[0],
+    {
+        "role": "assistant",
+        "content": 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>',
+    },
+    {
+        "role": "user",
+        "content": "<tool_response>\n4\n</tool_response>\n<tool_response>\nfour\n</tool_response>",
+    },
+    TOOL_USE[-1],
+]
+
+
+def test_a_conversation_with_tools_is_written_as_such_by_a_template_that_knows_tools():
+    judge = chat_tokenizer("qwen2_5")
+    batch = answered([0, 1], agent_messages=object_array([TOOL_USE, None]))
+    tools, plain = rows_of(RewardTexts(judge, POLICY, None).encode(batch))
+    text = judge.decode(tools)
+    assert text.count("<|im_start|>assistant") == 2
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>' in text
+    assert "<tool_response>\n4\n</tool_response>" in text
+    whole = [*CONVERSATIONS[1], {"role": "assistant", "content": ANSWERS[1]}]
+    assert plain == judge.apply_chat_template(whole, tokenize=True, return_dict=False), "a row that no agent made"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TURNS,
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+        + TURNS,
+    ],
+    ids=["leaves calls out", "refuses tools"],
+)
+def test_a_conversation_with_tools_is_text_for_a_template_that_knows_none(template):
+    judge = judge_tokenizer(template)
+    batch = answered([0], agent_messages=object_array([TOOL_USE]))
+    (ids,) = rows_of(RewardTexts(judge, POLICY, None).encode(batch))
+    assert ids == judge.apply_chat_template(AS_TEXT, tokenize=True, return_dict=False)
+
+
+def test_a_rewritten_context_is_read_instead_of_the_prompt():
+    judge = judge_tokenizer(TURNS)
+    own = [{"role": "user", "content": "In short: 2+2."}, {"role": "assistant", "content": "4"}]
+    batch = answered([0], agent_messages=object_array([own]))
+    (ids,) = rows_of(RewardTexts(judge, POLICY, None).encode(batch))
+    assert ids == judge.apply_chat_template(own, tokenize=True, return_dict=False)

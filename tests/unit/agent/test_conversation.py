@@ -1,0 +1,50 @@
+"""A row as messages: prompts and replies by the template that wrote them, others as text."""
+
+from __future__ import annotations
+
+from tests.support.chat_models import chat_tokenizer
+from verl.agent.conversation import conversation_of
+from verl.types.trajectory import Row, Turn
+
+TOKENIZER = chat_tokenizer("qwen2_5")
+ASK, NEXT = {"role": "user", "content": "How warm?"}, {"role": "user", "content": "And in Rome?"}
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+PROMPT, REPLY, INLINE = (
+    encode("<|im_start|>user\nHow warm?"),
+    encode("<|im_start|>user\nAnd in Rome?"),
+    encode(" [42] "),
+)
+
+
+def row(*turns: Turn, prompt: list[int] = PROMPT) -> Row:
+    return Row(prompt, list(turns))
+
+
+def model(text: str) -> Turn:
+    return Turn("model", encode(text))
+
+
+def test_replies_that_a_template_wrote_are_messages_and_others_part_of_the_answer():
+    prompts, templated = {tuple(PROMPT): [ASK]}, {tuple(REPLY): [NEXT]}
+    said = row(model("Warm."), Turn("environment", REPLY), model("Hot"), Turn("environment", INLINE), model("!"))
+    assert conversation_of(said, prompts, templated, TOKENIZER) == [ASK, answer("Warm."), NEXT, answer("Hot [42] !")]
+    unanswered = row(model("Warm."), Turn("environment", REPLY))
+    assert conversation_of(unanswered, prompts, templated, TOKENIZER) == [ASK, answer("Warm.")]
+    assert conversation_of(row(), prompts, templated, TOKENIZER) == [ASK, answer("")]
+
+
+def test_a_prompt_that_nothing_is_known_of_is_one_user_message():
+    other = row(model("Warm."), prompt=encode("In short: warm?"))
+    assert conversation_of(other, {}, {}, TOKENIZER) == [
+        {"role": "user", "content": "In short: warm?"},
+        answer("Warm."),
+    ]
