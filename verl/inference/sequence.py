@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from verl.inference.grammar import AnswerGrammar
 from verl.inference.step_plan import StepDetails, StepExperts, StepPlan
 from verl.types.request import Output, Request
-from verl.types.routed_experts import ExpertEntry, join_entries, split_entries
+from verl.types.routed_experts import ExpertEntry, join_entries, join_pieces, split_entries
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["Sequence", "StopCheck", "accept_details", "accept_experts", "accept_tokens"]
 
@@ -186,8 +187,10 @@ def accept_experts(plan: StepPlan, rows: list[Sequence], experts: StepExperts) -
     for row, (sequence, context) in enumerate(zip(rows, contexts, strict=True)):
         if not sequence.done:
             own = experts.sampled[row : row + 1]
-            is_first = context is not None and not sequence.experts
-            sequence.experts.append(np.concatenate([context, own]) if is_first else own)
+            if context is not None and not sequence.experts:
+                sequence.experts.append(join_pieces(context, len(context), own))
+            else:
+                sequence.experts.append(own)
 
 
 def _require_finite(rows: list[Sequence], tokens: list[int], log_probs: list[float], version: int) -> None:

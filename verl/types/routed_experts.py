@@ -2,23 +2,28 @@
 
 A token's entry holds the experts of the tokens that were read for it: of the first one the whole prompt, of each later
 one the token before it. So row i of the joined entries is the pass that sampled token i + 1, under the weights of that
-token's version, also if the KV was computed again later under newer weights. Plain data, no torch.
+token's version, also if the KV was computed again later under newer weights. Plain data, no torch; numpy is imported
+where arrays are made, for the scheduler runs without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["ExpertEntry", "combine_calls", "join_entries", "join_pieces", "split_entries", "unknown_experts"]
 
-ExpertEntry = np.ndarray | None
+ExpertEntry: TypeAlias = "np.ndarray | None"
 """Experts of one sampled token's entry; None: not known."""
 
 
 def unknown_experts(like: np.ndarray, count: int) -> np.ndarray:
     """[count, layers, k] in the shape and type of `like`: the number that no expert has."""
+    import numpy as np
+
     return np.full((count, *like.shape[1:]), np.iinfo(like.dtype).max, dtype=like.dtype)
 
 
@@ -32,6 +37,8 @@ def split_entries(experts: np.ndarray | None, prompt: int, tokens: int) -> list[
 
 def join_entries(entries: Sequence[ExpertEntry], prompt: int, first: int = 0) -> np.ndarray | None:
     """The rows of consecutive entries, the first of which is of sampled token `first`; None if none is known."""
+    import numpy as np
+
     like = next((entry for entry in entries if entry is not None), None)
     if like is None:
         return None
@@ -42,6 +49,8 @@ def join_entries(entries: Sequence[ExpertEntry], prompt: int, first: int = 0) ->
 
 def join_pieces(first: np.ndarray | None, count: int, then: np.ndarray | None) -> np.ndarray | None:
     """`then` after the `count` rows of which `first` are known; None if none is known."""
+    import numpy as np
+
     if first is None and then is None:
         return None
     like = then if first is None else first
@@ -57,6 +66,8 @@ def combine_calls(earlier: np.ndarray | None, later: np.ndarray | None, start: i
     The call's rows from `start - 1` on replace the earlier ones. Rows before that stay as they were when their tokens
     were sampled; of the later call only those are used that no earlier one has.
     """
+    import numpy as np
+
     if earlier is None or later is None:
         return earlier if later is None else later
     return np.concatenate([earlier[: start - 1], later[min(len(earlier), start - 1) :]])

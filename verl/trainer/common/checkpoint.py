@@ -71,7 +71,7 @@ class Saver:
         config: Any,
         max_to_keep: int | Mapping[str, int | None] | None,
         tokenizer: Any,
-        start: Callable[[], RunStart | None],
+        start: Callable[[], RunStart | None] = lambda: None,
     ) -> None:
         """`config` is the whole run's; `start` says what a step is expected to take, and has files for every step."""
         self._config, self._tokenizer, self._start = config, tokenizer, start

@@ -22,11 +22,12 @@ def test_actor_and_critic_are_kept_by_their_own_limits_and_the_run_resumes(task,
     run(3)
     root = tmp_path / "checkpoints"
     assert sorted(path.name for path in root.glob("global_step_*")) == ["global_step_2", "global_step_3"]
-    assert parts(root / "global_step_2") == {"actor", "trainer.pt", "config.json", "manifest.json"}
-    assert parts(root / "global_step_3") == {"actor", "critic", "trainer.pt", "config.json", "manifest.json"}
+    beside = {"trainer.pt", "config.json", "initial_weights.json", "manifest.json"}
+    assert parts(root / "global_step_2") == {"actor", *beside}
+    assert parts(root / "global_step_3") == {"actor", "critic", *beside}
     resumed = run(4)
     assert [row["step"] for row in resumed.history] == [4], "it went on from step 3"
-    assert parts(root / "global_step_3") == {"actor", "trainer.pt", "config.json", "manifest.json"}
+    assert parts(root / "global_step_3") == {"actor", *beside}
     assert "critic" in parts(root / "global_step_4")
 
 
