@@ -214,6 +214,25 @@ def test_rows_that_no_function_scores_are_refused_before_training_unless_the_use
     check_rewards(dataset, {"reward_model": {"enable": True, "path": "a/model"}})
 
 
+def test_rows_of_an_own_agent_loop_need_no_reward_function(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "1+1?"}))
+    dataset = RLHFDataset(str(tmp_path / "a.jsonl"), TOKENIZER, {})
+    given = ["data.train_files=a/b", "actor_rollout_ref.model.path=a/b"]
+    loop = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    check_rewards(dataset, load_config(None, [*given, f"{loop}=my_package.loops.Mine"], check_files=False))
+    with pytest.raises(ValueError, match="custom_reward_function"):
+        check_rewards(dataset, load_config(None, given, check_files=False))
+
+
+def test_a_batch_without_a_data_source_is_scored_by_an_own_function(file):
+    data = batch(["yes", "no"])
+    del data.non_tensor_batch["data_source"]
+    config = {"custom_reward_function": {"path": file, "name": "short"}}
+    assert load_reward_manager(config, TOKENIZER, 0, num_processes=0)(data).shape == data.batch["responses"].shape
+    with pytest.raises(ValueError, match=r"data\.reward_fn_key: the batch has no 'data_source'"):
+        load_reward_manager({}, TOKENIZER, 0, num_processes=0)(data)
+
+
 def test_a_trajectory_is_scored_by_its_last_row_and_masked_whole():
     """Three rows of two trajectories: the reward sees two answers; where the first cannot be scored, both rows go."""
 

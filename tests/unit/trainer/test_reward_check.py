@@ -13,6 +13,7 @@ from tests.support.tiny import tiny_tokenizer
 from verl.config.names import REWARD_MANAGERS
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.reward_check import check_at_start, main
+from verl.utils.dataset.check import main as check_data
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 HERE = ["reward_model.reward_kwargs.num_processes=0"]
@@ -139,3 +140,57 @@ def test_a_dataset_that_cannot_be_validated_still_has_its_sources_checked(name):
     manager = load_reward_manager({"reward_model": {"reward_manager": name}}, None, 0)
     with pytest.raises(ValueError, match="no reward function is known for data_source 'nobody/knows'"):
         check_at_start(manager, OwnDataset(), "data_source")
+
+
+@pytest.fixture
+def of_another_trainer(tmp_path):
+    """Rows {prompt, answer}."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n} + 0?", "answer": str(n)}) + "\n" for n in range(3, 20)))
+    return str(path)
+
+
+def test_rows_without_a_data_source_are_scored_by_an_own_function(of_another_trainer, own, capsys):
+    """First without any key, then with those that the message names."""
+    assert main([of_another_trainer, *HERE]) == 1
+    assert "custom_reward_function.path" in capsys.readouterr().err
+    keys = [own, "custom_reward_function.name=good", "data.ground_truth_key=answer"]
+    assert main([of_another_trainer, *keys, *HERE]) == 0
+    started(of_another_trainer, *keys)
+    settings = {"max_prompt_length": 64, "ground_truth_key": "answer"}
+    row = RLHFDataset([of_another_trainer], tiny_tokenizer(), settings)[0]
+    assert row["data_source"] == "unknown"
+    assert row["reward_model"]["ground_truth"] == "3"
+
+
+def test_rows_of_an_own_agent_loop_are_not_tried(tmp_path, caplog):
+    """Such a loop may return `reward_score`; rows of ours need a reward function."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "?", "agent_name": "mine"}) + "\n")
+    started(str(tmp_path / "rows.jsonl"))
+    assert "reward check" not in caplog.text
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "?", "agent_name": "tool_agent"}) + "\n")
+    with pytest.raises(ValueError, match="no reward function is known"):
+        started(str(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [
+        ["--reward-fn-key", "source", "--prompt-key", "question", "--ground-truth-key", "answer"],
+        ["data.reward_fn_key=source", "data.prompt_key=question", "data.ground_truth_key=answer"],
+    ],
+)
+def test_both_checks_take_the_same_arguments(tmp_path, spelled, capsys):
+    file = tmp_path / "rows.jsonl"
+    row = {"question": "1 + 1?", "answer": "2", "source": "openai/gsm8k"}
+    file.write_text("".join(json.dumps(row | {"question": f"{n} + 1", "answer": str(n)}) + "\n" for n in range(9)))
+    shared = ["--n", "4", "--seed", "1", "--samples", "0", "--max-prompt-length", "64"]
+    assert check_data([str(file), *spelled, *shared]) == 0, capsys.readouterr()
+    assert main([str(file), *spelled, *shared, *HERE]) == 0, capsys.readouterr()
+    assert check_data([f"data.train_files={file}", *spelled, "--score-rows", "4"]) == 0
+    assert main([f"data.train_files={file}", *spelled, "--score-rows", "4", *HERE]) == 0
+    for check in (main, check_data):
+        assert check(spelled) == 1
+        assert "no data file is given" in capsys.readouterr().err
+        assert check([str(file), "data.promt_key=question"]) == 1
+        assert "data.prompt_key" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def ppo_preflight(config: PPOConfig, report: Report) -> None:
         if data.gen_batch_size and data.gen_batch_size != size:
             size, key = data.gen_batch_size, "data.gen_batch_size"
         rules = _rl_rules(config)
-        rows = _check_files("data.train_files", data.train_files, "train", rules, report)
+        rows = _check_files("data.train_files", data.train_files, "train", rules, report, _notice_rules(config))
         _check_batch(key, size, rows, data.train_max_samples, report)
         _check_files("data.val_files", data.val_files, "validation", _rl_rules(config, validates=True), report)
     models: dict[str, str | None] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
@@ -117,8 +117,28 @@ def _rl_rules(config: PPOConfig, validates: bool = False) -> Rules:
     return lambda columns: rules
 
 
-def _check_files(key: str, names: Iterable[str] | None, split: str | None, rules: Rules, report: Report) -> int | None:
-    """Check the local files of a key; the number of their rows, None where it is not known."""
+def _notice_rules(config: PPOConfig) -> Rules:
+    """What a reward function of the user probably needs."""
+    from verl.utils.dataset.problems import ground_truth_rule
+
+    loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
+    own = config.custom_reward_function.path is not None
+    rules = [ground_truth_rule(config.data.ground_truth_key, loop)] if own else []
+    return lambda columns: rules
+
+
+def _check_files(
+    key: str,
+    names: Iterable[str] | None,
+    split: str | None,
+    rules: Rules,
+    report: Report,
+    notices: Rules = lambda columns: [],
+) -> int | None:
+    """Check the local files of a key; the number of their rows, None where it is not known.
+
+    Broken `rules` are problems, broken `notices` only logged.
+    """
     from verl.utils.dataset.problems import find_problems
     from verl.utils.dataset.rows import Rows, open_head
 
@@ -142,6 +162,8 @@ def _check_files(key: str, names: Iterable[str] | None, split: str | None, rules
                 part = Rows([head.part])
                 for problem in find_problems(part, rules(part.columns)):
                     report.statement(key, file, problem)
+                for notice in find_problems(part, notices(part.columns)) if len(part) else ():
+                    report.notice(f"{key}: {notice}")
     return total
 
 

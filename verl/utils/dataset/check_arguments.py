@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,10 +51,12 @@ class CheckArguments:
 
 def read_arguments(program: str, description: str, arguments: Sequence[str] | None) -> CheckArguments:
     """The arguments of one of the two commands; ValueError for what cannot be read."""
-    options = _parser(program, description).parse_intermixed_args(arguments)
-    overrides = [word for word in options.files if _OVERRIDE.match(word)]
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    # Before argparse, whose options with several values would take them.
+    overrides = [word for word in words if _OVERRIDE.match(word)]
+    options = _parser(program, description).parse_intermixed_args([word for word in words if word not in overrides])
     overrides += [f"{key}={getattr(options, name)}" for name, key in _KEYS.items() if getattr(options, name)]
-    files = [word for word in options.files if not _OVERRIDE.match(word)]
+    files = options.files
     limits = options.max_prompt_length or []
     if limits:
         overrides.append(f"data.max_prompt_length={max(limits)}")
