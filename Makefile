@@ -11,6 +11,8 @@ TORCH ?= $(if $(GPU),torch,torch==2.13.0)
 # The pins of constraints.txt hold for everything but torch, which is chosen above.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt Makefile | cksum | cut -d' ' -f1)
 PYTEST := $(BIN)/python -m pytest
+# Every process that tests and training start reads the compiled files of the first one.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Tests that start no Ray and no other processes run two at a time, a file each.
 TWO_AT_A_TIME := -n 2 --dist loadfile

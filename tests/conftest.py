@@ -7,6 +7,7 @@ import atexit
 import inspect
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -45,6 +46,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 RAY_CPUS = 2
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m "… and processes"` imports only the files that can have such tests: importing all takes most of a minute."""
+    if collection_path.suffix != ".py" or not re.search(r"(?<!not )\bprocesses\b", config.option.markexpr):
+        return None
+    return None if _may_start_processes(collection_path) else True
+
+
+def _may_start_processes(path: Path) -> bool:
+    return "distributed" in path.parts or re.search(r"mark\.processes|ray_cluster", path.read_text()) is not None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`processes` is written by hand only where neither the folder nor a fixture says it."""
     for item in items:
@@ -52,6 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.processes)
         if "engines" in item.path.parts:
             item.add_marker(pytest.mark.engines)
+        if item.get_closest_marker("processes") is not None and not _may_start_processes(item.path):
+            raise pytest.UsageError(f"{item.nodeid}: name the fixture ray_cluster or the mark processes in its file.")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
