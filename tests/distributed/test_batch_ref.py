@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.workers import Roller, prompt_length, response_length, rollout_batch
-from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import BatchRef, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.stored import traffic
 from verl.utils.nested import same
@@ -94,6 +94,23 @@ def test_row_operations_equal_those_of_a_dataproto(rollers):
     assert sorted(uid for mini in minis for uid in mini.non_tensor_batch["uid"]) == sorted(f"u{s}" for s in seeds)
     assert batch[2].non_tensor_batch["uid"] == "u2"
     assert int(batch[-1].batch["score"]) == 3
+
+
+def test_prompts_and_their_answers_join_and_aliases_are_read_from_the_store(rollers):
+    seeds = [3, 1, 4]
+    whole = rollout_batch(seeds, PROMPT, RESPONSE, PAD)
+    names = ["input_ids", "attention_mask"]
+    prompts = DataProto.from_dict({name: whole.batch[name][:, :PROMPT] for name in names})
+    for joined in (generate(rollers, seeds).union(prompts.select()), prompts.select().union(generate(rollers, seeds))):
+        assert_same(joined, trimmed(seeds))
+    batch = generate(rollers, seeds)
+    batch.batch["ref_log_prob"] = torch.rand(3, 4)
+    batch.non_tensor_batch["reward_model"] = object_array([{"ground_truth": seed} for seed in seeds])
+    for part in (batch, batch[[0, 1, 2]]):
+        assert torch.equal(part["ref_log_probs"], part.batch["ref_log_prob"])
+        assert part.non_tensor_batch["ground_truth"].tolist() == seeds
+        assert [len(piece) for piece in part.split(n_parts=2)] == [1, 2]
+        assert set(part.select(["ref_log_probs"], ["ground_truth"])._names()) == {"ref_log_prob", "reward_model"}
 
 
 def test_column_operations_equal_those_of_a_dataproto(rollers):

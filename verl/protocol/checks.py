@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from verl.protocol.columns import TensorColumns
+
 Rows: TypeAlias = "slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor"
 Keys: TypeAlias = "str | Sequence[str] | None"
 
@@ -57,12 +59,17 @@ def common_batch_size(tensors: Mapping[str, torch.Tensor], dims: int) -> tuple[i
 
 
 def as_tensordict(batch: TensorDict | Mapping[str, torch.Tensor] | None) -> TensorDict | None:
-    """A plain dict of tensors with a common first dimension as what holds them."""
+    """A TensorDict, or a dict of tensors with a common first dimension, in the container that reads aliases.
+
+    Other kinds of TensorDict (lazily stacked, memory-mapped) stay what they are.
+    """
+    if isinstance(batch, TensorDict) and not isinstance(batch, TensorColumns):
+        return TensorColumns(dict(batch.items()), batch_size=batch.batch_size, device=batch.device)
     if batch is None or isinstance(batch, TensorDictBase):
         return batch
     if not isinstance(batch, Mapping):
         raise ValueError(f"DataProto: batch is a {type(batch).__name__}; give a TensorDict or a dict of tensors.")
-    return TensorDict(dict(batch), batch_size=common_batch_size(batch, 1)) if batch else None
+    return TensorColumns(dict(batch), batch_size=common_batch_size(batch, 1)) if batch else None
 
 
 def as_list(keys: Keys) -> list[str]:

@@ -23,6 +23,7 @@ from verl.protocol import wire
 from verl.protocol.checks import (
     Keys,
     Rows,
+    as_list,
     as_tensordict,
     check_columns,
     common_batch_size,
@@ -32,7 +33,16 @@ from verl.protocol.checks import (
     repeat_counts,
     row_index,
 )
-from verl.protocol.joins import concat_columns, concat_meta, union_meta, union_numpy_dict, union_tensor_dict
+from verl.protocol.columns import ObjectColumns, TensorColumns
+from verl.protocol.joins import (
+    concat_columns,
+    concat_meta,
+    continued_columns,
+    union_meta,
+    union_numpy_dict,
+    union_tensor_dict,
+)
+from verl.types.schema import stored_name
 from verl.utils.calling import also_spelled
 from verl.utils.nested import object_array
 
@@ -67,7 +77,7 @@ class DataProto:
         self._td: Any = as_tensordict(batch)
         # True while the tensors alias memory that is not ours to write (a shared store). `batch` copies first.
         self._borrowed = False
-        self.non_tensor_batch: dict[str, np.ndarray] = {} if non_tensor_batch is None else non_tensor_batch
+        self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info: dict[str, Any] = {} if meta_info is None else meta_info
         self.check_consistency()
 
@@ -105,7 +115,7 @@ class DataProto:
             )
         batch = None
         if tensors:
-            batch = TensorDict(dict(tensors), batch_size=common_batch_size(tensors, num_batch_dims))
+            batch = TensorColumns(dict(tensors), batch_size=common_batch_size(tensors, num_batch_dims))
         arrays = {k: v if isinstance(v, np.ndarray) else object_array(v) for k, v in (non_tensors or {}).items()}
         meta_info = dict(meta_info or {})
         if auto_padding:
@@ -125,7 +135,8 @@ class DataProto:
                 arrays[key] = object_array(value.tolist())
             else:
                 raise ValueError(f"DataProto.from_tensordict: {key!r} is a {type(value).__name__}. Flatten it first.")
-        batch = TensorDict(tensors, batch_size=tensor_dict.batch_size, device=tensor_dict.device) if tensors else None
+        size, device = tensor_dict.batch_size, tensor_dict.device
+        batch = TensorColumns(tensors, batch_size=size, device=device) if tensors else None
         return cls(batch, arrays, dict(meta_info or {}))
 
     def to_tensordict(self) -> TensorDict:
@@ -149,6 +160,15 @@ class DataProto:
         self._td = as_tensordict(value)
         self._borrowed = False
 
+    @property
+    def non_tensor_batch(self) -> dict[str, np.ndarray]:
+        """The object arrays by name. Like `batch`, it also reads the aliases of `verl.types.schema`."""
+        return self._arrays
+
+    @non_tensor_batch.setter
+    def non_tensor_batch(self, value: dict[str, np.ndarray]) -> None:
+        self._arrays = value if isinstance(value, ObjectColumns) else ObjectColumns(value)
+
     def __len__(self) -> int:
         if self._td is not None:
             return self._td.batch_size[0]
@@ -157,8 +177,8 @@ class DataProto:
     def __getitem__(self, rows: int | str | Rows) -> Any:
         """A name gives that column; an int a `DataProtoItem`; a slice, mask or index array a DataProto of the rows."""
         if isinstance(rows, str):
-            (name,) = self._known(rows, self._names(), "columns")
-            return self.non_tensor_batch[name] if name in self.non_tensor_batch else self.batch[name]
+            (stored,) = self._known(rows, self._names(), "columns")
+            return (self.non_tensor_batch if stored in self.non_tensor_batch else self.batch)[rows]
         if isinstance(rows, int | np.integer) or (isinstance(rows, torch.Tensor) and rows.ndim == 0):
             return self._item(int(rows))
         return self._take(rows if isinstance(rows, slice) else row_index(rows, len(self)))
@@ -196,7 +216,10 @@ class DataProto:
         meta_info_keys: Keys = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """A DataProto of the named columns (None: all of that kind), sharing their memory unless `deepcopy`."""
+        """A DataProto of the named columns (None: all of that kind), sharing their memory unless `deepcopy`.
+
+        An alias selects the column that it reads, under the name of the column.
+        """
         names = self._known(self._tensor_keys() if batch_keys is None else batch_keys, self._tensor_keys(), "batch")
         td = self._td.select(*names) if self._td is not None else None
         arrays = self._picked(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch")
@@ -221,12 +244,16 @@ class DataProto:
         mapping = renaming(old_keys, new_keys, self._names(), f"{type(self).__name__}.columns")
         if self._td is not None:
             renamed = {mapping.get(k, k): v for k, v in self.tensors()}
-            self._td = TensorDict(renamed, batch_size=self._td.batch_size, device=self._td.device)
+            self._td = TensorColumns(renamed, batch_size=self._td.batch_size, device=self._td.device)
         self.non_tensor_batch = {mapping.get(k, k): v for k, v in self.non_tensor_batch.items()}
         return self
 
     def union(self, other: DataProto) -> DataProto:
-        """Add the columns and metadata of `other` in place; a key that both have must agree. Returns self."""
+        """Add the columns and metadata of `other` in place; a key that both have must agree. Returns self.
+
+        A batch of prompts agrees with the answers generated from it: `input_ids`, `attention_mask` and `position_ids`
+        become those of the whole sequences.
+        """
         self.check_consistency()
         other.check_consistency()
         if self._has_columns() and other._has_columns() and len(self) != len(other):
@@ -234,7 +261,7 @@ class DataProto:
         for key in [*self._tensor_keys(), *other._tensor_keys()]:
             if key in self.non_tensor_batch or key in other.non_tensor_batch:
                 raise ValueError(f"DataProto.union: {key!r} is a tensor in one and an object array in the other.")
-        td = union_tensor_dict(self._td, other._td)
+        td = _union_tensors(self._td, other._td)
         arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         meta = union_meta(self.meta_info, other.meta_info)
         if td is not None:
@@ -282,8 +309,18 @@ class DataProto:
             (unfolded.batch if isinstance(column, torch.Tensor) else unfolded.non_tensor_batch)[key] = column
         return unfolded
 
-    def split(self, split_size: int) -> list[DataProto]:
-        """Consecutive parts of `split_size` rows (the last may be shorter), as views; of no rows, one empty part."""
+    def split(self, split_size: int | None = None, n_parts: int | None = None) -> list[DataProto]:
+        """Consecutive parts of `split_size` rows (the last may be shorter), as views; of no rows, one empty part.
+
+        With `n_parts` instead: that number of parts, whose sizes differ by one row at most (`chunk`: by none).
+        """
+        if (split_size is None) == (n_parts is None):
+            raise ValueError("DataProto.split: give either split_size (rows of a part) or n_parts (number of parts).")
+        if n_parts is not None:
+            if n_parts < 1:
+                raise ValueError(f"DataProto.split: n_parts is {n_parts}; it must be at least 1.")
+            return self._parts(n_parts)
+        assert split_size is not None
         if split_size < 1:
             raise ValueError(f"DataProto.split: split_size is {split_size}; it must be at least 1.")
         return [self._take(slice(i, i + split_size)) for i in range(0, max(len(self), 1), split_size)]
@@ -297,7 +334,10 @@ class DataProto:
                 f"DataProto.chunk: {len(self)} rows do not divide into {chunks} chunks."
                 " Pad first (pad_dataproto_to_divisor) or make the batch with auto_padding=True."
             )
-        bounds = [len(self) * i // chunks for i in range(chunks + 1)]
+        return self._parts(chunks)
+
+    def _parts(self, count: int) -> list[DataProto]:
+        bounds = [len(self) * i // count for i in range(count + 1)]
         return [self._take(slice(a, b)) for a, b in itertools.pairwise(bounds)]
 
     @staticmethod
@@ -401,7 +441,7 @@ class DataProto:
 
     def _with_rows(self, count: int, tensors: dict[str, torch.Tensor]) -> TensorDict:
         """A TensorDict like this one's, of `count` rows."""
-        return TensorDict(tensors, batch_size=(count, *self._td.batch_size[1:]), device=self._td.device)
+        return TensorColumns(tensors, batch_size=(count, *self._td.batch_size[1:]), device=self._td.device)
 
     def _like(self, td: TensorDict | None, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> DataProto:
         made = object.__new__(type(self))
@@ -415,7 +455,8 @@ class DataProto:
         td = self._td[row] if self._td is not None else None
         if td is not None and self._borrowed:
             td = td.clone()
-        return DataProtoItem(td, {key: array[row] for key, array in self.non_tensor_batch.items()}, self.meta_info)
+        objects = ObjectColumns({key: array[row] for key, array in self.non_tensor_batch.items()})
+        return DataProtoItem(td, objects, self.meta_info)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [] if self._td is None else list(self._td.items())
@@ -436,7 +477,16 @@ class DataProto:
         return self._td is not None or bool(self.non_tensor_batch)
 
     def _known(self, keys: Keys, existing: Collection[str], kind: str) -> list[str]:
-        return known_keys(keys, existing, f"{type(self).__name__}.{kind}")
+        """The stored columns that the keys name, by their own name or by an alias."""
+        names = [stored_name(key, existing) for key in as_list(keys)]
+        return known_keys(names, existing, f"{type(self).__name__}.{kind}")
 
     def _picked(self, entries: dict[str, Any], keys: Keys, kind: str) -> dict[str, Any]:
         return dict(entries) if keys is None else {key: entries[key] for key in self._known(keys, entries, kind)}
+
+
+def _union_tensors(mine: TensorDict | None, other: TensorDict | None) -> TensorDict | None:
+    if mine is not None and other is not None:
+        continued = continued_columns(mine, other), continued_columns(other, mine)
+        mine, other = mine.exclude(*continued[0]), other.exclude(*continued[1])
+    return union_tensor_dict(mine, other)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from verl.types.schema import COLUMNS, SEQUENCE
 from verl.utils.nested import describe_difference, same
 from verl.utils.py_functional import append_to_dict
 
@@ -37,6 +38,33 @@ def _add_columns(merged: Any, other: Any) -> Any:
         elif not same(merged[key], column):
             raise ValueError(f"union: {key!r} differs in the two: {describe_difference(merged[key], column)}.")
     return merged
+
+
+def continued_columns(prompts: Mapping[str, torch.Tensor], generated: Mapping[str, torch.Tensor]) -> list[str]:
+    """Sequence columns of a batch of prompts [B, P] that a generated batch continues with its responses [B, P+R].
+
+    A union takes them from the generated batch. Raises ValueError where it has other prompts; their padding may differ.
+    """
+    both = [key for key in prompts.keys() if key in generated.keys()]
+    names = [key for key in both if key in COLUMNS and COLUMNS[key].axis == SEQUENCE]
+    is_generated = {"prompts", "responses", "attention_mask"} <= set(generated.keys())
+    if not names or "responses" in prompts.keys() or not is_generated:
+        return []
+    width = generated["prompts"].shape[1]
+    mask = generated["attention_mask"][:, :width]
+    for key in names:
+        pair = _left_padded(prompts[key], generated[key][:, :width], mask)
+        # Padding may hold anything, except in the mask itself, which must not have tokens of its own.
+        mine, theirs = pair[:2] if key == "attention_mask" else (pair[0] * pair[2], pair[1] * pair[2])
+        if not torch.equal(mine, theirs):
+            raise ValueError(f"union: {key!r} of the generated batch does not begin with the prompts of the other.")
+    return names
+
+
+def _left_padded(*columns: torch.Tensor) -> list[torch.Tensor]:
+    """The columns, each [B, its width], with zeros on the left to one width."""
+    width = max(column.shape[1] for column in columns)
+    return [torch.nn.functional.pad(column, (width - column.shape[1], 0)) for column in columns]
 
 
 def union_meta(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

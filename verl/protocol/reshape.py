@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tensordict import TensorDict
-
+from verl.protocol.columns import TensorColumns
 from verl.protocol.dataproto import DataProto, DataProtoItem
 from verl.protocol.joins import concat_columns
 from verl.utils.nested import object_array
@@ -49,6 +48,6 @@ def _reshaped(data: DataProto, dims: int, rows: tuple[int, ...]) -> DataProto:
     td = None
     if data.batch is not None:
         tensors = {key: value.reshape(*rows, *value.shape[dims:]) for key, value in data.batch.items()}
-        td = TensorDict(tensors, batch_size=rows[:1], device=data.batch.device)
+        td = TensorColumns(tensors, batch_size=rows[:1], device=data.batch.device)
     arrays = {key: array.reshape(*rows, *array.shape[dims:]) for key, array in data.non_tensor_batch.items()}
     return DataProto(td, arrays, dict(data.meta_info))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDict
 
+from verl.protocol.columns import TensorColumns
 from verl.utils.plain_store import load_plain, save_plain
 from verl.utils.tensor_wire import tensor_from_wire, tensor_to_wire
 
@@ -51,4 +52,4 @@ def _parts(td: TensorDict | None, arrays: dict[str, np.ndarray], meta: dict[str,
 
 
 def _tensordict(tensors: dict[str, Any], batch_size: list[int] | None) -> TensorDict | None:
-    return None if batch_size is None else TensorDict(tensors, batch_size=batch_size)
+    return None if batch_size is None else TensorColumns(tensors, batch_size=batch_size)

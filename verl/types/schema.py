@@ -7,11 +7,23 @@ Columns that are not in it are the user's own: they travel as they are, and to w
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["COLUMNS", "RESERVED", "Axis", "Call", "Column", "columns_read_by", "filler", "selected_for"]
+__all__ = [
+    "ALIASES",
+    "COLUMNS",
+    "RESERVED",
+    "Alias",
+    "Axis",
+    "Call",
+    "Column",
+    "columns_read_by",
+    "filler",
+    "selected_for",
+    "stored_name",
+]
 
 Axis: TypeAlias = Literal["prompt", "response", "sequence", "row", "object"]
 PROMPT: Axis = "prompt"  # [rows, P], padded on the left
@@ -140,6 +152,34 @@ RESERVED = frozenset(column.name for column in _TABLE if column.made_by != _DATA
 """Names that a column of the data may not have in a batch."""
 
 
+@dataclass(frozen=True)
+class Alias:
+    """A name under which a column can be read while the batch has no column of that name."""
+
+    name: str
+    columns: tuple[str, ...]
+    """The first of these that the batch has is read."""
+    meaning: str
+    entry: str | None = None
+    """Read this key of every entry, which is a dict."""
+
+
+_ALIASES = (
+    Alias("ref_log_probs", ("ref_log_prob",), "the log-probs of the reference policy"),
+    Alias("rewards", ("token_level_rewards", "token_level_scores"), "the rewards; the scores before the advantages"),
+    Alias("old_log_probs", ("rollout_log_probs",), "the log-probs of the rollout until the actor has computed its own"),
+    Alias("ground_truth", ("reward_model",), "`ground_truth` of each row's `reward_model`", entry="ground_truth"),
+)
+ALIASES: Mapping[str, Alias] = {alias.name: alias for alias in _ALIASES}
+
+
+def stored_name(name: str, present: Container[str]) -> str:
+    """The column of a batch that is read as `name`: `name` itself where it is present, or where no alias applies."""
+    if name in ALIASES and name not in present:
+        return next((column for column in ALIASES[name].columns if column in present), name)
+    return name
+
+
 def columns_read_by(*calls: Call) -> list[str]:
     """Names of the columns that any of these calls reads, where a batch has them."""
     return [column.name for column in _TABLE if set(calls) & set(column.read_by)]
@@ -169,6 +209,16 @@ name from this table is called `data_<name>` in a batch, unless the table says t
 | column | shape | type | padding | made by | read by | what it is |
 |---|---|---|---|---|---|---|
 """
+_ALIAS_PAGE = """
+## Aliases
+
+A column can also be read under these names: `data[name]`, `data.batch[name]`, `data.non_tensor_batch[name]`, their
+`get`, `select` and `pop`. An alias is not stored: it is in no list of columns, and a column that has the name itself is
+read instead. Writing to it stores a column of that name.
+
+| alias | reads | meaning |
+|---|---|---|
+"""
 _SHAPES = {PROMPT: "[B, P]", RESPONSE: "[B, R]", SEQUENCE: "[B, P+R]", ROW: "[B]", OBJECT: "object"}
 
 
@@ -180,7 +230,8 @@ def render() -> str:
         padding = ("pad token" if column.filler is None else f"{column.filler:g}") if padded else ""
         cells = (_SHAPES[column.axis], column.dtype, padding, column.made_by, ", ".join(column.read_by), column.meaning)
         lines.append(f"| `{column.name}` | {' | '.join(cells)} |\n")
-    return _PAGE + "".join(lines)
+    aliases = [f"| `{a.name}` | {' or '.join(f'`{c}`' for c in a.columns)} | {a.meaning} |\n" for a in _ALIASES]
+    return _PAGE + "".join(lines) + _ALIAS_PAGE + "".join(aliases)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from verl.protocol import DataProto, DataProtoItem
 from verl.protocol.checks import renaming
-from verl.protocol.joins import concat_meta, union_meta
+from verl.protocol.columns import TensorColumns, aliased_value
+from verl.protocol.joins import concat_meta, continued_columns, union_meta
 from verl.single_controller.ray import stored
 from verl.single_controller.ray.stored import StoredColumn, StoredRows, store_rows
 from verl.single_controller.ray.trimming import Lengths
-from verl.types.schema import OBJECT
+from verl.types.schema import OBJECT, stored_name
 from verl.utils.nested import same
 
 __all__ = ["BatchRef"]
@@ -60,7 +60,7 @@ class BatchRef(DataProto):
         values = self._read([*tensor_names, *object_names])
         td = None
         if tensor_names:
-            td = TensorDict({name: values[name] for name in tensor_names}, batch_size=[len(self)])
+            td = TensorColumns({name: values[name] for name in tensor_names}, batch_size=[len(self)])
         return DataProto(td, {name: values[name] for name in object_names}, dict(self.meta_info))
 
     @property
@@ -137,8 +137,11 @@ class BatchRef(DataProto):
         meta = union_meta(self.meta_info, other.meta_info)
         if other._has_columns():
             theirs = BatchRef.from_dataproto(other, self.lengths)
-            new = [name for name in theirs._names() if name not in self._names()]
-            for name in theirs._names():
+            self._drop(continued_columns(self.batch, theirs.batch))
+            continued = continued_columns(theirs.batch, self.batch)
+            names = [name for name in theirs._names() if name not in continued]
+            new = [name for name in names if name not in self._names()]
+            for name in names:
                 if name not in new and not self._is_same(name, theirs):
                     raise ValueError(f"union: {name!r} differs in the two batches.")
             for name in new:
@@ -273,9 +276,11 @@ class _Columns(MutableMapping[str, Any]):
         self._owner, self._names = owner, names
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._names():
+        stored = stored_name(name, self._names())
+        if stored not in self._names():
             raise KeyError(f"BatchRef: no column {name!r}; there is {sorted(self._names())}.")
-        return self._owner._get_column(name)
+        column = self._owner._get_column(stored)
+        return column if stored == name else aliased_value(name, column)
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._owner._set_column(name, value)
