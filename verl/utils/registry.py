@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from pkgutil import resolve_name
 from types import MappingProxyType
@@ -21,12 +21,16 @@ class Row(Protocol):
         """`module:attribute`."""
 
 
-class Registry(Mapping[str, T]):
-    """Functions or classes by name. `key` is the configuration key that chooses among them, for error messages."""
+class Registry(MutableMapping[str, T]):
+    """Functions or classes by name. `key` is the configuration key that chooses among them, for error messages.
+
+    Behaves like a dict, with one difference: assigning another function to a name that is in use is a ValueError.
+    Delete the name first. `clear()` and `del` remove built-in entries too, until they are assigned again.
+    """
 
     def __init__(self, key: str, rows: Mapping[str, Row] = MappingProxyType({})) -> None:
         self.key = key
-        self._rows = rows
+        self._rows = dict(rows)
         self._loaded: dict[str, T] = {}
 
     def register(self, name: str | Enum) -> Callable[[T], T]:
@@ -66,8 +70,20 @@ class Registry(Mapping[str, T]):
         self.register(name)(thing)
 
     def __delitem__(self, name: str | Enum) -> None:
-        """Forget what a user registered."""
-        del self._loaded[_text(name)]
+        name = _text(name)
+        if name not in self:
+            raise KeyError(name)
+        self._loaded.pop(name, None)
+        self._rows.pop(name, None)
+
+    def clear(self) -> None:
+        """Remove all entries, without importing the built-in ones."""
+        self._loaded.clear()
+        self._rows.clear()
+
+    def copy(self) -> dict[str, T]:
+        """All entries, imported, in a plain dict: `registry.update(saved)` restores them after `clear()`."""
+        return dict(self)
 
     def __contains__(self, name: object) -> bool:
         return _text(name) in self._loaded or _text(name) in self._rows
