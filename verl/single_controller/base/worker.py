@@ -187,6 +187,10 @@ class Worker:
         """As `register_mesh`, for engines that keep their own groups (Megatron, an inference engine)."""
         self._meshes[name] = MeshPlace(dp_rank, collect)
 
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool = True) -> None:
+        """The name of `register_mesh_place` in workers written for other releases."""
+        self.register_mesh_place(mesh_name, int(dp_rank), bool(is_collect))
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mesh_place(self, name: str) -> MeshPlace:
         """This rank's place in a registered mesh."""

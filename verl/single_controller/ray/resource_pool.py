@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 _NOTHING = {"memory": 1.0}
 _READY_TIMEOUT_S = 120.0
 _READY_LOOK_S = 10.0
+_ONE_POOL = "global_pool"
 
 
 class ResourceError(ValueError):
@@ -112,16 +114,40 @@ class RayResourcePool(ResourcePool):
 
 @dataclass
 class ResourcePoolManager:
-    """Pools by name (`{"global_pool": [8, 8]}`: processes per node) and the pool of every role."""
+    """Pools by name (`{"global_pool": [8, 8]}`: processes per node) and the pool of every role.
 
-    resource_pool_spec: dict[str, list[int]]
-    mapping: Mapping[Hashable, str]
+    `process_on_nodes=[8, 8]` instead of `resource_pool_spec` is one pool; without `mapping` all roles use it.
+    """
+
+    resource_pool_spec: dict[str, list[int]] = field(default_factory=dict)
+    mapping: Mapping[Hashable, str] = field(default_factory=dict)
     use_gpu: bool = True
     resource_pool_dict: dict[str, RayResourcePool] = field(default_factory=dict)
+    process_on_nodes: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.resource_pool_spec) == (self.process_on_nodes is not None):
+            raise ValueError(
+                "ResourcePoolManager: give either resource_pool_spec ({pool: [processes per node]}) or process_on_nodes"
+                " ([processes per node], one pool for all roles)."
+            )
+        if self.process_on_nodes is not None:
+            names = set(self.mapping.values()) or {_ONE_POOL}
+            if len(names) > 1:
+                raise ValueError(f"ResourcePoolManager: process_on_nodes is one pool; mapping names {sorted(names)}.")
+            self.resource_pool_spec = {names.pop(): list(self.process_on_nodes)}
+        if not self.mapping:
+            if len(self.resource_pool_spec) > 1:
+                raise ValueError(
+                    f"ResourcePoolManager: mapping is missing. With several pools ({sorted(self.resource_pool_spec)})"
+                    " it assigns one to every role."
+                )
+            (only,) = self.resource_pool_spec
+            self.mapping = defaultdict(lambda: only)
 
     def create_resource_pool(self) -> None:
         """Make a pool for every name that a role uses; starting a group in it reserves its devices."""
-        used = set(self.mapping.values())
+        used = set(self.mapping.values()) or set(self.resource_pool_spec)
         for name, processes in self.resource_pool_spec.items():
             if name in used and name not in self.resource_pool_dict:
                 self.resource_pool_dict[name] = RayResourcePool(processes, self.use_gpu, name_prefix=name)
