@@ -18,7 +18,7 @@ from verl.workers.engine.common.micro_batches import trajectory_tokens
 from verl.workers.roles.engines import inferred, start_engine
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.saving import SavingWorker
-from verl.workers.roles.updates import run_epochs
+from verl.workers.roles.updates import mini_batches_of_call, run_epochs
 
 
 class ValueLoss:
@@ -61,11 +61,11 @@ class CriticWorker(SavingWorker):
         self.config = as_config(CriticConfig, config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Load the model and shard it over the ranks."""
+    def init_model(self, model_path: str | None = None) -> None:
+        """Load the model of `critic.model.path`, or of `model_path`, and shard it over the ranks."""
         config = self.config
         self.init_process_group()
-        path = resolve_model_path(config.model.path, "critic.model.path")
+        path = resolve_model_path(model_path or config.model.path, "critic.model.path")
         self.engine = start_engine(self, "critic", path, "value", config.model, config, config.optim, config.grad_clip)
         self.engine.park()
 
@@ -83,9 +83,14 @@ class CriticWorker(SavingWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
     @phase_memory("update_critic", at="critic")
-    def update_critic(self, data: DataProto) -> DataProto:
-        """`ppo_epochs` passes over the rows; metrics in `meta_info["metrics"]`."""
+    def update_critic(
+        self, data: DataProto, ppo_epochs: int | None = None, ppo_mini_batch_size: int | None = None
+    ) -> DataProto:
+        """`ppo_epochs` passes over the rows; metrics in `meta_info["metrics"]`. Arguments override configuration."""
         config = self.config
+        # Rows per prompt in batches without `uid`; a worker that was started without a run does not know it.
+        n = 1 if self.run_config is None else self.run_config.actor_rollout_ref.rollout.n
+        mini_batches = mini_batches_of_call(data, ppo_mini_batch_size, config.ppo_mini_batch_size, n, self.engine)
         with self.engine.awake():
             return run_epochs(
                 self.engine,
@@ -96,8 +101,8 @@ class CriticWorker(SavingWorker):
                 micro=MicroBatching.by(
                     config.use_dynamic_bsz, config.ppo_micro_batch_size_per_gpu, config.ppo_max_token_len_per_gpu
                 ),
-                mini_batches=data.meta_info["mini_batches"],
-                epochs=config.ppo_epochs,
+                mini_batches=mini_batches,
+                epochs=config.ppo_epochs if ppo_epochs is None else ppo_epochs,
                 prefix="critic",
             )
 

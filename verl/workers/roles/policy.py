@@ -17,7 +17,9 @@ from verl.config.engine import CheckpointConfig
 from verl.planning.engines import beside
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.dispatch import MeshPlace
 from verl.types.request import Request
+from verl.types.schema import COLUMNS
 from verl.utils.device import resolve_dtype
 from verl.utils.field_errors import keys_under
 from verl.utils.fs import resolve_model_path
@@ -27,7 +29,7 @@ from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
 from verl.workers.roles.requests import Collected, OpenRequests
 from verl.workers.roles.saving import SavingWorker
-from verl.workers.roles.updates import mini_batches_of_prompts, rows_of_mini_batches, run_epochs
+from verl.workers.roles.updates import mini_batches_of_call, run_epochs
 from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.sharding_manager import (
@@ -60,14 +62,17 @@ class ActorRolloutRefWorker(SavingWorker):
         self.parts = PARTS[str(role)]
         self.rollout: Any = None
         self._rollout_version = -1
+        self._policy_version = 0
+        self._actor_changed = False
         self._sender: BroadcastSender | None = None
         self._receiver: BroadcastReceiver | None = None
         self._finished: deque[tuple[int, Sequence[int]]] = deque()
         self._requests: OpenRequests | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Load what this worker's parts need; the engines of all ranks form one model.
+    def init_model(self, model_path: str | None = None) -> None:
+        """Load what this worker's parts need; the engines of all ranks form one model. `model_path` overrides
+        `actor_rollout_ref.model.path`.
 
         A rank that is a replica of its own has no part in that: it is started, and started anew, without the others.
         """
@@ -78,7 +83,7 @@ class ActorRolloutRefWorker(SavingWorker):
             self.init_process_group()
         elif self.device_name == "cuda":
             torch.cuda.set_device(self.device)
-        self.model_path = resolve_model_path(self.config.model.path, "actor_rollout_ref.model.path")
+        self.model_path = resolve_model_path(model_path or self.config.model.path, "actor_rollout_ref.model.path")
         if "actor" in self.parts:
             self._init_actor()
         if "ref" in self.parts and not self._actor_is_reference:
@@ -110,7 +115,9 @@ class ActorRolloutRefWorker(SavingWorker):
         """
         actor = self.config.actor
         epochs = actor.ppo_epochs if ppo_epochs is None else ppo_epochs
-        mini_batches = self._mini_batches(data, ppo_mini_batch_size)
+        mini_batches = mini_batches_of_call(
+            data, ppo_mini_batch_size, actor.ppo_mini_batch_size, self.config.rollout.n, self.engine
+        )
         own = "old_log_probs" not in data.batch.keys()
         loss = PolicyLoss(actor, own, data.meta_info.get("distillation"), data.meta_info.get("correction"))
         if loss.own_old_log_probs:
@@ -119,6 +126,7 @@ class ActorRolloutRefWorker(SavingWorker):
                     "update_actor: several optimizer steps need old_log_probs. Call compute_log_prob first."
                 )
             data.batch[ROW] = torch.arange(len(data))
+        self._actor_changed = True
         # One that gives the old log-probs itself goes through the experts of its own pass.
         self._require_experts(data, ("R3",) if loss.own_old_log_probs else ("R2", "R3"))
         with self.engine.awake():
@@ -147,6 +155,14 @@ class ActorRolloutRefWorker(SavingWorker):
         with engine.awake(optimizer=False), engine.base_weights():
             return inferred(engine, data, columns, self._temperature(data), _log_prob_passes(self.config.ref))
 
+    def mesh_place(self, name: str) -> MeshPlace:
+        if name == "ref" and name not in self._meshes:
+            raise ValueError(
+                f"compute_ref_log_prob: this worker has {sorted(self.parts)}, no reference policy. Call it on"
+                " trainer.ref_policy_wg, or start the worker with the role actor_rollout_ref."
+            )
+        return super().mesh_place(name)
+
     # ---------------------------------------------------------------- generation
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
@@ -154,8 +170,12 @@ class ActorRolloutRefWorker(SavingWorker):
     def generate_sequences(self, prompts: DataProto, **sampling: Any) -> DataProto:
         """One answer per row, by the configuration's sampling parameters but for those given (`temperature=0.7`).
 
+        Rows keep their object columns. An engine of the actor's own process without the actor's current weights gets
+        them first, so that a script may call `generate_sequences` after `init_model` or `update_actor` directly.
         With `tell_finished` in meta_info, `finished_samples` says which are there already.
         """
+        if "actor" in self.parts and (self._rollout_version < 0 or self._actor_changed):
+            self._sync_rollout(self._policy_version)
         self._make_room()
         self.rollout.resume()
         telling: dict[str, Any] = {}
@@ -166,7 +186,7 @@ class ActorRolloutRefWorker(SavingWorker):
             with keys_under("actor_rollout_ref.rollout", RolloutConfig):
                 answers = self.rollout.generate_sequences(prompts, **telling, **sampling)
             self.check_cancelled()
-            return answers
+            return _with_objects(answers, prompts)
         finally:
             # After a failure too: the run may go on, and ranks that share an engine release together.
             # A new one: what an engine's thread still says of this generation is nobody's business any more.
@@ -254,12 +274,15 @@ class ActorRolloutRefWorker(SavingWorker):
 
         Requests under way stand still meanwhile and go on with them; `kv` says what becomes of their KV.
         """
-        if version == self._rollout_version:
-            return
+        if version != self._rollout_version:
+            self._sync_rollout(version, kv)
+
+    def _sync_rollout(self, version: int, kv: str = "recompute") -> None:
         self._make_room()
         with self._kv_of_requests(kv), self.engine.awake(optimizer=False):
             self._transfer.sync(version)
-        self._rollout_version = version
+        self._rollout_version = self._policy_version = version
+        self._actor_changed = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def free_rollout_weights(self) -> None:
@@ -348,6 +371,10 @@ class ActorRolloutRefWorker(SavingWorker):
     def checkpoint(self) -> CheckpointConfig:
         return self.config.actor.checkpoint
 
+    def load_checkpoint(self, path: str) -> None:
+        super().load_checkpoint(path)
+        self._actor_changed = True
+
     # ---------------------------------------------------------------- parts
 
     def _init_actor(self) -> None:
@@ -397,13 +424,6 @@ class ActorRolloutRefWorker(SavingWorker):
         """With LoRA the actor's base weights never change: they are the reference."""
         return "actor" in self.parts and self.config.model.lora_rank > 0
 
-    def _mini_batches(self, data: DataProto, prompts: int | None) -> list[int]:
-        """This rank's rows of each optimizer step: as the controller cut them, or mini-batches of `prompts`."""
-        if prompts is None and "mini_batches" in data.meta_info:
-            return rows_of_mini_batches(len(data), data.meta_info["mini_batches"])
-        prompts = self.config.actor.ppo_mini_batch_size if prompts is None else prompts
-        return mini_batches_of_prompts(data, prompts, self.config.rollout.n, self.engine)
-
     def _require_experts(self, data: DataProto, modes: tuple[str, ...]) -> None:
         """Refuse a batch that does not say what is to be replayed in these modes."""
         mode = self.config.actor.router_replay.mode
@@ -418,6 +438,15 @@ class ActorRolloutRefWorker(SavingWorker):
         return (
             float(data.meta_info["temperature"]) if "temperature" in data.meta_info else self.config.rollout.temperature
         )
+
+
+def _with_objects(answers: DataProto, prompts: DataProto) -> DataProto:
+    """Answers, one per row, with the object columns of their prompts, except those that only generation reads."""
+    if len(answers) == len(prompts):
+        for name, array in prompts.non_tensor_batch.items():
+            if name not in COLUMNS or COLUMNS[name].read_by != ("generate",):
+                answers.non_tensor_batch.setdefault(name, array)
+    return answers
 
 
 def _log_prob_passes(block: RolloutConfig | RefConfig) -> MicroBatching:

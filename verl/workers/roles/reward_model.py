@@ -25,13 +25,14 @@ class RewardModelWorker(Worker):
         self.config = as_config(RewardModelConfig, config)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Load the classifier and, if answers arrive in the tokens of another model, what writes them in its own."""
-        config = self.config
-        if config.path is None:
+    def init_model(self, model_path: str | None = None) -> None:
+        """Load the classifier and, if answers arrive in the tokens of another model, what writes them in its own.
+        `model_path` overrides `reward_model.path`."""
+        config, model_path = self.config, model_path or self.config.path
+        if model_path is None:
             raise ValueError("reward_model.path: not set. Give the folder or hub name of a sequence classifier.")
         self.init_process_group()
-        path = resolve_model_path(config.path, "reward_model.path")
+        path = resolve_model_path(model_path, "reward_model.path")
         self.engine = start_engine(self, "reward_model", path, "sequence_classification", config.model, config)
         self._texts: RewardTexts | None = None
         if config.model.input_tokenizer is not None:

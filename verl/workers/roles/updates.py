@@ -69,6 +69,19 @@ def rows_of_mini_batches(rows: int, mini_batches: int | Sequence[int]) -> list[i
     return sizes
 
 
+def mini_batches_of_call(
+    data: DataProto, prompts: int | None, configured: int, n: int, engine: TrainEngine
+) -> list[int]:
+    """The rows of each mini-batch on this rank for one update call.
+
+    An explicit number of `prompts` per mini-batch wins; then the mini-batches that the controller put into `meta_info`;
+    then the `configured` number of prompts. `n`: rows per prompt in batches without `uid`.
+    """
+    if prompts is None and "mini_batches" in data.meta_info:
+        return rows_of_mini_batches(len(data), data.meta_info["mini_batches"])
+    return mini_batches_of_prompts(data, configured if prompts is None else prompts, n, engine)
+
+
 def mini_batches_of_prompts(data: DataProto, prompts: int, n: int, engine: TrainEngine) -> list[int]:
     """The rows of each mini-batch of `prompts` prompts over all ranks, where the controller did not cut the batch.
 

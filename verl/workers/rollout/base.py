@@ -18,6 +18,7 @@ from verl.protocol import DataProto
 from verl.types.request import Output, Request
 from verl.types.trajectory import Trajectory, Turn
 from verl.types.weights import Bucket, Manifest, Wanted
+from verl.utils.calling import also_spelled
 from verl.utils.process_tree import watch_workers
 from verl.utils.progress import counted
 from verl.utils.weight_fingerprint import tensor_fingerprint
@@ -197,6 +198,7 @@ class BaseRollout(ABC):
     def fail_update(self, error: Exception) -> None:
         """Instead of `finish_update`, where what was begun has failed: nobody may wait for an answer in vain."""
 
+    @also_spelled(iterator="weights")
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> None:
         """All weights as (HF name, tensor) pairs; the version counts up unless it is given."""
         self.begin_update(self.version + 1 if version is None else version, None)
