@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.training_harness import close, make_task, make_trainer, overrides
+from tests.support.training_harness import close, make_task, make_trainer, overrides, policy_worker
 from verl.protocol import DataProto
+from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.local import LocalWorkerGroup
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
+from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
+PPO = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True", "data.val_files=[]")
 GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "data.val_files=[]")
 
 
@@ -23,9 +28,6 @@ def trainer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def answered(trainer):
     """8 prompts, 2 answers each."""
-    from verl.trainer.common.phases import Phases
-
-    trainer.phases = Phases(None, None)
     trainer.actor_wg.update_rollout_weights(0)
     return trainer._generate(trainer.prompts.take(8))
 
@@ -66,3 +68,189 @@ def test_rewards_advantages_and_updates_are_called_without_metrics(trainer, answ
 def test_the_step_has_two_names(trainer):
     trainer.global_steps = 7
     assert trainer.global_step == 7
+
+
+# ---------------------------------------------------------------- the debugging recipe
+
+
+class OwnGroups(RayPPOTrainer):
+    """Creates worker groups of its own."""
+
+    created: tuple[str, ...] = ()
+
+    def _create_actor_rollout_worker_group(self):
+        self.created = (*self.created, "policy")
+        return super()._create_actor_rollout_worker_group()
+
+    def _create_critic_worker_group(self):
+        self.created = (*self.created, "critic")
+        prepared = ClassWithInitArgs(CriticWorker, self.config.critic)
+        return LocalWorkerGroup(self.resource_pool_manager.get_resource_pool(Role.Critic), prepared)
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ppo")
+    trainer = make_trainer(overrides(make_task(folder), folder, *PPO), trainer_cls=OwnGroups)
+    trainer.init_workers()
+    yield trainer
+    close(trainer)
+
+
+def prompts_of(trainer) -> DataProto:
+    return DataProto.from_single_dict(next(iter(trainer.train_dataloader)))
+
+
+def check_policy_of_rollout(trainer, gen: DataProto) -> None:
+    """The rollout sampled from the actor's current weights."""
+    computed = trainer.actor_rollout_wg.compute_log_prob(gen).batch["old_log_probs"]
+    mask = gen.batch["response_mask"].bool()
+    torch.testing.assert_close(gen.batch["rollout_log_probs"][mask], computed[mask], rtol=0, atol=1e-4)
+
+
+def test_the_debugging_recipe_runs_from_the_dataloader_to_the_updates(ppo):
+    batch = prompts_of(ppo)
+    gen = ppo.actor_rollout_wg.generate_sequences(batch)
+    check_policy_of_rollout(ppo, gen)
+    batch = batch.union(gen)
+    width = gen.batch["prompts"].shape[1] + gen.batch["responses"].shape[1]
+    assert batch.batch["input_ids"].shape == (8, width)
+    assert torch.equal(batch["old_log_probs"], gen.batch["rollout_log_probs"])
+    reward = ppo._compute_reward(batch)
+    assert torch.equal(reward["rewards"], reward.batch["token_level_scores"])
+    assert batch["ground_truth"].tolist() == [row["ground_truth"] for row in batch["reward_model"]]
+    for group, method in (
+        (ppo.actor_rollout_wg, "compute_log_prob"),
+        (ppo.ref_policy_wg, "compute_ref_log_prob"),
+        (ppo.critic_wg, "compute_values"),
+    ):
+        batch = batch.union(getattr(group, method)(batch))
+    assert batch["ref_log_probs"] is batch.batch["ref_log_prob"]
+    batch = ppo._compute_advantage(batch)
+    assert torch.equal(batch["rewards"], batch.batch["token_level_rewards"])
+    before = ppo.critic_wg.compute_values(batch).batch["values"]
+    for group, method, loss in ((ppo.critic_wg, "update_critic", "critic"), (ppo.actor_wg, "update_actor", "actor")):
+        update = getattr(group, method)
+        # 8 prompts of one row each; the configuration has mini-batches of 4 prompts and one epoch.
+        for arguments, steps in (
+            ({}, 2),
+            ({"ppo_epochs": 3}, 6),
+            ({"ppo_mini_batch_size": 8}, 1),
+            ({"ppo_epochs": 2, "ppo_mini_batch_size": 2}, 8),
+        ):
+            assert len(update(batch, **arguments).meta_info["metrics"][f"{loss}/lr"]) == steps, (method, arguments)
+    assert not torch.equal(before, ppo.critic_wg.compute_values(batch).batch["values"])
+    again = ppo.actor_rollout_wg.generate_sequences(prompts_of(ppo))
+    check_policy_of_rollout(ppo, again)
+
+
+@pytest.mark.parametrize("variant", ["generated only", "prompt columns popped", "generated first", "narrow prompts"])
+def test_generated_answers_are_scored_in_every_variant_of_the_recipe(ppo, variant):
+    batch, columns = prompts_of(ppo), ["input_ids", "attention_mask", "position_ids"]
+    uids = batch["uid"].tolist()
+    if variant == "narrow prompts":
+        width = int(batch.batch["attention_mask"].sum(-1).max())
+        for name in columns:
+            batch.batch[name] = batch.batch[name][:, -width:]
+    asked = batch.pop(columns) if variant == "prompt columns popped" else batch
+    gen = ppo.actor_rollout_wg.generate_sequences(asked)
+    joined = {"generated only": lambda: gen, "generated first": lambda: gen.union(batch)}
+    scored = ppo._compute_reward(joined.get(variant, lambda: batch.union(gen))())
+    expected = ppo.reward_manager(scored, return_dict=True)["reward_tensor"]
+    assert torch.equal(scored["rewards"], expected)
+    assert scored["uid"].tolist() == uids
+
+
+def test_answers_to_other_prompts_do_not_join(ppo):
+    gen = ppo.actor_rollout_wg.generate_sequences(prompts_of(ppo))
+    other = prompts_of(ppo)
+    other.reorder([1, 0, *range(2, 8)])
+    with pytest.raises(ValueError, match="does not begin with the prompts of the other"):
+        other.select(non_tensor_batch_keys=[]).union(gen)
+
+
+def test_worker_groups_are_created_by_methods_that_a_subclass_overrides(ppo):
+    assert ppo.created == ("policy", "critic")
+    assert isinstance(policy_worker(ppo.critic_wg), CriticWorker)
+    assert ppo.critic_wg._host is not ppo.actor_rollout_wg._host, "a group of the subclass's own"
+    assert ppo.reward_manager is ppo.reward_fn
+
+
+def test_a_creating_method_without_a_result_is_an_error(tmp_path):
+    class Forgetful(RayPPOTrainer):
+        def _create_actor_rollout_worker_group(self):
+            super()._create_actor_rollout_worker_group()
+
+    trainer = make_trainer(overrides(make_task(tmp_path), tmp_path, *GRPO), trainer_cls=Forgetful)
+    with pytest.raises(ValueError, match="_create_actor_rollout_worker_group returned None"):
+        trainer.init_workers()
+    close(trainer)
+
+
+def test_a_whole_step_a_validation_and_a_checkpoint_are_called_by_hand(tmp_path):
+    arguments = overrides(make_task(tmp_path), tmp_path, "algorithm=grpo", "actor_rollout_ref.rollout.n=2")
+    trainer = make_trainer(arguments)
+    trainer.init_workers()
+    metrics = trainer._train_step(prompts_of(trainer))
+    assert metrics["actor/grad_norm"] > 0
+    assert trainer.policy_version == 1
+    assert any(name.startswith("val") for name in trainer._validate())
+    RayPPOTrainer._log_metrics(trainer, metrics, step=trainer.global_step)
+    trainer._save_checkpoint()
+    trainer.state.saver.settle()
+    assert (tmp_path / "checkpoints" / "global_step_0").is_dir()
+    trainer.tracking.close()
+    close(trainer)
+
+
+# ---------------------------------------------------------------- the reference, models
+
+
+def test_a_group_without_a_reference_names_the_one_that_has_it(ppo):
+    batch = ppo.actor_rollout_wg.generate_sequences(prompts_of(ppo))
+    with pytest.raises(RuntimeError, match=r"no reference policy. Call it on trainer\.ref_policy_wg"):
+        ppo.actor_rollout_wg.compute_ref_log_prob(batch)
+
+
+@pytest.mark.parametrize("serves", ["role actor_rollout_ref", "lora"])
+def test_the_policy_serves_the_reference(tmp_path, monkeypatch, serves):
+    from verl.trainer.main_ppo import TaskRunner
+
+    if serves == "role actor_rollout_ref":
+        monkeypatch.setattr(TaskRunner, "add_ref_policy_worker", lambda self, config: None)
+        monkeypatch.setattr(
+            TaskRunner,
+            "add_actor_rollout_worker",
+            lambda self, config: self._add(config, Role.ActorRolloutRef, ActorRolloutRefWorker, "actor"),
+        )
+    lora = ["actor_rollout_ref.model.lora_rank=4"] if serves == "lora" else []
+    arguments = overrides(make_task(tmp_path), tmp_path, *GRPO, "actor_rollout_ref.actor.use_kl_loss=True", *lora)
+    trainer = make_trainer(arguments)
+    trainer.init_workers()
+    gen = trainer.actor_rollout_wg.generate_sequences(prompts_of(trainer))
+    reference = trainer.actor_rollout_wg.compute_ref_log_prob(gen)
+    mask = gen.batch["response_mask"].bool()
+    torch.testing.assert_close(
+        reference["ref_log_probs"][mask], gen.batch["rollout_log_probs"][mask], rtol=0, atol=1e-4
+    )
+    assert trainer.use_reference_policy
+    trainer.fit()
+    close(trainer)
+    assert all("actor/kl_loss" in step for step in trainer.history)
+    assert abs(trainer.history[0]["kl/mean"]) < 1e-4, "the policy of the first step is the reference"
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_init_model_takes_the_path_of_another_model(ppo, tmp_path, kind):
+    config = ppo.config
+    path = make_task(tmp_path, hidden_size=32)["model"]
+    prepared = {
+        "policy": ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, "ref"),
+        "critic": ClassWithInitArgs(CriticWorker, config.critic),
+    }[kind]
+    group = LocalWorkerGroup(ray_cls_with_init=prepared)
+    group.init_model(model_path=path)
+    worker = policy_worker(group)
+    engine = worker.engine if kind == "critic" else worker.ref_engine
+    shapes = {tuple(tensor.shape) for bucket in engine.buckets(None, 1 << 30) for tensor in bucket.values()}
+    assert (32,) in shapes, shapes

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -82,8 +83,11 @@ class WorkerGroups:
         self._started: dict[str, Any] = {}
         self.dp_sizes = {name: layout_of(config, name).dp_size for name in BLOCK_OF_ROLE}
 
-    def start(self) -> None:
-        """Reserve the devices, start the groups of all roles, load the models."""
+    def start(self, create: Mapping[Role, Callable[[], Any]] = MappingProxyType({})) -> None:
+        """Reserve the devices, start the groups of all roles, load the models.
+
+        `create` returns the group of a role in place of `self.create`.
+        """
         agents_wanted = self._prepared_agents()
         model = self._config.actor_rollout_ref.model
         self._cost = SequenceCost.of_folder(resolve_model_path(model.path), model.override_config)
@@ -92,7 +96,7 @@ class WorkerGroups:
         self._cls.reserve(list(self._pools.resource_pool_dict.values()))
         with ThreadPoolExecutor(1) as beside:
             agents = beside.submit(self._start_agents, agents_wanted)
-            self._groups = groups = self._spawned()
+            self._groups = groups = {role: self._created(role, create.get(role)) for role in self._workers}
             self.agents = agents.result()  # what is wrong with tools and loops is said before models load
         self._load(frozenset(groups))
         self.actor = groups.get(Role.Actor) or groups.get(Role.ActorRollout) or groups[Role.ActorRolloutRef]
@@ -283,24 +287,32 @@ class WorkerGroups:
     def _is_stateless(self, pool: str | None) -> bool:
         return self._roles_in(pool) <= _STATELESS
 
-    def _spawned(self) -> dict[Role, Any]:
-        by_pool: dict[str, dict[Role, RayClassWithInitArgs]] = {}
-        for role, cls in self._workers.items():
-            by_pool.setdefault(self._pools.mapping[role], {})[role] = self._prepared(role, cls)
-        groups: dict[Role, Any] = {}
-        for pool, classes in by_pool.items():
-            for name in [name for role in classes for name in _NAMES.get(role, (role.name,))]:
-                logger.info("Creating %s worker pool...", name)
-            started = self._started[pool] = self._cls(
-                resource_pool=self._pools.resource_pool_dict[pool],
-                ray_cls_with_init=create_colocated_worker_cls({str(role): cls for role, cls in classes.items()}),
-                device_name=self._device,
-                collective_timeout=collective_timeout(self._config.trainer.hang_timeout),
-                expendable=self._is_stateless(pool),
-            )
-            views = started.spawn([str(role) for role in classes])
-            groups |= {role: views[str(role)] for role in classes}
-        return groups
+    def create(self, role: Role) -> Any:
+        """The worker group of a role. The first one of a pool starts the processes, which all roles of it share."""
+        pool = self._pools.mapping[role]
+        if pool not in self._started:
+            self._start_pool(pool)
+        return self._started[pool].spawn([str(role)])[str(role)]
+
+    def _created(self, role: Role, create: Callable[[], Any] | None) -> Any:
+        group = self.create(role) if create is None else create()
+        if group is None:
+            name = getattr(create, "__qualname__", create)
+            raise ValueError(f"{name} returned None. Return the worker group of {role}, a {self._cls.__name__}.")
+        return group
+
+    def _start_pool(self, pool: str) -> None:
+        roles = self._roles_in(pool)
+        classes = {role: self._prepared(role, cls) for role, cls in self._workers.items() if role in roles}
+        for name in [name for role in classes for name in _NAMES.get(role, (role.name,))]:
+            logger.info("Creating %s worker pool...", name)
+        self._started[pool] = self._cls(
+            resource_pool=self._pools.resource_pool_dict[pool],
+            ray_cls_with_init=create_colocated_worker_cls({str(role): cls for role, cls in classes.items()}),
+            device_name=self._device,
+            collective_timeout=collective_timeout(self._config.trainer.hang_timeout),
+            expendable=self._is_stateless(pool),
+        )
 
     def _prepared_agents(self) -> RayClassWithInitArgs | None:
         """What loop workers are made of; what is wrong with files of tools and loops is said at once."""

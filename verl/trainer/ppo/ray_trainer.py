@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from verl.algos import AdvantageEstimator
@@ -35,7 +35,7 @@ from verl.trainer.ppo.run_record import RunRecord
 from verl.trainer.ppo.served_judge import ServedJudge
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.teachers import Teachers
-from verl.trainer.ppo.utils import Role, require_mode
+from verl.trainer.ppo.utils import Role, need_reference_policy, require_mode
 from verl.trainer.ppo.validator import Validator
 from verl.trainer.ppo.weight_sync import WeightSync
 from verl.utils.tracking import Tracking
@@ -51,6 +51,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_POLICY_ROLES = (Role.ActorRollout, Role.ActorRolloutRef, Role.Actor)
 
 
 def _held_by(owner: str, name: str) -> Any:
@@ -77,7 +79,7 @@ class RayPPOTrainer:
     critic_wg = _held_by("groups", "critic")
     ref_policy_wg = _held_by("groups", "reference")
     rm_wg = _held_by("groups", "reward_model")
-    reward_fn = _held_by("generator", "reward_fn")
+    reward_manager = reward_fn = _held_by("generator", "reward_fn")
     val_reward_fn = _held_by("validator", "reward_fn")
     global_steps = global_step = _held_by("state", "step")
     policy_version = _held_by("state", "policy_version")
@@ -108,7 +110,7 @@ class RayPPOTrainer:
         self.ray_worker_group_cls = ray_worker_group_cls
         self.device_name = device_name or self.config.trainer.device
         self.use_critic = Role.Critic in role_worker_mapping
-        self.use_reference_policy = Role.RefPolicy in role_worker_mapping or (
+        self.use_reference_policy = need_reference_policy(role_worker_mapping) or (
             needs_reference(self.config) and actor_is_reference(self.config)
         )
         self.use_rm = Role.RewardModel in role_worker_mapping
@@ -123,6 +125,7 @@ class RayPPOTrainer:
         self.status = StatusLine(self.total_training_steps)
         self.status.starting = True
         self.watch = HangWatch(self.status, self.config.trainer.hang_timeout)
+        self.phases = self._new_phases()  # of calls outside of `fit`
 
     # ---------------------------------------------------------------- setting up
 
@@ -165,11 +168,21 @@ class RayPPOTrainer:
         self.teachers.check_servers(self.tokenizer)
         self.state.begin()
         with self.watch:
-            self.groups.start()
+            policy = dict.fromkeys(_POLICY_ROLES, self._create_actor_rollout_worker_group)
+            self.groups.start({**policy, Role.Critic: self._create_critic_worker_group})
             self.weight_sync.connect()
             if serves_reward_model(self.config):
                 judge = ServedJudge(self.groups, judge_shares_devices(self.config))
                 self.reward_fn, self.val_reward_fn = judge.start(self.reward_fn, self.val_reward_fn)
+
+    def _create_actor_rollout_worker_group(self) -> Any:
+        """The worker group of the policy (of its training, where generation has devices of its own). Override point:
+        return a group of your own, or change the one that `super()` returns."""
+        return self.groups.create(next(role for role in _POLICY_ROLES if role in self.role_worker_mapping))
+
+    def _create_critic_worker_group(self) -> Any:
+        """The worker group of the critic; called where the run has one. Override point."""
+        return self.groups.create(Role.Critic)
 
     # ---------------------------------------------------------------- the loop
 
@@ -178,9 +191,11 @@ class RayPPOTrainer:
         with self.watch:
             self._fit()
 
-    def _fit(self) -> None:
+    @cached_property
+    def tracking(self) -> Tracking:
+        """The trackers of the run, opened at first use: by `fit`, or by a script that validates or logs by itself."""
         trainer = self.config.trainer
-        self.tracking = Tracking(
+        return Tracking(
             trainer.project_name,
             trainer.experiment_name,
             trainer.logger,
@@ -188,6 +203,10 @@ class RayPPOTrainer:
             self.state.first_step,
             trainer.tracking_dir,
         )
+
+    def _fit(self) -> None:
+        trainer = self.config.trainer
+        tracking = self.tracking
         try:
             with advises_on_memory(self.config):
                 self._load_checkpoint()
@@ -201,7 +220,7 @@ class RayPPOTrainer:
                     self._train()
                     logger.info("Where the time went: %s.", self.record.verdict())
         finally:
-            self.tracking.close()
+            tracking.close()
             if isinstance(self.val_dataloader, BatchLoader):
                 self.val_dataloader.close()
             self.state.end()
@@ -221,7 +240,7 @@ class RayPPOTrainer:
     def _step(self, batch: DataProto) -> bool:
         """One step with its checkpoint, validation and log; whether the run was asked to stop, and is saved."""
         trainer, step, last = self.config.trainer, self.global_steps, self.total_training_steps
-        self.phases = Phases(self.status, memory_gb if self.device_name == "cuda" else None, self._preemption.enter)
+        self.phases = self._new_phases()
         self._preemption.begin_step(step, self.phases)
         try:
             with self.phases("step"):
@@ -248,6 +267,9 @@ class RayPPOTrainer:
         if step >= last or stopping:
             self.setbacks.refuse_an_unsaved_end(step)
         return stopping
+
+    def _new_phases(self) -> Phases:
+        return Phases(self.status, memory_gb if self.device_name == "cuda" else None, self._preemption.enter)
 
     def _flow_metrics(self) -> dict[str, float]:
         """Who waited for whom in the step, where generation and training do not take turns."""
@@ -314,7 +336,8 @@ class RayPPOTrainer:
 
     @property
     def _actor_learns(self) -> bool:
-        return self.global_steps > self.config.trainer.critic_warmup
+        # A script that calls `_train_step` without `fit` has not counted a step yet.
+        return max(1, self.global_steps) > self.config.trainer.critic_warmup
 
     def _update_gives_old_log_probs(self, batch: DataProto) -> bool:
         """One optimizer step on the policy that answered: its own forward pass gives them, and its entropy."""

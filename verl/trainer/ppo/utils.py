@@ -33,8 +33,8 @@ def need_critic(config: Config) -> bool:
 
 
 def need_reference_policy(role_worker_mapping: Mapping[Role, Any]) -> bool:
-    """Whether a reference policy was registered."""
-    return Role.RefPolicy in role_worker_mapping
+    """Whether a reference policy was registered, as a role of its own or as a part of the policy's."""
+    return not {Role.RefPolicy, Role.ActorRolloutRef}.isdisjoint(role_worker_mapping)
 
 
 def need_reward_model(role_worker_mapping: Mapping[Role, Any]) -> bool:
