@@ -5,6 +5,7 @@ Each entry: module, dotted name, and the parameters that must exist, in this ord
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 
@@ -37,7 +38,7 @@ CALLABLES: list[tuple[str, str, str]] = [
     ("verl.protocol", "DataProto.make_iterator", "self mini_batch_size epochs seed dataloader_kwargs"),
     ("verl.protocol", "DataProto.padding", "self size candidate"),
     ("verl.protocol", "DataProto.chunk", "self chunks"),
-    ("verl.protocol", "DataProto.split", "self split_size"),
+    ("verl.protocol", "DataProto.split", "self split_size n_parts"),
     ("verl.protocol", "DataProto.concat", "data"),
     ("verl.protocol", "DataProto.reorder", "self indices"),
     ("verl.protocol", "DataProto.repeat", "self repeat_times interleave"),
@@ -122,6 +123,8 @@ CALLABLES: list[tuple[str, str, str]] = [
             "_validate",
             "_save_checkpoint",
             "_load_checkpoint",
+            "_create_actor_rollout_worker_group",
+            "_create_critic_worker_group",
         )
     ],
     ("verl.trainer.ppo.ray_trainer", "ResourcePoolManager", "resource_pool_spec mapping"),
@@ -199,7 +202,17 @@ CALLABLES: list[tuple[str, str, str]] = [
     ],
     ("verl.workers.fsdp_workers", "CriticWorker", "config"),
     ("verl.workers.fsdp_workers", "CriticWorker.compute_values", "self data"),
-    ("verl.workers.fsdp_workers", "CriticWorker.update_critic", "self data"),
+    ("verl.workers.fsdp_workers", "CriticWorker.update_critic", "self data ppo_epochs ppo_mini_batch_size"),
+    *[
+        (f"verl.workers.{strategy}_workers", f"{cls}.init_model", "self model_path")
+        for strategy in ("fsdp", "megatron")
+        for cls in ("ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker")
+    ],
+    (
+        "verl.single_controller.base",
+        "Worker._register_dispatch_collect_info",
+        "self mesh_name dp_rank is_collect",
+    ),
     ("verl.workers.fsdp_workers", "RewardModelWorker", "config"),
     ("verl.workers.fsdp_workers", "RewardModelWorker.compute_rm_score", "self data"),
     ("verl.workers.megatron_workers", "ActorRolloutRefWorker", "config role"),
@@ -365,7 +378,19 @@ ATTRIBUTES: list[tuple[str, str]] = [
         for role in ("Actor", "Rollout", "ActorRollout", "Critic", "RefPolicy", "RewardModel", "ActorRolloutRef")
     ],
     ("verl.trainer.ppo.ray_trainer", "Role"),
-    ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer.global_step"),
+    *[
+        ("verl.trainer.ppo.ray_trainer", f"RayPPOTrainer.{name}")
+        for name in (
+            "actor_rollout_wg",
+            "critic_wg",
+            "global_step",
+            "global_steps",
+            "kl_ctrl_in_reward",
+            "ref_policy_wg",
+            "reward_manager",
+            "rm_wg",
+        )
+    ],
     ("verl.trainer.main_ppo", "TaskRunner.trainer_cls"),
     ("verl.trainer.ppo.core_algos", "ADV_ESTIMATOR_REGISTRY"),
     ("verl.trainer.ppo.core_algos", "POLICY_LOSS_REGISTRY"),
@@ -376,6 +401,128 @@ ATTRIBUTES: list[tuple[str, str]] = [
     ("verl.trainer.ppo.ray_trainer", "AdvantageEstimator.GRPO"),
     ("verl.trainer.ppo.core_algos", "AdvantageEstimator.GAE"),
 ]
+
+# Values that callers leave out. Text is a Python literal, or a name of the module.
+_ESTIMATOR = {"epsilon": "1e-6", "config": "None"}
+DEFAULTS: list[tuple[str, str, dict[str, str]]] = [
+    ("verl.protocol", "DataProto.from_single_dict", {"meta_info": "None", "auto_padding": "False"}),
+    (
+        "verl.protocol",
+        "DataProto.from_dict",
+        {
+            "tensors": "None",
+            "non_tensors": "None",
+            "meta_info": "None",
+            "num_batch_dims": "1",
+            "auto_padding": "False",
+        },
+    ),
+    ("verl.protocol", "DataProto.select", {"deepcopy": "False"}),
+    ("verl.protocol", "DataProto.make_iterator", {"seed": "None", "dataloader_kwargs": "None"}),
+    ("verl.protocol", "DataProto.padding", {"candidate": "''"}),
+    ("verl.protocol", "DataProto.repeat", {"repeat_times": "2", "interleave": "True"}),
+    ("verl.protocol", "DataProto.unfold_column_chunks", {"split_keys": "None"}),
+    ("verl.protocol", "unfold_batch_dim", {"batch_dims": "2"}),
+    (
+        "verl.single_controller.ray",
+        "RayResourcePool",
+        {
+            "process_on_nodes": "None",
+            "use_gpu": "True",
+            "name_prefix": "None",
+            "max_colocate_count": "10",
+            "detached": "False",
+        },
+    ),
+    ("verl.single_controller.ray", "RayWorkerGroup", {"resource_pool": "None", "ray_cls_with_init": "None"}),
+    ("verl.trainer.main_ppo", "run_ppo", {"task_runner_class": "None"}),
+    ("verl.trainer.main_ppo", "create_rl_dataset", {"is_train": "True", "max_samples": "-1"}),
+    (
+        "verl.trainer.ppo.ray_trainer",
+        "RayPPOTrainer",
+        {
+            "ray_worker_group_cls": "RayWorkerGroup",
+            "processor": "None",
+            "reward_fn": "None",
+            "val_reward_fn": "None",
+            "train_dataset": "None",
+            "val_dataset": "None",
+            "collate_fn": "None",
+            "train_sampler": "None",
+            "device_name": "None",
+        },
+    ),
+    ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer._compute_reward", {"metrics": "None"}),
+    ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer._compute_advantage", {"metrics": "None"}),
+    ("verl.trainer.ppo.ray_trainer", "apply_kl_penalty", {"kl_penalty": "'kl'"}),
+    (
+        "verl.trainer.ppo.ray_trainer",
+        "compute_advantage",
+        {"gamma": "1.0", "lam": "1.0", "num_repeat": "1", "norm_adv_by_std_in_grpo": "True", "config": "None"},
+    ),
+    *[
+        ("verl.trainer.ppo.core_algos", f"compute_{name}_outcome_advantage", _ESTIMATOR)
+        for name in ("grpo", "grpo_passk", "rloo", "opo", "reinforce_plus_plus_baseline", "gpg")
+    ],
+    (
+        "verl.trainer.ppo.core_algos",
+        "agg_loss",
+        {"dp_size": "1", "batch_num_tokens": "None", "global_batch_size": "None", "loss_scale_factor": "None"},
+    ),
+    (
+        "verl.trainer.ppo.core_algos",
+        "compute_policy_loss",
+        {
+            "cliprange": "None",
+            "cliprange_low": "None",
+            "cliprange_high": "None",
+            "clip_ratio_c": "3.0",
+            "loss_agg_mode": "'token-mean'",
+        },
+    ),
+    ("verl.trainer.ppo.core_algos", "compute_policy_loss_vanilla", {"rollout_is_weights": "None"}),
+    ("verl.trainer.ppo.core_algos", "compute_value_loss", {"loss_agg_mode": "'token-mean'"}),
+    ("verl.trainer.ppo.reward", "load_reward_manager", {"num_examine": "0"}),
+    ("verl.trainer.ppo.metric_utils", "compute_data_metrics", {"use_critic": "True"}),
+    ("verl.trainer.ppo.metric_utils", "bootstrap_metric", {"n_bootstrap": "1000", "seed": "42"}),
+    ("verl.trainer.ppo.metric_utils", "process_validation_metrics", {"seed": "42"}),
+    (
+        "verl.workers.reward_manager",
+        "NaiveRewardManager",
+        {"compute_score": "None", "reward_fn_key": "'data_source'"},
+    ),
+    ("verl.workers.reward_manager", "DAPORewardManager", {"max_resp_len": "None", "overlong_buffer_cfg": "None"}),
+    ("verl.workers.reward_manager", "NaiveRewardManager.__call__", {"return_dict": "False"}),
+    ("verl.utils.fs", "copy_to_local", {"cache_dir": "None", "use_shm": "False", "always_recopy": "False"}),
+    ("verl.utils.tracking", "Tracking", {"default_backend": "'console'", "config": "None"}),
+    ("verl.utils.dataset.rl_dataset", "RLHFDataset", {"processor": "None", "max_samples": "-1"}),
+    ("verl.utils.seqlen_balancing", "rearrange_micro_batches", {"dp_group": "None"}),
+    ("verl.utils.torch_functional", "pad_sequence_to_length", {"left_pad": "False"}),
+    ("verl.utils.reward_score", "default_compute_score", {"extra_info": "None"}),
+    ("verl.utils.reward_score.gsm8k", "extract_solution", {"method": "'strict'"}),
+    (
+        "verl.utils.reward_score.gsm8k",
+        "compute_score",
+        {"method": "'strict'", "format_score": "0.0", "score": "1.0"},
+    ),
+    ("verl.utils.reward_score.qa_em", "compute_score_em", {"format_score": "0.0", "score": "1.0"}),
+    (
+        "verl.utils.checkpoint.checkpoint_manager",
+        "find_latest_ckpt_path",
+        {"directory_format": "'global_step_{}'"},
+    ),
+    ("verl.utils.py_functional", "timeout_limit", {"use_signals": "False"}),
+    ("verl.utils.model", "create_random_mask", {"min_ratio_of_valid_token": "0"}),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "expected"), DEFAULTS, ids=[f"{row[0]}.{row[1]}" for row in DEFAULTS])
+def test_parameters_have_their_defaults(module, name, expected):
+    parameters = inspect.signature(find(module, name)).parameters
+    names = vars(importlib.import_module(module))
+    assert {key: parameters[key].default for key in expected} == {
+        key: names[value] if value in names else ast.literal_eval(value) for key, value in expected.items()
+    }
 
 
 def find(module: str, name: str) -> object:

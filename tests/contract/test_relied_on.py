@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import time
+from collections.abc import MutableMapping
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -142,6 +143,46 @@ def test_names_of_the_ray_controller():
     assert manager.get_resource_pool("actor").store == [2]
 
 
+def test_one_pool_for_all_roles_is_given_by_its_processes():
+    from verl.trainer.ppo.ray_trainer import ResourcePoolManager, Role
+
+    for mapping, name in (({}, "global_pool"), ({Role.ActorRollout: "mine", Role.Critic: "mine"}, "mine")):
+        manager = ResourcePoolManager(process_on_nodes=[2, 2], mapping=mapping, use_gpu=False)
+        manager.create_resource_pool()
+        pools = {manager.get_resource_pool(role) for role in (Role.ActorRollout, Role.Critic)}
+        assert [pool.store for pool in pools] == [[2, 2]]
+        assert list(manager.resource_pool_dict) == [name]
+        assert manager.get_n_gpus() == 4
+    for wrong, why in (
+        ({}, "either resource_pool_spec .* or process_on_nodes"),
+        ({"resource_pool_spec": {"a": [1]}, "process_on_nodes": [1]}, "either"),
+        ({"process_on_nodes": [1], "mapping": {1: "a", 2: "b"}}, r"mapping names \['a', 'b'\]"),
+        ({"resource_pool_spec": {"a": [1], "b": [1]}}, "mapping is missing"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            ResourcePoolManager(**wrong)
+
+
+def test_workers_register_their_place_in_the_constructor():
+    from verl.single_controller.base import ClassWithInitArgs, Worker
+    from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn
+    from verl.single_controller.local import LocalWorkerGroup
+
+    class Mine(Worker):
+        def __init__(self):
+            super().__init__()
+            self._register_dispatch_collect_info("mine", dp_rank=self.rank, is_collect=True)
+            self._register_dispatch_collect_info(mesh_name="silent", dp_rank=0, is_collect=False)
+
+        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="mine"))
+        def double(self, data):
+            return DataProto({"x": 2 * data.batch["x"]})
+
+    group = LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Mine))
+    assert group.double(batch()).batch["x"].tolist() == [[0, 2], [4, 6]]
+    assert [place.collect for name in ("mine", "silent") for place in group.mesh_places(name)] == [True, False]
+
+
 # ---------------------------------------------------------------- registries
 
 
@@ -155,6 +196,70 @@ def test_registries_are_mappings_and_a_taken_name_is_refused(registry):
     registry[known] = function
     with pytest.raises(ValueError, match=f"{known!r} is taken"):
         registry[known] = lambda: None
+
+
+def _registries():
+    from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY
+
+    return {
+        "estimators": core_algos.ADV_ESTIMATOR_REGISTRY,
+        "losses": core_algos.POLICY_LOSS_REGISTRY,
+        "managers": REWARD_MANAGER_REGISTRY,
+        "dispatch": DISPATCH_MODE_FN_REGISTRY,
+    }
+
+
+@pytest.mark.parametrize("name", _registries())
+def test_registries_behave_like_dictionaries(name):
+    registry = _registries()[name]
+    saved = registry.copy()
+    assert isinstance(registry, MutableMapping)
+    assert type(saved) is dict
+    key, value = next(iter(saved.items()))
+    try:
+        assert list(registry) == list(registry.keys()) == list(saved)
+        assert registry == saved
+        assert key in registry
+        assert "absent" not in registry
+        assert registry.get("absent", 3) == 3
+        del registry[key]
+        assert key not in registry
+        assert len(registry) == len(saved) - 1
+        with pytest.raises(KeyError):
+            registry[key]
+        with pytest.raises(KeyError):
+            del registry[key]
+        assert registry.pop(key, None) is None
+        assert registry.setdefault(key, value) is value
+        assert registry.pop(key) is value
+        registry.popitem()
+        registry.clear()
+        assert not registry
+        assert list(registry) == []
+        registry.update({key: value})
+        assert dict(registry) == {key: value}
+        assert bool(registry)
+    finally:
+        registry.clear()
+        registry.update(saved)
+    assert registry == saved
+
+
+def test_an_estimator_can_be_registered_again_after_its_name_was_deleted():
+    registry = core_algos.ADV_ESTIMATOR_REGISTRY
+
+    def first():
+        return 1
+
+    def second():
+        return 2
+
+    core_algos.register_adv_est("contract_own")(first)
+    with pytest.raises(ValueError, match="'contract_own' is taken"):
+        core_algos.register_adv_est("contract_own")(second)
+    del registry["contract_own"]
+    core_algos.register_adv_est("contract_own")(second)
+    assert core_algos.get_adv_estimator_fn("contract_own") is registry.pop("contract_own") is second
 
 
 def test_reward_managers_are_a_mapping():
@@ -214,6 +319,21 @@ def test_the_engine_that_is_not_installed_says_so():
 
     with pytest.raises(ImportError, match=r"vllm is not installed.*make setup-vllm"):
         vLLMRollout("model", None, None)
+
+
+def test_weights_of_a_rollout_come_as_an_iterator():
+    from verl.workers.rollout.base import BaseRollout
+
+    received: dict[str, torch.Tensor] = {}
+    rollout = SimpleNamespace(
+        version=0,
+        weight_dtype=torch.float32,
+        begin_update=lambda version, manifest: None,
+        load_bucket=received.update,
+        finish_update=lambda fingerprints: None,
+    )
+    BaseRollout.update_weights(rollout, iterator=iter([("lm_head.weight", torch.ones(2))]))
+    assert list(received) == ["lm_head.weight"]
 
 
 # ---------------------------------------------------------------- utilities
