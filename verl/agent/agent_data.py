@@ -65,11 +65,11 @@ class AgentData:
         self.assistant_turns += 1
         self.finish_reason = finish_reason
         self._turn_end = len(self.response_ids)
-        return self.chat.decode(token_ids[:-1] if self._ended else token_ids)
+        return self.chat.decode(self.chat.content(token_ids))
 
     def reply(self, messages: Sequence[dict[str, Any]]) -> bool:
         """Append what is said to the model; False: it was cut, and the model has no room to go on."""
-        token_ids = self.chat.suffix(messages, self._ended)
+        token_ids = self.chat.suffix(messages, self.response_ids)
         fits = len(token_ids) < self.left
         if not fits:
             self.finish_reason = "length"
@@ -113,11 +113,6 @@ class AgentData:
         """The conversation without replies that the model did not answer."""
         last = max(place for place, message in enumerate(self.messages) if message["role"] == "assistant")
         return self.messages[: last + 1]
-
-    @property
-    def _ended(self) -> bool:
-        """The last token, the model's, ends a turn."""
-        return bool(self.response_ids) and self.response_ids[-1] in self.chat.ends
 
     def _append(self, token_ids: Sequence[int], mask: int) -> None:
         self.response_ids += token_ids

@@ -28,6 +28,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base.handle import RankHandle
 from verl.types.request import Output, SamplingParams
 from verl.types.trajectory import Trajectory
+from verl.utils.end_tokens import EndTokens
 from verl.utils.fs import resolve_model_path
 from verl.utils.progress import pulse
 from verl.workers.rollout.output import rows_from_trajectories
@@ -51,6 +52,7 @@ class Host(Protocol):
     processor: Any
     toolbox: Any
     vocabulary: int
+    end_tokens: EndTokens
 
     @property
     def rank(self) -> int: ...
@@ -89,7 +91,7 @@ class Answering:
     def __init__(self, host: Host, meta: Mapping[str, Any], replicas: Sequence[RankHandle], on_done: OnDone) -> None:
         """`meta` is of all rows, `meta_info` of a generation; `replicas` are the engine's copies."""
         self._host, self._handles, self._on_done = host, replicas, on_done
-        self.params = asked_params(host.rollout_config, host.tokenizer, meta)
+        self.params = asked_params(host.rollout_config, host.end_tokens.ids, meta)
         self._seed = host.rollout_config.seed if meta.get("seed") is None else int(meta["seed"])
         self._validates = bool(meta.get("validate"))
         self._judged = scored_by_model(host.config)
@@ -296,9 +298,9 @@ def _prompt_of(row: AskedRow) -> list[int]:
     return np.asarray(row.begun.rows[0].prompt_ids).tolist()
 
 
-def asked_params(rollout: RolloutConfig, tokenizer: Any, meta: Mapping[str, Any]) -> SamplingParams:
-    """Of a generation with this `meta_info`."""
-    return sampling_params(rollout, meta, [tokenizer.eos_token_id])
+def asked_params(rollout: RolloutConfig, end_token_ids: Iterable[int], meta: Mapping[str, Any]) -> SamplingParams:
+    """Parameters of a generation with this `meta_info`; `end_token_ids` apply where it names none."""
+    return sampling_params(rollout, meta, end_token_ids)
 
 
 def empty_experts(config: PPOConfig) -> np.ndarray | None:

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -39,12 +39,21 @@ class ToolAgentLoop(AgentLoopBase):
     parser: ClassVar[Parser]
     chats: ClassVar[dict[str, Chat]]
     """By the tools that a row may use."""
+    end_token_ids: ClassVar[frozenset[int]] = frozenset()
+    """Ids with which the engine ends a turn."""
 
     @classmethod
     def init_class(
-        cls, config: PPOConfig, tokenizer: Any, processor: Any, toolbox: Toolbox | None = None, **own: Any
+        cls,
+        config: PPOConfig,
+        tokenizer: Any,
+        processor: Any,
+        toolbox: Toolbox | None = None,
+        end_token_ids: Iterable[int] = (),
+        **own: Any,
     ) -> None:
         """Check the chat template with the tools."""
+        cls.end_token_ids = frozenset(end_token_ids)
         cls.parser = get_parser(config.actor_rollout_ref.rollout.multi_turn.format)
         cls.chats = {}
         cls._chat(config, tokenizer, [] if toolbox is None else toolbox.schemas())
@@ -132,7 +141,9 @@ class ToolAgentLoop(AgentLoopBase):
         key = json.dumps(schemas, sort_keys=True)
         if key not in cls.chats:
             mode = config.actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode
-            chat = cls.chats[key] = Chat(tokenizer, schemas, **config.data.apply_chat_template_kwargs)
+            chat = cls.chats[key] = Chat(
+                tokenizer, schemas, cls.end_token_ids, **config.data.apply_chat_template_kwargs
+            )
             for finding in (*chat.check(mode), *_doubts(chat, cls.parser, config, tokenizer)):
                 logger.warning("Turns: %s", finding)
         return cls.chats[key]

@@ -26,6 +26,7 @@ from verl.single_controller.base.handle import RankHandle
 from verl.types.request import Output
 from verl.types.trajectory import Trajectory
 from verl.utils.code_runner import CodeSettings, configure
+from verl.utils.end_tokens import find_end_tokens
 from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
@@ -46,6 +47,8 @@ class AgentLoopWorker(Worker):
         self.processor = hf_processor(folder, trust_remote_code=model.trust_remote_code)
         config_of_model = read_config(folder, model.trust_remote_code, model.override_config)
         self.vocabulary: int = config_of_model.get_text_config().vocab_size
+        template, stops = self.config.data.apply_chat_template_kwargs, self.rollout_config.stop_token_ids
+        self.end_tokens = find_end_tokens(folder, config_of_model, self.tokenizer, template, stops)
         self._no_experts = empty_experts(self.config)
         self._loops = dict(loops)
         self._ready: set[type[AgentLoopBase]] = set()
@@ -166,6 +169,7 @@ class AgentLoopWorker(Worker):
         """The class of a loop and its own keywords; the class is made ready when it is first asked for."""
         found, keywords = find_loop(name, self._loops)
         if found not in self._ready:
-            found.init_class(self.config, self.tokenizer, self.processor, toolbox=self.toolbox, **keywords)
+            shared = {"toolbox": self.toolbox, "end_token_ids": self.end_tokens.turn_ids}
+            found.init_class(self.config, self.tokenizer, self.processor, **shared, **keywords)
             self._ready.add(found)
         return found, keywords

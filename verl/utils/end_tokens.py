@@ -1,4 +1,4 @@
-"""Which token ids end an answer: the one place that says so, for training, validation, generation and serving."""
+"""Which token ids end an answer: the single definition for engines, agent loops, the gateway, SFT and reward models."""
 
 from __future__ import annotations
 
@@ -7,23 +7,36 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.utils.turn_template import TurnTemplate
+
 __all__ = ["EndTokens", "find_end_tokens"]
 
 logger = logging.getLogger(__name__)
 
-# Stands for an answer in a conversation that is only written to see what follows it.
-_ANSWER = "verl-end-of-answer"
+# Some templates write other end tokens when there are tools.
+_TOOL = {
+    "type": "function",
+    "function": {"name": "tool", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @dataclass(frozen=True)
 class EndTokens:
-    """Token ids that end an answer, and who names each."""
+    """Token ids that end an answer, and the sources that name each."""
 
     named_by: Mapping[int, tuple[str, ...]]
+    text_ids: frozenset[int] = frozenset()
+    """Ids of `stop_token_ids` that are text of the answer: generation stops there, and the turn is still open."""
 
     @property
     def ids(self) -> frozenset[int]:
+        """Where generation stops."""
         return frozenset(self.named_by)
+
+    @property
+    def turn_ids(self) -> frozenset[int]:
+        """Tokens that end a turn: they are no part of its text, and the next message may follow them."""
+        return self.ids - self.text_ids
 
     def described(self, tokenizer: Any, ignore_eos: bool = False) -> str:
         """One line for the log."""
@@ -37,7 +50,7 @@ class EndTokens:
 
 
 def find_end_tokens(
-    path: str,
+    path: str | None,
     model_config: Any,
     tokenizer: Any = None,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -45,64 +58,72 @@ def find_end_tokens(
 ) -> EndTokens:
     """Those of the generation config, the model config, the tokenizer, its chat template and `stop_token_ids`.
 
-    `path` is the model's folder, `model_config` its Hugging Face config. The chat template's is what it writes right
-    after an answer, where that is one special or added token. Ids that the model cannot sample are left out; among
-    `stop_token_ids` they are an error.
+    `path` is the model's folder, `model_config` its Hugging Face config; None: what the tokenizer and its template
+    name. The template names the added tokens that it writes right after an answer and after a tool call; where it
+    writes none, those that open the next message (GLM's role tokens). Ids that the model cannot sample are left out;
+    among `stop_token_ids` they are an error.
     """
-    vocab = getattr(model_config.get_text_config(decoder=True), "vocab_size", None)
+    vocab = None if model_config is None else getattr(model_config.get_text_config(decoder=True), "vocab_size", None)
     named: dict[int, tuple[str, ...]] = {}
     for source, ids in _sources(path, model_config, tokenizer, template_kwargs or {}):
         for number in ids:
             if number >= 0 and (vocab is None or number < vocab) and source not in named.get(number, ()):
                 named[number] = (*named.get(number, ()), source)
-    for number in stop_token_ids:
+    stops = list(stop_token_ids)
+    special = set() if tokenizer is None else _special_ids(tokenizer)
+    text_ids = frozenset(number for number in stops if number not in special and number not in named)
+    for number in stops:
         if number < 0 or (vocab is not None and number >= vocab):
             raise ValueError(
                 f"actor_rollout_ref.rollout.stop_token_ids: {number} is no token of {path}, whose ids go from 0 to"
                 f" {(vocab or 0) - 1}. Correct it."
             )
         named[number] = (*named.get(number, ()), "stop_token_ids")
-    return EndTokens(named)
+    return EndTokens(named, text_ids)
 
 
 def _sources(
-    path: str, model_config: Any, tokenizer: Any, template_kwargs: Mapping[str, Any]
+    path: str | None, model_config: Any, tokenizer: Any, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, list[int]]]:
-    """(who, the ids it names)."""
+    """(source, the ids it names)."""
     from transformers import GenerationConfig
 
-    try:
-        yield "generation config", _as_ids(GenerationConfig.from_pretrained(path).eos_token_id)
-    except OSError:
-        logger.debug("%s has no generation config", path)
-    for part in (model_config, model_config.get_text_config(decoder=True)):
+    if path is not None:
+        try:
+            yield "generation config", _as_ids(GenerationConfig.from_pretrained(path).eos_token_id)
+        except OSError:
+            logger.debug("%s has no generation config", path)
+    for part in () if model_config is None else (model_config, model_config.get_text_config(decoder=True)):
         yield "model config", _as_ids(getattr(part, "eos_token_id", None))
     if tokenizer is not None:
         yield "tokenizer", _as_ids(tokenizer.eos_token_id)
-        yield "chat template", _as_ids(_end_of_turn(tokenizer, template_kwargs))
+        yield "chat template", _template_ids(tokenizer, template_kwargs)
 
 
-def _end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> int | None:
-    """The special or added token that the chat template writes right after an answer, if it writes one."""
+def _template_ids(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
+    """The tokens with which the chat template ends turns, without and with tools."""
     if not (tokenizer.chat_template or template_kwargs.get("chat_template")):
-        return None
-    conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        text = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=False, **template_kwargs
-        )
-    except Exception as error:  # noqa: BLE001 - a template is a program of the model's: it may raise anything
+        return []
+    tokens: list[str] = []
+    errors: list[Exception] = []
+    for tools in (None, [_TOOL]):
+        try:
+            tokens += TurnTemplate(tokenizer, tools, template_kwargs).end_tokens()
+        except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
+            errors.append(error)
+    if len(errors) == 2:
         logger.warning(
-            "the chat template cannot write an answer (%s: %s), so it names no end token. Give those that it uses in"
-            " rollout.stop_token_ids, if the model's own do not do.",
-            type(error).__name__,
-            error,
+            "the chat template cannot write an answer (%s: %s), so it names no end token. Set rollout.stop_token_ids to"
+            " those that it uses, if the model's configuration does not name them.",
+            type(errors[0]).__name__,
+            errors[0],
         )
-        return None
-    after = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
-    known = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
-    token = max((token for token in known if token and after.startswith(token)), key=len, default=None)
-    return None if token is None else tokenizer.convert_tokens_to_ids(token)
+    return [tokenizer.convert_tokens_to_ids(token) for token in dict.fromkeys(tokens)]
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    added = tokenizer.added_tokens_decoder.items()
+    return set(tokenizer.all_special_ids) | {number for number, token in added if token.special}
 
 
 def _as_ids(value: int | Iterable[int] | None) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 
@@ -54,7 +55,8 @@ def test_tokens_are_those_of_the_whole_template(family, rounds, ended):
         turn = written(tokenizer, messages, ask=False).removeprefix(before).rstrip("\n")
         sampled = encoded(tokenizer, turn)
         assert sampled[-1] in chat.ends
-        ids += (sampled if ended else sampled[:-1]) + chat.suffix(replies, ended)
+        sampled = sampled if ended else sampled[:-1]
+        ids += sampled + chat.suffix(replies, sampled)
         messages = [*messages, *replies]
     assert ids == encoded(tokenizer, written(tokenizer, messages, ask=True))
 
@@ -82,15 +84,11 @@ def test_what_a_template_does_to_turns_is_said_once_in_words(family, kwargs, wor
     assert Chat(chat_tokenizer(family), TOOLS, **kwargs).check("disable") == []
 
 
-def test_there_is_a_case_for_every_family():
-    assert FAMILIES.keys() == {"qwen2_5", "qwen3", "llama3", "gemma3", "smollm2", "mistral"}
-
-
 def test_thoughts_stay_as_the_model_saw_them_where_the_template_drops_them():
     tokenizer = chat_tokenizer("qwen3")
     chat = Chat(tokenizer, TOOLS)
     thought = encoded(tokenizer, "<think>\nCold, I guess.\n</think>\n\nCold.<|im_end|>")
-    ids = chat.start([FIRST]) + thought + chat.suffix(USER, ended=True)
+    ids = chat.start([FIRST]) + thought + chat.suffix(USER, thought)
     text = written(tokenizer, [FIRST, {"role": "assistant", "content": "Cold."}, *USER], ask=True)
     assert chat.decode(ids) == text.replace(
         "\nCold.<|im_end|>", "\n<think>\nCold, I guess.\n</think>\n\nCold.<|im_end|>"
@@ -99,11 +97,12 @@ def test_thoughts_stay_as_the_model_saw_them_where_the_template_drops_them():
 
 def test_without_a_role_for_tools_a_user_tells_what_they_said_all_at_once():
     chat = Chat(chat_tokenizer("gemma3"), TOOLS)
-    assert chat.decode(chat.suffix(TOOL + USER, ended=True)) == (
+    end_of_turn = chat.encode("<end_of_turn>")
+    assert chat.decode(chat.suffix(TOOL + USER, end_of_turn)) == (
         f"\n<start_of_turn>user\n<tool_response>\n{HARD}\n</tool_response>\nAnd now?"
         "<end_of_turn>\n<start_of_turn>model\n"
     )
-    assert chat.decode(chat.suffix(BOTH[:1] + TOOL, ended=True)) == (
+    assert chat.decode(chat.suffix(BOTH[:1] + TOOL, end_of_turn)) == (
         "\n<start_of_turn>user\n<tool_response>\ncold\n</tool_response>\n"
         f"<tool_response>\n{HARD}\n</tool_response><end_of_turn>\n<start_of_turn>model\n"
     )
@@ -111,7 +110,7 @@ def test_without_a_role_for_tools_a_user_tells_what_they_said_all_at_once():
 
 def test_mistral_gets_its_ids_of_calls_and_no_space_of_our_making():
     chat = Chat(chat_tokenizer("mistral"), TOOLS)
-    ids = chat.suffix(BOTH[:1], ended=True)
+    ids = chat.suffix(BOTH[:1], chat.encode("</s>"))
     assert chat.decode(ids).startswith('[TOOL_RESULTS]  {"content": cold, "call_id": "call00000"}')
     assert ids[0] == chat.encode("[TOOL_RESULTS]")[0]
 
@@ -145,7 +144,9 @@ def test_only_the_suffix_is_tokenised():
             return self._tokenizer(text, **kwargs)
 
     tokenizer = Counting(chat_tokenizer("qwen2_5"))
-    Chat(tokenizer, TOOLS).suffix(TOOL, ended=True)
+    chat, end = Chat(tokenizer, TOOLS), chat_tokenizer("qwen2_5").convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.texts == []
+    chat.suffix(TOOL, [end])
     (text,) = tokenizer.texts
     assert text == (
         f"<|im_end|>\n<|im_start|>user\n<tool_response>\n{HARD}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -155,11 +156,11 @@ def test_only_the_suffix_is_tokenised():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_how_the_template_writes_a_call(family):
     call = Chat(chat_tokenizer(family), TOOLS).written_call()
-    if family in ("gemma3", "smollm2"):
-        assert call is None
-    else:
+    if FAMILIES[family].calls:
         assert "weather" in call
-        assert '"of": "answer-' in call
+        assert re.search(r"\bof\b.*answer-", call, re.DOTALL)
+    else:
+        assert call is None
 
 
 def test_a_model_without_a_template_is_refused():

@@ -109,11 +109,24 @@ class Played:
     """One trajectory of a model that says `turns`."""
 
     def __init__(
-        self, turns, *changes, tools=(), users=None, room=2000, max_model_len=4096, row=None, tokenizer=TOKENIZER
+        self,
+        turns,
+        *changes,
+        tools=(),
+        users=None,
+        room=2000,
+        max_model_len=4096,
+        row=None,
+        tokenizer=TOKENIZER,
+        prompt="<|im_start|>assistant\n",
+        ends=("<|im_end|>",),
     ):
+        """All turns end with the first of `ends`; the engine stops at each of them."""
         config = config_of(f"actor_rollout_ref.rollout.max_model_len={max_model_len}", *changes)
-        prompt = Chat(tokenizer).encode("<|im_start|>assistant\n")
-        self.engine = scripted_engine(answers([encode(turn) for turn in turns], prompt, END), max_model_len)
+        self.ends = tokenizer.convert_tokens_to_ids(list(ends))
+        said = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
+        prompt = Chat(tokenizer).encode(prompt)
+        self.engine = scripted_engine(answers(said, prompt, self.ends[0]), max_model_len)
         self.engine.version = 3
         self.record = Record()
         made = [FunctionTool(tool) if callable(tool) else tool for tool in tools]
@@ -129,8 +142,8 @@ class Played:
         self.turns = self.trajectory.rows[0].turns
 
     async def _run(self, config, tokenizer, room, max_model_len):
-        ToolAgentLoop.init_class(config, tokenizer, None, toolbox=self.toolbox)
-        params = SamplingParams(max_new_tokens=room, eos_token_ids=frozenset([END]))
+        ToolAgentLoop.init_class(config, tokenizer, None, toolbox=self.toolbox, end_token_ids=self.ends)
+        params = SamplingParams(max_new_tokens=room, eos_token_ids=frozenset(self.ends))
         manager = ServerManager([EngineReplica(self.engine)], params, max_model_len, "test")
         loop = ToolAgentLoop(
             config=config,
@@ -221,6 +234,65 @@ def test_the_conversation_for_a_reward_model_has_calls_and_results():
     ]
     cut = Played([call("weather", city="Bonn" * 20), "Never said."], room=110, tools=[weather])
     assert [message["role"] for message in cut.trajectory.rows[0].messages] == ["user", "assistant"]
+
+
+LLAMA_PROMPT = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+GLM_CALL = (
+    "\n<think>Hm.</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Bonn</arg_value>\n</tool_call>"
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "prompt", "said", "ends", "told"),
+    [
+        *(
+            ("llama3", "llama3_json", LLAMA_PROMPT, '{"name": "weather", "parameters": {"city": "Bonn"}}', ends, told)
+            for ends in (["<|eom_id|>", "<|eot_id|>"], ["<|eot_id|>", "<|eom_id|>"])
+            for told in [f'<|start_header_id|>ipython<|end_header_id|>\n\n"Bonn: 1 warm"<|eot_id|>{LLAMA_PROMPT}']
+        ),
+        *(
+            (
+                "glm4_5",
+                "glm",
+                "<|assistant|>",
+                GLM_CALL,
+                [first, "<|user|>", "<|observation|>"],
+                f"{opening}\n<tool_response>\nBonn: 1 warm\n</tool_response><|assistant|>",
+            )
+            for first, opening in (("<|endoftext|>", "<|observation|>"), ("<|observation|>", ""))
+        ),
+        (
+            "qwen2_5_plain_end",
+            "hermes",
+            "<|im_start|>assistant\n",
+            call("weather", city="Bonn"),
+            ["<|im_end|>"],
+            "\n<|im_start|>user\n<tool_response>\nBonn: 1 warm\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            "vicuna",
+            "hermes",
+            "ASSISTANT:",
+            call("weather", city="Bonn"),
+            ["</s>"],
+            "\nRESULT: Bonn: 1 warm\nASSISTANT:",
+        ),
+    ],
+)
+def test_a_call_is_one_call_whatever_token_ends_it_and_the_context_continues_after_that_token(
+    family, form, prompt, said, ends, told
+):
+    """Llama 3.1 ends calls with <|eom_id|>, GLM with the next role token, and some tokens are not special ones."""
+    played = Played(
+        [said, "Warm."],
+        f"{TURNS}.format={form}",
+        tools=[weather],
+        tokenizer=chat_tokenizer(family),
+        prompt=prompt,
+        ends=ends,
+    )
+    assert played.said == [("model", said + ends[0]), ("environment", told), ("model", f"Warm.{ends[0]}")]
+    assert (played.metrics["tool_calls"], played.metrics["failures"]) == (1, {})
 
 
 def test_parallel_calls_run_side_by_side_and_answer_in_order():

@@ -23,7 +23,8 @@ TEMPLATES = {
     "an added token that is not special": (CHATML.replace("<|eot|>", "</turn>"), "</turn>"),
     "eos by name": (CHATML.replace("<|eot|>", "{{ eos_token }}"), "<|end|>"),
     "plain text": (CHATML.replace("<|eot|>", "\n\nUser:"), None),
-    "nothing": ("{% for m in messages %}" + MARK + "{{ m['content'] }}{% endfor %}", None),
+    "the next role token": ("{% for m in messages %}" + MARK + "{{ m['content'] }}{% endfor %}", "<|user|>"),
+    "nothing": ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}", None),
     "no answer written": (
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}",
         None,

@@ -7,7 +7,7 @@ import contextvars
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from verl.agent.gateway.app import GatewayApp
@@ -37,6 +37,8 @@ class GatewayAgentLoop(AgentLoopBase):
     """
 
     user_objects = ("run_agent",)
+    end_token_ids: ClassVar[frozenset[int]] = frozenset()
+    """Ids with which the engine ends a turn."""
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class GatewayAgentLoop(AgentLoopBase):
         if "run_agent" not in own:
             raise ValueError("GatewayAgentLoop: its entry has no run_agent. Write run_agent: file.py:function there.")
         load_agent(own["run_agent"], own["agent_kwargs"] if "agent_kwargs" in own else ())
+        cls.end_token_ids = frozenset(own["end_token_ids"] if "end_token_ids" in own else ())
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         record, max_turns = current(), self.rollout_config.multi_turn.max_assistant_turns
@@ -219,7 +222,7 @@ def _gateway_of(loop: GatewayAgentLoop) -> _Gateway:
             (loop.config.actor_rollout_ref.model.path,),
             loop.rollout_config.max_model_len,
             len(loop.tokenizer),
-            frozenset({loop.tokenizer.eos_token_id}),
+            loop.end_token_ids,
             max_answers=1,
             client_templates=False,
             longest_token=max(map(len, loop.tokenizer.get_vocab())),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from verl.agent.gateway.tree import Message
@@ -34,6 +35,7 @@ class Answer:
         self._written, self._told = chat.ask.begun, ""
         self._tools, self._parser, self._ends = chat.tools, parser, ends
         self._held: list[Token] = []
+        self._last: list[int] = []
 
     @property
     def stop_string(self) -> str | None:
@@ -44,10 +46,7 @@ class Answer:
         """What is sure by now; the last part has a finish reason."""
         self._take(piece)
         self._held += sampled_tokens(piece)
-        spoken = piece.token_ids
-        if self._reads_calls and spoken and spoken[-1] in self._ends:
-            spoken = spoken[:-1]
-        self._written += self._text.push(spoken)
+        self._written += self._text.push(self._content(piece.token_ids))
         part = Part(0, finish_reason=piece.finish_reason or None)
         if part.finish_reason is None:
             content = self._sure()
@@ -62,6 +61,12 @@ class Answer:
         if part.text or part.calls or part.finish_reason:
             part.tokens, self._held = self._held, []
         return part
+
+    def _content(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens that are text: an end token is held back, and only written where the answer continues after it."""
+        tokens = [*self._last, *token_ids]
+        self._last = tokens[-1:] if tokens and tokens[-1] in self._ends else []
+        return tokens[: len(tokens) - len(self._last)]
 
     def _take(self, piece: Output) -> None:
         for name in ("token_ids", "log_probs", "versions", "raw_log_probs", "sampled_log_probs", "top_log_probs"):

@@ -51,19 +51,18 @@ class Model:
         """Tokens of what came after an answer."""
         with template_errors():
             writer = self._chat_of(self.scope(chat))
-            ended = node.answer.token_ids[-1] in writer.ends
-            return writer.suffix(_with_names(messages, node.reply), ended) + self._begun(chat)
+            return writer.suffix(_with_names(messages, node.reply), node.answer.token_ids) + self._begun(chat)
 
     def ends(self, chat: ChatAsk) -> frozenset[int]:
         """Tokens that end an answer."""
-        return self.facts.eos_token_ids | self._chat_of(self.scope(chat)).ends
+        return self._chat_of(self.scope(chat)).ends
 
     def _begun(self, chat: ChatAsk) -> list[int]:
         return self.tokenizer(chat.ask.begun, add_special_tokens=False)["input_ids"] if chat.ask.begun else []
 
     def _chat(self, scope: str) -> Chat:
         tools, options = json.loads(scope)
-        return Chat(self.tokenizer, tools or None, **{**self._template_kwargs, **options})
+        return Chat(self.tokenizer, tools or None, self.facts.eos_token_ids, **{**self._template_kwargs, **options})
 
 
 @dataclass(eq=False)

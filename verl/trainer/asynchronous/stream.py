@@ -119,7 +119,7 @@ class AnswerStream:
         rows, meta = self._rows(groups), self._generator.meta(self._version + 1, validate=False)
         names = zip(rows.non_tensor_batch["uid"], rows.non_tensor_batch["sample_index"], strict=True)
         trajectories = [self._live[uid].rows.made[f"{uid}/{number}"] for uid, number in names]
-        params = asked_params(self._config.actor_rollout_ref.rollout, self._tokenizer, meta)
+        params = asked_params(self._config.actor_rollout_ref.rollout, meta["eos_token_id"], meta)
         width, pad = rows.batch["input_ids"].shape[1], self._tokenizer.pad_token_id
         self._generator.scored_ahead(rows, [group.rows.ahead for group in groups])
         trained = trained_rows(trajectories, width, params, meta, pad, self._no_experts)

@@ -1,0 +1,122 @@
+"""End tokens of every model family: the tokens fed at the next turn are those of the whole rendered conversation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.chat_models import FAMILIES, chat_tokenizer
+from tests.support.family_turns import TOOL, TOOLS, Conversation, all_cases, chat_of, rounds_of, template_kwargs
+from verl.agent.chat import Chat
+from verl.utils.end_tokens import find_end_tokens
+from verl.utils.tool_calls import get_parser
+
+CASES = all_cases()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_tokens_fed_are_those_of_the_rendered_conversation(case):
+    kind, chat, conversation = (
+        FAMILIES[case.family],
+        chat_of(case.family, case.tools, case.thinking),
+        Conversation(case),
+    )
+    ids = chat.start(conversation.messages)
+    end = [] if case.end is None else chat.encode(case.end)
+    own = True
+    for number, replies in enumerate(rounds_of(case, kind)):
+        turn, said, message = conversation.answer(number, replies)
+        before, both = conversation.encode(conversation.text), conversation.encode(conversation.text + turn)
+        sampled = both[len(before) :] + end
+        assert both[: len(before)] == before
+        content = chat.decode(chat.content(sampled))
+        assert "".join(content.split()) == "".join(turn.split())
+        ids += sampled + chat.suffix(replies, sampled)
+        own &= case.end == conversation.own_end(message)
+        conversation.add(turn, said, message, chat.style.written(replies), case.end)
+        if kind.format and "tool_calls" in message:
+            calls = get_parser(kind.format).parse(content, [])[1]
+            assert [(call.name, json.loads(call.arguments)) for call in calls] == [
+                ("weather", {"city": f"Fine {number} city"}) for _ in message["tool_calls"]
+            ]
+    assert chat.decode(ids) == chat.decode(conversation.encode(conversation.text))
+    if kind.end or kind.stops != [kind.eos] or case.end:  # plain text after a cut turn may merge with its last token
+        assert ids == conversation.encode(conversation.text)
+    if own and not conversation.rewritten:
+        assert conversation.text == conversation.rendered
+
+
+def test_the_cases_cover_at_least_fifteen_families():
+    assert len(FAMILIES) >= 15
+    assert len(CASES) > 100
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_strict_check_accepts_every_family(family):
+    for tools in (False, True):
+        for thinking in FAMILIES[family].thinking or (None,):
+            chat_of(family, tools, thinking).check("strict")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_template_names_the_end_tokens_that_the_model_samples(family):
+    """Never a token that stands inside a turn: gpt-oss ends its thinking with <|end|> and continues."""
+    tokenizer, kind = chat_tokenizer(family), FAMILIES[family]
+    for thinking in kind.thinking or (None,):
+        named = find_end_tokens(None, None, tokenizer, template_kwargs(family, thinking)).ids
+        tokens = set(tokenizer.convert_ids_to_tokens(sorted(named)))
+        assert tokens <= set(kind.stops)
+        own = kind.end if kind.end in kind.stops else None
+        assert {token for token in (kind.eos, own, kind.call_end) if token} <= tokens
+
+
+class Duplicating(Chat):
+    """Closes a turn although the model has ended it with another token."""
+
+    def suffix(self, messages, answer=()):
+        return super().suffix(messages, () if answer and answer[-1] != self.encode("<|eot_id|>")[0] else answer)
+
+
+class Losing(Chat):
+    """Takes the next role token for the end token of the turn."""
+
+    def suffix(self, messages, answer=()):
+        suffix = super().suffix(messages)
+        return suffix[1:] if answer and answer[-1] in self.ends else suffix
+
+
+class Leaking(Chat):
+    """Writes the end of the probe's tool call once more."""
+
+    def suffix(self, messages, answer=()):
+        return self.encode("</tool_call>") * (messages[0]["role"] == "tool") + super().suffix(messages, answer)
+
+
+@pytest.mark.parametrize(
+    ("family", "broken", "words"),
+    [
+        ("llama3", Duplicating, r"<\|eom_id\|>|<\|end_of_text\|>"),
+        ("glm4", Losing, r"<\|endoftext\|>"),
+        ("vicuna", Leaking, "a tool answered"),
+    ],
+)
+def test_the_strict_check_finds_duplicated_lost_and_leaked_tokens(family, broken, words):
+    tokenizer = chat_tokenizer(family)
+    chat = broken(tokenizer, TOOLS, tokenizer.convert_tokens_to_ids(FAMILIES[family].stops))
+    with pytest.raises(ValueError, match=f"{words}.*tokens appended turn by turn are not those of the chat template"):
+        chat.check("strict")
+
+
+def test_a_stop_token_that_is_text_does_not_end_a_turn():
+    tokenizer = chat_tokenizer("qwen2_5")
+    call_end, end = tokenizer.convert_tokens_to_ids(["</tool_call>", "<|im_end|>"])
+    found = find_end_tokens(
+        None, None, tokenizer, stop_token_ids=[call_end, tokenizer.convert_tokens_to_ids("<|endoftext|>")]
+    )
+    assert call_end in found.ids
+    assert call_end not in found.turn_ids
+    assert tokenizer.convert_tokens_to_ids("<|endoftext|>") in found.turn_ids
+    chat = Chat(tokenizer, TOOLS, found.turn_ids)
+    assert chat.content([5, call_end]) == [5, call_end]
+    assert chat.suffix(TOOL, [5, call_end])[0] == end
