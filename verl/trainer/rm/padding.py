@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
+
+from verl.utils.end_tokens import find_end_tokens
 
 logger = logging.getLogger(__name__)
 
 
-def padding_token(tokenizer: Any, vocab_size: int) -> str:
+def padding_token(tokenizer: Any, vocab_size: int, template_kwargs: Mapping[str, Any] | None = None) -> str:
     """The tokenizer's own, or another that no answer ends with; one of the model's `vocab_size` tokens.
 
     transformers reads a classifier's score at the last token that is not padding: of a text whose end token is also
@@ -18,10 +21,11 @@ def padding_token(tokenizer: Any, vocab_size: int) -> str:
     special = tokenizer.added_tokens_decoder
     named = [tokenizer.pad_token_id, tokenizer.unk_token_id, *(at for at, token in special.items() if token.special)]
     known = [at for at in dict.fromkeys(named) if at is not None and at < vocab_size]
-    free = [at for at in known if at != tokenizer.eos_token_id]
+    ends = find_end_tokens(None, None, tokenizer, template_kwargs).ids
+    free = [at for at in known if at not in ends]
     if not free:
         return _end_token(tokenizer, vocab_size)
-    template = str(tokenizer.chat_template or "")
+    template = str((template_kwargs or {}).get("chat_template") or tokenizer.chat_template or "")
     tokens = tokenizer.convert_ids_to_tokens(free)
     written = [at == tokenizer.bos_token_id or token in template for at, token in zip(free, tokens, strict=True)]
     token = tokens[written.index(False)] if False in written else tokens[0]

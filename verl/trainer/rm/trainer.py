@@ -42,7 +42,11 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
         if "pad_token_id" in model.override_config and hf_config.pad_token_id is not None:
             self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(hf_config.pad_token_id)
         else:
-            self.tokenizer.pad_token = padding_token(self.tokenizer, hf_config.get_text_config().vocab_size)
+            self.tokenizer.pad_token = padding_token(
+                self.tokenizer,
+                hf_config.get_text_config().vocab_size,
+                self.config.data.apply_chat_template_kwargs,
+            )
             model.override_config["pad_token_id"] = self.tokenizer.pad_token_id
         self.tokenizer.init_kwargs[SCORED_AT_END] = True
 

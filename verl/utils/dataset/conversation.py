@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from verl.utils.dataset.chat import Messages
 from verl.utils.dataset.conversation_tools import with_parsed_calls, with_written_calls
+from verl.utils.end_tokens import find_end_tokens
+from verl.utils.turn_template import added_tokens, role_tokens
 
 LOSS = "loss"
 """The field of a message that says how much its tokens count."""
@@ -53,9 +55,9 @@ class ConversationEncoder:
         kwargs = dict(template_kwargs)
         self._given_template, self._kwargs = kwargs.pop("chat_template", None), kwargs
         self._has_template = bool(self._given_template or tokenizer.chat_template)
-        added = tokenizer.added_tokens_decoder.items()
-        self._special = set(tokenizer.all_special_ids) | {number for number, token in added if token.special}
-        self._closed = _two_special(tokenizer.convert_ids_to_tokens(sorted(self._special)))
+        self._ends = find_end_tokens(None, None, tokenizer, template_kwargs).ids
+        self._role_tokens = role_tokens(tokenizer, template_kwargs) if self._has_template else {}
+        self._closed = _two_marks(added_tokens(tokenizer))
         self._begins_with_space = tokenizer.tokenize("a")[0].startswith("▁")
 
     def rows(
@@ -74,7 +76,7 @@ class ConversationEncoder:
         rows: list[Pieces] = [[]]
         done = ""
         for turn, weight in weights.items():
-            text, spans = chat.said(turn)
+            text, spans = self._ended(chat, turn, said)
             if not text[: spans[0][0]].startswith(done):
                 if not self._split:
                     raise ValueError(
@@ -95,7 +97,7 @@ class ConversationEncoder:
     def ends(self, row: LearnedRow) -> bool:
         """Whether an end token is learned with the row's last answer."""
         last = max(place for place, weight in enumerate(row.weights) if weight)
-        return row.ids[last] in self._special
+        return row.ids[last] in self._ends
 
     def shown(self, row: LearnedRow) -> str:
         """The row as text, what is learned in ⟦ ⟧, with its weight where that is not 1."""
@@ -114,6 +116,16 @@ class ConversationEncoder:
             return _PlainText(self._tokenizer, said, tools)
         kwargs = {**self._kwargs, **template_kwargs}
         return _Chat(self._tokenizer, said, tools, self._given_template, kwargs, self._closed)
+
+    def _ended(self, chat: _Chat | _PlainText, turn: int, messages: Messages) -> tuple[str, list[Span]]:
+        """What `said` returns; where the next role token ends a turn (GLM), it is part of the answer."""
+        text, spans = chat.said(turn)
+        if chat.marks:
+            return text, spans
+        following = messages[turn + 1]["role"] if turn + 1 < len(messages) else None
+        called = following == "tool" if following else bool(messages[turn].get("tool_calls"))
+        token = self._role_tokens.get("tool" if called else "user", "")
+        return text + token, [*spans[:-1], (spans[-1][0], spans[-1][1] + len(token))]
 
     def _turn_weights(self, messages: Messages) -> dict[int, float]:
         """How much each message of the assistant counts, without those that do not."""
@@ -182,7 +194,7 @@ class ConversationEncoder:
 
     def until_end(self, ids: list[int]) -> int:
         """How many tokens the model would have sampled itself: templates may add a line break after the end token."""
-        last = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in self._special), 0)
+        last = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in self._ends), 0)
         return last if last and not self._tokenizer.decode(ids[last:]).strip() else len(ids)
 
 
@@ -190,6 +202,7 @@ class _PlainText:
     """The texts of one conversation where there is no template: contents one per line, an end token after an answer."""
 
     rewrites = "without a chat template, what was said before message {} holds no end tokens of earlier answers"
+    marks = False
 
     def __init__(self, tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> None:
         calling = next((number for number, message in enumerate(messages) if message.get("tool_calls")), None)
@@ -229,7 +242,9 @@ class _Chat:
         self._tokenizer, self._tools, self._closed = tokenizer, tools, closed
         template = tokenizer.get_chat_template(template, tools)
         marked = _GENERATION.sub(_as_text, template)
-        self._template, self._marks, self._kwargs = marked, marked != template, kwargs
+        self._template, self._kwargs = marked, kwargs
+        self.marks = marked != template
+        """The template says itself what the assistant generates."""
 
     def said(self, turn: int) -> tuple[str, list[Span]]:
         """The text up to and with a message of the assistant, and which parts of it are its own words."""
@@ -240,7 +255,7 @@ class _Chat:
             )
         text, spans = _unmarked(self._render(turn + 1, generation_prompt=False))
         text = self._without_closing(turn, text)
-        if self._marks:
+        if self.marks:
             before, earlier = _unmarked(self._render(turn, generation_prompt=False))
             if text.startswith(before):
                 start = len(before)
@@ -374,8 +389,8 @@ def _within(spans: Sequence[Span], start: int, end: int) -> list[Span]:
     return [(max(a, start), min(b, end)) for a, b in spans if b > start and a < end]
 
 
-def _two_special(tokens: Sequence[str]) -> re.Pattern[str]:
-    """Two special tokens at the end of a text, white space aside."""
+def _two_marks(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Two added tokens at the end of a text, white space aside."""
     one = "|".join(sorted(map(re.escape, tokens), key=len, reverse=True)) or "(?!)"
     return re.compile(rf"({one})\s*({one})\s*\Z")
 
