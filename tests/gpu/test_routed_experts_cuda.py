@@ -31,7 +31,7 @@ class Versions:
     """An engine whose routers change, and the models of transformers of each version."""
 
     def __init__(self, num_blocks: int) -> None:
-        model = GenericModel(mixture("qwen3_moe"), MAX_LENGTH, device="cuda")
+        model = GenericModel(mixture("qwen3_moe"), MAX_LENGTH, device="cuda:0")
         kv = KVMemory(model, num_blocks, BLOCK)
         kv.note_experts(model)
         runner = ModelRunner(model, TritonAttention(), kv, SEQUENCES, MAX_LENGTH, use_graphs=True)
@@ -59,7 +59,7 @@ class Versions:
 
     def equal_share(self, prompt: list[int], output: Output) -> float:
         """Of the choices, those of the version that sampled the next token; rounding decides between close ones."""
-        tokens = torch.tensor([[*prompt, *output.token_ids][:-1]], device="cuda")
+        tokens = torch.tensor([[*prompt, *output.token_ids][:-1]], device="cuda:0")
         chosen = []
         for model in self.models:
             with torch.no_grad():
