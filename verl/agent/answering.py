@@ -21,7 +21,7 @@ from verl.agent.record import Record, recording
 from verl.agent.replicas import EngineLost, Replica
 from verl.agent.server_manager import ServerManager
 from verl.config import PPOConfig, RolloutConfig
-from verl.config.layout import scored_by_model
+from verl.config.layout import serves_reward_model
 from verl.models.loading import read_config
 from verl.models.routing import unknown_routes
 from verl.protocol import DataProto
@@ -94,7 +94,7 @@ class Answering:
         self.params = asked_params(host.rollout_config, host.end_tokens.ids, meta)
         self._seed = host.rollout_config.seed if meta.get("seed") is None else int(meta["seed"])
         self._validates = bool(meta.get("validate"))
-        self._judged = scored_by_model(host.config)
+        self._judged = host.config.reward_model.enable and not serves_reward_model(host.config)
         self._rows: dict[AskedRow, asyncio.Task[None]] = {}
         self._failures: Counter[str] = Counter()
         self._moved = time.monotonic()

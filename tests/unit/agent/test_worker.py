@@ -105,7 +105,7 @@ def test_a_reward_model_is_given_the_messages_of_each_rows_own_context(two: Hous
     answers = two.answer(prompts)
     assert answers.non_tensor_batch["agent_messages"].tolist() == [None, None]
     judged = replace(two, config=copy.deepcopy(two.config))
-    judged.config.reward_model.url = "http://127.0.0.1:9"
+    judged.config.reward_model.enable, judged.config.custom_reward_function.path = True, None
     judged.agents = loop_worker(judged.config, LOOPS)
     answers = judged.answer(prompts)
     said = hf_tokenizer(task["model"]).batch_decode(answers.batch["responses"], skip_special_tokens=True)
