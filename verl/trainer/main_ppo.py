@@ -26,7 +26,7 @@ from verl.trainer.common.ending import tells_of_restart, what_the_same_command_d
 from verl.trainer.common.nodes import joins_a_head, running_head, serve_as_node, start_head, stop_head
 from verl.trainer.common.own_ray import OwnRay, result_of
 from verl.trainer.common.preflight import basic_preflight, ppo_preflight
-from verl.trainer.common.signals import FINISHES, Asked, exit_on_signals, stop_on_signals
+from verl.trainer.common.signals import FINISHES, SAVED, Asked, exit_on_signals, stop_on_signals
 from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise, wants_supervision
@@ -126,7 +126,7 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: boo
                 note(error, phase=now.phase, step=now.step + 1)
             raise
     if asked.by is not None and is_program:
-        exit_on_signals("the run has ended and is saved; exiting at once")
+        exit_on_signals(SAVED)
     if ours and (is_program or asked.by is not None):
         ray.shutdown()  # what the run printed arrives at any time until then
         sys.stdout.flush()

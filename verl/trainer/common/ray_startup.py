@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.trainer.common.own_ray import OwnRay, started_apart
 from verl.trainer.common.signals import StopSignal
+from verl.utils.exceptions import Travels
 from verl.utils.machine_load import describe_load, load_factor
 from verl.utils.process_tree import children, command_of
 
@@ -35,7 +36,7 @@ _NO_CPP_STACKS = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
 _set_here: set[str] = set()
 
 
-class RayStartError(RuntimeError):
+class RayStartError(Travels, RuntimeError):
     """Ray's processes did not start, not in a second attempt either."""
 
     def __init__(self, reason: str, remedy: str) -> None:

@@ -20,6 +20,7 @@ ENDING = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP", 
 # `timeout` signals its command, then the command's whole group; schedulers signal every process, and ours each other.
 _SAME_S = 0.5
 FINISHES = "stopping: this step is finished and saved first"
+SAVED = "the run has ended and is saved; exiting at once"
 
 
 @dataclass

@@ -19,7 +19,7 @@ from verl.trainer.common.ending import tells_of_restart, what_the_same_command_d
 from verl.trainer.common.launched import launched_ranks
 from verl.trainer.common.own_ray import OwnRay, watched
 from verl.trainer.common.preflight import supervised_preflight
-from verl.trainer.common.signals import stop_on_signals
+from verl.trainer.common.signals import SAVED, exit_on_signals, stop_on_signals
 from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise, wants_supervision
 from verl.utils.logging_setup import shown_messages
@@ -49,15 +49,15 @@ def run_supervised_training(
     logger.info(describe(config))
     with tells_of_restart(config.trainer):
         attempt = supervise(config).config if wants_supervision(config, supervised) else config
-        by = _train(attempt, trainer_class)
+        by = _train(attempt, trainer_class, supervised)
         if by is not None:
             logger.warning("stopped by %s; %s", by, what_the_same_command_does(config.trainer))
         else:
             log_finished(config.trainer)
 
 
-def _train(config: SupervisedConfig, trainer_class: Callable[[], type]) -> str | None:
-    """The signal that ended the run, if one did."""
+def _train(config: SupervisedConfig, trainer_class: Callable[[], type], is_program: bool) -> str | None:
+    """The signal that ended the run, if one did. `is_program`: nothing follows the run in this process."""
     from verl.planning.check import check_supervised_memory
 
     check_supervised_memory(config)
@@ -81,6 +81,8 @@ def _train(config: SupervisedConfig, trainer_class: Callable[[], type]) -> str |
                 watched(lambda: _fit_and_close(trainer), own, asked)
             else:
                 trainer.fit()
+        if asked.by is not None and is_program:
+            exit_on_signals(SAVED)
         return asked.by
 
 
