@@ -14,25 +14,17 @@ from typing import Any
 
 from verl.config import RunConfig
 from verl.trainer.common.own_ray import OwnRay, started_apart
-from verl.trainer.common.ray_startup import RayStartError, start_patiently
+from verl.trainer.common.ray_startup import STALE, RayUnavailableError, start_patiently
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-from verl.utils.exceptions import Travels
 from verl.utils.network import stranger_at
+
+__all__ = ["STALE", "RayUnavailableError", "Wait", "forget_cluster", "in_words", "start_ray", "wait_for_nodes"]
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _SAY_S = 20.0
-STALE = "A stale cluster is the usual cause: run `ray stop`, then `ray start --head`, and try again."
 _TOO_FEW = "See what became of the others (`ray status`), join them again, or set trainer.nnodes."
-
-
-class RayUnavailableError(Travels, RuntimeError):
-    """Ray could not be started or joined; the message says what to run."""
-
-    def __init__(self, reason: str, remedy: str = STALE) -> None:
-        self.reason = reason
-        super().__init__(f"Ray cannot start or join its cluster ({reason}). {remedy}")
 
 
 def start_ray(num_cpus: int | None = None, within: float = 0.0, start_timeout: float | None = None) -> OwnRay:
@@ -65,10 +57,7 @@ def start_ray(num_cpus: int | None = None, within: float = 0.0, start_timeout: f
             return started
 
     if _known_cluster() in (None, "local"):
-        try:
-            started, pids = start_patiently(init, start_timeout)
-        except RayStartError as error:
-            raise RayUnavailableError(error.reason, error.remedy) from error
+        started, pids = start_patiently(init, start_timeout)
     else:
         try:
             with started_apart() as pids:

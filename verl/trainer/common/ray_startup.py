@@ -18,6 +18,7 @@ from verl.utils.process_tree import children, command_of
 
 logger = logging.getLogger(__name__)
 
+STALE = "A stale cluster is the usual cause: run `ray stop`, then `ray start --head`, and try again."
 # Ray's own limits, of 30 to 60 s, are for an idle machine.
 _IDLE_S = 120.0
 _LOOK_S = 0.5
@@ -36,12 +37,12 @@ _NO_CPP_STACKS = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
 _set_here: set[str] = set()
 
 
-class RayStartError(Travels, RuntimeError):
-    """Ray's processes did not start, not in a second attempt either."""
+class RayUnavailableError(Travels, RuntimeError):
+    """Ray could not be started or joined; the message says what to run."""
 
-    def __init__(self, reason: str, remedy: str) -> None:
-        self.reason, self.remedy = reason, remedy
-        super().__init__(f"{reason}. {remedy}")
+    def __init__(self, reason: str, remedy: str = STALE) -> None:
+        self.reason = reason
+        super().__init__(f"Ray cannot start or join its cluster ({reason}). {remedy}")
 
 
 def start_timeout(configured: float | None = None) -> float:
@@ -76,7 +77,7 @@ def start_patiently(init: Callable[[], Any], configured: float | None = None) ->
         return _attempt(init, seconds)
     except Exception as error:
         reason = f"it did not start in two attempts of up to {seconds:.0f} s: {_reason(error)}"
-        raise RayStartError(reason, _remedy(seconds)) from error
+        raise RayUnavailableError(reason, _remedy(seconds)) from error
 
 
 def _attempt(init: Callable[[], Any], seconds: float) -> tuple[Any, list[int]]:
