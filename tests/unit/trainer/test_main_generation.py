@@ -169,7 +169,7 @@ def test_answers_are_whole_or_not_there_and_one_run_writes_at_a_time(tmp_path):
 def test_data_that_cannot_be_answered_is_refused_before_the_model_is_loaded(generate, tmp_path):
     with pytest.raises(DataError, match=r"the prompt has \d+ tokens, more than data.max_prompt_length = 4"):
         generate(data={"max_prompt_length": 4})
-    with pytest.raises(DataError, match=r"Set data\.prompt_key"):
+    with pytest.raises(ConfigError, match=r"Set data\.prompt_key"):
         generate(data={"prompt_key": "question"})
     pq.write_table(pa.table({"prompt": ["x"], "responses": ["y"]}), tmp_path / "answered.parquet")
     with pytest.raises(DataError, match="column 'responses' already"):

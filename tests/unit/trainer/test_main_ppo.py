@@ -1,5 +1,6 @@
 """run_ppo: the configuration is checked first; then a TaskRunner, plain or remote, gets the resolved one by Ray."""
 
+import json
 import os
 import subprocess
 import sys
@@ -34,7 +35,14 @@ def test_a_wrong_configuration_raises_before_ray_is_imported():
         run_ppo({"trainer": {"nnodes": 0}})
 
 
-def test_run_ppo_prints_the_plan_of_a_script_without_logging_and_leaves_logging_that_is_there():
+def test_run_ppo_prints_the_plan_of_a_script_without_logging_and_leaves_logging_that_is_there(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    row = {"prompt": "1 + 1", "data_source": "openai/gsm8k", "ground_truth": "2"}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 512)
+    given = {
+        "data": {"train_files": str(tmp_path / "rows.jsonl")},
+        "actor_rollout_ref": {"model": {"path": str(tmp_path)}},
+    }
     code = f"""
         import logging, sys
         from verl.trainer.common.cluster import RayUnavailableError
@@ -42,7 +50,7 @@ def test_run_ppo_prints_the_plan_of_a_script_without_logging_and_leaves_logging_
 
         def run():
             try:
-                run_ppo({GIVEN!r})
+                run_ppo({given!r})
             except RayUnavailableError:
                 sys.stderr.write("---\\n")
 

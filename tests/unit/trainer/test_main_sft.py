@@ -336,6 +336,7 @@ def test_bad_rows_are_named_with_file_and_line_and_no_traceback(model_path, file
         main()
     assert ended.value.code == 2
     said = capsys.readouterr().err.splitlines()[-2:]
-    assert said[0] == "1 problem in the data:"
+    assert said[0] == "1 problem in the configuration:"
+    assert said[1].startswith("1. data.train_files: ")
     assert "rows.jsonl" in said[1]
     assert "response" in said[1]
