@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -91,7 +92,9 @@ def _reward_file(text: str) -> Callable[[Path], list[str]]:
     return lambda folder: [f"custom_reward_function.path={file(folder, 'reward.py', text)}"]
 
 
-UNREACHABLE = {"HF_ENDPOINT": "http://10.255.255.1:9", "HF_HUB_OFFLINE": "0"}
+# Accepts connections (the system does, up to the backlog) and never answers.
+SILENT = socket.create_server(("127.0.0.1", 0))
+UNREACHABLE = {"HF_ENDPOINT": f"http://127.0.0.1:{SILENT.getsockname()[1]}", "HF_HUB_OFFLINE": "0"}
 MISTAKES = [
     Mistake("missing column", lambda f: [parquet(f, [{"question": "1 + 1", "answer": "2"}] * 8)]),
     Mistake("empty file", lambda f: [parquet(f, [])]),

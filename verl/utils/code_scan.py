@@ -36,12 +36,14 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.path)
 
-    @property
-    def names(self) -> list[str]:
-        """Public names that the module binds at its top level."""
+    @cached_property
+    def names(self) -> dict[str, bool]:
+        """Public names that the module binds at its top level, and whether they are its own: not imported."""
         symbols = symtable.symtable(self.text, self.path, "exec").get_symbols()
-        bound = (each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
-        return [name for name in bound if not name.startswith("_")]
+        bound = {
+            each.get_name(): not each.is_imported() for each in symbols if each.is_assigned() or each.is_imported()
+        }
+        return {name: own for name, own in bound.items() if not name.startswith("_")}
 
     @property
     def functions(self) -> list[str]:
@@ -70,7 +72,8 @@ def find_code_problem(module: UserModule, name: str | None = None) -> str | None
         return f"{source.path} line {missing.line}: there is no module {missing.name!r} to import. {remedy}"
     if name is None or source.is_dynamic or name in source.names or name.startswith("_"):
         return None
-    return f"{source.path}: it does not define {name!r}. Correct the name. It defines: {_listed(source.names)}."
+    own = [each for each, is_own in source.names.items() if is_own]
+    return f"{source.path}: it does not define {name!r}. Correct the name. It defines: {_listed(own)}."
 
 
 def find_tool_problem(module: UserModule) -> str | None:
