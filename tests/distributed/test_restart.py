@@ -15,8 +15,9 @@ from verl.single_controller.base.worker_group import create_colocated_worker_cls
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def group(cpu_pool):
+    """Shared: the first test ends with processes that were started anew, which the second one uses."""
     roles = {"counter": RayClassWithInitArgs(Counter, 5), "summer": RayClassWithInitArgs(Summer)}
     with RayWorkerGroup(cpu_pool, create_colocated_worker_cls(roles), expendable=True) as started:
         yield started
