@@ -16,13 +16,17 @@ __all__ = ["AgentData", "answer_message"]
 
 
 def answer_message(text: str, content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """The model's turn; `content` is its text without the calls. Malformed calls stay in the text."""
+    """The assistant message of a turn: `text` is the whole turn, `content` the part without tool calls.
+
+    A turn with a malformed call is returned as text only.
+    """
     if not calls or any(call.error for call in calls):
         return {"role": "assistant", "content": text if calls else content}
     functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
     ids = [tool_message("", "", number)["tool_call_id"] for number in range(len(calls))]
-    told = [{"id": i, "type": "function", "function": function} for i, function in zip(ids, functions, strict=True)]
-    return {"role": "assistant", "content": content, "tool_calls": told}
+    pairs = zip(ids, functions, strict=True)
+    tool_calls = [{"id": call_id, "type": "function", "function": function} for call_id, function in pairs]
+    return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
 
 @dataclass(slots=True)
@@ -111,7 +115,7 @@ class AgentData:
 
     def _up_to_last_answer(self) -> list[dict[str, Any]]:
         """The conversation without replies that the model did not answer."""
-        last = max(place for place, message in enumerate(self.messages) if message["role"] == "assistant")
+        last = max(index for index, message in enumerate(self.messages) if message["role"] == "assistant")
         return self.messages[: last + 1]
 
     def _append(self, token_ids: Sequence[int], mask: int) -> None:

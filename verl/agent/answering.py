@@ -94,7 +94,7 @@ class Answering:
         self.params = asked_params(host.rollout_config, host.end_tokens.ids, meta)
         self._seed = host.rollout_config.seed if meta.get("seed") is None else int(meta["seed"])
         self._validates = bool(meta.get("validate"))
-        self._judged = host.config.reward_model.enable and not serves_reward_model(host.config)
+        self._scored_by_model = host.config.reward_model.enable and not serves_reward_model(host.config)
         self._rows: dict[AskedRow, asyncio.Task[None]] = {}
         self._failures: Counter[str] = Counter()
         self._moved = time.monotonic()
@@ -232,15 +232,15 @@ class Answering:
         if not row.dropped:  # a loop may end well in spite of it
             self._on_done(row, made)
 
-    def _set_messages(self, made: Trajectory, row: AskedRow, record: Record) -> None:
-        """Every row's conversation, where a reward model reads it."""
+    def _set_messages(self, trajectory: Trajectory, row: AskedRow, record: Record) -> None:
+        """Complete the rows' conversations if a reward model scores the run; otherwise drop them."""
         chat = row.columns.get("raw_prompt")
         prompts = {} if chat is None else {tuple(_prompt_of(row)): chat}
-        for each in made.rows:
-            if not self._judged:
-                each.messages = None
-            elif each.messages is None and chat is not None:
-                each.messages = conversation_of(each, prompts, record.templated, self._host.tokenizer)
+        for output_row in trajectory.rows:
+            if not self._scored_by_model:
+                output_row.messages = None
+            elif output_row.messages is None and chat is not None:
+                output_row.messages = conversation_of(output_row, prompts, record.templated, self._host.tokenizer)
 
     def _failed(self, error: BaseException, record: Record, begun: Trajectory) -> Trajectory:
         kind = f"{type(error).__name__}: {error}"
@@ -299,7 +299,7 @@ def _prompt_of(row: AskedRow) -> list[int]:
 
 
 def asked_params(rollout: RolloutConfig, end_token_ids: Iterable[int], meta: Mapping[str, Any]) -> SamplingParams:
-    """Parameters of a generation with this `meta_info`; `end_token_ids` apply where it names none."""
+    """Sampling parameters of a generation; `end_token_ids` are used if `meta_info` (`meta`) has no `eos_token_id`."""
     return sampling_params(rollout, meta, end_token_ids)
 
 
@@ -323,8 +323,8 @@ def trained_rows(
 ) -> DataProto:
     """What training reads of trajectories that were asked for with this `meta_info`.
 
-    `no_experts` is from `empty_experts`: where the rollout returns experts, the column is there also if no trajectory
-    has any, so that batches can be joined and replayed.
+    `no_experts` is the result of `empty_experts`. If the rollout returns experts, the column `routed_experts` exists
+    even if no trajectory has any, so that batches can be concatenated and replayed.
     """
     longest = max(len(row.prompt_ids) for trajectory in trajectories for row in trajectory.rows)
     batch = rows_from_trajectories(

@@ -15,7 +15,7 @@ from verl.utils.turn_template import CallStyle, Messages, TurnTemplate, tool_mes
 
 __all__ = ["Chat", "tool_message"]
 
-# Tokenizers that begin every text with a space do not add it in the middle of one.
+# Prefix for encoding a continuation: some tokenizers put a space before every text, but not inside of one.
 _BEFORE = "!"
 
 
@@ -31,8 +31,8 @@ class Chat:
     ) -> None:
         """`tools` as the OpenAI API describes them; other keywords are those of the chat template.
 
-        `end_token_ids` are the ids with which the engine ends a turn (`find_end_tokens` of the model); those that
-        tokenizer and template name are added.
+        `end_token_ids` are the ids at which the engine ends a turn (`find_end_tokens` of the model). The end tokens
+        of the tokenizer and the template are added to them.
         """
         self._tokenizer, self._tools, self._kwargs = tokenizer, list(tools or []) or None, template_kwargs
         if self.template is None:
@@ -42,8 +42,8 @@ class Chat:
             )
         self.turns = TurnTemplate(tokenizer, self._tools, template_kwargs)
         self.style: CallStyle = self.turns.style
-        own = find_end_tokens(None, None, tokenizer, template_kwargs).turn_ids
-        self.ends: frozenset[int] = own | frozenset(end_token_ids)
+        template_ids = find_end_tokens(None, None, tokenizer, template_kwargs).turn_ids
+        self.ends: frozenset[int] = template_ids | frozenset(end_token_ids)
         """Ids of the tokens that end a turn of the model."""
 
     def start(self, messages: Messages) -> list[int]:
@@ -57,25 +57,26 @@ class Chat:
     def suffix(self, messages: Messages, answer: Sequence[int] = ()) -> list[int]:
         """The tokens after a turn of the model that these messages respond to, up to its next turn.
 
-        `answer` are the tokens of that turn; only the last one matters. One of `ends` takes the place of the
-        template's end token; a role token that the model sampled takes the place of the template's. After any other
-        token the turn is closed as the template closes it.
+        `answer` are the tokens of that turn; only the last one matters. If it is one of `ends`, the template's end
+        token is not written again; if it is the role token that opens the next message (GLM), the role token is not
+        written again. After any other token the suffix begins with the template's end token.
         """
-        end = self.turns.after_turn(messages)
-        last = answer[-1] if answer else None
-        if last is None or (last not in self.ends and last != self._id(end.token)):
-            return self.encode(end.token + end.rest) if end.token else self._continued(end.rest)
-        rest = end.rest
-        if end.role_token and last == self._id(end.role_token):
-            rest = rest.lstrip().removeprefix(end.role_token)
-        # Together with the token before it: some of those swallow white space.
+        turn_end = self.turns.after_turn(messages)
+        rest, last = turn_end.rest, answer[-1] if answer else None
+        if last is None or (last not in self.ends and last != self._token_id(turn_end.token)):
+            return self.encode(turn_end.token + rest) if turn_end.token else self._encode_after_text(rest)
+        if turn_end.role_token and last == self._token_id(turn_end.role_token):
+            rest = rest.lstrip().removeprefix(turn_end.role_token)
+        # Encoded together with the last token: some tokenizers strip white space after a special token.
         ids = self.encode(self._tokenizer.convert_ids_to_tokens(last) + rest)
         if ids[:1] == [last]:
             return ids[1:]
-        return self.encode(end.token + rest)[1:] if end.token else self._continued(rest)
+        return self.encode(turn_end.token + rest)[1:] if turn_end.token else self._encode_after_text(rest)
 
     def check(self, mode: str = "strict") -> list[str]:
-        """What the template does to earlier turns, in words. ValueError: our tokens differ from the template's.
+        """Descriptions of what the template lacks and of the changes that it makes to earlier turns, for the log.
+
+        Raises ValueError if tokens appended turn by turn differ from the template's tokens of the whole conversation.
 
         `mode`: ignore_strippable ignores differences in white space, disable checks nothing.
         """
@@ -114,10 +115,10 @@ class Chat:
         """The source of the template, or of several by name."""
         return self._kwargs.get("chat_template", self._tokenizer.chat_template)
 
-    def _id(self, token: str) -> int | None:
+    def _token_id(self, token: str) -> int | None:
         return int(self._tokenizer.convert_tokens_to_ids(token)) if token else None
 
-    def _continued(self, text: str) -> list[int]:
-        """Token ids of a text that follows other text."""
+    def _encode_after_text(self, text: str) -> list[int]:
+        """Token ids of a text that follows other text: without a space that the tokenizer puts before every text."""
         before, both = self.encode(_BEFORE), self.encode(_BEFORE + text)
         return both[len(before) :] if both[: len(before)] == before else self.encode(text)

@@ -1,4 +1,4 @@
-"""Compare whole conversations of a chat template with the tokens that a `Chat` feeds to the model turn by turn."""
+"""Compare the tokens that a `Chat` appends turn by turn with the chat template applied to whole conversations."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class _Chat(Protocol):
 
 
 def check_template(chat: _Chat, mode: str) -> list[str]:
-    """What the template lacks and what it does to earlier turns, in words.
+    """Descriptions of what the template lacks and of the changes that it makes to earlier turns, for the log.
 
-    ValueError: a conversation that is fed turn by turn, each turn ended by any of the end tokens or cut, differs from
-    the template's text of the whole conversation. `mode` is strict or ignore_strippable (white space may differ).
+    Conversations are built turn by turn, once per end token and once with truncated turns. Raises ValueError if the
+    tokens differ from those of the whole conversation. `mode`: strict, or ignore_strippable (white space may differ).
     """
     return [f"the chat template {finding}." for finding in (*_missing(chat), *_rewrites(chat, mode))]
 
@@ -44,9 +44,9 @@ def check_template(chat: _Chat, mode: str) -> list[str]:
 def _missing(chat: _Chat) -> Iterator[str]:
     """Features that the template does not have."""
     if chat.has_tools and not chat.style.tool_role:
-        yield "has no role for tools: what they answer is given as a user's message, between <tool_response> tags"
+        yield "has no role for tools: tool results are sent as a user message in <tool_response> tags"
     if chat.has_tools and chat.tool_name not in chat.write([FIRST], ask=True):
-        yield "does not list the tools: the prompt itself must say which there are and how they are called"
+        yield "does not list the tools: describe them, and how to call them, in the prompt"
 
 
 def _rewrites(chat: _Chat, mode: str) -> Iterator[str]:
@@ -61,30 +61,33 @@ def _rewrites(chat: _Chat, mode: str) -> Iterator[str]:
             ("a user", [tools, user]),
         ]
     changes: dict[str, list[str]] = {}
-    for who, rounds in conversations:
-        change = _compare(chat, mode, who, rounds)
-        if change is not None and who not in changes.setdefault(change, []):
-            changes[change].append(who)
-    for change, roles in changes.items():
-        yield f"{change} once {' or '.join(roles)} answered. Trajectories keep every turn as the model saw it"
+    for replier, rounds in conversations:
+        change = _compare(chat, mode, replier, rounds)
+        if change is not None and replier not in changes.setdefault(change, []):
+            changes[change].append(replier)
+    for change, repliers in changes.items():
+        yield f"{change} after a reply of {' or '.join(repliers)}. Trajectories keep every turn as the model saw it"
 
 
-def _compare(chat: _Chat, mode: str, who: str, rounds: Sequence[Messages]) -> str | None:
-    """Run through a conversation whose turns get these replies; the change that the template makes to earlier turns."""
+def _compare(chat: _Chat, mode: str, replier: str, rounds: Sequence[Messages]) -> str | None:
+    """Simulate a conversation with one model turn before each of `rounds`, the replies to it.
+
+    Returns the change that the template makes to earlier turns; None: it makes none.
+    """
     probe = _Probe(chat)
     messages, before = probe.first, chat.write(probe.first, ask=True)
-    feeds = [_Feed(chat, end, chat.encode(before)) for end in _ends_to_try(chat)]
+    contexts = [_Context(chat, end, chat.encode(before)) for end in _ends_to_try(chat)]
     for number, replies in enumerate(rounds):
         answer = probe.answer(number, replies)
-        turn = chat.turns.turn_text(messages, answer, probe.said(number))
+        turn = chat.turns.turn_text(messages, answer, probe.final_text(number))
         messages = [*messages, answer, *chat.style.written(replies)]
         after = chat.write(messages, ask=True)
         change = probe.change(before, after, number)
         if turn is not None and after.startswith(before if change is None else before + turn):
             whole = chat.encode(after)
-            for feed in feeds:
-                feed.add(before, turn, replies)
-                feed.compare(whole, mode, who)
+            for context in contexts:
+                context.add(before, turn, replies)
+                context.compare(whole, mode, replier)
         if change is not None:
             return change
         before = after
@@ -92,62 +95,62 @@ def _compare(chat: _Chat, mode: str, who: str, rounds: Sequence[Messages]) -> st
 
 
 def _ends_to_try(chat: _Chat) -> list[int | None]:
-    """The end tokens that are marks rather than text; None: a turn that was cut."""
+    """The end tokens that are added tokens of the tokenizer, not text; None stands for a truncated turn."""
     marks = chat.turns.mark_ids
     return [None, *sorted(chat.ends & marks)]
 
 
-class _Feed:
-    """The tokens fed to a model that ends all its turns with one token."""
+class _Context:
+    """The context of a simulated model that ends every turn with the same token."""
 
     def __init__(self, chat: _Chat, end: int | None, start: list[int]) -> None:
-        """`end` is None for turns that are cut."""
+        """`end`: id of the end token; None: all turns are truncated. `start`: token ids of the prompt."""
         self._chat, self._end = chat, end
-        self._fed = start
-        """With the template's end tokens in place of those sampled."""
+        self._token_ids = start
+        """With the template's end tokens in place of the sampled ones, for the comparison."""
         self._exact = True
-        """False: a turn is followed by plain text, which the template's tokens may be merged with."""
+        """False: plain text follows a turn, and the template may tokenise both together."""
 
     def add(self, before: str, turn: str, replies: Messages) -> None:
-        """A turn of the model after the text `before`, and the replies to it."""
+        """Append a turn of the model, which follows the text `before`, and the replies to it."""
         chat, start = self._chat, self._chat.encode(before)
         sampled = chat.encode(before + turn)
         sampled = sampled[len(start) :] if sampled[: len(start)] == start else chat.encode(turn)
-        ended = [] if self._end is None else [self._end]
-        suffix, end = chat.suffix(replies, sampled + ended), chat.turns.after_turn(replies)
-        self._exact &= bool(end.token or end.role_token)
-        if ended:
-            if end.token:
-                ended = chat.encode(end.token)
-            elif not end.role_token or chat.encode(end.role_token) != ended:
-                ended = []
-        self._fed = self._fed + sampled + ended + suffix
+        end_ids = [] if self._end is None else [self._end]
+        suffix, turn_end = chat.suffix(replies, sampled + end_ids), chat.turns.after_turn(replies)
+        self._exact &= bool(turn_end.token or turn_end.role_token)
+        if end_ids:
+            if turn_end.token:
+                end_ids = chat.encode(turn_end.token)
+            elif not turn_end.role_token or chat.encode(turn_end.role_token) != end_ids:
+                end_ids = []
+        self._token_ids = self._token_ids + sampled + end_ids + suffix
 
-    def compare(self, whole: list[int], mode: str, who: str) -> None:
-        """Raise ValueError where the tokens fed are not those of the whole conversation."""
-        if self._fed == whole:
+    def compare(self, whole: list[int], mode: str, replier: str) -> None:
+        """Raise ValueError if the tokens differ from `whole`, those of the whole conversation."""
+        if self._token_ids == whole:
             return
-        fed, written = self._chat.decode(self._fed), self._chat.decode(whole)
-        if fed == written and not self._exact:
+        ours, theirs = self._chat.decode(self._token_ids), self._chat.decode(whole)
+        if ours == theirs and not self._exact:
             return
-        same = "".join(fed.split()) == "".join(written.split())
-        if same and mode == "ignore_strippable":
+        only_white_space = "".join(ours.split()) == "".join(theirs.split())
+        if only_white_space and mode == "ignore_strippable":
             return
-        what = "white space" if same else "text"
-        remedy = f"{KEY}=ignore_strippable passes over that" if same else f"{KEY}=disable goes on all the same"
-        ended = (
-            "a turn that was cut" if self._end is None else f"a turn that ended with {self._chat.decode([self._end])}"
-        )
+        difference = "white space" if only_white_space else "text"
+        remedy = f"Set {KEY}=disable to skip this check"
+        if only_white_space:
+            remedy = f"Set {KEY}=ignore_strippable to ignore differences in white space"
+        turn = "a truncated turn" if self._end is None else f"a turn that ends with {self._chat.decode([self._end])}"
         raise ValueError(
-            f"{KEY} = {mode}: once {who} answered {ended}, tokens appended turn by turn are not those of the chat"
-            f" template ({what}): {fed[-_SHOWN:]!r} for {written[-_SHOWN:]!r}. {remedy}."
+            f"{KEY} = {mode}: after a reply of {replier} to {turn}, tokens appended turn by turn are not those of the"
+            f" chat template (different {difference}): {ours[-_SHOWN:]!r} instead of {theirs[-_SHOWN:]!r}. {remedy}."
         )
 
 
 class _Probe:
-    """Messages whose parts can be located in the text that the template makes of them."""
+    """A conversation whose parts can be located in the text that the template renders."""
 
-    SYSTEM = "Be kind to probes."
+    SYSTEM = "System prompt of the probe."
 
     def __init__(self, chat: _Chat) -> None:
         self._chat = chat
@@ -160,29 +163,29 @@ class _Probe:
         self._prompt = text[len(chat.write(self.first, ask=False)) :]
         self._thinks = "think>" in str(chat.template) and "</think>" not in self._prompt
 
-    def said(self, number: int) -> str:
-        """The end of an answer's content, and the argument of its calls."""
+    def final_text(self, number: int) -> str:
+        """The text at the end of an answer's content, which is also the argument of its tool calls."""
         return f"Answer {number}."
 
     def answer(self, number: int, replies: Messages) -> Message:
         """The assistant's message before these replies."""
-        said = self.said(number)
-        text = f"<think>\n{self._thought(number)}\n</think>\n\n{said}" if self._thinks else said
-        return self._chat.style.answer(text, replies, said)
+        final = self.final_text(number)
+        text = f"<think>\n{self._thought(number)}\n</think>\n\n{final}" if self._thinks else final
+        return self._chat.style.answer(text, replies, final)
 
     def change(self, before: str, after: str, number: int) -> str | None:
-        """The change that the template made to the turns before, in words."""
+        """A description of the change that the template made to earlier turns; None: it made none."""
         if self._thinks and any(self._thought(earlier) not in after for earlier in range(number + 1)):
-            return "leaves out what the model thought in earlier turns"
+            return "drops the thinking of earlier turns"
         if after.startswith(before):
             return None
-        for what, text in (("the system prompt", self.SYSTEM), ("the list of tools", self._chat.tool_name)):
+        for part, text in (("the system prompt", self.SYSTEM), ("the list of tools", self._chat.tool_name)):
             if text in before and before.find(text) != after.find(text):
-                return f"moves or leaves out {what}"
-        place = next(place for place, (old, new) in enumerate(zip(before, after + "\0", strict=False)) if old != new)
-        if place >= len(before) - len(self._prompt):
-            return f"does not repeat {before[place:]!r} of its generation prompt in earlier turns"
-        return f"writes {after[place : place + 40]!r} for {before[place : place + 40]!r} in earlier turns"
+                return f"moves or leaves out {part}"
+        start = next(index for index, (old, new) in enumerate(zip(before, after + "\0", strict=False)) if old != new)
+        if start >= len(before) - len(self._prompt):
+            return f"does not repeat {before[start:]!r} of its generation prompt in earlier turns"
+        return f"writes {after[start : start + 40]!r} instead of {before[start : start + 40]!r} in earlier turns"
 
     def _thought(self, number: int) -> str:
         return f"Thought {number}."

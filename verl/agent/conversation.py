@@ -1,4 +1,7 @@
-"""A row as a conversation, for a reward model that has its own chat template, where the loop does not give one."""
+"""Derive the messages of a row from its tokens, for reward models with their own chat template.
+
+Used for agent loops that do not return `AgentLoopOutput.messages`.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ def conversation_of(
 ) -> list[dict[str, Any]]:
     """The messages of a row up to the model's last answer.
 
-    `prompts` are the messages of known prompts, `templated` those that a loop's chat template wrote, both by their
-    token ids. Another prompt is one user message. Replies that no template wrote are part of the answer around them.
+    `prompts` and `templated` map token ids to messages: of the data's prompts, and of calls of the loop's
+    `apply_chat_template`. An unknown prompt becomes one user message; replies with unknown tokens become part of the
+    surrounding answer.
     """
 
     def text(token_ids: Sequence[int]) -> str:
@@ -27,7 +31,7 @@ def conversation_of(
     start = tuple(int(token) for token in row.prompt_ids)
     prompt = {**templated, **prompts}.get(start, [{"role": "user", "content": text(start)}])
     messages = [dict(message) for message in prompt]
-    last = max((place for place, turn in enumerate(row.turns) if turn.source == "model"), default=-1)
+    last = max((index for index, turn in enumerate(row.turns) if turn.source == "model"), default=-1)
     answer: list[int] = []
     for turn in row.turns[: last + 1]:
         token_ids = tuple(int(token) for token in turn.token_ids)

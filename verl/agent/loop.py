@@ -78,7 +78,7 @@ class AgentLoopOutput:
     reward_score: float | None = None
     """Set: the trajectory is not scored any further. Of several outputs the last one's counts."""
     num_turns: int = 0
-    """Turns that this output adds to its trajectory; 0 in all outputs: prompts, answers and replies are counted."""
+    """Turns that this output adds to its trajectory. If 0 in all outputs, prompts, answers and replies are counted."""
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     """Columns of the trajectory's rows."""

@@ -46,7 +46,7 @@ def trajectory_of(
     outputs = outputs if most is None else [most.held(output) for output in outputs]
     made = [_row_of(output, answers) for output in outputs]
     for output, one, reason in zip(outputs, made, answers.reasons_without_answer(outputs), strict=True):
-        _end(one.row, output.finish_reason or reason)
+        _set_finish_reason(one.row, output.finish_reason or reason)
     status: Status = "aborted" if made[-1].row.finish_reason == "abort" else "finished"
     extra: dict[str, Any] = {}
     for output in outputs:
@@ -172,8 +172,8 @@ def _row_of(output: AgentLoopOutput, answers: _Answers) -> _Made:
     return _Made(Row(output.prompt_ids, turns, output.messages), unmatched)
 
 
-def _end(row: Row, reason: str | None) -> None:
-    """Set the finish reason of the row, if one is given. A row without a model turn gets an empty one that has it."""
+def _set_finish_reason(row: Row, reason: str | None) -> None:
+    """Set the finish reason of the last model turn; None keeps it. A row without a model turn gets an empty one."""
     if reason is None:
         return
     last = next((turn for turn in reversed(row.turns) if turn.source == "model"), None)
@@ -184,15 +184,15 @@ def _end(row: Row, reason: str | None) -> None:
 
 
 def _count_turns(rows: Sequence[Row]) -> int:
-    """Prompts and turns of all rows; those that several rows begin with are counted once."""
-    ends = set()
+    """The number of prompts and turns of all rows. A beginning that several rows share is counted once."""
+    prefixes = set()
     for row in rows:
         prefix = hashlib.blake2b(digest_size=16)
         for token_ids in (row.prompt_ids, *(turn.token_ids for turn in row.turns)):
             if len(token_ids):
                 prefix.update(np.asarray(token_ids, np.int64).tobytes())
-                ends.add(prefix.digest())
-    return len(ends)
+                prefixes.add(prefix.digest())
+    return len(prefixes)
 
 
 def _add_rewards(turns: Sequence[Turn], earned: Iterable[tuple[int, float]]) -> None:
@@ -218,14 +218,14 @@ class _Said:
     versions: list[int] = field(default_factory=list)
     drawn: list[float] = field(default_factory=list)
     finish_reason: str | None = None
-    """Of the last answer that the run holds any of."""
+    """Finish reason of the last answer that has tokens in this run; None: there is none."""
     knows_drawn: bool = True
     routed_experts: Any = None
     unmatched: list[int] = field(default_factory=list)
     """Places in the run that no answer has."""
 
     def take(self, output: Any, count: int, position: int) -> None:
-        """The first `count` tokens of an answer, which stand at `position` of the row."""
+        """Add the first `count` tokens of an answer, which are at `position` of the row."""
         self.log_probs += output.log_probs[:count]
         self.versions += output.versions[:count]
         self.drawn += output.sampled_log_probs[:count] or [NAN] * count
@@ -284,7 +284,7 @@ class _Answers:
                 later = [place for place in self._at if position < place < end]
                 count = min(later, default=end) - position
                 said.miss(count)
-                # A loop that edits an answer from its first token on still has it from this call.
+                # The loop edited this call's answer from its first token on: the finish reason is still the call's.
                 said.finish_reason = said.finish_reason if call is None else call.output.finish_reason
             position += count
         if said.finish_reason is None:
@@ -292,10 +292,11 @@ class _Answers:
         return said
 
     def reasons_without_answer(self, outputs: Sequence[AgentLoopOutput]) -> list[str | None]:
-        """For each row the finish reason of the last call that continued it and added nothing to it, because there was
-        no room or it was aborted; None where there is no such call.
+        """Per row, the finish reason of the last call that continued the row and returned no tokens (no room) or was
+        aborted; None: there is no such call.
 
-        A call belongs to the row that shares most with it. The trajectory's last call belongs to the last row, too.
+        A call belongs to the row with which its prompt has the most tokens in common. The trajectory's last call also
+        belongs to the last row.
         """
         reasons: list[str | None] = [None] * len(outputs)
         for call in self._unanswered:
@@ -307,8 +308,8 @@ class _Answers:
         return reasons
 
     def _longest(self, ids: list[int], position: int, end: int) -> tuple[Call | None, int]:
-        """Of the answers to exactly what stands before the position, the one that goes on longest as the row does, and
-        how many of its tokens do. Of equal ones a whole answer is preferred, then the later one."""
+        """Of the calls whose prompt is `ids[:position]`, the one whose answer has the most leading tokens in common
+        with the row from `position` on, and the number of these tokens. Ties: a whole answer, then the later call."""
         best: tuple[Call | None, int, bool] = None, 0, False
         for call in self._at.get(position, ()):
             count = _common(call.output.token_ids, ids, position, end)
@@ -323,13 +324,12 @@ def _adds_nothing(call: Call) -> bool:
 
 
 def _shared(prompt_ids: list[int], output: AgentLoopOutput) -> int:
-    """Tokens that a prompt shares with a row; -1 where it is not what the row's last sampled token was followed by."""
+    """The number of tokens that a prompt shares with a row; -1 if it does not continue the row's last sampled token."""
     ids = [*output.prompt_ids, *output.response_ids]
-    after = next(
-        (place for place, mask in enumerate(reversed(output.response_mask)) if mask), len(output.response_mask)
-    )
+    mask = output.response_mask
+    trailing = next((index for index, sampled in enumerate(reversed(mask)) if sampled), len(mask))
     count = min(len(prompt_ids), len(ids))
-    follows = len(prompt_ids) >= len(ids) - after and prompt_ids[:count] == ids[:count]
+    follows = len(prompt_ids) >= len(ids) - trailing and prompt_ids[:count] == ids[:count]
     return count if follows else -1
 
 

@@ -27,7 +27,7 @@ class Call:
     output: Output
     seconds: float = 0.0
     context_start: int = 0
-    """Length of the prompt that its context began with."""
+    """Number of tokens in the prompt with which the context of this call began."""
 
     def continued_by(self, prompt_ids: list[int]) -> bool:
         """Whether a prompt extends this call's prompt and answer; the answer's end token may have been stripped."""
@@ -61,7 +61,7 @@ class Record:
     partial: Partial | None = None
     """Of the first answer, while it was under way, as last noted, or as another process left it."""
     templated: dict[tuple[int, ...], list[dict[str, Any]]] = field(default_factory=dict)
-    """Messages by the token ids that the loop's chat template gave for them."""
+    """Messages that the loop rendered with `apply_chat_template`, by the resulting token ids."""
 
     @classmethod
     def of(cls, seed: int, step: int, uid: str, sample_index: int) -> Record:
@@ -78,10 +78,10 @@ class Record:
         return sum(call.output.preemptions for call in self.calls)
 
     def context_start(self, prompt_ids: list[int]) -> int:
-        """Length of the prompt that the context of these tokens began with.
+        """Number of tokens in the prompt with which the context of `prompt_ids` began.
 
-        A context continues an earlier call if it contains that call's answer. One that only begins with an earlier
-        prompt was rewritten: it is a prompt of its own.
+        `prompt_ids` continue the context of an earlier call if they contain its prompt and answer. Otherwise they are
+        the prompt of a new context, also if they begin with an earlier prompt.
         """
         earlier = [call for call in self.calls if call.continued_by(prompt_ids)]
         if not earlier:
@@ -89,7 +89,7 @@ class Record:
         return max(earlier, key=lambda call: len(call.prompt_ids)).context_start
 
     def left(self, prompt_ids: list[int], most: int) -> int:
-        """Response tokens that the context of these tokens may still get, of `most`."""
+        """The number of response tokens that remain in the context of `prompt_ids`, of `most` per context."""
         most = most if self.most is None else min(most, self.most)
         return most - (len(prompt_ids) - self.context_start(prompt_ids))
 

@@ -187,7 +187,7 @@ class Replica:
 
 
 def _joined(first: Output | None, then: Output, prompt: int | None = None) -> Output:
-    """Two consecutive pieces of one answer; `prompt`: tokens before the first one, where that is the answer's first."""
+    """Join two consecutive pieces of an answer. `prompt`: the prompt's length if `first` begins the answer."""
     if first is None:
         return then
     joined = Output(first.token_ids + then.token_ids, first.log_probs + then.log_probs, first.versions + then.versions)

@@ -61,7 +61,7 @@ def read_tool_files(config: MultiTurnConfig) -> ToolFiles:
     tells all problems."""
     report = Report()
     files = parse_tool_files(config, report)
-    # What does not import is said here too, before processes are started that would meet it.
+    # Import errors are reported here, before worker processes are started.
     for entry in files.entries:
         entry.load(report)
     for user in files.interactions:
@@ -73,7 +73,7 @@ def read_tool_files(config: MultiTurnConfig) -> ToolFiles:
 
 
 def parse_tool_files(config: MultiTurnConfig, report: Report) -> ToolFiles:
-    """The content of the same files, without importing any code; problems go to the report."""
+    """Read the files that `read_tool_files` reads, without importing user code; problems are added to `report`."""
     functions = None
     if config.function_tool_path is not None:
         try:

@@ -40,7 +40,7 @@ class ToolAgentLoop(AgentLoopBase):
     chats: ClassVar[dict[str, Chat]]
     """By the tools that a row may use."""
     end_token_ids: ClassVar[frozenset[int]] = frozenset()
-    """Ids with which the engine ends a turn."""
+    """Ids of the tokens at which the engine ends a turn."""
 
     @classmethod
     def init_class(

@@ -28,13 +28,10 @@ def visible_gpus() -> int:
 
 
 def has_no_gpu() -> bool:
-    """No GPU of any kind that torch calls cuda can be used here: NVIDIA (also Jetson, WSL) or AMD."""
-    others = ("/dev/kfd", "/dev/nvmap", "/dev/dxg")
-    hidden = (os.environ.get("CUDA_VISIBLE_DEVICES") or "").strip() in (
-        "",
-        "-1",
-    ) and "CUDA_VISIBLE_DEVICES" in os.environ
-    return visible_gpus() == 0 and (hidden or not any(Path(device).exists() for device in others))
+    """Whether this process can use no GPU of torch's device type cuda: NVIDIA (also Jetson, WSL) or AMD."""
+    device_files = ("/dev/kfd", "/dev/nvmap", "/dev/dxg")  # AMD, Jetson, WSL
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1")
+    return visible_gpus() == 0 and (hidden or not any(Path(file).exists() for file in device_files))
 
 
 def gpu_memory() -> tuple[int, str] | None:
@@ -83,7 +80,7 @@ def host_memory_available() -> int:
 
 
 def host_memory_total() -> int:
-    """Return the bytes of memory of this machine, or of its container."""
+    """Return the installed memory of this machine, or the limit of its container, in bytes."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and limit.read_text().strip() != "max":
@@ -93,11 +90,12 @@ def host_memory_total() -> int:
 
 @dataclass(frozen=True)
 class MemoryState:
-    """Host memory at one moment, and how often the kernel's OOM killer has run (None: unknown)."""
+    """Host memory in bytes at one moment."""
 
     available: int
     total: int
     oom_kills: int | None
+    """Processes that the kernel's OOM killer has killed so far; None: unknown."""
 
 
 def memory_state() -> MemoryState:
@@ -106,7 +104,10 @@ def memory_state() -> MemoryState:
 
 
 def oom_kills() -> int | None:
-    """Count the processes killed for memory in the cgroup of this process, or on the whole machine if it has none."""
+    """Return how many processes the OOM killer has killed: in the cgroup of this process, or else on the machine.
+
+    None: there is no counter.
+    """
     for counters in (*_cgroup_counters(), Path("/proc/vmstat")):
         if counters.is_file():
             lines = (line.split() for line in counters.read_text().splitlines())
@@ -117,7 +118,7 @@ def oom_kills() -> int | None:
 
 
 def _cgroup_counters() -> list[Path]:
-    """Files of this process's memory cgroup that count kills: version 2, version 1."""
+    """Files with the OOM kill counter of this process's memory cgroup (version 2 or 1)."""
     memberships, root = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
     files = []
     for line in memberships.read_text().splitlines() if memberships.exists() else ():

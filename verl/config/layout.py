@@ -88,7 +88,7 @@ def scored_by_model(config: PPOConfig) -> bool:
 
 
 def runs_own_loop(config: PPOConfig) -> bool:
-    """Rows without an `agent_name` run in an agent loop of the user, which may return the score itself."""
+    """Whether rows without an `agent_name` run in the user's own agent loop, which may return the score itself."""
     return config.actor_rollout_ref.rollout.agent.default_agent_loop not in names.AGENT_LOOPS
 
 

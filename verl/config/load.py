@@ -20,7 +20,7 @@ B = TypeVar("B", bound=Block)
 Config = PPOConfig | DictConfig | Mapping[str, Any]
 Given = Block | DictConfig | Mapping[str, Any] | None
 Preflight = Callable[[Any, Report], None]
-"""Called with the resolved configuration (a `root`) and the report that collects its problems."""
+"""Called with the resolved configuration (an instance of `root`) and the report to which it adds problems."""
 
 # Where the command line notes which options of our groups were chosen when Hydra cannot (verl.trainer.main_ppo).
 GROUPS_KEY = "_groups_"
@@ -54,7 +54,8 @@ def load_config(
 
     `cfg` holds some or all blocks; `overrides` are `key=value` (or `group=option`) on top. `check_files=False` leaves
     out what depends on this machine and version: files, folders, packages, and what is not built yet. `preflight`
-    adds the problems that the program itself can detect before it starts. Raises ConfigError with all problems.
+    adds problems that the program can detect before it starts (data files, user code, devices). Raises ConfigError
+    with all problems.
     """
     if isinstance(cfg, root):
         if not overrides:

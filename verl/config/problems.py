@@ -60,7 +60,7 @@ class Report:
         self.add(Problem(key, value, why, fix, tuple(involves)))
 
     def statement(self, key: str, value: Any, text: str) -> None:
-        """Report `text`, which names the place and the remedy itself."""
+        """Report `text`, which already names the place and the remedy."""
         self.add(Statement(key, value, text, ""))
 
     def add(self, problem: Problem) -> None:

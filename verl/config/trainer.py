@@ -32,7 +32,7 @@ class RunConfig(Block):
         "Where checkpoints go.", null="./checkpoints/<project_name>/<experiment_name>", path=True
     )
     tracking_dir: str | None = key(
-        "Where file and tensorboard write, and the id of a wandb run is kept.",
+        "Folder of the trackers file and tensorboard, and of the id of the wandb run.",
         null="./runs/<project_name>/<experiment_name>",
         path=True,
     )
@@ -41,7 +41,7 @@ class RunConfig(Block):
         "auto: the newest whole checkpoint in default_local_dir.", choices=("auto", "disable", "resume_path")
     )
     used_dir: str = key(
-        "With resume_mode=disable, steps in default_local_dir (and copies): moved into before_<time>, or refused.",
+        "With resume_mode=disable: move steps of an earlier run (and copies) into before_<time>, or refuse to start.",
         choices=("move_aside", "refuse"),
     )
     resume_from_path: str | None = key("The global_step_N folder of resume_path.", null="not set", path=True)
@@ -139,7 +139,7 @@ class RayInitConfig(Block):
         "CPUs Ray may use.", null="detected", min=1, aliases=("../ray_kwargs.ray_init.num_cpus",)
     )
     start_timeout: float | None = key(
-        "Seconds that Ray may take to start.", null="120, times the load average per core of a busy machine", above=0
+        "Seconds that Ray may take to start.", null="120, multiplied by the load average per core (1 to 10)", above=0
     )
 
 

@@ -299,11 +299,11 @@ def run_rules(trainer: RunConfig, report: Report) -> None:
 
 
 def _name_stays_inside(key: str, name: str, report: Report) -> None:
-    """The names are parts of folders (checkpoints/<project_name>/<experiment_name>, those of trackers)."""
+    """Report a name that is empty, absolute or begins with `..`: names are parts of checkpoint and tracker folders."""
     parts = os.path.normpath(name).split(os.sep)
     if not name.strip() or parts[0] in ("", ".", "..") or "\0" in name:
-        why = "is part of the run's folder and must name a folder inside it"
-        report.problem(key, name, why, "Set a plain name; trainer.default_local_dir sets the whole folder")
+        why = "is part of the checkpoint path (checkpoints/<project_name>/<experiment_name>) and leads out of it"
+        report.problem(key, name, why, "Set a plain name. For another folder set trainer.default_local_dir")
 
 
 def _user_code(config: PPOConfig, report: Report) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_SHORT = 5
+_SHORT_NAME = 5  # characters
 
 
 def divisors(number: int) -> list[int]:
@@ -30,6 +30,6 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
     In a short name one letter changes the meaning (`dpo`, `gdpo`): its first letter must be the same.
     """
-    names = [each for each in known if len(name) > _SHORT or each[:1].lower() == name[:1].lower()]
+    names = [other for other in known if len(name) > _SHORT_NAME or other[:1].lower() == name[:1].lower()]
     near = difflib.get_close_matches(name, names, n=1)
     return near[0] if near else None

@@ -144,9 +144,9 @@ class AsyncEngine:
     def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
         """Tokens from a position on of those of these requests that are under way and have more."""
         with self._changed:
-            found = {name: self._unfinished[name] for name in positions if name in self._unfinished}
+            sequences = {name: self._unfinished[name] for name in positions if name in self._unfinished}
         pieces = {}
-        for name, sequence in found.items():
+        for name, sequence in sequences.items():
             piece = since(sequence.output, start := positions[name])
             if piece.token_ids:
                 piece.routed_experts = sequence.experts_since(start, start + len(piece.token_ids))

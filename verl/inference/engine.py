@@ -27,7 +27,7 @@ class Pending(Protocol):
         """After `wait`, of a plan that is `detailed`."""
 
     def experts(self) -> StepExperts:
-        """After `wait`, of a plan that `returns_experts`."""
+        """The experts of a plan with `returns_experts`. Call `wait` first."""
 
 
 class Runner(Protocol):

@@ -52,7 +52,10 @@ def _checked(grammar: str) -> str:
 
 
 class GrammarTokenizer:
-    """A tokenizer as grammars read it; `ends` are the tokens that end an answer. ValueError: no grammar can read it."""
+    """A tokenizer as grammars read it; `ends` are the tokens that end an answer.
+
+    Raises ValueError for a tokenizer that llguidance does not support.
+    """
 
     def __init__(self, tokenizer: Any, ends: frozenset[int]) -> None:
         _library()

@@ -66,8 +66,8 @@ class KVMemory:
         self._experts = table.unflatten(0, (-1, self.block_size))
 
     def experts_at(self, slots: torch.Tensor) -> torch.Tensor:
-        """[tokens, layers, k], a copy on the device: of the tokens whose KV is at `slots` [tokens]."""
-        assert self._experts is not None, "experts are not noted"
+        """Experts [tokens, layers, k] of the tokens whose KV is at `slots` [tokens], as a copy on the device."""
+        assert self._experts is not None, "this KV memory stores no experts"
         return self._experts.flatten(0, 1)[slots]
 
     @property

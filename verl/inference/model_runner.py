@@ -35,7 +35,7 @@ class Pending:
         details: Callable[[], StepDetails] | None = None,
         experts: list[torch.Tensor] | None = None,
     ) -> None:
-        """`experts` [tokens, layers, k]: of the sampled positions, then of each prefill's context."""
+        """`experts`: [tokens, layers, k] of the positions sampled from, then of each prefill's context."""
         log_probs = torch.stack(sampled[1:])
         self._tokens, self._log_probs, self._done = sampled.tokens, log_probs, None
         self._details, self._experts = details, experts
@@ -128,9 +128,9 @@ class ModelRunner:
         return Pending(sampled, details, self._experts(plan, inputs) if plan.returns_experts else None)
 
     def _experts(self, plan: StepPlan, inputs: StepInputs) -> list[torch.Tensor]:
-        """[tokens, layers, k]: of the positions that were sampled from, then of each prefill's context.
+        """Experts as tensors [tokens, layers, k]: of the positions sampled from, then of each prefill's context.
 
-        They are read within the step: a later one may give the blocks to another sequence.
+        They are read within the step: a later step may assign the KV blocks to another sequence.
         """
         sampled_from = self._slots(self._tables, inputs.sample_rows, inputs.sample_positions - 1)
         parts = [self.kv.experts_at(sampled_from)]

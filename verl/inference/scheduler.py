@@ -28,7 +28,7 @@ class Scheduler:
     `schedule` may run ahead of `settle`: a sequence is planned on while its last token is known to the device only.
     A step computes at most `max_num_batched_tokens` tokens. With `chunked_prefill` the running sequences are decoded in
     every step and prompts are cut to fill it up; without, a step either decodes or computes whole prompts (cut only if
-    longer than a step). With `returns_experts` steps return the experts of every sampling pass.
+    longer than a step). With `returns_experts`, steps return the experts of every forward pass that samples.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class Sequence:
             self.output.top_log_probs = [*earlier.top_log_probs, *([[]] * (count - len(earlier.top_log_probs)))]
         self.output.routed_experts = earlier.routed_experts
         self.experts: list[ExpertEntry] = split_entries(earlier.routed_experts, len(self.prompt_ids), count)
-        """One entry per generated token, of engines that return experts; appended before the token's version."""
+        """One entry per generated token, if the engine returns experts; appended before the token's version."""
         self.token_ids = self.prompt_ids + self.output.token_ids
         """Prompt and generated tokens, as far as the host knows them."""
         self.in_flight = 0
@@ -111,7 +111,7 @@ class Sequence:
         return len(self.token_ids) + self.in_flight
 
     def experts_since(self, position: int, end: int | None = None) -> np.ndarray | None:
-        """[rows, layers, k] that the generated tokens from `position` to `end` added; None: not known."""
+        """Experts [tokens, layers, k] in the entries of generated tokens `position` to `end`; None: not known."""
         return join_entries(self.experts[position:end], len(self.prompt_ids), position)
 
     def is_finished(self) -> bool:
@@ -174,23 +174,24 @@ def accept_details(plan: StepPlan, rows: list[Sequence], scored: list[Sequence],
 
 
 def accept_experts(plan: StepPlan, rows: list[Sequence], experts: StepExperts) -> None:
-    """Give each row the experts of the pass that sampled its token, with those of its context if it is its first.
+    """Append to each sequence the experts of the forward pass that sampled its token; for its first token also those
+    of its context.
 
-    Goes before `accept_tokens`, so that a token whose version is there has its experts.
+    Called before `accept_tokens`, so that a token with a version always has its experts.
     """
     contexts: list[np.ndarray | None] = []
-    read = iter(experts.contexts)
+    unassigned = iter(experts.contexts)
     for prefill in plan.prefills:
-        context = next(read) if prefill.context_experts else None
+        context = next(unassigned) if prefill.context_experts else None
         contexts += [context] * len(prefill.samples)
     contexts += [None] * len(plan.decodes)
     for row, (sequence, context) in enumerate(zip(rows, contexts, strict=True)):
         if not sequence.done:
-            own = experts.sampled[row : row + 1]
+            sampled = experts.sampled[row : row + 1]
             if context is not None and not sequence.experts:
-                sequence.experts.append(join_pieces(context, len(context), own))
+                sequence.experts.append(join_pieces(context, len(context), sampled))
             else:
-                sequence.experts.append(own)
+                sequence.experts.append(sampled)
 
 
 def _require_finite(rows: list[Sequence], tokens: list[int], log_probs: list[float], version: int) -> None:

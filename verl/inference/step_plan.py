@@ -32,7 +32,7 @@ class Prefill:
     """The tokens after its first ones, to be told their log-probs and `top` likelier ones."""
     top: int = 0
     context_experts: int = 0
-    """The first so many tokens of its sequence are reported with their experts; they may come from the prefix cache."""
+    """Number of leading tokens of its sequence whose experts are returned; their KV may come from the prefix cache."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class StepPlan:
     detailed: bool = False
     """There are `top_rows`, or prefills with `targets`."""
     returns_experts: bool = False
-    """The experts of every sampling pass are returned."""
+    """The step returns the experts of every forward pass that samples."""
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class StepDetails:
 
 @dataclass(slots=True)
 class StepExperts:
-    """Experts of a step's tokens, of a plan with `returns_experts`."""
+    """Experts of a step's tokens, for a plan with `returns_experts`."""
 
     sampled: np.ndarray
     """[samples, layers, k]: of the tokens whose hidden states were sampled from, in the order of `sample_slots`."""

@@ -169,7 +169,7 @@ def _possible(config: Block, remedy: Remedy, now: Any) -> Iterator[Any]:
 
 def _advice(changes: list[Change], fits: bool, freeing: bool) -> str:
     """`freeing`: it would fit if other processes held no host memory."""
-    free = "stop other processes of this machine that hold memory (`ps aux --sort=-rss` lists them)"
+    free = "stop other processes on this machine that hold memory (`ps aux --sort=-rss` lists them)"
     if freeing and not fits:
         return free
     said = "; ".join(f"{number}) {change}" for number, change in enumerate(changes, start=1))

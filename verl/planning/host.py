@@ -32,9 +32,9 @@ class HostMemory:
     total: int
     holds_files: bool = False
     installed: int | None = None
-    """All memory of the node, or of its container; None: unknown."""
+    """Bytes of memory that the node, or its container, has in all; None: unknown."""
     used: int = 0
-    """What other processes hold of it."""
+    """Bytes of it that running processes hold."""
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,9 @@ class MemoryPlan:
     no_snapshot: Mapping[str, float] = field(default_factory=dict)
     """By block: the bytes of host memory that a copy of its checkpoints lacks; 0 where it has room."""
     installed: int | None = None
-    """All memory of the host; None: unknown."""
+    """Bytes of memory that the host has in all; None: unknown."""
     used: int = 0
-    """Host memory that other processes hold."""
+    """Bytes of host memory that other processes hold."""
 
     @property
     def fullest(self) -> PhaseMemory:
@@ -91,7 +91,7 @@ class MemoryPlan:
         return sum(phase.excess for phase in self.phases)
 
     def limited_by_host(self, phase: PhaseMemory) -> bool:
-        """Whether the room of a phase is host memory: on a CPU, that of its devices is too."""
+        """Whether host memory limits a phase: a host phase, or any phase of a run on CPUs."""
         return phase.on_host or (self.device is not None and self.device.kind == "cpu")
 
     def fits_if_alone(self, phase: PhaseMemory) -> bool:

@@ -59,9 +59,9 @@ def common_batch_size(tensors: Mapping[str, torch.Tensor], dims: int) -> tuple[i
 
 
 def as_tensordict(batch: TensorDict | Mapping[str, torch.Tensor] | None) -> TensorDict | None:
-    """A TensorDict, or a dict of tensors with a common first dimension, in the container that reads aliases.
+    """Convert a TensorDict, or a dict of tensors with a common first dimension, to `TensorColumns`.
 
-    Other kinds of TensorDict (lazily stacked, memory-mapped) stay what they are.
+    Other kinds of TensorDict (lazily stacked, memory-mapped) are returned unchanged.
     """
     if isinstance(batch, TensorDict) and not isinstance(batch, TensorColumns):
         return TensorColumns(dict(batch.items()), batch_size=batch.batch_size, device=batch.device)

@@ -40,7 +40,7 @@ class ObjectColumns(dict[str, Any]):
 
 
 def aliased_value(name: str, value: Any) -> Any:
-    """What the alias `name` reads of a stored column (an object array) or of one of its entries."""
+    """The value of the alias `name`, from a stored column (an object array) or from one of its entries."""
     entry = ALIASES[name].entry
     if entry is None:
         return value

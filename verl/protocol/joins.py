@@ -43,7 +43,7 @@ def _add_columns(merged: Any, other: Any) -> Any:
 def continued_columns(prompts: Mapping[str, torch.Tensor], generated: Mapping[str, torch.Tensor]) -> list[str]:
     """Sequence columns of a batch of prompts [B, P] that a generated batch continues with its responses [B, P+R].
 
-    A union takes them from the generated batch. Raises ValueError where it has other prompts; their padding may differ.
+    A union takes them from the generated batch. Raises ValueError if the prompts differ; their padding may differ.
     """
     both = [key for key in prompts.keys() if key in generated.keys()]
     names = [key for key in both if key in COLUMNS and COLUMNS[key].axis == SEQUENCE]
@@ -53,16 +53,19 @@ def continued_columns(prompts: Mapping[str, torch.Tensor], generated: Mapping[st
     width = generated["prompts"].shape[1]
     mask = generated["attention_mask"][:, :width]
     for key in names:
-        pair = _left_padded(prompts[key], generated[key][:, :width], mask)
-        # Padding may hold anything, except in the mask itself, which must not have tokens of its own.
-        mine, theirs = pair[:2] if key == "attention_mask" else (pair[0] * pair[2], pair[1] * pair[2])
+        mine, theirs, valid = _left_padded(prompts[key], generated[key][:, :width], mask)
+        if key != "attention_mask":  # values of padding are not compared; the masks must be equal
+            mine, theirs = mine * valid, theirs * valid
         if not torch.equal(mine, theirs):
-            raise ValueError(f"union: {key!r} of the generated batch does not begin with the prompts of the other.")
+            raise ValueError(
+                f"union: {key!r} of the generated batch does not begin with the prompts of the other. Join a generated"
+                " batch with the prompts that it was generated from, in the same order."
+            )
     return names
 
 
 def _left_padded(*columns: torch.Tensor) -> list[torch.Tensor]:
-    """The columns, each [B, its width], with zeros on the left to one width."""
+    """The columns [B, width], left-padded with zeros to the largest width."""
     width = max(column.shape[1] for column in columns)
     return [torch.nn.functional.pad(column, (width - column.shape[1], 0)) for column in columns]
 

@@ -60,8 +60,8 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
     and exits when it is over: what follows in a script is done by the child alone.
     """
     runner_class = TaskRunner if task_runner_class is None else task_runner_class
-    ours = getattr(runner_class, "run", None) is TaskRunner.run
-    config = checked(config, PPOConfig, preflight=ppo_preflight if ours else basic_preflight)
+    has_own_run = getattr(runner_class, "run", None) is not TaskRunner.run
+    config = checked(config, PPOConfig, preflight=basic_preflight if has_own_run else ppo_preflight)
     logger.info(batch_plan(config).render())
     check_code_runner(config)
 
@@ -86,8 +86,8 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
 def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: bool) -> str | None:
     """The signal that ended the run, if one did, and what was given up for it.
 
-    `is_program`: nothing follows the run in this process, so a Ray that was started here is shut down: no output of an
-    actor follows the last line.
+    `is_program`: nothing follows the run in this process. A Ray cluster started here is then shut down, so that no
+    actor output follows the last log line.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

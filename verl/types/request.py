@@ -139,8 +139,8 @@ class Output:
     """How often its KV made room for others' and was computed again; only the native engine tells."""
     routed_experts: Any = field(default=None, compare=False)
     """[prompt and response tokens but the last, layers, k]: experts of a mixture that each token went through when the
-    token after it was sampled, as an array; None where the engine does not return them. Missing rows at the end are
-    not known. A piece of an output has the rows that its tokens added."""
+    token after it was sampled, as an array; None where the engine does not return them. Rows missing at the end
+    are unknown. A part of a streamed output holds the rows that its own tokens added."""
 
 
 def check_request(request: Request, max_model_len: int, grammars: bool = False) -> None:

@@ -1,9 +1,9 @@
 """Experts of the tokens of a row [tokens, layers, k], kept per sampled token like log-probs and versions.
 
-A token's entry holds the experts of the tokens that were read for it: of the first one the whole prompt, of each later
-one the token before it. So row i of the joined entries is the pass that sampled token i + 1, under the weights of that
-token's version, also if the KV was computed again later under newer weights. Plain data, no torch; numpy is imported
-where arrays are made, for the scheduler runs without it.
+The entry of a sampled token holds the experts of the input tokens of the forward pass that sampled it: the whole prompt
+for the first token, the previous token for each later one. So row i of the joined entries belongs to the pass that
+sampled token i + 1, under the weights of that token's version, even if its KV was recomputed later with newer weights.
+No torch; numpy is imported inside functions, because the scheduler must import without it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 __all__ = ["ExpertEntry", "combine_calls", "join_entries", "join_pieces", "split_entries", "unknown_experts"]
 
 ExpertEntry: TypeAlias = "np.ndarray | None"
-"""Experts of one sampled token's entry; None: not known."""
+"""The entry of one sampled token [tokens, layers, k]; None: not known."""
 
 
 def unknown_experts(like: np.ndarray, count: int) -> np.ndarray:
-    """[count, layers, k] in the shape and type of `like`: the number that no expert has."""
+    """[count, layers, k] in the type of `like`, filled with its largest value, which is no expert's id."""
     import numpy as np
 
     return np.full((count, *like.shape[1:]), np.iinfo(like.dtype).max, dtype=like.dtype)
 
 
 def split_entries(experts: np.ndarray | None, prompt: int, tokens: int) -> list[ExpertEntry]:
-    """The entries of `tokens` sampled tokens after a prompt of `prompt` tokens; None where `experts` ends before."""
+    """The entries of `tokens` sampled tokens after a prompt of `prompt` tokens; None for those beyond `experts`."""
     if experts is None:
         return [None] * tokens
     ends = range(prompt, prompt + tokens)
@@ -36,7 +36,7 @@ def split_entries(experts: np.ndarray | None, prompt: int, tokens: int) -> list[
 
 
 def join_entries(entries: Sequence[ExpertEntry], prompt: int, first: int = 0) -> np.ndarray | None:
-    """The rows of consecutive entries, the first of which is of sampled token `first`; None if none is known."""
+    """The rows of consecutive entries, beginning with that of sampled token `first`; None if no entry is known."""
     import numpy as np
 
     like = next((entry for entry in entries if entry is not None), None)
@@ -48,7 +48,7 @@ def join_entries(entries: Sequence[ExpertEntry], prompt: int, first: int = 0) ->
 
 
 def join_pieces(first: np.ndarray | None, count: int, then: np.ndarray | None) -> np.ndarray | None:
-    """`then` after the `count` rows of which `first` are known; None if none is known."""
+    """`first`, filled up with unknown experts to `count` rows, followed by `then`; None if both are None."""
     import numpy as np
 
     if first is None and then is None:
@@ -63,8 +63,8 @@ def join_pieces(first: np.ndarray | None, count: int, then: np.ndarray | None) -
 def combine_calls(earlier: np.ndarray | None, later: np.ndarray | None, start: int) -> np.ndarray | None:
     """Experts of a row after a call whose first sampled token is at `start`.
 
-    The call's rows from `start - 1` on replace the earlier ones. Rows before that stay as they were when their tokens
-    were sampled; of the later call only those are used that no earlier one has.
+    From row `start - 1` on, the later call's rows are used. Before that, the earlier rows are kept, as they were when
+    their tokens were sampled; the later call only adds rows that no earlier call has.
     """
     import numpy as np
 

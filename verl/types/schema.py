@@ -93,7 +93,7 @@ _TABLE = (
     Column("token_level_scores", RESPONSE, "float32", 0, "reward", ("advantage", "metrics", "dump"),
            "the score, on the last sampled token, and what turns earned, on theirs"),
     Column("answer_scores", ROW, "float32", None, "reward", ("metrics",),
-           "the score alone, on the row that has it, without what turns earned: whether an answer is right"),
+           "the score without turn rewards, on the row that is scored; decides whether an answer is right"),
     Column("old_log_probs", RESPONSE, "float32", 0, "actor", ("correction", "advantage", "metrics", "update_actor"),
            "under the policy before its update"),
     Column("entropys", RESPONSE, "float32", 0, "actor", (), "of the distribution that each token was sampled from"),
@@ -154,27 +154,31 @@ RESERVED = frozenset(column.name for column in _TABLE if column.made_by != _DATA
 
 @dataclass(frozen=True)
 class Alias:
-    """A name under which a column can be read while the batch has no column of that name."""
+    """Another name for a column, valid while the batch has no column of that name."""
 
     name: str
     columns: tuple[str, ...]
-    """The first of these that the batch has is read."""
+    """Candidates: the first one that the batch has is read."""
     meaning: str
     entry: str | None = None
-    """Read this key of every entry, which is a dict."""
+    """The entries are dicts: read this key of each. None: read the column itself."""
 
 
 _ALIASES = (
     Alias("ref_log_probs", ("ref_log_prob",), "the log-probs of the reference policy"),
-    Alias("rewards", ("token_level_rewards", "token_level_scores"), "the rewards; the scores before the advantages"),
-    Alias("old_log_probs", ("rollout_log_probs",), "the log-probs of the rollout until the actor has computed its own"),
+    Alias(
+        "rewards",
+        ("token_level_rewards", "token_level_scores"),
+        "the rewards; until advantages are computed, the scores",
+    ),
+    Alias("old_log_probs", ("rollout_log_probs",), "the rollout's log-probs, until the actor has computed its own"),
     Alias("ground_truth", ("reward_model",), "`ground_truth` of each row's `reward_model`", entry="ground_truth"),
 )
 ALIASES: Mapping[str, Alias] = {alias.name: alias for alias in _ALIASES}
 
 
 def stored_name(name: str, present: Container[str]) -> str:
-    """The column of a batch that is read as `name`: `name` itself where it is present, or where no alias applies."""
+    """The stored column that `name` refers to: `name` itself if it is present or has no alias that applies."""
     if name in ALIASES and name not in present:
         return next((column for column in ALIASES[name].columns if column in present), name)
     return name
@@ -213,8 +217,8 @@ _ALIAS_PAGE = """
 ## Aliases
 
 A column can also be read under these names: `data[name]`, `data.batch[name]`, `data.non_tensor_batch[name]`, their
-`get`, `select` and `pop`. An alias is not stored: it is in no list of columns, and a column that has the name itself is
-read instead. Writing to it stores a column of that name.
+`get`, `select` and `pop`. An alias is not stored: `keys()` does not contain it. If the batch has a column of that name,
+the column is read. Writing to an alias stores a column of that name.
 
 | alias | reads | meaning |
 |---|---|---|

@@ -66,7 +66,7 @@ class Row:
     prompt_ids: TokenIds
     turns: list[Turn]
     messages: list[dict[str, Any]] | None = None
-    """The same as a conversation that ends with the model's last answer, where a reward model reads it."""
+    """The row as messages, up to the model's last answer; None unless a reward model scores the run."""
 
     @property
     def response_length(self) -> int:

@@ -1,4 +1,4 @@
-"""The long operation that a process is in (the start of an engine), for status lines and for hang diagnosis."""
+"""The long operation that a process is running (such as an engine's start), for status lines and hang diagnosis."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Running:
         return Activity(self._what, step, time.monotonic() - self._start)
 
 
-# Of the whole process: it is read from other threads.
+# Per process, not per thread: other threads read it.
 _running: list[_Running] = []
 
 

@@ -81,7 +81,7 @@ def _read_entries(key: str, path: str, top: str, report: Report) -> list[Mapping
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except yaml.MarkedYAMLError as error:
-        report.problem(key, path, yaml_problem(error), "Correct it there or just above")
+        report.problem(key, path, yaml_problem(error), "Correct the file at that line or the one above")
         return []
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         report.problem(key, path, f"cannot be read: {told(error)}", "Correct the file")

@@ -1,7 +1,7 @@
 """Check users' Python code without running it: syntax, modules that cannot be found, names that are not defined.
 
-Nothing is imported, so that a check costs milliseconds and has no side effects. What depends on running the code is
-not a problem here.
+Nothing is imported, so a check takes milliseconds and has no side effects. Problems that only running the code can show
+are not reported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from verl.utils.import_utils import UserModule
 
-# What may define names that the source does not show.
+# Text of code that may define names at run time.
 _DYNAMIC = ("globals()", "exec(", "setattr(", "__getattr__", "import *")
 _DECORATOR = "function_tool"
 _SHOWN_NAMES = 12
@@ -27,7 +27,7 @@ _SHOWN_NAMES = 12
 
 @dataclass(frozen=True)
 class Source:
-    """A Python file by content."""
+    """Path and text of a Python file."""
 
     path: str
     text: str
@@ -41,7 +41,9 @@ class Source:
         """Public names that the module binds at its top level, and whether they are its own: not imported."""
         symbols = symtable.symtable(self.text, self.path, "exec").get_symbols()
         bound = {
-            each.get_name(): not each.is_imported() for each in symbols if each.is_assigned() or each.is_imported()
+            symbol.get_name(): not symbol.is_imported()
+            for symbol in symbols
+            if symbol.is_assigned() or symbol.is_imported()
         }
         return {name: own for name, own in bound.items() if not name.startswith("_")}
 
@@ -55,7 +57,7 @@ class Source:
 
 
 def find_code_problem(module: UserModule, name: str | None = None) -> str | None:
-    """What keeps `name` from being loaded from a user's module, with file, line and remedy; None: nothing known."""
+    """Why `name` cannot be loaded from a user's module, with file, line and remedy; None: no problem is known."""
     source = source_of(module)
     if isinstance(source, str):
         return source
@@ -68,8 +70,10 @@ def find_code_problem(module: UserModule, name: str | None = None) -> str | None
     if missing is not None:
         remedy = "Install it, or put its folder on PYTHONPATH, on every node."
         if module.code is not None:
-            remedy = "A file given by path may import installed modules, not its neighbours: put both into a package."
-        return f"{source.path} line {missing.line}: there is no module {missing.name!r} to import. {remedy}"
+            remedy = (
+                "A file given by path cannot import files beside it: put their folder on PYTHONPATH, on every node."
+            )
+        return f"{source.path} line {missing.line}: there is no module {missing.name!r}. {remedy}"
     if name is None or source.is_dynamic or name in source.names or name.startswith("_"):
         return None
     own = [each for each, is_own in source.names.items() if is_own]
@@ -77,12 +81,12 @@ def find_code_problem(module: UserModule, name: str | None = None) -> str | None
 
 
 def find_tool_problem(module: UserModule) -> str | None:
-    """What keeps a file of function tools from being loaded, also that it decorates no function."""
+    """Why a file of function tools cannot be used: a problem of its code, or no function that is decorated."""
     problem = find_code_problem(module)
     source = source_of(module)
     if problem is not None or not isinstance(source, Source) or source.is_dynamic:
         return problem
-    if any(_uses_decorator(each) for each in (source, *_imported_sources(source))):
+    if any(map(_uses_decorator, (source, *_imported_sources(source)))):
         return None
     return (
         f"{source.path}: no function is decorated with @function_tool. Write `from verl.tools.function_tool import"
@@ -92,7 +96,7 @@ def find_tool_problem(module: UserModule) -> str | None:
 
 
 def source_of(module: UserModule) -> Source | str | None:
-    """The source of a module; a text: why there is none; None: it is no Python source that can be read here."""
+    """The source of a module; a str: why it cannot be found; None: it has no Python source (built in, binary)."""
     if module.code is not None:
         return Source(module.code.path, module.code.source)
     name = module.path.removeprefix("pkg://")
@@ -105,7 +109,7 @@ def source_of(module: UserModule) -> Source | str | None:
 
 
 def locate(name: str) -> str | None:
-    """The file (or folder, of a package without `__init__`) of a module; None: there is none. Imports nothing."""
+    """The file of a module, or the folder of a namespace package; None: not found. Imports nothing."""
     first, *rest = name.split(".")
     try:
         spec = importlib.util.find_spec(first)
@@ -113,15 +117,15 @@ def locate(name: str) -> str | None:
         return getattr(sys.modules[first], "__file__", first)
     if spec is None:
         return None
-    places, file = list(spec.submodule_search_locations or ()), spec.origin or first
+    folders, file = list(spec.submodule_search_locations or ()), spec.origin or first
     for part in rest:
-        if not places:  # a module may register further ones below itself, as os does with os.path
+        if not folders:  # a module may register submodules itself, as os does with os.path
             return file if name in sys.modules else None
-        found = [path for place in places for path in _candidates(Path(place), part) if path.exists()]
-        if not found:
+        files = [path for folder in folders for path in _candidates(Path(folder), part) if path.exists()]
+        if not files:
             return file if _is_lazy(file) else None
-        file, places = str(found[0]), [str(found[0].parent if found[0].name == "__init__.py" else found[0])]
-        places = places if Path(places[0]).is_dir() else []
+        file, folder = str(files[0]), files[0].parent if files[0].name == "__init__.py" else files[0]
+        folders = [str(folder)] if folder.is_dir() else []
     return file
 
 
@@ -137,7 +141,7 @@ def _candidates(folder: Path, name: str) -> list[Path]:
 
 
 def _is_lazy(package: str) -> bool:
-    """Whether a package may make modules that are no files."""
+    """Whether a package may create submodules that are not files."""
     source = _read(package)
     return source is None or source.is_dynamic or "sys.modules" in source.text
 
@@ -153,7 +157,7 @@ def _broken_files(source: Source, seen: set[str]) -> Iterator[str]:
     seen.add(source.path)
     try:
         tree = source.tree
-        compile(source.text, source.path, "exec", dont_inherit=True)  # more than parsing: `return` outside a function
+        compile(source.text, source.path, "exec", dont_inherit=True)  # also finds a `return` outside of a function
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         text = f"\n   {error.text.strip()}" if isinstance(error, SyntaxError) and error.text else ""
@@ -166,17 +170,17 @@ def _broken_files(source: Source, seen: set[str]) -> Iterator[str]:
 
 
 def _imported_sources(source: Source) -> Iterator[Source]:
-    """The users' own files that a file imports at its top level; installed packages are taken to be right."""
+    """The users' own files that a file imports at its top level; installed packages are not checked."""
     for imported in _imports(source):
         file = locate(imported.name)
         if file is not None and not _is_installed(file):
-            found = _read(file)
-            if found is not None:
-                yield found
+            imported_source = _read(file)
+            if imported_source is not None:
+                yield imported_source
 
 
 def _missing_modules(source: Source) -> Iterator[_Import]:
-    return (each for each in _imports(source) if locate(each.name.partition(".")[0]) is None)
+    return (module for module in _imports(source) if locate(module.name.partition(".")[0]) is None)
 
 
 def _imports(source: Source) -> Iterator[_Import]:
@@ -197,7 +201,7 @@ def _is_installed(file: str) -> bool:
 
 
 def _uses_decorator(source: Source) -> bool:
-    """Whether the decorator is applied somewhere, under its own name or another."""
+    """Whether the file uses the decorator, under its own name or an alias."""
     aliases = {_DECORATOR}
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ImportFrom):

@@ -30,7 +30,7 @@ class EndTokens:
 
     @property
     def ids(self) -> frozenset[int]:
-        """Where generation stops."""
+        """All tokens at which generation stops."""
         return frozenset(self.named_by)
 
     @property
@@ -58,10 +58,10 @@ def find_end_tokens(
 ) -> EndTokens:
     """Those of the generation config, the model config, the tokenizer, its chat template and `stop_token_ids`.
 
-    `path` is the model's folder, `model_config` its Hugging Face config; None: what the tokenizer and its template
-    name. The template names the added tokens that it writes right after an answer and after a tool call; where it
-    writes none, those that open the next message (GLM's role tokens). Ids that the model cannot sample are left out;
-    among `stop_token_ids` they are an error.
+    `path` is the model's folder, `model_config` its Hugging Face config; if both are None, only the tokenizer and its
+    template are used. The template contributes the added tokens that it writes right after an answer and after a tool
+    call; if it writes none, the tokens that open the next message (GLM's role tokens). Ids that the model cannot sample
+    are left out; among `stop_token_ids` they are an error.
     """
     vocab = None if model_config is None else getattr(model_config.get_text_config(decoder=True), "vocab_size", None)
     named: dict[int, tuple[str, ...]] = {}

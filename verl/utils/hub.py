@@ -23,10 +23,10 @@ class HubRepo:
 
 
 def find_hub_problems(repos: Collection[HubRepo], timeout: float | None = None) -> dict[HubRepo, str]:
-    """Why repositories cannot be obtained, with a remedy.
+    """Cause and remedy for each repository that cannot be obtained.
 
-    All are requested at once, each one time. An unreachable hub is no problem for repositories in the local cache: then
-    HF_HUB_OFFLINE is set for this process and its children, which would each wait for the hub otherwise.
+    All are requested concurrently, once. Repositories in the local cache can be used without the hub: if it is
+    unreachable, HF_HUB_OFFLINE is set for this process and its children, so that they do not wait for it.
     """
     if not repos:
         return {}
@@ -45,7 +45,7 @@ def find_hub_problems(repos: Collection[HubRepo], timeout: float | None = None) 
 
 
 def _is_cached(repo: HubRepo) -> bool:
-    """Whether a snapshot is in the cache; whether it is complete only the hub knows."""
+    """Whether the cache has a snapshot, which may be incomplete."""
     from huggingface_hub import constants
 
     folder = os.path.join(constants.HF_HUB_CACHE, f"{repo.kind}s--{repo.name.replace('/', '--')}", "snapshots")
@@ -53,7 +53,7 @@ def _is_cached(repo: HubRepo) -> bool:
 
 
 def _request_all(repos: Collection[HubRepo], timeout: float) -> dict[HubRepo, Exception]:
-    """What requesting a repository raised; TimeoutError for those without an answer in time."""
+    """The exceptions of failed requests; TimeoutError for repositories without an answer within `timeout`."""
     from huggingface_hub import HfApi, constants
 
     api = HfApi(endpoint=constants.ENDPOINT)
@@ -78,7 +78,7 @@ def _request_all(repos: Collection[HubRepo], timeout: float) -> dict[HubRepo, Ex
 
 
 def _is_answer(error: Exception) -> bool:
-    """Whether the hub itself answered, if only with a refusal."""
+    """Whether the hub answered, with an HTTP error."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return isinstance(error, HfHubHTTPError)

@@ -1,19 +1,19 @@
-"""How busy this machine is: the factor by which everything takes longer than on an idle one."""
+"""The load of this machine, as a factor for time limits."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# A load average may count processes that wait for a disk.
-_MOST = 10.0
+# Bounded: a load average may include processes that wait for a disk.
+_MAX_FACTOR = 10.0
 
 
 def load_factor() -> float:
     """Return the runnable processes per usable core, averaged over a minute: at least 1, at most 10."""
     if not hasattr(os, "getloadavg"):
         return 1.0
-    return min(_MOST, max(1.0, os.getloadavg()[0] / usable_cores()))
+    return min(_MAX_FACTOR, max(1.0, os.getloadavg()[0] / usable_cores()))
 
 
 def usable_cores() -> float:

@@ -24,8 +24,8 @@ class Row(Protocol):
 class Registry(MutableMapping[str, T]):
     """Functions or classes by name. `key` is the configuration key that chooses among them, for error messages.
 
-    Behaves like a dict, with one difference: assigning another function to a name that is in use is a ValueError.
-    Delete the name first. `clear()` and `del` remove built-in entries too, until they are assigned again.
+    Behaves like a dict, with one difference: assigning another function to a name that is in use raises ValueError;
+    delete the name first. `clear()` and `del` remove built-in entries too, until they are assigned again.
     """
 
     def __init__(self, key: str, rows: Mapping[str, Row] = MappingProxyType({})) -> None:

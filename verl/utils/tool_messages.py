@@ -21,8 +21,10 @@ _PROBE: list[Message] = [
 
 
 def accepted_messages(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
-    """The messages with their tool calls and tool results as the tokenizer's chat template renders them: as such, or,
-    where it refuses them or leaves them out, as text (calls in the assistant's messages, results in a user's)."""
+    """The messages with tool calls and tool results in a form that the tokenizer's chat template renders.
+
+    If the template rejects or omits them, calls become text of the assistant message, and results a user message.
+    """
     if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         return list(messages)
     if getattr(tokenizer, "chat_template", None):
@@ -36,10 +38,10 @@ def accepted_messages(tokenizer: Any, messages: Sequence[Message]) -> list[Messa
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """What the template writes; nothing where it refuses the messages."""
+    """The rendered text; "" if the template rejects the messages."""
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-    except Exception:  # noqa: BLE001 - a template is a program of the model's: it may raise anything to refuse
+    except Exception:  # noqa: BLE001 - a template is a program: it may raise anything
         return ""
 
 
@@ -48,7 +50,7 @@ def _with_objects(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_json(messages: Sequence[Message]) -> list[Message]:
-    return _with_arguments(messages, _written)
+    return _with_arguments(messages, _as_json)
 
 
 def _with_arguments(messages: Sequence[Message], form: Callable[[Any], Any]) -> list[Message]:
@@ -72,12 +74,12 @@ def _parsed(arguments: Any) -> Any:
         return arguments
 
 
-def _written(arguments: Any) -> str:
+def _as_json(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _as_text(messages: Sequence[Message]) -> list[Message]:
-    """Results that follow each other are one user message."""
+    """Calls and results as text; consecutive results become one user message."""
     written: list[dict[str, Any]] = []
     after_tool = False
     for message in messages:
@@ -86,8 +88,8 @@ def _as_text(messages: Sequence[Message]) -> list[Message]:
             content = f"<tool_response>\n{content}\n</tool_response>"
         for call in message.get("tool_calls") or ():
             function = {"name": call["function"]["name"], "arguments": _parsed(call["function"]["arguments"])}
-            said = f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
-            content = f"{content}\n{said}" if content else said
+            call_text = f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
+            content = f"{content}\n{call_text}" if content else call_text
         if is_tool and after_tool:
             written[-1]["content"] += f"\n{content}"
         else:

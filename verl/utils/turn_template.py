@@ -40,9 +40,9 @@ class CallStyle:
     """The form of tool calls and tool results that a template accepts."""
 
     whole_calls: bool = True
-    """One call per result in a turn; else a single call (Llama 3 renders no more)."""
+    """A turn may have several calls, one per result; else a single call (Llama 3 renders no more)."""
     objects: bool = True
-    """Arguments are objects; else JSON text."""
+    """Arguments of calls are dicts; else JSON text."""
     tool_role: bool = True
     """The template has a tool role; else results are sent as a user message."""
 
@@ -83,7 +83,7 @@ class TurnEnd:
     rest: str
     """The text after it, up to the model's next turn."""
     role_token: str
-    """Without an end token: the token that opens the next message, and so ends the turn; "": plain text does."""
+    """If there is no end token: the token that opens the next message and so ends the turn; "": plain text ends it."""
 
 
 class TurnTemplate:
@@ -95,12 +95,12 @@ class TurnTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tools` as the OpenAI API describes them. Raises whatever the template raises for an answer to a user."""
+        """`tools` in the format of the OpenAI API. Raises the template's error if it cannot render an answer."""
         self._tokenizer, self._tools, self._kwargs = tokenizer, list(tools or []) or None, dict(template_kwargs or {})
         self._marker = f"answer-{secrets.token_hex(8)}"  # no tool result contains it
         marks = added_tokens(tokenizer)
         self.mark_ids = frozenset(marks.values())
-        """Ids of the tokens that a template may end turns with."""
+        """Ids of the tokens with which a template may end turns."""
         self._known = _token_pattern(marks)
         self.tool_name = str(self._tools[0]["function"]["name"]) if self._tools else "tool"
         self._plain_end = self._text_after({"role": "assistant", "content": self._marker})
@@ -142,38 +142,39 @@ class TurnTemplate:
         rest = after[_common_length(after, self._closing(answer)) :]
         return TurnEnd("", rest, self._opening(rest))
 
-    def turn_text(self, messages: Messages, answer: Message, said: str) -> str | None:
-        """The text of a last answer as the model writes it, without an end token.
+    def turn_text(self, messages: Messages, answer: Message, final: str) -> str | None:
+        """The text of the last answer as the model generates it, without an end token.
 
-        `said` is the end of its content and of its calls' arguments. None: the template changes its generation prompt.
+        `final` is the text at the end of its content and of its calls' arguments. None: the rendered answer does not
+        begin with the generation prompt.
         """
         before = self.render(messages, generation_prompt=True)
         text = self.render([*messages, answer], generation_prompt=False)
-        place = text.rfind(said, len(before)) + len(said)
-        if not text.startswith(before) or place < len(before) + len(said):
+        end = text.rfind(final, len(before)) + len(final)
+        if not text.startswith(before) or end < len(before) + len(final):
             return None
         plain = {"role": "assistant", "content": answer["content"]}
-        separator = self.render([*messages, plain], generation_prompt=False).rpartition(said)[2]
-        place += len(_closing(text[place:], separator, self._known))
-        if self._opening(text[place:]):  # white space before an end token is the model's
-            place = len(text) - len(text[place:].lstrip())
-        return text[len(before) : place]
+        separator = self.render([*messages, plain], generation_prompt=False).rpartition(final)[2]
+        end += len(_closing(text[end:], separator, self._known))
+        if self._opening(text[end:]):  # the model generates the white space before an end token
+            end = len(text) - len(text[end:].lstrip())
+        return text[len(before) : end]
 
     def end_tokens(self) -> list[str]:
-        """Tokens with which the model itself ends a turn, as far as the template shows them.
+        """Tokens with which the model ends a turn, as far as the template shows them.
 
-        These are the token after a last answer, the one after a last tool call, and, where the template writes none,
-        the tokens that open the next message.
+        These are the token after a last answer, the token after a last tool call and, if the template writes no end
+        token, the tokens that open the next message.
         """
-        found = [self._opening(self._plain_end)]
+        tokens = [self._opening(self._plain_end)]
         if self._style is not None:
             user, tool = {"role": "user", "content": "!"}, tool_message(self.tool_name, "!")
-            found.append(self._last_end(self._style.answer(self._marker, [tool])))
-            found += [self.after_turn([reply]).role_token for reply in (user, tool)]
-        return [token for token in dict.fromkeys(found) if token]
+            tokens.append(self._last_end(self._style.answer(self._marker, [tool])))
+            tokens += [self.after_turn([reply]).role_token for reply in (user, tool)]
+        return [token for token in dict.fromkeys(tokens) if token]
 
     def rendered_call(self) -> str | None:
-        """How the template writes a call of the first tool (its argument is `of`); None: it writes none."""
+        """A call of the first tool (its argument is `of`) as the template renders it; None: it renders no calls."""
         answer = self.style.answer("", [tool_message(self.tool_name, "!")], self._marker)
         text = self.render([FIRST, answer], generation_prompt=False)
         if "tool_calls" not in answer or self._marker not in text:
@@ -183,11 +184,11 @@ class TurnTemplate:
     # ---------------------------------------------------------------- probes
 
     def _text_after(self, answer: Message, replies: Messages = ()) -> str:
-        """The text after the marker in an answer, with the replies to it and the generation prompt, if any."""
+        """The rendered text after the marker in `answer`; with `replies`, including them and the generation prompt."""
         conversation = [FIRST, answer, *replies]
         try:
             text = self.render(conversation, generation_prompt=bool(replies))
-        except Exception:  # noqa: BLE001 - a template is a program: one that requires a system message raises anything
+        except Exception:  # noqa: BLE001 - a template is a program: it may require a system message
             text = self.render([_SYSTEM, *conversation], generation_prompt=bool(replies))
         return text.rpartition(self._marker)[2] if self._marker in text else ""
 
@@ -221,7 +222,7 @@ class TurnTemplate:
         return earlier.group() if earlier and self._ends_any_turn(earlier.group(), match.start()) else ""
 
     def _ends_any_turn(self, token: str, place: int) -> bool:
-        """The token follows an answer whatever the next message is: it does not open the message."""
+        """Whether the token follows an answer before any next message, so that it does not open the message."""
         answer = {"role": "assistant", "content": self._marker}
         try:
             return self._text_after(answer, [{"role": "assistant", "content": "!"}]).startswith(token, place)
@@ -229,7 +230,7 @@ class TurnTemplate:
             return True
 
     def _closing(self, answer: Message) -> str:
-        """The part of the text after the marker that the model writes itself: the end of its tool calls."""
+        """The part of the text after the marker that the model generates: the end of its tool calls."""
         return _closing(self._text_after(answer), self._plain_end, self._known) if "tool_calls" in answer else ""
 
     def _last_end(self, answer: Message) -> str:
@@ -243,25 +244,25 @@ class TurnTemplate:
 
 
 def role_tokens(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """By the kind of the next message (user, tool), the token that opens it and so ends the turn before it.
+    """By role of the next message (user, tool), the token that opens it and so ends the turn before it.
 
-    Only where the template writes no end token, and nothing between the turn and that token.
+    Empty if the template writes an end token, or text between the turn and the role token.
     """
-    found = {}
-    for kind, reply in (("user", {"role": "user", "content": "!"}), ("tool", tool_message("tool", "!"))):
+    tokens = {}
+    for role, reply in (("user", {"role": "user", "content": "!"}), ("tool", tool_message("tool", "!"))):
         try:
             end = TurnTemplate(tokenizer, None, template_kwargs).after_turn([reply])
         except Exception:  # noqa: BLE001 - a template is a program: it may raise anything
             continue
         if end.role_token and end.rest.startswith(end.role_token):
-            found[kind] = end.role_token
-    return found
+            tokens[role] = end.role_token
+    return tokens
 
 
 def _closing(last: str, plain_end: str, known: re.Pattern[str]) -> str:
-    """Of the text after the content of a last turn, the part before what ends the turn.
+    """The part of `last`, the text after the content of a last turn, that comes before the turn's end.
 
-    `plain_end` is what the template writes after an answer without tool calls.
+    `plain_end`: the text that the template writes after an answer without tool calls.
     """
     if last.endswith(plain_end):
         return last[: len(last) - len(plain_end)]
@@ -270,18 +271,18 @@ def _closing(last: str, plain_end: str, known: re.Pattern[str]) -> str:
 
 
 def added_tokens(tokenizer: Any) -> dict[str, int]:
-    """Tokens that a template may use as marks, with their ids: added ones, whether registered as special or not.
+    """Ids by token of the tokens that a template may use as delimiters: all added tokens, special or not.
 
-    White space is none of them: Gemma's tokenizers add tokens for line breaks.
+    Tokens of white space are left out: Gemma's tokenizers add some for line breaks.
     """
     tokens = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     return {token: tokenizer.convert_tokens_to_ids(token) for token in sorted(tokens) if token.strip()}
 
 
 def _common_length(first: str, second: str) -> int:
-    """How many characters two texts begin with in common."""
-    differs = (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
-    return next(differs, min(len(first), len(second)))
+    """The length of the longest common prefix of two texts."""
+    differing = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differing, min(len(first), len(second)))
 
 
 def _token_pattern(tokens: Iterable[str]) -> re.Pattern[str]:

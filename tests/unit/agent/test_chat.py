@@ -66,7 +66,7 @@ def test_tokens_are_those_of_the_whole_template(family, rounds, ended):
     [
         ("qwen2_5", {}, []),
         ("llama3", {}, []),
-        ("qwen3", {}, ["leaves out what the model thought in earlier turns once a user answered"]),
+        ("qwen3", {}, ["the thinking of earlier turns"]),
         (
             "qwen3",
             {"enable_thinking": False},
@@ -74,7 +74,7 @@ def test_tokens_are_those_of_the_whole_template(family, rounds, ended):
         ),
         ("smollm2", {}, ["does not list the tools"]),
         ("gemma3", {}, ["has no role for tools", "does not list the tools"]),
-        ("mistral", {}, ["moves or leaves out the system prompt once a user or a tool or several tools answered"]),
+        ("mistral", {}, ["the system prompt"]),
     ],
 )
 def test_what_a_template_does_to_turns_is_said_once_in_words(family, kwargs, words):
@@ -118,7 +118,7 @@ def test_mistral_gets_its_ids_of_calls_and_no_space_of_our_making():
 def test_white_space_that_tokenises_otherwise_in_the_whole_is_an_error_or_passed_over():
     """GPT-2 cuts the line breaks of Llama's generation prompt in another way when an answer follows them."""
     chat = Chat(chat_tokenizer("llama3", GPT2), TOOLS)
-    with pytest.raises(ValueError, match=r"(?s)sanity_check_mode = strict: once a user answered.*ignore_strippable"):
+    with pytest.raises(ValueError, match=r"(?s)tokenization_sanity_check_mode = strict: .*=ignore_strippable"):
         chat.check("strict")
     assert chat.check("ignore_strippable") == []
 

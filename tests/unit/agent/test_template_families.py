@@ -98,7 +98,7 @@ class Leaking(Chat):
     [
         ("llama3", Duplicating, r"<\|eom_id\|>|<\|end_of_text\|>"),
         ("glm4", Losing, r"<\|endoftext\|>"),
-        ("vicuna", Leaking, "a tool answered"),
+        ("vicuna", Leaking, "a tool"),
     ],
 )
 def test_the_strict_check_finds_duplicated_lost_and_leaked_tokens(family, broken, words):

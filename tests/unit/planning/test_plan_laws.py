@@ -287,7 +287,7 @@ def test_memory_that_other_processes_hold_is_reported_and_no_devices_are_advised
     (problem,) = caught.value.problems
     assert "of the host's 1.4 GB of available host memory" in problem.why
     assert "(the host has 24.0 GB, of which other processes hold 22.5 GB)" in problem.why
-    assert problem.fix.startswith("Stop other processes of this machine that hold memory")
+    assert "`ps aux --sort=-rss`" in problem.fix
     assert "devices" not in problem.fix
     assert "smaller model" not in problem.fix
 

@@ -38,7 +38,7 @@ class GatewayAgentLoop(AgentLoopBase):
 
     user_objects = ("run_agent",)
     end_token_ids: ClassVar[frozenset[int]] = frozenset()
-    """Ids with which the engine ends a turn."""
+    """Ids of the tokens at which the engine ends a turn."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class GatewayAgentLoop(AgentLoopBase):
 
 
 def outputs_of(tree: Tree, keep_retries: bool) -> list[AgentLoopOutput]:
-    """A row for each path of the tree; no token is trained, and no turn counted, twice."""
+    """One row per path of the tree. Tokens are trained, and turns counted, once, also if several paths share them."""
     outputs, contexts = [], set[int]()
     for path in tree.paths(keep_retries):
         output = _output_of(path)
@@ -142,17 +142,17 @@ def outputs_of(tree: Tree, keep_retries: bool) -> list[AgentLoopOutput]:
 
 
 def _output_of(path: Path) -> AgentLoopOutput:
-    made = AgentLoopOutput(list(path.nodes[0].place.context_ids), [], [], [], response_versions=[])
-    assert made.response_logprobs is not None
-    assert made.response_versions is not None
+    output = AgentLoopOutput(list(path.nodes[0].place.context_ids), [], [], [], response_versions=[])
+    assert output.response_logprobs is not None
+    assert output.response_versions is not None
     for number, (node, trained) in enumerate(zip(path.nodes, path.trained, strict=True)):
         context, answer = (node.place.context_ids if number else []), node.answer
-        made.response_ids += [*context, *answer.token_ids]
-        made.response_mask += [0] * len(context) + [int(trained)] * len(answer.token_ids)
-        made.response_logprobs += [0.0] * len(context) + answer.log_probs
-        made.response_versions += [-1] * len(context) + answer.versions
-    made.messages = [*path.nodes[-1].place.conversation, path.nodes[-1].reply]
-    return made
+        output.response_ids += [*context, *answer.token_ids]
+        output.response_mask += [0] * len(context) + [int(trained)] * len(answer.token_ids)
+        output.response_logprobs += [0.0] * len(context) + answer.log_probs
+        output.response_versions += [-1] * len(context) + answer.versions
+    output.messages = [*path.nodes[-1].place.conversation, path.nodes[-1].reply]
+    return output
 
 
 def _returned_info(returned: Any) -> dict[str, Any] | None:

@@ -35,7 +35,7 @@ class Answer:
         self._written, self._told = chat.ask.begun, ""
         self._tools, self._parser, self._ends = chat.tools, parser, ends
         self._held: list[Token] = []
-        self._last: list[int] = []
+        self._held_end: list[int] = []
 
     @property
     def stop_string(self) -> str | None:
@@ -63,10 +63,10 @@ class Answer:
         return part
 
     def _content(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens that are text: an end token is held back, and only written where the answer continues after it."""
-        tokens = [*self._last, *token_ids]
-        self._last = tokens[-1:] if tokens and tokens[-1] in self._ends else []
-        return tokens[: len(tokens) - len(self._last)]
+        """The tokens to decode. A trailing end token is held back and only decoded if the answer continues after it."""
+        tokens = [*self._held_end, *token_ids]
+        self._held_end = tokens[-1:] if tokens and tokens[-1] in self._ends else []
+        return tokens[: len(tokens) - len(self._held_end)]
 
     def _take(self, piece: Output) -> None:
         for name in ("token_ids", "log_probs", "versions", "raw_log_probs", "sampled_log_probs", "top_log_probs"):

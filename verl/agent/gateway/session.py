@@ -78,7 +78,7 @@ class Session:
     cut_off: int = 0
     """Answers that nobody was told: their clients left before the end."""
     on_full_context: Callable[[list[int]], None] | None = None
-    """Called with the tokens of a request that leave no room for an answer."""
+    """Called with the prompt tokens of a request that fill the context, so that no answer fits."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def place(self, chat: ChatAsk, model: Model) -> Place:
@@ -111,21 +111,21 @@ class Session:
 
     async def answer(self, place: Place, request: Request, answer: Answer) -> AsyncGenerator[Part, None]:
         """The answer in parts; it is in the tree before its last one is told."""
-        told, requested_at = False, len(self.tree.nodes)
+        finished, requested_at = False, len(self.tree.nodes)
         try:
             async with contextlib.aclosing(self.generate(request)) as pieces:
                 async for piece in pieces:
                     if piece.finish_reason == "abort":
                         raise ApiError("the answer was aborted, as generation is to stop. Ask again.", status=503)
                     part = answer.push(piece)
-                    told = part.finish_reason is not None
-                    if told:
+                    finished = part.finish_reason is not None
+                    if finished:
                         self.tree.add(place, answer.output, answer.reply, requested_at)
                     yield part
         except ValueError as error:  # the engine can never answer this
             raise ApiError(str(error)) from error
         finally:
-            self.cut_off += not told
+            self.cut_off += not finished
 
     async def close(self) -> None:
         """No more requests; those under way are cut off."""

@@ -58,7 +58,7 @@ class Node:
     reply: Message
     """The answer as the client was told, in canonical form."""
     order: tuple[int, int] = (0, 0)
-    """Answers that the session had when this one was requested, and when it was finished."""
+    """The number of answers in the session when this one was requested, and when it finished."""
 
     @property
     def path(self) -> list[Node]:
@@ -120,7 +120,7 @@ class Tree:
         return place
 
     def add(self, place: Place, answer: Output, reply: Message, requested_at: int | None = None) -> Node:
-        """An answer that the client was told whole; `requested_at` is the number of `nodes` at its request."""
+        """Add an answer that the client received whole; `requested_at`: `len(nodes)` at its request (None: now)."""
         finished_at = len(self.nodes)
         node = Node(place, answer, reply, (finished_at if requested_at is None else requested_at, finished_at))
         self.nodes.append(node)
@@ -131,9 +131,9 @@ class Tree:
     def paths(self, keep_retries: bool) -> list[Path]:
         """Every path from a first answer to a last one that counts; no answer is trained twice.
 
-        A last answer is discarded if the client went on from another answer to the same request afterwards, or
-        requested one: the reward is not its own. It counts only for agents that request several answers on purpose
-        (`keep_retries`).
+        A last answer is discarded if the client later requested, or continued from, another answer to the same
+        request: it did not earn the reward. With `keep_retries`, for agents that request several answers on purpose,
+        it counts.
         """
         parents = {id(node.place.parent) for node in self.nodes}
         discarded = set() if keep_retries else self._discarded()
@@ -148,9 +148,9 @@ class Tree:
         return found
 
     def _discarded(self) -> set[int]:
-        """Answers after which the client requested, or continued from, another answer to the same request."""
+        """`id()` of answers after which the client requested, or continued from, another answer to the same request."""
         latest: dict[int, tuple[int, int]] = {}
-        """By answer: when the last one of those that continue from it was requested."""
+        """By `id()` of an answer: the latest `order` among itself and all answers that continue from it."""
         siblings: dict[int, list[Node]] = defaultdict(list)
         for node in self.nodes:
             siblings[id(node.place)].append(node)

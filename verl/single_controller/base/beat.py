@@ -41,7 +41,7 @@ class Beat:
     awaits: str | None = None
     """Who else is waited for, and has not answered for long."""
     activity: Activity | None = None
-    """The long operation that the process is in, such as the start of an engine."""
+    """The long operation that the process is running, such as the start of an engine."""
 
 
 @dataclass(frozen=True)

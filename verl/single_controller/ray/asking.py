@@ -38,7 +38,7 @@ class RankProcess:
     host: str
     pid: int
     memory: MemoryState | None = field(default=None, compare=False)
-    """Of its node when the rank started."""
+    """Memory of its node when the rank started."""
 
 
 class Questions:

@@ -15,34 +15,34 @@ __all__ = ["RecentMemory", "death"]
 
 _USED = re.compile(r"was ([\d.]+ ?\w+ used / [\d.]+ ?\w+) limit")
 _ADVICE = "Lower the micro-batch sizes of its phase, turn offloading off, or use fewer ranks per machine."
-# Ray's own monitor acts from 95 % on.
-_SHORT = 0.05
-# Of the last ten seconds of waiting.
-_SAMPLES, _EVERY_S = 20, 0.5
+# Share of available memory below which a death is attributed to memory; Ray's monitor acts at 95 % in use.
+_LOW_MEMORY = 0.05
+# The samples cover ten seconds.
+_SAMPLES, _SAMPLE_INTERVAL_S = 20, 0.5
 _GB = 2**30
 
 
 class RecentMemory:
-    """Host memory of the controller's node over the last samples: a dead process has already freed its own."""
+    """Recent samples of host memory on the controller's node: after a death, the memory is already free again."""
 
     def __init__(self) -> None:
         self._states: deque[MemoryState] = deque(maxlen=_SAMPLES)
         self._next = 0.0
 
     def sample(self) -> None:
-        """Record the state now, at most every `_EVERY_S` seconds."""
+        """Record the state now, at most every `_SAMPLE_INTERVAL_S` seconds."""
         if (now := time.monotonic()) >= self._next:
-            self._next = now + _EVERY_S
+            self._next = now + _SAMPLE_INTERVAL_S
             self._states.append(memory_state())
 
     @property
     def first(self) -> MemoryState | None:
-        """The oldest state that is kept, None where there is only one: it may be from after the death."""
+        """The oldest sample; None if there is only one, which may have been taken after the death."""
         return self._states[0] if len(self._states) > 1 else None
 
     @property
     def lowest(self) -> MemoryState | None:
-        """The state with the least available memory."""
+        """The sample with the least available memory."""
         return min(self._states, key=lambda state: state.available, default=None)
 
 
@@ -52,13 +52,15 @@ def death(
     now: MemoryState | None = None,
     lowest: MemoryState | None = None,
 ) -> tuple[str, str]:
-    """Return what happened to a dead worker, and the advice in it ("" where memory is not the cause).
+    """Return the cause of a worker's death as text, and the advice in it ("": memory is not the cause).
 
-    `before` and `now` are states of its node before and after the death, `lowest` that with the least available memory.
+    `before` and `now`: memory of its node before and after the death; `lowest`: the sample with the least available.
     """
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         used = _USED.search(str(error))
-        return _out_of_memory(f"Ray's memory monitor killed it, out of host memory ({used[1] if used else 'no size'})")
+        return _out_of_memory(
+            f"Ray's memory monitor killed it, out of host memory ({used[1] if used else 'size not reported'})"
+        )
     if "connection error" not in str(error):
         return "worker process died", ""
     lowest = lowest or now
@@ -68,7 +70,7 @@ def death(
         kills = now.oom_kills - before.oom_kills
     if kills:
         return _out_of_memory(f"killed (signal 9), out of host memory: the kernel's OOM killer ran ({memory})")
-    if kills is None and lowest is not None and lowest.available < _SHORT * lowest.total:
+    if kills is None and lowest is not None and lowest.available < _LOW_MEMORY * lowest.total:
         return _out_of_memory(f"killed (signal 9) or crashed, probably out of host memory ({memory})")
     evidence = [] if kills is None else ["the kernel's OOM killer did not run"]
     evidence += [memory] if memory else []

@@ -42,7 +42,7 @@ class RayRankHost(RankHost):
         self._settling = Settling()
 
     def describe(self) -> Any:
-        """As the base class says, then Ray's name of the node and the state of its memory."""
+        """The tuple of the base class, then Ray's node id and the node's `MemoryState`."""
         answer_stack_requests()
         return (*super().describe(), ray.get_runtime_context().get_node_id(), memory_state())
 

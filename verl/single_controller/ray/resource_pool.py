@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _NOTHING = {"memory": 1.0}
 _READY_TIMEOUT_S = 120.0
 _READY_LOOK_S = 10.0
-_ONE_POOL = "global_pool"
+_DEFAULT_POOL = "global_pool"
 
 
 class ResourceError(ValueError):
@@ -132,9 +132,12 @@ class ResourcePoolManager:
                 " ([processes per node], one pool for all roles)."
             )
         if self.process_on_nodes is not None:
-            names = set(self.mapping.values()) or {_ONE_POOL}
+            names = set(self.mapping.values()) or {_DEFAULT_POOL}
             if len(names) > 1:
-                raise ValueError(f"ResourcePoolManager: process_on_nodes is one pool; mapping names {sorted(names)}.")
+                raise ValueError(
+                    f"ResourcePoolManager: process_on_nodes is one pool, but mapping names {sorted(names)}. Give"
+                    " resource_pool_spec instead."
+                )
             self.resource_pool_spec = {names.pop(): list(self.process_on_nodes)}
         if not self.mapping:
             if len(self.resource_pool_spec) > 1:

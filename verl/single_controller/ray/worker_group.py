@@ -369,6 +369,7 @@ class RayWorkerGroup(WorkerGroup):
         raise WorkerCallError(failure, self.role, rank, self._hosts[rank], method, len(failures) - 1)
 
     def _death(self, failure: Exception | Failure, rank: int) -> tuple[str, str]:
+        """Cause and advice, from the memory of the rank's node before and after its death."""
         if len(self.processes) <= rank:  # it died before its process was known
             return death(failure)
         process = self.processes[rank]

@@ -1,4 +1,4 @@
-"""InFlight: the requested trajectories that have not finished, by name."""
+"""InFlight: the names of requested trajectories that have not finished."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["InFlight"]
 
 
 class InFlight:
-    """Thread-safe. A name is counted once, no matter how often it is removed: a trajectory may finish in a collecting
-    thread while the trainer drops its group."""
+    """A set of names with a callback. Thread-safe. Removing a name twice has no effect: a trajectory may finish in a
+    collecting thread while the trainer drops its group."""
 
     def __init__(self, on_change: Callable[[int], None]) -> None:
         """`on_change` receives the number of names after every change, under the lock."""
@@ -23,19 +23,19 @@ class InFlight:
             return len(self._names)
 
     def add(self, names: Iterable[str]) -> None:
-        """These were requested."""
+        """Add trajectories that were requested."""
         with self._lock:
             self._names.update(names)
             self._report()
 
     def remove(self, names: Iterable[str]) -> None:
-        """These have finished or were dropped; unknown names are ignored."""
+        """Remove trajectories that finished or were dropped; unknown names are ignored."""
         with self._lock:
             self._names.difference_update(names)
             self._report()
 
     def close(self) -> None:
-        """Report no further changes: threads that still collect do not count for a stream that is opened anew."""
+        """Report no further changes: threads of a closed stream must not change the counts of the next one."""
         with self._lock:
             self._on_change = None
 

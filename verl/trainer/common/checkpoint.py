@@ -73,7 +73,8 @@ class Saver:
         tokenizer: Any,
         start: Callable[[], RunStart | None] = lambda: None,
     ) -> None:
-        """`config` is the whole run's; `start` says what a step is expected to take, and has files for every step."""
+        """`config` is the whole run's. `start` returns the run's `RunStart`, which has the expected bytes of a step and
+        the files that are stored in every step; None: the run has not started."""
         self._config, self._tokenizer, self._start = config, tokenizer, start
         trainer = config.trainer
         self._manager = CheckpointManager(trainer.default_local_dir, max_to_keep, trainer.default_hdfs_dir)

@@ -41,7 +41,7 @@ class ControllerPoll:
         """The last that came."""
 
     def before_first_step(self) -> bool:
-        """Whether the run is known not to have begun its first step; False of a runner that does not report."""
+        """Whether the run has certainly not begun its first step; False if the runner does not report its status."""
         if not hasattr(self._runner, "standing"):
             return False
         return self.standing is None or getattr(self.standing, "starting", False)

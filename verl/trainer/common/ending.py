@@ -55,8 +55,8 @@ def ends_in_words(
     except KeyboardInterrupt as error:
         by = error.by if isinstance(error, StopSignal) else None
         stopped = interrupted if by is None else f"stopped by {by} before the first step."
-        said = [" ".join(filter(None, (stopped, _sentence(getattr(error, "restart", None)))))]
-        _end(said, error.exit_code if isinstance(error, StopSignal) else _INTERRUPTED, at_once=True)
+        lines = [" ".join(filter(None, (stopped, _sentence(getattr(error, "restart", None)))))]
+        _end(lines, error.exit_code if isinstance(error, StopSignal) else _INTERRUPTED, at_once=True)
     except Exception as error:
         text = _wrong_input(error, wrong_input)
         if text is not None:

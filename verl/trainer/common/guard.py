@@ -29,12 +29,12 @@ _NOT_TAKEN = ("skipped_steps", "empty_steps", "loss_scale_search_steps", "refuse
 _SAME = {"validation rollout": "gen", "validation reward": "reward"}
 
 _ACTOR = "actor_rollout_ref.actor"
-# Where the initial weights of a role come from.
+# Config key of the model that a role starts from.
 _MODEL_KEYS = {"actor": "actor_rollout_ref.model.path", "critic": "critic.model.path"}
 
 
 def update_remedies(config: PPOConfig) -> str:
-    """Advise against updates that ruin the weights, with the values of this run."""
+    """Return advice for updates that made the weights non-finite, with the values of this run."""
     actor = config.actor_rollout_ref.actor
     lower = [(f"{_ACTOR}.optim.lr", actor.optim.lr, actor.optim.lr / 2)]
     if config.critic.enable:
@@ -63,7 +63,7 @@ class StepGuard:
     """Looks at what became of each training step's updates."""
 
     def __init__(self, limit: int, remedies: str = "") -> None:
-        """`remedies`: advice on updates that cannot be taken (`update_remedies`)."""
+        """`remedies`: text for errors about updates that were refused or not finite (`update_remedies`)."""
         self._limit, self._remedies = limit, remedies
         self.updated: set[str] = set()
         """Roles whose weights an update of this run has changed."""
@@ -143,21 +143,21 @@ def no_samples(among: str, reward_error: str | None) -> NoSamplesError:
 
 
 class WeightGuard:
-    """Ends a run whose weights are not finite, and says whether an update made them so or they were loaded so."""
+    """Raises NonFiniteError for weights that are not finite and attributes them to an update or to the loaded model."""
 
     def __init__(self, config: PPOConfig, guard: StepGuard, resumed_from: Callable[[], Path | None]) -> None:
         self._config, self._guard, self._resumed_from = config, guard, resumed_from
 
     def check(self, metrics: dict[str, float], step: int, log: Callable[..., None], settle: Callable[[], None]) -> None:
-        """Log and raise where the weights are lost after the updates of this step; `settle` waits for the save under
-        way, which may be the step to go on from."""
+        """Log the metrics and raise if the weights are not finite after this step's updates. `settle` waits for a save
+        in progress, which may become the checkpoint to resume from."""
         for role in ROLES:
             if f"{role}/{LOST_AT}" in metrics:
                 log(metrics, step)
                 settle()
                 update = round(metrics[f"{role}/{LOST_AT}"])
                 if not update and role not in self._guard.updated:
-                    raise NonFiniteError(f"the weights of the {role} are not finite. {self._initial(role)}.")
+                    raise NonFiniteError(f"the weights of the {role} are not finite. {self._explain_initial(role)}.")
                 by = f"by update {update} of step {step}" if update else f"before step {step}"
                 raise NonFiniteError(
                     f"the weights of the {role} were lost {by}: they are not finite, or give no finite numbers. They"
@@ -167,22 +167,23 @@ class WeightGuard:
 
     @contextmanager
     def explained(self, step: int) -> Iterator[None]:
-        """Around what uses the actor's weights (generation, a save): a FloatingPointError becomes a NonFiniteError."""
+        """Turn a FloatingPointError of generation or a save, which use the actor's weights, into a NonFiniteError."""
         try:
             yield
         except Exception as error:
-            found = next((cause for cause in causes(error) if isinstance(cause, FloatingPointError)), None)
-            if found is None or isinstance(error, NonFiniteError):
+            cause = next((cause for cause in causes(error) if isinstance(cause, FloatingPointError)), None)
+            if cause is None or isinstance(error, NonFiniteError):
                 raise
-            step = getattr(error, "step", None) or step  # a save that failed behind later steps says which it was
+            step = getattr(error, "step", None) or step  # a background save may belong to an earlier step
+            reason = str(cause).rstrip(".")
             if not self._guard.updated:
-                raise NonFiniteError(f"step {step}: {found} {self._initial('actor')}.") from error
+                raise NonFiniteError(f"step {step}: {reason}. {self._explain_initial('actor')}.") from error
             raise NonFiniteError(
-                f"step {step}: {found}. The updates before it left weights that cannot be used, and they are not saved;"
-                f" {what_the_same_command_does(self._config.trainer)}. {update_remedies(self._config)}"
+                f"step {step}: {reason}. The updates before it left weights that cannot be used, and they are not"
+                f" saved; {what_the_same_command_does(self._config.trainer)}. {update_remedies(self._config)}"
             ) from error
 
-    def _initial(self, role: str) -> str:
+    def _explain_initial(self, role: str) -> str:
         key = _MODEL_KEYS[role]
         return explain_initial_weights(key, pick(self._config, key), self._resumed_from())
 

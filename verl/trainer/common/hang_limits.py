@@ -21,7 +21,7 @@ _SLOW_STEPS = 3
 class HangLimits:
     """Seconds without progress. `timeout` holds for all phases if it is given.
 
-    `load`: how many times longer everything takes on this machine (`machine_load.load_factor`).
+    `load`: factor for limits of start-up on a busy machine (`machine_load.load_factor`).
     """
 
     def __init__(self, timeout: float | None, load: float = 1.0) -> None:

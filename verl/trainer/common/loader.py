@@ -74,9 +74,9 @@ class BatchLoader:
         )
 
     def close(self) -> None:
-        """End the worker processes, once no iterator of this loader is in use; a later iteration starts others.
+        """End the worker processes; no iterator of this loader may be in use. A later iteration starts new ones.
 
-        A process that exits with live workers is sent SIGCHLD for each, which torch reports with a traceback.
+        Otherwise the process gets a SIGCHLD per worker at exit, and torch prints a traceback for it.
         """
         self._loader = self._new_loader()  # a DataLoader ends its workers when it is deleted
 

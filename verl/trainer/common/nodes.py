@@ -117,7 +117,7 @@ def serve_as_node(config: PPOConfig) -> None:
     # A scheduler stops all nodes at once: this one serves on while the head finishes its step.
     with stop_on_signals(lambda: None, node.end, "this node stays until the head has saved") as asked:
         try:
-            while node.head_comes(asked) and node.token_comes(asked) and node.serve():
+            while node.head_comes(asked) and node.wait_for_token(asked) and node.serve():
                 pass
         finally:
             node.end()
@@ -143,10 +143,10 @@ class _Node:
                 raise RayUnavailableError(f"{what}, after {in_words(self._trainer.nodes_within)}", _NO_HEAD)
         return head == "here"
 
-    def token_comes(self, asked: Asked) -> bool:
-        """Wait for a token, which may still be copied to this node, and check that the head accepts it.
+    def wait_for_token(self, asked: Asked) -> bool:
+        """Wait until this node has a Ray auth token (it may be copied later), and check that the head accepts it.
 
-        False if the job is over or a signal came first.
+        Returns False if the job ended or a signal arrived first.
         """
         enable_token()
         wait = Wait(self._trainer.nodes_within)

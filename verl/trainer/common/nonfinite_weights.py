@@ -1,4 +1,4 @@
-"""Weights that were not finite before any update: which file holds them, and what to do. Reads the files of a model."""
+"""Explain weights that were not finite before any update: the model or checkpoint that holds them, and the remedy."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from verl.utils.fs import expand_path
 
-_MOST_NAMES = 3
+_SHOWN_NAMES = 3
 
 
 def explain_initial_weights(key: str, path: str, resumed_from: Path | None) -> str:
-    """Return where non-finite weights come from that no update of this run has changed."""
+    """Return source and remedy of non-finite weights that no update of this run has changed; without a final period."""
     if resumed_from is not None:
         return (
             f"No update has changed the weights since the run resumed from {resumed_from}: that checkpoint holds them."
@@ -20,11 +20,12 @@ def explain_initial_weights(key: str, path: str, resumed_from: Path | None) -> s
     names = non_finite_tensors(path)
     start = f"No update has changed the weights: they are those of {key}={path}"
     if names:
-        shown = ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES))
+        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+        shown = ", ".join(names[:_SHOWN_NAMES]) + more
         return f"{start}, whose files hold NaN or inf in {shown}. Use another copy of the model"
     return (
-        f"{start}. They are not usable in this precision. Check the model with transformers, or compute in float32"
-        " (actor_rollout_ref.rollout.dtype, fsdp_config.mixed_precision)"
+        f"{start}. No NaN or inf was found in its files: the weights may overflow in this precision. Check the model"
+        " with transformers, or compute in float32 (actor_rollout_ref.rollout.dtype, fsdp_config.mixed_precision)"
     )
 
 

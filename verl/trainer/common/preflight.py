@@ -1,7 +1,8 @@
 """Checks before Ray starts: data files, users' code, tool files, the device and the model hub.
 
 They take about a second, import neither torch nor ray and run no user code. Problems go to the report of the
-configuration, so that all are reported at once. What only loading the data or the code can tell is reported there.
+configuration, so that all are reported at once. Problems that only loading can show are reported when data or code
+are loaded.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from verl.utils.hub import HubRepo, find_hub_problems
 
 _AGENT = "actor_rollout_ref.rollout.agent"
 _TURNS = "actor_rollout_ref.rollout.multi_turn"
-# Rules for the rows of files that have these columns.
+# From the columns of a file to the rules that its rows must satisfy.
 Rules = Callable[[Sequence[str]], list[Any]]
 
 
 def ppo_preflight(config: PPOConfig, report: Report) -> None:
-    """What keeps a run of `main_ppo` from its first step."""
+    """Report problems that would stop `main_ppo` before its first step."""
     _check_device(config.trainer, report, config.trainer.node_rank is not None)
     _check_user_code(config, report)
     _check_tools(config, report)
@@ -51,12 +52,12 @@ def ppo_preflight(config: PPOConfig, report: Report) -> None:
 
 
 def basic_preflight(config: PPOConfig, report: Report) -> None:
-    """The part that also holds for a user's TaskRunner, which may load data and code in its own way."""
+    """The checks that also apply to a user's own TaskRunner, which may load data and code differently."""
     _check_device(config.trainer, report, config.trainer.node_rank is not None)
 
 
 def supervised_preflight(config: SupervisedConfig, report: Report) -> None:
-    """What keeps a run of `main_sft` or `main_rm` from its first step."""
+    """Report problems that would stop `main_sft` or `main_rm` before their first step."""
     from verl.utils.dataset.problems import present_rule, sft_rules
 
     data = config.data
@@ -77,7 +78,7 @@ def supervised_preflight(config: SupervisedConfig, report: Report) -> None:
 
 
 def generation_preflight(config: GenerationConfig, report: Report) -> None:
-    """What keeps `main_generation` from its first answer."""
+    """Report problems that would stop `main_generation` before its first response."""
     from verl.utils.dataset.problems import chat_rule
 
     rules = [chat_rule(config.data.prompt_key, "data.prompt_key")]
@@ -91,14 +92,14 @@ def _data_files(config: Any) -> dict[str, Sequence[str]]:
     return {} if custom else {f"data.{name}": config.data[name] or () for name in ("train_files", "val_files")}
 
 
-def _check_device(trainer: Any, report: Report, own_head: bool = False) -> None:
-    """`trainer.device=cuda` on a single machine without a GPU; the nodes of a cluster are queried once it is joined."""
+def _check_device(trainer: Any, report: Report, has_node_rank: bool = False) -> None:
+    """Report `trainer.device=cuda` on a single machine without a GPU; nodes of a cluster are checked after joining."""
     nodes = getattr(trainer, "nnodes", 1)
-    if trainer.device == "cuda" and nodes == 1 and not own_head and not joins_cluster() and has_no_gpu():
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if trainer.device == "cuda" and nodes == 1 and not has_node_rank and not joins_cluster() and has_no_gpu():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "no GPU is visible on this machine"
-        if hidden is not None:
-            why += f" (CUDA_VISIBLE_DEVICES={hidden!r})"
+        if visible is not None:
+            why += f" (CUDA_VISIBLE_DEVICES={visible!r})"
         fix = "Set trainer.device=cpu (or auto), or check the driver with nvidia-smi"
         report.problem("trainer.device", "cuda", why, fix)
 
@@ -109,21 +110,21 @@ def _rl_rules(config: PPOConfig, validates: bool = False) -> Rules:
 
     reward = config.reward_model
     scored = validates or config.distillation.scores_answers
-    own = config.custom_reward_function.path is not None or reward.enable or reward.url is not None
-    # Modules of external_libs may register data sources: they are known once these are imported.
-    needed = scored and not own and not runs_own_loop(config)
+    has_other_reward = config.custom_reward_function.path is not None or reward.enable or reward.url is not None
+    # Modules of external_libs may register data sources, which are only known after their import.
+    needed = scored and not has_other_reward and not runs_own_loop(config)
     sources = None if not needed or config.external_libs else known_data_sources()
     rules = rl_rules(config.data, sources, needed)
     return lambda columns: rules
 
 
 def _notice_rules(config: PPOConfig) -> Rules:
-    """What a reward function of the user probably needs."""
+    """Rules that are only logged: a reward function of the user probably needs a ground truth."""
     from verl.utils.dataset.problems import ground_truth_rule
 
     loop = config.actor_rollout_ref.rollout.agent.default_agent_loop
-    own = config.custom_reward_function.path is not None
-    rules = [ground_truth_rule(config.data.ground_truth_key, loop)] if own else []
+    has_own_reward = config.custom_reward_function.path is not None
+    rules = [ground_truth_rule(config.data.ground_truth_key, loop)] if has_own_reward else []
     return lambda columns: rules
 
 
@@ -135,9 +136,9 @@ def _check_files(
     report: Report,
     notices: Rules = lambda columns: [],
 ) -> int | None:
-    """Check the local files of a key; the number of their rows, None where it is not known.
+    """Check the local files of a key; return the number of their rows, None if it is not known.
 
-    Broken `rules` are problems, broken `notices` only logged.
+    Rows that break `rules` are reported as problems, rows that break `notices` are only logged.
     """
     from verl.utils.dataset.problems import find_problems
     from verl.utils.dataset.rows import Rows, open_head
@@ -168,7 +169,7 @@ def _check_files(
 
 
 def _local_files(key: str, name: str, split: str | None, report: Report) -> list[str] | None:
-    """The files that a name stands for; None where that is not known here, or costs a download."""
+    """The local files of an entry of `key` (file or folder); None: not local, or only the dataset card lists them."""
     from verl.utils.dataset.files import find_files
 
     local = Path(expand_path(name).removeprefix("file://"))
@@ -202,7 +203,7 @@ def _check_user_code(config: PPOConfig, report: Report) -> None:
 
 
 def _check_code(key: str, path: str | None, name: str | None, report: Report) -> None:
-    """Report a module or file that cannot be loaded; files that do not exist are reported already."""
+    """Report a module or file that cannot be loaded; `load_config` has already reported files that do not exist."""
     from verl.utils.code_scan import find_code_problem
     from verl.utils.import_utils import UserModule
 
@@ -234,7 +235,7 @@ def _check_tool_files(turns: Any, report: Report) -> None:
 
     paths = [turns[name] for name in ("tool_config_path", "function_tool_path", "interaction_config_path")]
     if not all(path is None or Path(path).exists() for path in paths):
-        return  # reported already
+        return  # load_config has reported it
     files = parse_tool_files(turns, report)
     for entry in (*(tool.base for tool in files.entries), *files.interactions):
         problem = find_code_problem(entry.path.module, entry.path.name)
@@ -255,10 +256,10 @@ def _check_loop_file(path: str, report: Report) -> None:
     try:
         entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as error:
-        report.problem(key, path, yaml_problem(error), "Correct it there or just above")
+        report.problem(key, path, yaml_problem(error), "Correct the file at that line or the one above")
         return
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        report.problem(key, path, "it holds no list", "Write a list of {name, _target_, …}")
+        report.problem(key, path, "is not a list of mappings", "Write a list of {name, _target_, …}")
         return
     for number, entry in enumerate(entries):
         target = str(entry.get("_target_", ""))
@@ -267,7 +268,7 @@ def _check_loop_file(path: str, report: Report) -> None:
 
 
 def _check_hub(models: dict[str, str | None], data: dict[str, Sequence[str]], report: Report) -> None:
-    """One attempt for every repository of the hub that the run needs."""
+    """Request every hub repository that the run needs once, and report those that cannot be obtained."""
     keys: dict[HubRepo, str] = {}
     for key, path in models.items():
         if path and _is_on_hub(path):

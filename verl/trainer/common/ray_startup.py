@@ -1,4 +1,4 @@
-"""Starting Ray on this machine: limits that follow its load, a second attempt, signals that end it in one sentence."""
+"""Start Ray on this machine: time limits scaled by the load, a second attempt, a short message on a stop signal."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from verl.utils.process_tree import children, command_of
 logger = logging.getLogger(__name__)
 
 STALE = "A stale cluster is the usual cause: run `ray stop`, then `ray start --head`, and try again."
-# Ray's own limits, of 30 to 60 s, are for an idle machine.
-_IDLE_S = 120.0
-_LOOK_S = 0.5
-_BUSY = 1.5
-# Limits that Ray reads from the environment, and their unit in seconds.
+# Limit on an idle machine; Ray's own limits are 30 to 60 s.
+_IDLE_LIMIT_S = 120.0
+_POLL_S = 0.5
+# Load factor from which the error message blames the load.
+_BUSY_FACTOR = 1.5
+# Environment variables of Ray's limits, and their units in seconds.
 _LIMITS = {
     "RAY_gcs_server_port_wait_time_s": 1.0,
     "RAY_py_gcs_connect_timeout_s": 1.0,
     "RAY_worker_register_timeout_seconds": 1.0,
     "RAY_agent_register_timeout_ms": 0.001,
 }
-# Ray would write the C++ stack of every thread when a signal ends it.
+# Keeps Ray from printing C++ stacks of all threads when a signal ends it.
 _NO_CPP_STACKS = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
-
-
+# Environment variables that `allow_time` has set: it may change them again.
 _set_here: set[str] = set()
 
 
@@ -46,12 +46,12 @@ class RayUnavailableError(Travels, RuntimeError):
 
 
 def start_timeout(configured: float | None = None) -> float:
-    """Return the seconds that Ray may take to start: as configured, or by the load of the machine."""
-    return _IDLE_S * load_factor() if configured is None else configured
+    """Return the seconds that Ray may take to start: the configured value, or 120 s scaled by the machine's load."""
+    return _IDLE_LIMIT_S * load_factor() if configured is None else configured
 
 
 def allow_time(seconds: float) -> None:
-    """Set Ray's limits of its start for this process and its children; variables that the user has set stay."""
+    """Set the start limits of Ray in the environment; variables that the user has set are kept."""
     values = {name: str(round(seconds / unit)) for name, unit in _LIMITS.items()} | {_NO_CPP_STACKS: "1"}
     for name, value in values.items():
         if name in _set_here or name not in os.environ:
@@ -60,9 +60,9 @@ def allow_time(seconds: float) -> None:
 
 
 def start_patiently(init: Callable[[], Any], configured: float | None = None) -> tuple[Any, list[int]]:
-    """Call `init` (`ray.init` without a running cluster), twice if need be.
+    """Call `init` (a `ray.init` that starts a local cluster) with time limits, and once more if it fails.
 
-    Returns its result and the processes that it started. A failed attempt leaves no process behind.
+    Returns its result and the ids of the processes that it started. A failed attempt leaves no process behind.
     """
     seconds = start_timeout(configured)
     allow_time(seconds)
@@ -93,14 +93,14 @@ def _attempt(init: Callable[[], Any], seconds: float) -> tuple[Any, list[int]]:
         raise
     except BaseException as error:
         OwnRay(pids).kill()
-        if isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # of the handler that Ray installs
+        if isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # raised by Ray's SIGTERM handler
             raise StopSignal("SIGTERM") from None
         raise
 
 
 @contextmanager
 def _node_lookup(seconds: float) -> Iterator[None]:
-    """Let `ray.init` wait this long for its raylet: Ray itself gives up after 30 s, which no setting changes."""
+    """Let `ray.init` wait up to `seconds` for its raylet: Ray's own limit of 30 s cannot be configured."""
     from ray._private import services
 
     lookup = services.get_node
@@ -113,7 +113,7 @@ def _node_lookup(seconds: float) -> Iterator[None]:
             except RuntimeError:
                 if time.monotonic() > deadline or not _raylet_runs():
                     raise
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     services.get_node = get_node
     try:
@@ -133,7 +133,7 @@ def _reason(error: Exception) -> str:
 def _remedy(seconds: float) -> str:
     logs = f"Ray's logs are in {os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs."
     more = f"ray_init.start_timeout={2 * seconds:.0f}"
-    if load_factor() < _BUSY:
+    if load_factor() < _BUSY_FACTOR:
         return f"{logs} If they show no error, allow more time with {more}."
     return (
         f"The machine is busy ({describe_load()}): stop other processes or wait for them, or allow more time with"

@@ -22,7 +22,7 @@ _MODE = "RAY_AUTH_MODE"
 _TOKEN = "RAY_AUTH_TOKEN"
 _PATH = "RAY_AUTH_TOKEN_PATH"
 _CHECK_S = 60.0
-_OTHERS = 0o077
+_GROUP_AND_OTHERS = 0o077
 
 
 def token_file() -> Path:
@@ -51,35 +51,37 @@ def create_token() -> None:
             " copy the file to the same place on every node, or set %s or %s there. See docs/cluster.md.",
             *(path, _PATH, _TOKEN),
         )
-    elif _is_enabled() and not os.environ.get(_TOKEN) and path.stat().st_mode & _OTHERS:
+    elif _is_enabled() and not os.environ.get(_TOKEN) and path.stat().st_mode & _GROUP_AND_OTHERS:
         logger.warning("%s is readable by other accounts, which can use this Ray cluster: run chmod 600 %s", path, path)
 
 
 def missing_token() -> tuple[str, str]:
-    """Cause and remedy on a node without a token."""
+    """Cause and remedy for a node without a token."""
     cause = f"this node has no Ray auth token: {_TOKEN} is not set and {token_file()} does not exist or is empty"
-    return cause, _copy_it()
+    return cause, _copy_remedy()
 
 
 def check_token(address: str) -> None:
-    """RayUnavailableError where the head at `address` rejects the token of this node."""
+    """Raise RayUnavailableError if the head at `address` rejects the token of this node."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--skip-version-check"]
     try:
         check = subprocess.run([*command, f"--address={address}"], capture_output=True, text=True, timeout=_CHECK_S)
     except subprocess.TimeoutExpired:
-        return  # not about the token: joining reports it
+        return  # not a token problem; joining the head reports it
     if "AuthenticationError" in check.stderr:
         source = f"the environment variable {_TOKEN}" if os.environ.get(_TOKEN) else str(token_file())
         mode = "" if _is_enabled() else f" ({_MODE}={os.environ[_MODE]} here, token on node 0)"
-        raise RayUnavailableError(f"the head at {address} rejects the Ray auth token from {source}{mode}", _copy_it())
+        raise RayUnavailableError(
+            f"the head at {address} rejects the Ray auth token from {source}{mode}", _copy_remedy()
+        )
 
 
 def enable_token() -> None:
-    """Token authentication is the default of Ray processes started from here; a value that the user set is kept."""
+    """Switch token authentication on for Ray processes started from here, unless the user has set RAY_AUTH_MODE."""
     os.environ.setdefault(_MODE, "token")
 
 
-def _copy_it() -> str:
+def _copy_remedy() -> str:
     return (
         f"Copy the token file of node 0 (~/.ray/auth_token, or its {_PATH}) to {token_file()} with mode 0600, or set"
         f" {_TOKEN} to the same value on all nodes. See docs/cluster.md."
@@ -95,7 +97,7 @@ def _is_filled(path: Path) -> bool:
 
 
 def _write(path: Path, token: str) -> None:
-    """Atomic, with mode 0600 from the start; of two concurrent writers the first one wins."""
+    """Write atomically with mode 0600; of two concurrent writers the first one wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".auth_token-")
     try:

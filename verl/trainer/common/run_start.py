@@ -62,7 +62,7 @@ class RunPart:
 
     @functools.cached_property
     def initial_weights(self) -> dict[str, str]:
-        """Digests of the weights in `path`, by tensor."""
+        """Digests of the weights in the model's folder, by tensor name."""
         from verl.workers.engine.common.initial_weights import weight_digests
 
         return weight_digests(self._local_path)
@@ -116,7 +116,7 @@ class RunStart:
 
     @functools.cached_property
     def files(self) -> dict[str, bytes]:
-        """What every saved step holds about the run's start, by name: the weights of the models that it began with."""
+        """Files to store in every saved step, by name: the digests of the models' initial weights."""
         from verl.workers.engine.common.initial_weights import FILE
 
         weights = {part.folder: part.initial_weights for part in self._parts}
@@ -145,19 +145,19 @@ class RunStart:
             self._refuse_used(root, report)
 
     def _refuse_used(self, root: Path, report: Report) -> None:
-        """A problem for each place that has steps of an earlier run."""
-        config, steps = self._config, [folder.name for folder in newest_first(root)]
+        """Report the checkpoint folder and the folder of copies if they have steps of an earlier run."""
+        config, steps = self._config, [step.name for step in newest_first(root)]
         fix = f"{_ANOTHER}; or set trainer.used_dir=move_aside; or resume from them with trainer.resume_mode=auto"
-        places = {_DIR: (config.default_local_dir, steps)}
+        folders = {_DIR: (config.default_local_dir, steps)}
         if (copies := config.default_hdfs_dir) is not None:
-            places[remote.KEY] = (copies, remote.newest_first(copies, step_of))
-        for key, (place, names) in places.items():
+            folders[remote.KEY] = (copies, remote.newest_first(copies, step_of))
+        for key, (folder, names) in folders.items():
             if names:
                 why = f"it has steps of an earlier run ({names[0]} is the newest) and resume_mode is disable"
-                report.add(Problem(key, place, why, fix))
+                report.add(Problem(key, folder, why, fix))
 
     def _move_steps_aside(self) -> None:
-        """Last of all: where the run does not start, steps and copies of an earlier run stay in place."""
+        """Move steps and copies of an earlier run aside. Called after all checks: a refused run changes nothing."""
         config = self._config
         aside = move_aside(Path(expand_path(config.default_local_dir)).absolute())
         if aside is not None:
@@ -237,7 +237,7 @@ def check_space(config: Any, parts: Sequence[RunPart], save_freq: int | None, re
     sizes = {part: step_bytes(part) for part in parts}
     free = shutil.disk_usage(root).free
     if any(part.limit is not None for part in parts) and config.resume_mode != "disable":
-        free += bytes_of_all(root)  # what is there goes as new steps come; steps that are moved aside stay
+        free += bytes_of_all(root)  # old steps are deleted as new ones are saved; steps moved aside are kept
     needed = sum(size * _kept(part.limit, config.total_training_steps, save_freq) for part, size in sizes.items())
     one = sum(sizes.values())
     if needed > free:

@@ -1,5 +1,5 @@
-"""Signals that end a run: before the first step at once, later after the step is finished and saved; the second one
-always at once."""
+"""Stop signals. Before the first step they end the run immediately; later the run finishes its step and saves first.
+A second signal always ends it immediately."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Asked:
 
 
 class StopSignal(KeyboardInterrupt):
-    """A signal ends the program where nothing is to be finished or saved; `by` is its name."""
+    """A stop signal while there is no step to finish or save; `by` is its name."""
 
     def __init__(self, by: str) -> None:
         super().__init__(by)
@@ -39,13 +39,13 @@ class StopSignal(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """As a shell reports a process that the signal killed."""
+        """The code that a shell reports for a process killed by the signal."""
         return 128 + signal.Signals[self.by]
 
 
 @contextmanager
 def stop_signals_raise() -> Iterator[None]:
-    """SIGTERM, SIGHUP and SIGUSR1 raise StopSignal in the main thread, where they would kill without a message."""
+    """SIGTERM, SIGHUP and SIGUSR1 raise StopSignal in the main thread instead of killing the process silently."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -64,7 +64,7 @@ def stop_signals_raise() -> Iterator[None]:
 
 
 def exit_on_signals(message: str) -> None:
-    """From now on, a signal writes one line and exits with 0: the work is done and only clean-up is left."""
+    """From now on a signal prints one line and exits with code 0: only clean-up is left."""
     if threading.current_thread() is not threading.main_thread():
         return
 
@@ -88,7 +88,7 @@ def stop_on_signals(
 ) -> Iterator[Asked]:
     """SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C call `ask`; a second one calls `at_once` and ends the process.
 
-    While `starting()`, the first one calls `at_once` and raises StopSignal.
+    While `starting()` is true, the first one calls `at_once` and raises StopSignal.
 
     SIGUSR1 is a scheduler's warning that another will follow, which then counts as the first.
     Signals that are ignored (`nohup`, a job in the background) stay so. Threads other than the main one get none.

@@ -56,9 +56,9 @@ class Standing:
     host: str = ""
     """Of the controller."""
     activity: str | None = None
-    """The long operation that ranks are in between phases, such as the start of their engines."""
+    """The long operation of the ranks outside of phases, such as the start of their engines."""
     starting: bool = False
-    """The run has not reached its first step: there is nothing to finish or to save."""
+    """The run has not reached its first step: a stop signal has nothing to finish or save."""
 
     @property
     def label(self) -> str:

@@ -37,7 +37,7 @@ _ANSWER_S = 1.0
 _PER_RANK_S = 0.03
 # Said so early, others at half of their limit.
 _TOLD_AFTER_S = {"stopped": 2.0, "traced": 2.0, "dead": 2.0, "user": 60.0}
-# Between two log lines on a long operation of the ranks, such as the start of their engines.
+# Seconds between two log lines about a long operation of the ranks, such as the start of their engines.
 _ACTIVITY_S = 10.0
 # From then on the stacks of all threads are asked for.
 _SUSPECT_S = 5.0
@@ -135,7 +135,7 @@ class HangWatch:
         return self._weigh(phase, verdict, calls, reports, now)
 
     def _report_activity(self, reports: Sequence[RankReport], now: float) -> None:
-        """Show the long operation of the first rank that is in one, and log it every `_ACTIVITY_S` seconds."""
+        """Show the long operation of the first rank that has one, and log it every `_ACTIVITY_S` seconds."""
         active = [(report, report.beat.activity) for report in reports if report.beat.activity is not None]
         self._status.activity = active[0][1].label if active else None
         if active and now - self._activity_logged >= _ACTIVITY_S:

@@ -142,13 +142,13 @@ class Generator:
         return batch
 
     def score(self, batch: DataProto, metrics: dict[str, float], step: int) -> DataProto:
-        """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions, and
-        what turns earned; `answer_scores`: the former alone."""
+        """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions, plus
+        turn rewards; `answer_scores`: the score without turn rewards."""
         batch = self.judged(batch)
         local = local_columns(batch, columns_read_by("reward"))
         mask = local.batch["response_mask"].clone()
-        answered, extra = score_answers(local, self.reward_fn)
-        scores = with_turn_rewards(answered, local)
+        base_scores, extra = score_answers(local, self.reward_fn)
+        scores = with_turn_rewards(base_scores, local)
         scores = scores if self._scores else torch.zeros_like(scores)  # agents may have given some
         metrics |= (of_agents := agent_metrics(local))
         self._tool_use.see(of_agents, lambda: decode(self._tokenizer, local.batch["responses"][:1].tolist())[0])
@@ -156,7 +156,7 @@ class Generator:
             metrics["reward/scored_while_generating"] = self._overlap.share
         if again := getattr(self.reward_fn, "scored_again", 0):
             metrics["reward/scored_again"] = float(again)
-        batch.batch["token_level_scores"], batch.batch["answer_scores"] = scores, answered.sum(-1)
+        batch.batch["token_level_scores"], batch.batch["answer_scores"] = scores, base_scores.sum(-1)
         if not torch.equal(mask, local.batch["response_mask"]):
             batch.batch["response_mask"] = local.batch["response_mask"]  # samples that could not be scored
         for name, values in extra.items():

@@ -86,7 +86,7 @@ class WorkerGroups:
     def start(self, create: Mapping[Role, Callable[[], Any]] = MappingProxyType({})) -> None:
         """Reserve the devices, start the groups of all roles, load the models.
 
-        `create` returns the group of a role in place of `self.create`.
+        `create`: functions that return the worker group of a role, used instead of `self.create`.
         """
         agents_wanted = self._prepared_agents()
         model = self._config.actor_rollout_ref.model
@@ -288,7 +288,7 @@ class WorkerGroups:
         return self._roles_in(pool) <= _STATELESS
 
     def create(self, role: Role) -> Any:
-        """The worker group of a role. The first one of a pool starts the processes, which all roles of it share."""
+        """Return the worker group of a role. The first call for a pool starts the processes that its roles share."""
         pool = self._pools.mapping[role]
         if pool not in self._started:
             self._start_pool(pool)

@@ -18,6 +18,7 @@ from verl.utils.dataset.sampler import AbstractCurriculumSampler, EpochSampler
 
 logger = logging.getLogger(__name__)
 
+# Seconds to wait at the end of a run for a batch that is still being fetched.
 _LAST_FETCH_S = 10.0
 
 
@@ -131,9 +132,9 @@ class PromptStream:
         self._waiting = None if waiting is None else DataProto.from_dict(waiting["tensors"], waiting["arrays"])
 
     def close(self) -> None:
-        """The run is over: wait for the batch that is being fetched, and end the dataloader's worker processes.
+        """At the end of a run: wait for the batch that is being fetched, and end the dataloader's worker processes.
 
-        A dataset that hangs does not keep the run from ending: its workers die with this process.
+        The wait is bounded: workers of a dataset that hangs end with this process.
         """
         if self._fetched is not None:
             wait([self._fetched], timeout=_LAST_FETCH_S)

@@ -125,7 +125,7 @@ class RayPPOTrainer:
         self.status = StatusLine(self.total_training_steps)
         self.status.starting = True
         self.watch = HangWatch(self.status, self.config.trainer.hang_timeout)
-        self.phases = self._new_phases()  # of calls outside of `fit`
+        self.phases = self._new_phases()  # for calls outside of `fit`
 
     # ---------------------------------------------------------------- setting up
 
@@ -176,12 +176,12 @@ class RayPPOTrainer:
                 self.reward_fn, self.val_reward_fn = judge.start(self.reward_fn, self.val_reward_fn)
 
     def _create_actor_rollout_worker_group(self) -> Any:
-        """The worker group of the policy (of its training, where generation has devices of its own). Override point:
-        return a group of your own, or change the one that `super()` returns."""
+        """Return the worker group of the policy (of its trainer, if generation has its own devices). Override it to
+        return your own group, or to change the one that `super()` returns."""
         return self.groups.create(next(role for role in _POLICY_ROLES if role in self.role_worker_mapping))
 
     def _create_critic_worker_group(self) -> Any:
-        """The worker group of the critic; called where the run has one. Override point."""
+        """Return the worker group of the critic; only called if the run has one. Override it to return your own."""
         return self.groups.create(Role.Critic)
 
     # ---------------------------------------------------------------- the loop
@@ -193,7 +193,7 @@ class RayPPOTrainer:
 
     @cached_property
     def tracking(self) -> Tracking:
-        """The trackers of the run, opened at first use: by `fit`, or by a script that validates or logs by itself."""
+        """The trackers of the run, opened at first use: by `fit`, or by a script that calls `_validate`."""
         trainer = self.config.trainer
         return Tracking(
             trainer.project_name,
@@ -336,7 +336,7 @@ class RayPPOTrainer:
 
     @property
     def _actor_learns(self) -> bool:
-        # A script that calls `_train_step` without `fit` has not counted a step yet.
+        # `global_steps` is 0 in a script that calls `_train_step` without `fit`.
         return max(1, self.global_steps) > self.config.trainer.critic_warmup
 
     def _update_gives_old_log_probs(self, batch: DataProto) -> bool:

@@ -176,7 +176,7 @@ class NoRewards:
 
 
 def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-    """`score_answers` with what turns earned added to the scores."""
+    """`score_answers`, with turn rewards added to the scores."""
     scores, extra = score_answers(data, reward_fn)
     return with_turn_rewards(scores, data), extra
 
@@ -193,7 +193,7 @@ def score_answers(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[torch
     weigh nothing in losses, counts and metrics, and group estimators leave them out. A name that the batch has already
     is `reward_<name>` here. Of a trajectory with several rows the one with its last model token is scored, and has the
     score; what is said beside it is on all of them. One that brings its score, or did not go through to its end, is not
-    scored again. What turns earned is not part of these scores.
+    scored again. Turn rewards are not part of these scores.
     """
     whole = Trajectories.of(data)
     given, asked = given_scores(data, whole)
@@ -251,8 +251,8 @@ def reward_metrics(extra: Mapping[str, Iterable[Any]]) -> dict[str, float]:
 def answer_scores(scores: torch.Tensor, whole: Trajectories, failed: Iterable[Any] | None) -> list[float | None]:
     """The score of each trajectory, from the rows' `scores` [batch].
 
-    `failed`: the column `scoring_failed`, if there is one. None for a trajectory that could not be scored and is masked
-    for it; with another `reward_model.on_error` it has a score of 0.
+    `failed`: the column `scoring_failed`, if the batch has it. A trajectory that could not be scored is None if it is
+    masked; otherwise (`reward_model.on_error`) it has a score of 0.
     """
     values: list[float | None] = whole.sum(scores).tolist()
     if failed is None:
@@ -260,16 +260,17 @@ def answer_scores(scores: torch.Tensor, whole: Trajectories, failed: Iterable[An
     kept = whole.mask.bool().any(-1).tolist()
     flags = list(failed)
     unscored = [bool(flags[row]) for row in whole.last_rows]
-    return [None if lost and not is_kept else v for v, lost, is_kept in zip(values, unscored, kept, strict=True)]
+    triples = zip(values, unscored, kept, strict=True)
+    return [None if is_unscored and not is_kept else value for value, is_unscored, is_kept in triples]
 
 
 def unfinished_agents(batch: DataProto, whole: Trajectories) -> list[bool]:
-    """Of each trajectory, whether its agent failed or was aborted."""
+    """Per trajectory, whether its agent failed or was aborted."""
     return [status != FINISHED for status in statuses(batch, whole)]
 
 
 def is_number(value: Any) -> bool:
-    """Whether a field of a reward is a number, as `acc` must be to count."""
+    """Whether a value that a reward function returned is a number. `acc` is only used if it is one."""
     return isinstance(value, bool | int | float | np.number | np.bool_)
 
 
@@ -283,13 +284,13 @@ def right_answers(
     """Whether each answer is right, by source: `acc` where the reward says it as a number, else a score of 1.
 
     `scores` are the reward function's (`answer_scores`). Those of a reward model (`judged`) are degrees, not verdicts:
-    without `acc` such an answer does not count. Nor does one that could not be scored (None). An `unfinished` agent's
-    answer is wrong wherever others of its source count.
+    without `acc` such an answer does not count. Nor does one that could not be scored (None). The answer of an
+    `unfinished` agent counts as wrong if other answers of its source count.
     """
     right: Right = defaultdict(list)
     failed: Counter[str] = Counter()
-    places = zip(sources, scores, said or [None] * len(scores), unfinished or [False] * len(scores), strict=True)
-    for source, score, acc, is_unfinished in places:
+    samples = zip(sources, scores, said or [None] * len(scores), unfinished or [False] * len(scores), strict=True)
+    for source, score, acc, is_unfinished in samples:
         if is_unfinished:
             failed[source] += 1
         elif is_number(acc):

@@ -57,7 +57,7 @@ def check_files(
 def check_at_start(manager: Any, dataset: Any, reward_fn_key: str, default_loop: str | None = None) -> None:
     """A quick check on a few rows before training: doubts go to the log; an error if no sample can be scored at all.
 
-    `default_loop`: the agent loop of rows without `agent_name`; one of the user may return the score itself.
+    `default_loop`: the agent loop of rows without `agent_name`; a loop of the user may return the score itself.
     """
     compute_score = getattr(manager, "compute_score", None)
     if not hasattr(manager, "submit") or compute_score is None or not len(dataset):

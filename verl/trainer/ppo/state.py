@@ -71,7 +71,7 @@ class TrainerState:
         return None if self._config.trainer.val_only else start.first_step
 
     def end(self) -> None:
-        """The run is over: end the processes that load data, and give the folder back."""
+        """At the end of a run: end the processes that load data, and release the checkpoint folder."""
         self.prompts.close()
         if not self._config.trainer.val_only:
             self.saver.close()

@@ -33,7 +33,7 @@ def need_critic(config: Config) -> bool:
 
 
 def need_reference_policy(role_worker_mapping: Mapping[Role, Any]) -> bool:
-    """Whether a reference policy was registered, as a role of its own or as a part of the policy's."""
+    """Whether a reference policy was registered: `RefPolicy`, or `ActorRolloutRef`, which contains one."""
     return not {Role.RefPolicy, Role.ActorRolloutRef}.isdisjoint(role_worker_mapping)
 
 

@@ -35,7 +35,7 @@ Samples = dict[str, list[Any]]
 
 # Columns of a sample that say what it is; all others say how good it is.
 _DESCRIPTIONS = ("prompt", "answer", "gts", "more", "uid", "data_source", "answer_score")
-# 1.0 where an agent failed or was aborted; only of batches that agents answered.
+# Column with 1.0 for agents that failed or were aborted; only in batches with `agent_metrics`.
 _UNFINISHED = "agent_failed"
 # What is worth a look first; the spread and the bounds of each are not.
 _CORE = ("mean@", "best@", "maj@", "pass@")
@@ -98,8 +98,8 @@ class Validator:
         with status.phase("validation reward", self._groups.reward_model):
             answered = self._judge(answered)
             local = answered.fetch() if hasattr(answered, "fetch") else answered
-            own_scores, extra = score_answers(local, self.reward_fn)
-            scores = with_turn_rewards(own_scores, local)
+            base_scores, extra = score_answers(local, self.reward_fn)
+            scores = with_turn_rewards(base_scores, local)
         key, columns, whole = self._config.data.reward_fn_key, local.non_tensor_batch, Trajectories.of(local)
         ends = whole.last_rows
         texts = answer_texts(local, self._tokenizer)
@@ -115,7 +115,7 @@ class Validator:
             "uid": columns["uid"][ends].tolist(),
             "data_source": columns[key][ends].tolist() if key in columns else ["unknown"] * len(whole),
             "reward": rewards,
-            "answer_score": answer_scores(own_scores.sum(-1), whole, extra.get(FAILED)),
+            "answer_score": answer_scores(base_scores.sum(-1), whole, extra.get(FAILED)),
         }
         if "agent_metrics" in columns:
             samples |= with_unfinished(samples, unfinished_agents(local, whole), scored_by_model(self._config))
@@ -127,12 +127,14 @@ def _rows(columns: Samples) -> list[dict[str, Any]]:
 
 
 def with_unfinished(samples: Samples, unfinished: Sequence[bool], judged: bool) -> Samples:
-    """Columns in which agents that failed or were aborted count as wrong, and `agent_failed`, which counts them.
+    """`reward` and `acc` with agents that failed or were aborted as wrong, and the column `agent_failed`.
 
-    Without a reward from a reward model (`judged`): 0 has no meaning on its scale.
+    Their reward is 0, or None with a reward model (`judged`): 0 has no meaning on its scale.
     """
-    nothing = None if judged else 0.0
-    rewards = [nothing if failed else reward for reward, failed in zip(samples["reward"], unfinished, strict=True)]
+    failed_reward = None if judged else 0.0
+    rewards = [
+        failed_reward if failed else reward for reward, failed in zip(samples["reward"], unfinished, strict=True)
+    ]
     columns: Samples = {"reward": rewards, _UNFINISHED: [float(failed) for failed in unfinished]}
     if "acc" in samples:
         pairs = zip(samples["acc"], unfinished, strict=True)

@@ -197,8 +197,8 @@ def _resume_newest(root: Path, remote: str | None) -> Path | None:
     if local is None and rejected:
         listed = "; ".join(f"{folder.name}: {_summary(problems)}" for folder, problems in rejected)
         raise ValueError(
-            f"trainer.resume_mode: auto finds steps in {root}, but none is whole ({listed}). "
-            "Restore the files, or start from scratch with trainer.resume_mode=disable, which moves them aside."
+            f"trainer.resume_mode: auto finds steps in {root}, but none is whole ({listed}). Restore the files, or"
+            " start from scratch with trainer.resume_mode=disable, which moves them into before_<time>."
         )
     return local
 

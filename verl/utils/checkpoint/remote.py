@@ -35,9 +35,10 @@ def newest_first(remote: str, step_of: Callable[[str], int | None]) -> list[str]
 
 
 def move_aside(remote: str, step_of: Callable[[str], int | None]) -> str | None:
-    """Move copied steps of an earlier run, and the names of the latest, into a new folder at `remote`: its address.
+    """Move copied steps of an earlier run, and the files that name the latest one, into `before_<time>` at `remote`.
 
-    None where there are none. The steps go first: what is interrupted here is continued by the next call.
+    Returns the URL of the new folder; None: there are no steps. If a move is interrupted, the next call moves the
+    remaining steps.
     """
     steps = newest_first(remote, step_of)
     if not steps:

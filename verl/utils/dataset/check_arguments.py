@@ -1,7 +1,7 @@
 """The command line that `verl.utils.dataset.check` and `verl.utils.reward_check` share.
 
-Both take data files, keys of a training run (`data.prompt_key=question`) and options; each option of a key is another
-spelling of it (`--prompt-key question`).
+Both take data files, keys of a training run (`data.prompt_key=question`) and options; some keys can also be
+written as options (`--prompt-key question`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNUSED = "unused"
 
 @dataclass(frozen=True)
 class CheckArguments:
-    """What both commands read: files, the configuration of the run, and how much to look at."""
+    """The parsed arguments of both commands: files, the configuration of the run, and how many rows to use."""
 
     files: list[str]
     overrides: list[str]
@@ -50,9 +50,9 @@ class CheckArguments:
 
 
 def read_arguments(program: str, description: str, arguments: Sequence[str] | None) -> CheckArguments:
-    """The arguments of one of the two commands; ValueError for what cannot be read."""
+    """Parse the command line of one of the two commands. Raises ValueError (ConfigError) for invalid arguments."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    # Before argparse, whose options with several values would take them.
+    # Removed before argparse: options with several values would consume them.
     overrides = [word for word in words if _OVERRIDE.match(word)]
     options = _parser(program, description).parse_intermixed_args([word for word in words if word not in overrides])
     overrides += [f"{key}={getattr(options, name)}" for name, key in _KEYS.items() if getattr(options, name)]
@@ -90,7 +90,7 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
         "--max-prompt-length", type=int, nargs="+", help="limits to compare with; data.max_prompt_length"
     )
     parser.add_argument("--custom-reward", action="store_true", help="a reward function of yours takes any data_source")
-    parser.add_argument("--n", "--score-rows", type=int, help="rows to score; 0: all")
-    parser.add_argument("--seed", type=int, default=0, help="which rows")
-    parser.add_argument("--samples", type=int, default=2, help="rows to show")
+    parser.add_argument("--n", "--score-rows", type=int, help="rows to score (dataset.check: per data source); 0: all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of rows (reward_check)")
+    parser.add_argument("--samples", type=int, default=2, help="rows to print (dataset.check)")
     return parser

@@ -57,7 +57,7 @@ class ConversationEncoder:
         self._has_template = bool(self._given_template or tokenizer.chat_template)
         self._ends = find_end_tokens(None, None, tokenizer, template_kwargs).ids
         self._role_tokens = role_tokens(tokenizer, template_kwargs) if self._has_template else {}
-        self._closed = _two_marks(added_tokens(tokenizer))
+        self._closed = _two_tokens(added_tokens(tokenizer))
         self._begins_with_space = tokenizer.tokenize("a")[0].startswith("▁")
 
     def rows(
@@ -76,7 +76,7 @@ class ConversationEncoder:
         rows: list[Pieces] = [[]]
         done = ""
         for turn, weight in weights.items():
-            text, spans = self._ended(chat, turn, said)
+            text, spans = self._with_role_token(chat, turn, said)
             if not text[: spans[0][0]].startswith(done):
                 if not self._split:
                     raise ValueError(
@@ -117,8 +117,8 @@ class ConversationEncoder:
         kwargs = {**self._kwargs, **template_kwargs}
         return _Chat(self._tokenizer, said, tools, self._given_template, kwargs, self._closed)
 
-    def _ended(self, chat: _Chat | _PlainText, turn: int, messages: Messages) -> tuple[str, list[Span]]:
-        """What `said` returns; where the next role token ends a turn (GLM), it is part of the answer."""
+    def _with_role_token(self, chat: _Chat | _PlainText, turn: int, messages: Messages) -> tuple[str, list[Span]]:
+        """The result of `chat.said`; if the next role token ends a turn (GLM), it is added to the answer."""
         text, spans = chat.said(turn)
         if chat.marks:
             return text, spans
@@ -244,7 +244,7 @@ class _Chat:
         marked = _GENERATION.sub(_as_text, template)
         self._template, self._kwargs = marked, kwargs
         self.marks = marked != template
-        """The template says itself what the assistant generates."""
+        """Whether the template marks what the assistant generates ({% generation %} blocks)."""
 
     def said(self, turn: int) -> tuple[str, list[Span]]:
         """The text up to and with a message of the assistant, and which parts of it are its own words."""
@@ -389,7 +389,7 @@ def _within(spans: Sequence[Span], start: int, end: int) -> list[Span]:
     return [(max(a, start), min(b, end)) for a, b in spans if b > start and a < end]
 
 
-def _two_marks(tokens: Iterable[str]) -> re.Pattern[str]:
+def _two_tokens(tokens: Iterable[str]) -> re.Pattern[str]:
     """Two added tokens at the end of a text, white space aside."""
     one = "|".join(sorted(map(re.escape, tokens), key=len, reverse=True)) or "(?!)"
     return re.compile(rf"({one})\s*({one})\s*\Z")

@@ -19,7 +19,7 @@ from verl.utils.exceptions import Travels
 from verl.utils.reward_score.registry import matching, unknown_source
 
 GROUND_TRUTH = "ground_truth"
-# Columns that say what scores a row.
+# Columns that decide what scores a row.
 _SCORED_BY = ("reward_model", "agent_name")
 # A row and the columns of its file -> None: the row is fine; otherwise what is wrong, ending in the remedy.
 Check = Callable[[dict[str, Any], Sequence[str]], str | None]
@@ -68,8 +68,8 @@ def refuse_problems(rows: Rows, rules: Sequence[Rule]) -> None:
 
 
 def missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> dict[str, str]:
-    """By option, what is wrong with optional columns (`tools` of `tools_key`) that have another name in the config and
-    are in no file: they would be ignored."""
+    """Problems by option: optional columns (`tools` of `tools_key`) that the config names differently from the default
+    and that no file has, so that they would be ignored."""
     problems = {}
     for option in options:
         key = getattr(config, option)
@@ -82,7 +82,7 @@ def missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> dict[str
 
 
 def refuse_missing_columns(rows: Rows, config: Any, options: Sequence[str]) -> None:
-    """DataError with all of `missing_columns`."""
+    """Raise a DataError with all problems of `missing_columns`."""
     problems = missing_columns(rows, config, options)
     if problems:
         raise DataError(list(problems.values()))
@@ -96,7 +96,7 @@ def chat_rule(key: str, option: str) -> Rule:
 def rl_rules(
     config: DataConfig, data_sources: Collection[str] | None, ground_truth: bool, default_loop: str | None = None
 ) -> list[Rule]:
-    """What rows of prompts need: see `RLHFDataset.validate`."""
+    """Rules for the rows of RL data; parameters as in `RLHFDataset.validate`."""
     rules = [chat_rule(config.prompt_key, "data.prompt_key")]
     if data_sources is not None:
         rules += data_source_rules(config.reward_fn_key, data_sources, default_loop=default_loop)
@@ -106,7 +106,7 @@ def rl_rules(
 
 
 def sft_rules(config: Any, columns: Collection[str]) -> list[Rule]:
-    """What rows to learn from need, in files with these columns: a conversation, or a prompt and a response."""
+    """Rules for the rows of SFT data in files with these columns: a conversation, or a prompt and a response."""
     if config.messages_key in columns:
         return [chat_rule(config.messages_key, "data.messages_key")]
     return [chat_rule(config.prompt_key, "data.prompt_key"), text_rule(config.response_key, "data.response_key")]
@@ -118,7 +118,7 @@ def text_rule(key: str, option: str) -> Rule:
 
 
 def present_rule(key: str, option: str) -> Rule:
-    """`key` holds some value."""
+    """`key` holds a value, of any type."""
     return _value_rule(key, option, lambda key, value: None, lambda column: column.null_count == 0)
 
 
@@ -127,11 +127,11 @@ def data_source_rules(
 ) -> list[Rule]:
     """`key` names a data source that has a reward function: a non-empty string, a name or pattern of `known`.
 
-    Rows that their agent loop scores need none, nor, with `but_judged`, those that a reward model scores. Without a
-    column `agent_name`, rows run in `default_loop`.
+    Rows that their agent loop may score are exempt, and with `but_judged` rows that a reward model scores. Rows without
+    an `agent_name` run in `default_loop`.
     """
-    without = " A function of your own (custom_reward_function.path) needs none."
-    rules = [_value_rule(key, "data.reward_fn_key", _text_problem, _is_sound_text, without), _source_rule(key, known)]
+    hint = " A function of your own (custom_reward_function.path) needs none."
+    rules = [_value_rule(key, "data.reward_fn_key", _text_problem, _is_sound_text, hint), _source_rule(key, known)]
     exempt = partial(_is_exempt, but_judged=but_judged, default_loop=default_loop)
     return [_unless(exempt, rule) for rule in rules]
 
@@ -202,7 +202,7 @@ def is_judged(row: Mapping[str, Any]) -> bool:
 def is_scored_by_agent(row: Mapping[str, Any], default_loop: str | None = None) -> bool:
     """Whether the agent loop that runs the row may return its score: by the row's style, or as a loop of the user.
 
-    `default_loop`: of rows without an `agent_name`.
+    `default_loop`: the agent loop of rows without an `agent_name`.
     """
     loop = row.get("agent_name") or default_loop
     return _style(row) == "agent" or (loop is not None and loop not in names.AGENT_LOOPS)
@@ -252,7 +252,7 @@ def _value_rule(
     is_sound: Callable[[pa.ChunkedArray], bool],
     remedy: str = "",
 ) -> Rule:
-    """There is a value at `key`, and nothing is wrong with it. `remedy`: a further one where the column is missing."""
+    """There is a value at `key`, and nothing is wrong with it. `remedy`: appended if the column is missing."""
 
     def check(row: dict[str, Any], columns: Sequence[str]) -> str | None:
         value = value_at(row, key)

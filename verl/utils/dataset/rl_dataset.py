@@ -114,7 +114,7 @@ class RLHFDataset(Dataset):
     def validate(self, data_sources: Collection[str] | None = None, ground_truth: bool = True) -> None:
         """Raise a DataError with everything that would stop scoring: a missing or wrong field, an unknown source.
 
-        `data_sources`: those with a reward function (None: a function of the user takes any, and rows without one).
+        `data_sources`: those with a reward function; None: not checked, since a function of the user takes any.
         `ground_truth`: whether rows need a right answer to compare with. Rows whose `agent_name` is an agent loop of
         the user need neither: it may return the score.
         """

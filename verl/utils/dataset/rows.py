@@ -27,7 +27,7 @@ from verl.utils.fs import cache_root, made_once
 logger = logging.getLogger(__name__)
 
 _MAP_ABOVE_BYTES = 64 * 1024**2
-# Of larger files a quick check reads the first rows only.
+# A quick check reads only the first rows of larger files.
 _READ_WHOLE_BYTES = 32 * 1024**2
 _HEAD_ROWS = 4096
 
@@ -94,7 +94,7 @@ def open_part(file: str) -> Part:
 
 @dataclass(frozen=True)
 class Head:
-    """The first rows of a file, all of a small one."""
+    """The first rows of a file, or all rows of a small one."""
 
     part: Part
     rows: int | None
@@ -102,9 +102,9 @@ class Head:
 
 
 def open_head(file: str) -> Head | None:
-    """The beginning of a file, for checks that must be quick; None for one that can only be read whole and is large.
+    """The beginning of a file, for quick checks; None for a large JSON array, which can only be read whole.
 
-    Errors are those of `open_part`.
+    Raises the errors of `open_part`.
     """
     if os.path.getsize(file) == 0:
         raise ValueError(f"{file}: the file is empty (0 bytes). Write it again, or leave it out.")

@@ -13,7 +13,7 @@ Result = float | dict[str, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 UNKNOWN_SOURCE = "unknown"
-"""The data source of rows without one."""
+"""Data source that is passed to the reward function for rows without one."""
 _BUILT_IN = "verl.utils.reward_score."
 
 
@@ -99,7 +99,9 @@ def score_function(data_source: str) -> ScoreFunction:
 
 def unknown_source(data_source: str, known: Iterable[str], key: str = "data_source") -> str:
     """What to tell about a data source that has no reward function."""
-    from verl.config.wording import closest  # scorer processes load this module: the configuration would cost them
+    from verl.config.wording import (
+        closest,
+    )  # imported here: scorer processes load this module and do not need verl.config
 
     names = sorted(known)
     near = closest(data_source, [name for name in names if "*" not in name])

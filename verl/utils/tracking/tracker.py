@@ -17,6 +17,7 @@ class Run(NamedTuple):
     """The first step it will log: records from there on are of steps done again, or of another run. None: unknown."""
 
     tracking_dir: str | None = None
+    """`trainer.tracking_dir`; None: ./runs/<project>/<experiment>."""
 
     @property
     def directory(self) -> Path:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 # A service that is away keeps its client waiting for ever: then the run is given up as any that hangs.
 _CLOSING_S = 1200.0
 
-# Metrics that every tracker also gets under the short name of the users' notes; a console shows its own headline.
+# Metrics that every tracker except the console also gets under a short name.
 SHORT_NAMES = {
     "reward/mean": "reward_mean",
     "actor/loss": "actor_loss",

@@ -88,7 +88,7 @@ class CriticWorker(SavingWorker):
     ) -> DataProto:
         """`ppo_epochs` passes over the rows; metrics in `meta_info["metrics"]`. Arguments override configuration."""
         config = self.config
-        # Rows per prompt in batches without `uid`; a worker that was started without a run does not know it.
+        # Rows per prompt in batches without `uid`; unknown to a worker that was started without a run's configuration.
         n = 1 if self.run_config is None else self.run_config.actor_rollout_ref.rollout.n
         mini_batches = mini_batches_of_call(data, ppo_mini_batch_size, config.ppo_mini_batch_size, n, self.engine)
         with self.engine.awake():

@@ -170,8 +170,8 @@ class ActorRolloutRefWorker(SavingWorker):
     def generate_sequences(self, prompts: DataProto, **sampling: Any) -> DataProto:
         """One answer per row, by the configuration's sampling parameters but for those given (`temperature=0.7`).
 
-        Rows keep their object columns. An engine of the actor's own process without the actor's current weights gets
-        them first, so that a script may call `generate_sequences` after `init_model` or `update_actor` directly.
+        Rows keep their object columns. If the engine in the actor's process does not have the actor's current weights,
+        they are synced first, so that a script may call this directly after `init_model` or `update_actor`.
         With `tell_finished` in meta_info, `finished_samples` says which are there already.
         """
         if "actor" in self.parts and (self._rollout_version < 0 or self._actor_changed):

@@ -47,8 +47,8 @@ class RewardModelWorker(Worker):
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """`rm_scores` [batch, response]: the score of each answer on its last token.
 
-        A model with another tokenizer or template reads the prompts' messages (`raw_prompt`) and the answers, of
-        agents their conversations (`agent_messages`).
+        A model with another tokenizer or template reads the prompts' messages (`raw_prompt`) and the answers; for
+        agents it reads their conversations (`agent_messages`).
         """
         config = self.config
         texts = data if self._texts is None else self._texts.encode(data)

@@ -15,8 +15,8 @@ MESSAGES, AGENT_MESSAGES = "raw_prompt", "agent_messages"
 class RewardTexts:
     """`own` is the reward model's tokenizer, `other` the one that the answers are written in.
 
-    The conversation of an agent's row is `agent_messages`; that of another row is the prompt's messages and the answer
-    as what the assistant says. It is written in `ConversationTokens` of at most `longest`.
+    The conversation of an agent's row is `agent_messages`. That of any other row is the prompt's messages followed by
+    the answer as an assistant message. `ConversationTokens` encodes it in at most `longest` tokens.
     """
 
     def __init__(self, own: Any, other: Any, longest: int | None) -> None:
@@ -38,14 +38,14 @@ class RewardTexts:
         return DataProto.from_dict({**columns, "position_ids": compute_position_id_with_mask(mask)})
 
     def _conversations(self, data: DataProto) -> list[Messages]:
-        known: list[Any] = [None] * len(data)
+        by_agents: list[Any] = [None] * len(data)
         if AGENT_MESSAGES in data.non_tensor_batch:
-            known = list(data.non_tensor_batch[AGENT_MESSAGES])
-        if all(messages is not None for messages in known):
-            return known
+            by_agents = list(data.non_tensor_batch[AGENT_MESSAGES])
+        if all(messages is not None for messages in by_agents):
+            return by_agents
         pairs = zip(self._messages(data), self._answers(data), strict=True)
-        whole = [[*messages, {"role": "assistant", "content": answer}] for messages, answer in pairs]
-        return [one if messages is None else messages for messages, one in zip(known, whole, strict=True)]
+        plain = [[*messages, {"role": "assistant", "content": answer}] for messages, answer in pairs]
+        return [other if messages is None else messages for messages, other in zip(by_agents, plain, strict=True)]
 
     def _messages(self, data: DataProto) -> list[Messages]:
         if MESSAGES not in data.non_tensor_batch:

@@ -74,8 +74,8 @@ def mini_batches_of_call(
 ) -> list[int]:
     """The rows of each mini-batch on this rank for one update call.
 
-    An explicit number of `prompts` per mini-batch wins; then the mini-batches that the controller put into `meta_info`;
-    then the `configured` number of prompts. `n`: rows per prompt in batches without `uid`.
+    Precedence: an explicit number of `prompts` per mini-batch, the mini-batches that the controller put into
+    `meta_info`, the `configured` number of prompts. `n`: rows per prompt in batches without `uid`.
     """
     if prompts is None and "mini_batches" in data.meta_info:
         return rows_of_mini_batches(len(data), data.meta_info["mini_batches"])

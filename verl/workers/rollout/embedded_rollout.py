@@ -91,7 +91,7 @@ class EmbeddedRollout(BaseRollout):
         if config.load_format == "dummy":
             self._unfit = "load_format=dummy: the first weights come from the trainer, by an update."
         self._pending_version: int | None = None
-        """Of an update that was begun and has not ended."""
+        """Version of the weight update in progress; None: no update is in progress."""
         self._keep_kv = False
 
     @property

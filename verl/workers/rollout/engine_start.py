@@ -1,4 +1,4 @@
-"""The start of a rollout engine as an activity, with the step it is in: read from the stack of the starting thread."""
+"""Declare the start of a rollout engine as an activity; its step is read from the stack of the starting thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl.utils.stacks import Stack, own_stacks
 
 __all__ = ["engine_start", "step_of"]
 
-# Functions of vLLM and SGLang, of their workers and of torch's compiler.
+# Functions of vLLM and SGLang, and the step that a stack with them is in.
 _STEPS = {
     "create_engine_config": "reading the model's configuration",
     "init_device": "initialising the device",
@@ -46,7 +46,7 @@ def engine_start(name: str) -> Iterator[None]:
 
 
 def step_of(stack: Stack) -> str | None:
-    """Return the step that this stack is in, None where it is not known."""
+    """Return the step that this stack is in; None: not known."""
     for frame in stack:
         if frame.function != "<module>" and any(place in frame.file for place in _COMPILER):
             return "compiling the model"

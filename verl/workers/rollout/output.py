@@ -98,8 +98,8 @@ def _sampled_columns(turns: Sequence[Turn], sampled: np.ndarray, with_drawn: boo
 
 
 def _routed_experts(rows: Sequence[Row], like: np.ndarray, prompt_width: int, width: int) -> np.ndarray:
-    """[rows, width, layers, k]: of each token those of the turn that sampled the next one; the type's largest where
-    they are not known."""
+    """[rows, width, layers, k]: the experts of each token in the pass that sampled the next one; the largest value of
+    the dtype where they are not known."""
     table = unknown_experts(like, len(rows) * width).reshape(len(rows), width, *like.shape[1:])
     for place, row in zip(table, rows, strict=True):
         experts, start = None, len(row.prompt_ids)

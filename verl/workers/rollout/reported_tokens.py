@@ -65,8 +65,8 @@ def accept_scaled(
 def accept_reported_experts(sequence: Sequence, experts: np.ndarray, version: int) -> None:
     """Take the experts [prompt and response tokens, layers, k] that an engine reports when a request ends.
 
-    After a weight update it computed the earlier tokens again: of those that another version sampled, its experts are
-    not reported, and stay what is known of them from before (`resume_from`), or unknown.
+    After a weight update the engine has recomputed earlier tokens, so its experts are only used for tokens that the
+    current `version` sampled. The others keep the experts known from `resume_from`, or stay unknown.
     """
     reported = split_entries(experts, len(sequence.prompt_ids), len(sequence.output.token_ids))
     earlier = [*sequence.experts, *([None] * (len(reported) - len(sequence.experts)))]

@@ -1,7 +1,7 @@
-"""The weights that a run starts from, recorded in its checkpoints: two models of one architecture are told apart.
+"""Digests of the weights that a run starts from, stored in its checkpoints to distinguish models of one architecture.
 
-A digest per tensor, of a few hundred of its values: enough to tell a fine-tuned model from its base, and cheap for
-large models, whose files are mapped and not read. Values are rounded to bfloat16, so that a copy of the model in
+There is one digest per tensor, of a few hundred of its values: enough to tell a fine-tuned model from its base, and
+cheap for large models, whose files are memory-mapped. Values are rounded to bfloat16, so that a copy of the model in
 another precision has the same digests.
 """
 
@@ -19,26 +19,26 @@ __all__ = ["FILE", "read_digests", "weight_differences", "weight_digests"]
 
 FILE = "initial_weights.json"
 Digests = Mapping[str, str]
-"""By the tensor's name in the model's files."""
+"""Digest by tensor name, as in the model's files."""
 
-# Values of each of the blocks at the start, in the middle and at the end of a tensor.
+# Values in each of three blocks of a tensor: at its start, in the middle and at its end.
 _BLOCK = 256
 _SHOWN = 3
 
 
 def weight_digests(folder: str | Path) -> dict[str, str]:
-    """Of the tensors in a model's folder; {} where it has no files that can be mapped."""
+    """Digests of all tensors in a model's folder; {} if it has no files that can be memory-mapped."""
     return {name: _digest(tensor) for name, tensor in _tensors(Path(folder))}
 
 
 def read_digests(step: Path) -> dict[str, dict[str, str]]:
-    """What a saved step holds, by part; {} for one that was saved without."""
+    """The digests stored in a checkpoint step, by model folder (actor, critic); {} if it has none."""
     file = step / FILE
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def weight_differences(stored: Digests, here: Digests) -> list[str]:
-    """A phrase if the weights differ in any tensor that both have; else []."""
+    """A list with one description if any tensor that both have differs; else []."""
     both = sorted(stored.keys() & here.keys())
     differing = [name for name in both if stored[name] != here[name]]
     if not differing:

@@ -156,7 +156,7 @@ class Host:
         told = pulses()
         while True:
             threading.Event().wait(_PULSE_S)
-            starting = current_activity()  # counts its steps
+            starting = current_activity()  # reading it counts a new step as progress
             if (now := pulses()) != told:
                 told = now
                 self._channel.send(Moved(None if starting is None else starting.step))

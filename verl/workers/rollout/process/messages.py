@@ -68,9 +68,10 @@ class Answers:
 
 @dataclass(frozen=True)
 class Moved:
-    """Something moves in the engine's process, which may still be in a step of its start."""
+    """The engine's process made progress."""
 
     step: str | None = None
+    """The current step of the engine's start; None: unknown, or the engine has started."""
 
 
 def raised_there(failure: Failure) -> Exception:
