@@ -101,7 +101,7 @@ class Case:
 
 
 def cases(task: dict[str, str]) -> list[Case]:
-    """All cases; `task` holds the paths made by `same_bits_task`."""
+    """All cases; `task` holds the paths that `same_bits.make_task` returns."""
     agent = (*GRPO, f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.num_workers=1", "data.max_response_length=16")
     judge = ("reward_model.enable=True", f"reward_model.path={task['judge']}", "custom_reward_function.path=null")
     teacher = (

@@ -1,7 +1,7 @@
-"""Run the cases of `same_bits.py` with the `verl` that is first on the path and store what they computed.
+"""Run the cases of `same_bits.py` with the `verl` that is first on PYTHONPATH, and store their metrics and digests.
 
-Started by `same_bits.py` in a process of its own, once per source tree. Everything used here from `verl` is public or
-stable: a commit that changes it has to keep this file working for the commits before it.
+`same_bits.py` starts it in a separate process per source tree. It uses only public or stable names of `verl`: a commit
+that changes one of them must keep this file working with earlier commits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from _same_bits_cases import SAVED_STEP, STEPS, Case, cases, ppo_overrides, supervised_overrides
 
-# Metrics that depend on the clock or on the machine's load.
+# Metrics that depend on time or on the load of the machine.
 TIMED = re.compile(
     r"^(timing|perf/|checkpoint/|time|memory|training/hang|async/(wait|idle|overlap)|reward/scored_while_generating"
     r"|(trainer|rollouter)/idle|agent_loop/(generate_sequences|tool_calls|compute_score|slowest))|seconds|_s$|_s/|tokens_per"
@@ -168,7 +168,7 @@ def digest(tensor: Any) -> str:
 
 @contextmanager
 def inside(folder: Path) -> Iterator[None]:
-    """Files that a run writes next to itself land in `folder`."""
+    """Run in `folder`, so that files with relative paths are written there."""
     before = Path.cwd()
     os.chdir(folder)
     try:

@@ -39,8 +39,8 @@ class Mistake:
 
 
 def rows(count: int = 8, **changes: Any) -> list[dict[str, Any]]:
-    """Rows that train; `changes` replace columns, None removes one."""
-    whole = [
+    """Valid rows; `changes` replace columns, None removes one."""
+    complete = [
         {
             "prompt": [{"role": "user", "content": f"What is {number} + 1?"}],
             "data_source": "openai/gsm8k",
@@ -49,18 +49,18 @@ def rows(count: int = 8, **changes: Any) -> list[dict[str, Any]]:
         }
         for number in range(count)
     ]
-    return [{name: value for name, value in row.items() if value is not None} for row in whole]
+    return [{name: value for name, value in row.items() if value is not None} for row in complete]
 
 
 def parquet(folder: Path, data: list[dict[str, Any]], name: str = "bad.parquet") -> str:
-    """`data.train_files=…` for a file with these rows."""
+    """Write a file with these rows; return the override `data.train_files=…` for it."""
     path = folder / name
     pq.write_table(pa.Table.from_pylist(data) if data else pa.table({"prompt": pa.array([], pa.string())}), path)
     return f"data.train_files={path}"
 
 
 def file(folder: Path, name: str, text: str) -> Path:
-    """A file with this text."""
+    """Write a file with this text; return its path."""
     path = folder / name
     path.write_text(text)
     return path
@@ -120,7 +120,7 @@ MISTAKES = [
 
 
 def good_arguments(program: str, folder: Path, model: Path) -> list[str]:
-    """What a correct run of the program is started with."""
+    """The arguments of a correct run of the program."""
     data = parquet(folder, rows(), "good.parquet").partition("=")[2]
     if program == PPO:
         return [
@@ -155,14 +155,14 @@ def good_arguments(program: str, folder: Path, model: Path) -> list[str]:
 
 
 def run(mistake: Mistake, model: Path) -> tuple[float, float, int | None, str]:
-    """Seconds, seconds of CPU, exit code (None: it did not end) and output of the command."""
+    """Wall-clock seconds, CPU seconds, exit code (None: timeout) and output of the command."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         arguments = [*good_arguments(mistake.program, folder, model), *mistake.prepare(folder)]
         path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
         command = [sys.executable, "-m", mistake.program, *arguments]
-        start, used = time.monotonic(), _cpu_seconds()
+        start, cpu_before = time.monotonic(), _cpu_seconds()
         try:
             done = subprocess.run(
                 command,
@@ -174,13 +174,13 @@ def run(mistake: Mistake, model: Path) -> tuple[float, float, int | None, str]:
                 timeout=_TIMEOUT,
             )
         except subprocess.TimeoutExpired as error:
-            return time.monotonic() - start, _cpu_seconds() - used, None, str(error.stdout or "")
+            return time.monotonic() - start, _cpu_seconds() - cpu_before, None, str(error.stdout or "")
         output = done.stdout.replace(f"{folder}/", "")
-        return time.monotonic() - start, _cpu_seconds() - used, done.returncode, output
+        return time.monotonic() - start, _cpu_seconds() - cpu_before, done.returncode, output
 
 
 def _cpu_seconds() -> float:
-    """Of all children that have ended."""
+    """CPU seconds of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

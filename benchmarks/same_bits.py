@@ -81,8 +81,10 @@ def compare(names: list[str], old: Path, new: Path) -> tuple[list[dict[str, Any]
         }
         if resumed:
             late = {step: metrics for step, metrics in before.get("metrics", {}).items() if int(step) > SAVED_STEP}
-            again = {step: metrics for step, metrics in resumed.get("metrics", {}).items() if int(step) > SAVED_STEP}
-            pairs["resumed metrics"] = (flat(late), flat(again))
+            late_resumed = {
+                step: metrics for step, metrics in resumed.get("metrics", {}).items() if int(step) > SAVED_STEP
+            }
+            pairs["resumed metrics"] = (flat(late), flat(late_resumed))
             pairs["resumed weights"] = (before.get("weights", {}), resumed.get("weights", {}))
         for kind, (left, right) in pairs.items():
             keys = [key for key in sorted(left.keys() | right.keys()) if not matches(TIMING_DEPENDENT, name, kind, key)]
@@ -92,7 +94,9 @@ def compare(names: list[str], old: Path, new: Path) -> tuple[list[dict[str, Any]
             lines = [f"{name}: {kind}: {key}: {left.get(key)} -> {right.get(key)}" for key in remaining]
             unexpected += lines[:5] + ([f"{name}: {kind}: … and {len(lines) - 5} more"] if len(lines) > 5 else [])
         errors = [
-            f"{name}: {each['error'].strip().splitlines()[-1]}" for each in (before, after, resumed) if "error" in each
+            f"{name}: {result['error'].strip().splitlines()[-1]}"
+            for result in (before, after, resumed)
+            if "error" in result
         ]
         row["error"] = "yes" if errors else ""
         unexpected += errors
@@ -114,7 +118,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def run_tree(tree: Path, task: Path, out: Path, names: list[str], resume_from: Path | None = None) -> None:
-    """Run the cases with the code of `tree`. One thread per process, so that sums have one order."""
+    """Run the cases with the code of `tree`, with one thread per process, so that sums have a fixed order."""
     command = [
         sys.executable,
         str(Path(__file__).with_name("_same_bits_run.py")),

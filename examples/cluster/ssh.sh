@@ -9,7 +9,7 @@ set -euo pipefail
 
 read -r -a hosts <<< "${HOSTS:?the addresses of the machines, node 0 first}"
 train=${TRAIN:-examples/grpo_trainer/run_qwen2-7b.sh}
-token=$HOME/.ray/auth_token # of this machine, sent to all nodes; created with mode 0600 where there is none
+token=$HOME/.ray/auth_token # of this machine, sent to all nodes; created with mode 0600 if missing
 action=${1:?start or stop}
 shift
 
@@ -18,7 +18,7 @@ start() { # a node, and the keys of the run
     shift
     remote=$(printf '%q ' env RAY_AUTH_MODE=token bash "$train" "$@" \
         trainer.nnodes="${#hosts[@]}" trainer.node_rank="$node" trainer.master_addr="${hosts[0]}")
-    # The token goes through standard input into the environment: every account of a machine can read command lines.
+    # The token is sent through standard input: every account of a machine can read command lines.
     # nohup and no terminal: the run does not depend on this connection.
     # shellcheck disable=SC2029
     ssh "${hosts[$node]}" "IFS= read -r RAY_AUTH_TOKEN; export RAY_AUTH_TOKEN; cd $(printf %q "$PWD") || exit;

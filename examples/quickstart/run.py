@@ -96,7 +96,7 @@ def training_overrides(algo: str, files: dict[str, Path], start: Path, folder: P
 
 
 def tracking_overrides(folder: Path, name: str) -> list[str]:
-    """Metrics beside the checkpoints of the run, wherever `folder` is."""
+    """Override that writes the metrics of run `name` next to its checkpoints in `folder`."""
     return [f"trainer.tracking_dir={folder / name}"]
 
 
@@ -115,7 +115,7 @@ def main() -> None:
     files = make_task(folder / "task")
     print(f"made here, nothing downloaded: {folder / 'task'}")
 
-    heading(f"2. Warm start: {WARM_START_STEPS} supervised steps on a hasty teacher's answers")
+    heading(f"2. Warm start: {WARM_START_STEPS} supervised steps on demonstrations with mistakes")
     train("verl.trainer.main_sft", warm_start_overrides(files, folder), folder, "sft")
 
     heading(f"3. {algo.upper()}: {STEPS} steps of reinforcement learning on 2 worker processes")
