@@ -172,10 +172,10 @@ def _advice(changes: list[Change], fits: bool, freeing: bool) -> str:
     free = "stop other processes on this machine that hold memory (`ps aux --sort=-rss` lists them)"
     if freeing and not fits:
         return free
-    said = "; ".join(f"{number}) {change}" for number, change in enumerate(changes, start=1))
+    listed = "; ".join(f"{number}) {change}" for number, change in enumerate(changes, start=1))
     if fits:
         auto = "" if any(change.remedy.changes_training for change in changes) else " trainer.auto_memory=True, or"
-        text = f"set{auto}, cheapest first and each on top of those before: {said}"
+        text = f"set{auto}, cheapest first and each on top of those before: {listed}"
         return f"{free}; or {text}" if freeing else text
     rest = "use more devices, tensor parallelism over them, a host with more memory, or a smaller model"
-    return f"{said}; that is not enough: {rest}" if said else rest
+    return f"{listed}; that is not enough: {rest}" if listed else rest

@@ -70,9 +70,7 @@ def find_code_problem(module: UserModule, name: str | None = None) -> str | None
     if missing is not None:
         remedy = "Install it, or put its folder on PYTHONPATH, on every node."
         if module.code is not None:
-            remedy = (
-                "A file given by path cannot import files beside it: put their folder on PYTHONPATH, on every node."
-            )
+            remedy = "Install it. If it is a file beside this one, put its folder on PYTHONPATH, on every node."
         return f"{source.path} line {missing.line}: there is no module {missing.name!r}. {remedy}"
     if name is None or source.is_dynamic or name in source.names or name.startswith("_"):
         return None

@@ -27,7 +27,7 @@ def usable_cores() -> float:
 
 
 def describe_load() -> str:
-    """Return the load in words, for error messages."""
+    """Return the load as text, for error messages."""
     if not hasattr(os, "getloadavg"):
         return f"{usable_cores():g} cores"
     return f"load average {os.getloadavg()[0]:.1f} on {usable_cores():g} cores"

@@ -84,10 +84,10 @@ class Heart:
             return Beat(done=pulses())
         method, start, thread, done = running
         stacks = own_stacks(None if every_thread else thread)
-        told, activity = telling_stacks(stacks, thread), current_activity()
+        shown, activity = telling_stacks(stacks, thread), current_activity()
         units = done() + pulses()
         seconds = time.monotonic() - start
-        return Beat(method, seconds, units, thread, told, standing_helper(), silent_peer(), activity)
+        return Beat(method, seconds, units, thread, shown, standing_helper(), silent_peer(), activity)
 
 
 def telling_stacks(stacks: dict[int, Stack], thread: int) -> tuple[Stack, ...]:

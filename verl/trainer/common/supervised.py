@@ -92,7 +92,7 @@ class SupervisedTrainer(Generic[Config]):
             self.worker_group.init_model()
 
     def close(self) -> None:
-        """Wait for the save under way, end ranks and data workers, and give the folder back; safe to call twice."""
+        """Wait for the save in progress, end ranks and data workers, and release the folder; safe to call twice."""
         self.saver.close()
         self.train_dataloader.close()
         self.run_start.close()

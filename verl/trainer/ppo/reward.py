@@ -277,19 +277,19 @@ def is_number(value: Any) -> bool:
 def right_answers(
     sources: Sequence[str],
     scores: Sequence[float | None],
-    said: Sequence[Any] | None,
+    accuracies: Sequence[Any] | None,
     judged: bool,
     unfinished: Sequence[bool] | None = None,
 ) -> Right:
-    """Whether each answer is right, by source: `acc` where the reward says it as a number, else a score of 1.
+    """Whether each answer is right, by data source: by `acc` (`accuracies`) if it is a number, else by a score of 1.
 
     `scores` are the reward function's (`answer_scores`). Those of a reward model (`judged`) are degrees, not verdicts:
     without `acc` such an answer does not count. Nor does one that could not be scored (None). The answer of an
-    `unfinished` agent counts as wrong if other answers of its source count.
+    `unfinished` agent counts as wrong; with `judged`, only if other answers of its source count.
     """
     right: Right = defaultdict(list)
     failed: Counter[str] = Counter()
-    samples = zip(sources, scores, said or [None] * len(scores), unfinished or [False] * len(scores), strict=True)
+    samples = zip(sources, scores, accuracies or [None] * len(scores), unfinished or [False] * len(scores), strict=True)
     for source, score, acc, is_unfinished in samples:
         if is_unfinished:
             failed[source] += 1
@@ -315,9 +315,9 @@ def say_right_of_step(batch: DataProto, extra: Mapping[str, Any], source_key: st
     columns, whole = batch.non_tensor_batch, Trajectories.of(batch)
     answers = whole.last_rows
     sources = columns[source_key][answers].tolist() if source_key in columns else ["unknown"] * len(whole)
-    said = columns["acc"][answers].tolist() if "acc" in extra else None
+    accuracies = columns["acc"][answers].tolist() if "acc" in extra else None
     scores = answer_scores(batch.batch["answer_scores"], whole, columns.get(FAILED))
-    right = right_answers(sources, scores, said, judged, unfinished_agents(batch, whole))
+    right = right_answers(sources, scores, accuracies, judged, unfinished_agents(batch, whole))
     say_right(right, when=f"step {step}: ")
 
 
