@@ -60,7 +60,8 @@ class Pending:
 
     def experts(self) -> StepExperts:
         assert self._experts is not None, "the plan does not return experts"
-        sampled, *contexts = (part.numpy() for part in self._experts)
+        # Copied: sequences keep rows of these arrays, which would hold the step's page-locked buffers.
+        sampled, *contexts = (part.numpy().copy() for part in self._experts)
         return StepExperts(sampled, contexts)
 
 

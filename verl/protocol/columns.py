@@ -14,16 +14,20 @@ __all__ = ["ObjectColumns", "TensorColumns", "aliased_value"]
 
 
 class TensorColumns(TensorDict):
-    """The tensor columns. Keys are the stored columns; aliases of `verl.types.schema` can be read as well."""
+    """The tensor columns. Keys are the stored columns; aliases of `verl.types.schema` can be read as well.
+
+    An alias returns a copy: `batch["old_log_probs"] += 1` must not change `rollout_log_probs`.
+    """
 
     def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(self._stored(index))
+        if isinstance(index, str) and (stored := stored_name(index, self.keys())) != index:
+            return super().__getitem__(stored).clone()
+        return super().__getitem__(index)
 
     def get(self, key: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().get(self._stored(key), *args, **kwargs)
-
-    def _stored(self, key: Any) -> Any:
-        return stored_name(key, self.keys()) if isinstance(key, str) else key
+        if isinstance(key, str) and (stored := stored_name(key, self.keys())) != key:
+            return super().get(stored).clone()
+        return super().get(key, *args, **kwargs)
 
 
 class ObjectColumns(dict[str, Any]):

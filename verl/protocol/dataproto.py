@@ -230,7 +230,13 @@ class DataProto:
     def pop(
         self, batch_keys: Keys = None, non_tensor_batch_keys: Keys = None, meta_info_keys: Keys = None
     ) -> DataProto:
-        """Move the named columns out of this batch into a new one. An unknown key changes nothing."""
+        """Move the named columns out of this batch into a new one. An unknown key or an alias changes nothing."""
+        for name in [*(batch_keys or []), *(non_tensor_batch_keys or [])]:
+            stored = stored_name(name, self._names())
+            if stored != name:
+                raise KeyError(
+                    f"{type(self).__name__}.pop: {name!r} is an alias of {stored!r}. Pop {stored!r} instead."
+                )
         popped = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
         if not popped._tensor_keys():
             popped.batch = None

@@ -65,6 +65,20 @@ def test_a_column_with_the_name_of_an_alias_is_read_itself(make):
     assert batch["ground_truth"].tolist() == ["a", "b", "c"]
 
 
+def test_writing_through_an_alias_leaves_the_stored_column_unchanged():
+    data = DataProto.from_dict({"rollout_log_probs": torch.zeros(2, 3)})
+    data.batch["old_log_probs"] += 1
+    assert data.batch["old_log_probs"].tolist() == [[1.0] * 3] * 2
+    assert data.batch["rollout_log_probs"].tolist() == [[0.0] * 3] * 2
+
+
+def test_an_alias_cannot_be_popped():
+    data = DataProto.from_dict({"rollout_log_probs": torch.zeros(2, 3)})
+    with pytest.raises(KeyError, match="rollout_log_probs"):
+        data.pop(batch_keys=["old_log_probs"])
+    assert list(data.batch.keys()) == ["rollout_log_probs"]
+
+
 def test_aliases_are_no_names_that_data_may_not_have():
     assert RESERVED.isdisjoint({"rewards", "ref_log_probs", "ground_truth"})
     assert all(source in COLUMNS for alias in ALIASES.values() for source in alias.columns)
@@ -99,7 +113,7 @@ def test_aliases_survive_every_way_to_another_batch(tmp_path):
     row = batch[1]
     assert row.batch["ref_log_probs"].tolist() == [4.0, 5.0, 6.0, 7.0]
     assert row.non_tensor_batch["ground_truth"] == row.non_tensor_batch.get("ground_truth") == "1"
-    popped = batch.pop(["ref_log_probs"])
+    popped = batch.pop(["ref_log_prob"])
     assert "ref_log_probs" not in batch.batch.keys()
     assert torch.equal(popped["ref_log_probs"], popped.batch["ref_log_prob"])
     with pytest.raises(KeyError, match="ref_log_probs"):
