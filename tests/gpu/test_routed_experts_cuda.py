@@ -9,7 +9,6 @@ import torch
 
 from tests.support.router_cases import mixture
 from tests.unit.inference.test_engine_parity import MAX_LENGTH, prompts
-from verl.inference.attention.triton_attention import TritonAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
 from verl.inference.kv_memory import KVMemory
@@ -31,6 +30,8 @@ class Versions:
     """An engine whose routers change, and the models of transformers of each version."""
 
     def __init__(self, num_blocks: int) -> None:
+        from verl.inference.attention.triton_attention import TritonAttention  # triton exists only beside a GPU
+
         model = GenericModel(mixture("qwen3_moe"), MAX_LENGTH, device="cuda:0")
         kv = KVMemory(model, num_blocks, BLOCK)
         kv.note_experts(model)
