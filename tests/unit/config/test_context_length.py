@@ -186,7 +186,9 @@ def test_generation_refuses_the_same(model):
 
 def test_the_command_ends_with_2_before_anything_starts(model, tmp_path):
     command = [sys.executable, "-m", "verl.trainer.main_ppo", f"actor_rollout_ref.model.path={model()}"]
-    command += ["data.train_files=openai/gsm8k", "data.max_prompt_length=400", "data.max_response_length=4096"]
+    row = {"data_source": "openai/gsm8k", "prompt": "1 + 1", "reward_model": {"ground_truth": "2"}}
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 512)
+    command += ["data.train_files=train.jsonl", "data.max_prompt_length=400", "data.max_response_length=4096"]
     done = subprocess.run([*command, "trainer.n_gpus_per_node=1"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines()[0] == "1 problem in the configuration:"

@@ -94,7 +94,9 @@ def test_managers_that_score_in_their_own_way_are_left_alone(manager, batch):
     columns = batch(TEXTS).non_tensor_batch
     plain = manager("naive", scoring(), num_processes=1)
     assert plain.score_ahead(columns) is not None
-    assert plain.score_ahead({name: column for name, column in columns.items() if name != "data_source"}) is None
+    nameless = {name: column for name, column in columns.items() if name != "data_source"}
+    assert plain.score_ahead(nameless) is not None, "only our reward functions are chosen by the data source"
+    assert manager("naive", None, num_processes=1).score_ahead(nameless) is None
     assert (
         manager("batch", lambda solution_strs, ground_truths: [0.0] * len(solution_strs)).score_ahead(columns) is None
     )

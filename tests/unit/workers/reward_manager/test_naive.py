@@ -54,7 +54,7 @@ def test_a_ground_truth_beside_the_reward_model_and_another_key_column_are_used(
     manager = naive(compute_score, reward_fn_key="task", num_processes=0)
     assert manager(data, return_dict=True)["reward_extra_info"]["told"] == [("sums", "7")]
     with pytest.raises(ValueError, match=r"data\.reward_fn_key: the batch has no 'level'"):
-        naive(compute_score, reward_fn_key="level", num_processes=0)(data)
+        naive(None, reward_fn_key="level", num_processes=0)(data)
 
 
 def test_scores_of_a_reward_model_are_the_result(naive, batch):
