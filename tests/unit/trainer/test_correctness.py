@@ -9,6 +9,7 @@ import torch
 
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.reward import right_answers, say_right_of_step
+from verl.trainer.ppo.validator import sample_metrics, with_unfinished
 
 
 def scored(**columns: list) -> DataProto:
@@ -82,3 +83,11 @@ def test_where_nothing_is_right_or_wrong_a_failed_agent_is_not_either():
     assert right_answers(
         sources, [3.0, 0.0, 2.0, 0.0], [None, None, True, None], judged=True, unfinished=unfinished
     ) == {"b": [True, False]}
+
+
+def test_an_unfinished_agent_is_wrong_in_validation_whatever_its_reward_function_returned():
+    samples = {"uid": ["a", "b", "c"], "data_source": ["math"] * 3, "reward": [1.0] * 3, "acc": [1.0, 1.0, None]}
+    samples |= with_unfinished(samples, [False, True, True], judged=False)
+    assert samples["acc"] == [1.0, 0.0, 0.0]
+    metrics = sample_metrics(samples, judged=False)
+    assert metrics["val-core/math/acc/mean@1"] == metrics["val/math/accuracy"] == 1 / 3

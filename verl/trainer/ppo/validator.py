@@ -19,7 +19,6 @@ from verl.trainer.common.status_line import StatusLine
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.reward import (
     answer_scores,
-    is_number,
     right_answers,
     say_right,
     score_answers,
@@ -138,7 +137,7 @@ def with_unfinished(samples: Samples, unfinished: Sequence[bool], judged: bool) 
     columns: Samples = {"reward": rewards, _UNFINISHED: [float(failed) for failed in unfinished]}
     if "acc" in samples:
         pairs = zip(samples["acc"], unfinished, strict=True)
-        columns["acc"] = [0.0 if failed and not is_number(acc) else acc for acc, failed in pairs]
+        columns["acc"] = [0.0 if failed else acc for acc, failed in pairs]
     return columns
 
 
