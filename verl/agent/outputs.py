@@ -47,7 +47,8 @@ def trajectory_of(
     made = [_row_of(output, answers) for output in outputs]
     for output, one, reason in zip(outputs, made, answers.reasons_without_answer(outputs), strict=True):
         _set_finish_reason(one.row, output.finish_reason or reason)
-    status: Status = "aborted" if made[-1].row.finish_reason == "abort" else "finished"
+    aborted = made[-1].row.finish_reason == "abort" or (answers.end_aborted and outputs[-1].finish_reason is None)
+    status: Status = "aborted" if aborted else "finished"
     extra: dict[str, Any] = {}
     for output in outputs:
         extra |= output.extra_fields
@@ -273,6 +274,11 @@ class _Answers:
             if call.output.token_ids:
                 self._at[len(call.prompt_ids)].append(call)
 
+    @property
+    def end_aborted(self) -> bool:
+        """Whether the trajectory's last call was aborted."""
+        return self._last is not None and self._last.output.finish_reason == "abort"
+
     def of(self, ids: list[int], start: int, end: int) -> _Said:
         """What the model said of `ids[start:end]`, after everything before it."""
         said, position = _Said(), start
@@ -280,6 +286,8 @@ class _Answers:
             call, count = self._longest(ids, position, end)
             if call is not None and count:
                 said.take(call.output, count, position)
+                if position + count == len(ids) and _is_cut(call, count):
+                    said.finish_reason = "length"
             else:  # up to the next place where an answer begins
                 later = [place for place in self._at if position < place < end]
                 count = min(later, default=end) - position
@@ -295,16 +303,16 @@ class _Answers:
         """Per row, the finish reason of the last call that continued the row and returned no tokens (no room) or was
         aborted; None: there is no such call.
 
-        A call belongs to the row with which its prompt has the most tokens in common. The trajectory's last call also
-        belongs to the last row.
+        A call belongs to the row with which its prompt has the most tokens in common. The trajectory's last call, if it
+        continues no row, belongs to the last row if it begins with that row's prompt: the loop edited the answers.
         """
         reasons: list[str | None] = [None] * len(outputs)
         for call in self._unanswered:
             shared = [_shared(call.prompt_ids, output) for output in outputs]
             if max(shared) >= 0:
                 reasons[len(shared) - 1 - shared[::-1].index(max(shared))] = call.output.finish_reason
-        if self._last is not None and _adds_nothing(self._last):
-            reasons[-1] = self._last.output.finish_reason
+            elif call is self._last and _starts_with(call.prompt_ids, outputs[-1].prompt_ids):
+                reasons[-1] = call.output.finish_reason
         return reasons
 
     def _longest(self, ids: list[int], position: int, end: int) -> tuple[Call | None, int]:
@@ -321,6 +329,17 @@ class _Answers:
 
 def _adds_nothing(call: Call) -> bool:
     return not call.output.token_ids or call.output.finish_reason == "abort"
+
+
+def _is_cut(call: Call, count: int) -> bool:
+    """Whether a loop that keeps the first `count` tokens of a finished answer, and ends the row there, cut the answer.
+    Stripping end tokens does not."""
+    missing = call.output.token_ids[count:]
+    return call.output.finish_reason == "stop" and not call.end_ids.issuperset(missing)
+
+
+def _starts_with(ids: list[int], prefix: list[int]) -> bool:
+    return ids[: len(prefix)] == prefix
 
 
 def _shared(prompt_ids: list[int], output: AgentLoopOutput) -> int:

@@ -7,7 +7,9 @@ call in its trajectory, so that a run gives the same tokens again, whatever name
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from array import array
+from bisect import insort
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from typing import Any
 from verl.types.request import Output
 from verl.utils.counter_noise import sample_keys
 
-__all__ = ["Call", "Partial", "Record", "current", "recording"]
+__all__ = ["Call", "Context", "Partial", "Record", "current", "recording"]
 
 
 @dataclass(slots=True)
@@ -26,16 +28,8 @@ class Call:
     prompt_ids: list[int]
     output: Output
     seconds: float = 0.0
-    context_start: int = 0
-    """Number of tokens in the prompt with which the context of this call began."""
-
-    def continued_by(self, prompt_ids: list[int]) -> bool:
-        """Whether a prompt extends this call's prompt and answer; the answer's end token may have been stripped."""
-        answer, start = self.output.token_ids, len(self.prompt_ids)
-        if self.output.finish_reason == "stop" and len(answer) > 1:
-            answer = answer[:-1]
-        follows = bool(answer) and prompt_ids[start : start + len(answer)] == answer
-        return follows and prompt_ids[:start] == self.prompt_ids
+    end_ids: frozenset[int] = frozenset()
+    """Tokens at which the engine stops."""
 
 
 @dataclass(slots=True)
@@ -44,6 +38,51 @@ class Partial:
 
     prompt_ids: list[int]
     output: Output
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The context that a prompt belongs to."""
+
+    start: int
+    """Number of tokens in the prompt with which the context began."""
+    length: int
+    """Number of tokens in this prompt."""
+    digest: Any
+    """Hash object of this prompt's tokens."""
+
+
+class _Contexts:
+    """Start of each call's context, by the prefix that later prompts of the context have: the call's prompt and the
+    first token of its answer (the end of an answer may be edited). If the answer is empty, the prefix is the prompt.
+
+    Prefixes are stored as digests, so that a lookup takes one pass over the prompt for any number of calls.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: list[int] = []
+        """Lengths of the prefixes, ascending, without duplicates."""
+        self._starts: dict[bytes, int] = {}
+
+    def of(self, prompt_ids: Sequence[int]) -> Context:
+        """The longest prefix counts; a prompt without one begins a new context."""
+        digest, hashed, start = hashlib.blake2b(digest_size=16), 0, len(prompt_ids)
+        tokens = memoryview(array("i", prompt_ids))
+        for length in self._lengths:
+            if length > len(prompt_ids):
+                break
+            digest.update(tokens[hashed:length])
+            start, hashed = self._starts.get(digest.digest(), start), length
+        digest.update(tokens[hashed:])
+        return Context(start, len(prompt_ids), digest)
+
+    def add(self, context: Context, answer: Sequence[int]) -> None:
+        first, prefix = array("i", answer[:1]), context.digest.copy()
+        prefix.update(first)
+        self._starts.setdefault(prefix.digest(), context.start)
+        length = context.length + len(first)
+        if length not in self._lengths:
+            insort(self._lengths, length)
 
 
 @dataclass(slots=True)
@@ -62,6 +101,11 @@ class Record:
     """Of the first answer, while it was under way, as last noted, or as another process left it."""
     templated: dict[tuple[int, ...], list[dict[str, Any]]] = field(default_factory=dict)
     """Messages that the loop rendered with `apply_chat_template`, by the resulting token ids."""
+    _contexts: _Contexts = field(default_factory=_Contexts, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for call in self.calls:
+            self._contexts.add(self.context_of(call.prompt_ids), call.output.token_ids)
 
     @classmethod
     def of(cls, seed: int, step: int, uid: str, sample_index: int) -> Record:
@@ -77,25 +121,28 @@ class Record:
     def num_preempted(self) -> int:
         return sum(call.output.preemptions for call in self.calls)
 
-    def context_start(self, prompt_ids: list[int]) -> int:
-        """Number of tokens in the prompt with which the context of `prompt_ids` began.
+    def context_of(self, prompt_ids: Sequence[int]) -> Context:
+        """The context of an earlier call if `prompt_ids` begin with its prompt and the first token of its answer.
+        Otherwise a new one, also if they begin with an earlier prompt."""
+        return self._contexts.of(prompt_ids)
 
-        `prompt_ids` continue the context of an earlier call if they contain its prompt and answer. Otherwise they are
-        the prompt of a new context, also if they begin with an earlier prompt.
-        """
-        earlier = [call for call in self.calls if call.continued_by(prompt_ids)]
-        if not earlier:
-            return len(prompt_ids)
-        return max(earlier, key=lambda call: len(call.prompt_ids)).context_start
-
-    def left(self, prompt_ids: list[int], most: int) -> int:
-        """The number of response tokens that remain in the context of `prompt_ids`, of `most` per context."""
+    def left(self, context: Context, most: int) -> int:
+        """The number of response tokens that remain after the prompt of `context`, of `most` per context."""
         most = most if self.most is None else min(most, self.most)
-        return most - (len(prompt_ids) - self.context_start(prompt_ids))
+        return most - (context.length - context.start)
 
-    def add(self, prompt_ids: list[int], output: Output, seconds: float = 0.0) -> None:
-        """Append an answered call."""
-        self.calls.append(Call(prompt_ids, output, seconds, self.context_start(prompt_ids)))
+    def add(
+        self,
+        prompt_ids: list[int],
+        output: Output,
+        seconds: float = 0.0,
+        end_ids: frozenset[int] = frozenset(),
+        context: Context | None = None,
+    ) -> None:
+        """Append an answered call. `end_ids` are the tokens at which the engine stops; `context` is that of
+        `prompt_ids`, if it is known."""
+        self.calls.append(Call(prompt_ids, output, seconds, end_ids))
+        self._contexts.add(context or self.context_of(prompt_ids), output.token_ids)
 
     def add_without_room(self, prompt_ids: list[int]) -> None:
         """Append a call that got no tokens, because its context or its token budget was full."""

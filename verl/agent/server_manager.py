@@ -86,7 +86,8 @@ class ServerManager:
         record = current() or Record(key=sample_keys(0, 0, request_id, 0))
         params = self._params_of(sampling_params)
         room = self._max_model_len - len(prompt_ids)
-        left = min(record.left(prompt_ids, self._params.max_new_tokens), params.max_new_tokens, room)
+        context = record.context_of(prompt_ids)
+        left = min(record.left(context, self._params.max_new_tokens), params.max_new_tokens, room)
         started = time.monotonic()
         if left <= 0:
             output = Output(finish_reason="length")
@@ -103,7 +104,8 @@ class ServerManager:
                 output = await self._answer(request_id, request, record)
             finally:
                 self.generating -= 1
-        record.add(prompt_ids, output, time.monotonic() - started)
+        end_ids = params.eos_token_ids | params.stop_token_ids
+        record.add(prompt_ids, output, time.monotonic() - started, end_ids, context)
         return _told(output)
 
     async def note_partials(self) -> None:

@@ -1,5 +1,5 @@
-"""Agents that continue, branch, rewrite and retry at random: token budgets, finish reasons, turns and trained rows
-against a reference that knows which context each call belongs to."""
+"""Agents that continue, branch, rewrite, retry and edit answers at random: token budgets, finish reasons, turns and
+trained rows against a reference that knows which context each call belongs to."""
 
 from __future__ import annotations
 
@@ -50,6 +50,9 @@ class Context:
     mask: list[int] = field(default_factory=list)
     reason: str | None = None
     turns: set[tuple[int, ...]] = field(default_factory=set)
+    answer: int = 0
+    """Number of tokens of the last answer, if the row ends with it."""
+    unmatched: int = 0
 
     @property
     def ids(self) -> list[int]:
@@ -61,11 +64,12 @@ class Context:
         self.response, self.mask = self.response + tokens, self.mask + [mask] * len(tokens)
         self.turns = self.turns | {tuple(self.ids)}
 
-    def strip(self) -> None:
-        """Remove the end token of the last answer."""
+    def edit(self, dropped: int, added: list[int]) -> None:
+        """Replace the last tokens of the last answer."""
         self.turns = self.turns - {tuple(self.ids)}
-        self.response, self.mask = self.response[:-1], self.mask[:-1]
-        self.turns = self.turns | {tuple(self.ids)}
+        kept = len(self.response) - dropped
+        self.response, self.mask = self.response[:kept] + added, self.mask[:kept] + [1] * len(added)
+        self.turns, self.unmatched = self.turns | {tuple(self.ids)}, self.unmatched + len(added)
 
     def fork(self) -> Context:
         return Context(self.prompt, self.response, [0] * len(self.mask), None, set(self.turns))
@@ -79,7 +83,8 @@ class Agent:
         self.replica = Replica(random.Random(seed + 1))
         self.record = Record(group="p")
         self.contexts: list[Context] = []
-        self.answers: list[list[int]] = []
+        self.answers: list[tuple[list[int], list[int]]] = []
+        """Prompts and answers."""
         self.fresh = 100_000
 
     def new_tokens(self, count: int) -> list[int]:
@@ -87,7 +92,8 @@ class Agent:
         return list(range(self.fresh - count, self.fresh))
 
     def run(self) -> None:
-        manager = ServerManager([self.replica], SamplingParams(max_new_tokens=BUDGET), WINDOW, "test")
+        params = SamplingParams(max_new_tokens=BUDGET, eos_token_ids=frozenset([END]))
+        manager = ServerManager([self.replica], params, WINDOW, "test")
 
         async def play() -> None:
             with recording(self.record):
@@ -97,24 +103,38 @@ class Agent:
                     await self.ask(manager, context)
 
         asyncio.run(play())
+        for context in self.contexts[1:]:  # other rows may continue the first one
+            self.end(context)
 
     def start(self, prompt: list[int]) -> Context:
         self.contexts.append(Context(prompt, turns={tuple(prompt)}))
         return self.contexts[-1]
 
     def proceed(self) -> Context:
-        """Append to the last row, sometimes without the answer's end token."""
+        """Append to the last row, sometimes after an edit of the answer's end; its first token is always kept."""
         context = self.contexts[-1]
-        if context.response and context.response[-1] == END and len(self.answers[-1]) > 1 and self.rng.random() < 0.5:
-            context.strip()
+        if context.answer > 1 and self.rng.random() < 0.7:
+            dropped = self.rng.randint(1, min(4, context.answer - 1))
+            context.edit(dropped, self.new_tokens(self.rng.choice([0, 0, self.rng.randint(1, dropped)])))
         context.append(self.new_tokens(self.rng.randint(1, 6)), 0)
+        context.answer = 0
         return context
 
+    def end(self, context: Context) -> None:
+        """Sometimes the end token of the row's last answer is stripped, or the answer is cut."""
+        if context.answer < 2 or self.rng.random() < 0.5:
+            return
+        dropped = self.rng.randint(1, context.answer - 1)
+        if context.reason == "stop" and dropped > 1:
+            context.reason = "length"
+        context.edit(dropped, [])
+
     def rewrite(self) -> Context:
-        """A new row whose prompt begins with that of an earlier one, at times with the first token of an answer."""
+        """A new row whose prompt begins with that of an earlier one, at times with the first token of an answer to
+        another prompt."""
         prompt = self.rng.choice(self.contexts).prompt[:60]
-        known = self.rng.choice(self.answers)[:1] if self.rng.random() < 0.5 and self.answers else []
-        known = [] if known == [END] else known
+        others = [answer[:1] for asked, answer in self.answers if asked != prompt and answer[0] != END]
+        known = self.rng.choice(others) if others and self.rng.random() < 0.5 else []
         return self.start([*prompt, *known, *self.new_tokens(self.rng.randint(1, 15))])
 
     def branch(self) -> Context:
@@ -134,9 +154,10 @@ class Agent:
         assert self.replica.limits[asked:] == [left] * (len(self.replica.limits) - asked)
         assert (left > 0) == bool(answer.token_ids)
         context.reason = answer.extra_fields["finish_reason"]
+        context.answer = len(answer.token_ids)
         if answer.token_ids:
+            self.answers.append((context.ids, answer.token_ids))
             context.append(answer.token_ids, 1)
-            self.answers.append(answer.token_ids)
 
     def outputs(self) -> list[AgentLoopOutput]:
         return [AgentLoopOutput(one.prompt, one.response, one.mask) for one in self.contexts]
@@ -155,7 +176,7 @@ def test_budgets_reasons_turns_and_rows_are_those_of_each_context(seed):
     rows = rows_from_trajectories([trajectory], pad_token_id=0)
     masks = [one.mask[:BUDGET] for one in agent.contexts]
     assert [mask[: len(want)] for mask, want in zip(rows.batch["response_mask"].tolist(), masks, strict=True)] == masks
-    assert trajectory.extra["agent_metrics"]["unmatched_tokens"] == 0
+    assert trajectory.extra["agent_metrics"]["unmatched_tokens"] == sum(one.unmatched for one in agent.contexts)
 
 
 def test_a_rewritten_context_that_begins_with_an_earlier_prompt_has_a_budget_of_its_own():
@@ -170,3 +191,30 @@ def test_a_rewritten_context_that_begins_with_an_earlier_prompt_has_a_budget_of_
 
     asyncio.run(ask())
     assert replica.limits == [BUDGET] * 4
+
+
+@pytest.mark.parametrize(
+    ("kept", "left"),
+    [
+        (30, 5),
+        (29, 6),
+        (28, 7),  # a stop string
+        (1, 34),
+        (0, BUDGET),  # rewritten: no token of the answer is there
+    ],
+)
+def test_a_context_whose_last_answer_was_edited_at_its_end_keeps_its_budget(kept, left):
+    record, prompt, answer = Record(), [7, 8], list(range(100, 130))
+    record.add(prompt, Output(answer, [-0.5] * 30, [3] * 30, "stop"))
+    assert record.left(record.context_of([*prompt, *answer[:kept], *range(50, 55)]), BUDGET) == left
+
+
+def test_a_context_without_room_or_answer_is_continued_by_what_begins_with_its_prompt():
+    record, prompt, answer = Record(), [7, 8], list(range(100, 140))
+    record.add(prompt, Output(answer, [-0.5] * 40, [3] * 40, "length"))
+    record.add_without_room([*prompt, *answer, 50])
+    assert record.left(record.context_of([*prompt, *answer, 50, 51]), BUDGET) == -2
+    aborted = Record()
+    aborted.add(prompt, Output())
+    assert aborted.left(aborted.context_of(prompt), BUDGET) == BUDGET
+    assert aborted.left(aborted.context_of([*prompt, 50]), BUDGET) == BUDGET - 1

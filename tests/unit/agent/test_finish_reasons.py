@@ -114,6 +114,10 @@ class Stripping(Turns):
     edit = staticmethod(lambda ids: ids[:-1] if ids[-1:] == [END] else ids)
 
 
+class Cutting(Turns):
+    edit = staticmethod(lambda ids: ids[:2])
+
+
 class Rewording(Turns):
     """No token of an answer is as it was sampled."""
 
@@ -128,6 +132,7 @@ class Rewording(Turns):
         (Turns, 30, 33, "length"),  # no room for the second answer
         (Stripping, 5, 40, "stop"),
         (Stripping, 30, 40, "length"),
+        (Cutting, 5, 40, "length"),
         (Rewording, 5, 40, "stop"),
         (Rewording, 60, 40, "length"),
     ],
@@ -181,7 +186,7 @@ async def talks(base_url: str, prompt: Any, request_kwargs: Any, metadata: Any, 
         (400, 512, "go on", False, "stop"),
         (12, 512, "go on and on and on", False, "length"),  # of tokens
         (400, 128, "go on " * 100, False, "length"),  # of context
-        (400, 128, "go on " * 100, True, "length"),  # of context, which was rewritten
+        (400, 128, "go on " * 100, True, "stop"),  # of context in a new conversation: the row before it is finished
         (400, 512, "go on", True, "stop"),
     ],
 )

@@ -69,10 +69,63 @@ def test_of_several_answers_to_one_context_the_one_that_was_kept_counts():
 
 def test_a_row_ended_as_the_server_said_also_if_its_loop_strips_the_end_token():
     call = answer([1], [10, 11, 12], -1.0)
+    call.end_ids = frozenset([12])
     assert made(AgentLoopOutput([1], [10, 11], [1, 1]), call).rows[0].finish_reason == "stop"
     assert made(AgentLoopOutput([1], [10, 11, 12], [1, 1, 1]), call).rows[0].finish_reason == "stop"
     told = AgentLoopOutput([1], [10, 11, 12, 90], [1, 1, 1, 0], finish_reason="length")
     assert made(told, call).rows[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("engine", "kept", "appended", "reason"),
+    [
+        ("stop", 5, [], "stop"),
+        ("stop", 4, [], "stop"),  # without the end token
+        ("stop", 3, [], "length"),
+        ("stop", 2, [], "length"),
+        ("stop", 3, [90], "stop"),  # the row continues without a stop string
+        ("length", 2, [], "length"),
+        ("abort", 2, [], "abort"),
+    ],
+)
+def test_an_answer_that_the_loop_cut_at_the_end_of_a_row_ended_by_length(engine, kept, appended, reason):
+    call, tokens = answer([1], [10, 11, 12, 13, 2], -1.0, reason=engine), [10, 11, 12, 13, 2][:kept]
+    call.end_ids = frozenset([2, 3])
+    output = AgentLoopOutput([1], tokens + appended, [1] * kept + [0] * len(appended))
+    assert made(output, call).rows[0].finish_reason == reason
+
+
+def test_an_answer_whose_end_the_loop_replaced_ended_as_the_server_said():
+    output = AgentLoopOutput([1], [10, 99], [1, 1])
+    assert made(output, answer([1], [10, 11, 12], -1.0)).rows[0].finish_reason == "stop"
+
+
+def no_room(prompt: list[int]) -> Call:
+    return Call(prompt, Output(finish_reason="length"))
+
+
+def test_a_call_without_room_ends_the_row_that_it_continues_and_no_other():
+    """Two agents take turns: the first one has no room for its second answer."""
+    rows = [AgentLoopOutput([1], [10, 90], [1, 0]), AgentLoopOutput([5], [20], [1])]
+    calls = answer([1], [10], -1.0), answer([5], [20], -2.0)
+    trajectory = made(rows, *calls, no_room([1, 10, 90]))
+    assert [row.finish_reason for row in trajectory.rows] == ["length", "stop"]
+    judged = made(rows, *calls, no_room([7, 8]))
+    assert [row.finish_reason for row in judged.rows] == ["stop", "stop"]
+
+
+def test_a_last_call_without_room_ends_the_last_row_also_if_its_answers_were_edited():
+    row = AgentLoopOutput([5], [29, 91], [1, 0])
+    assert made(row, answer([5], [20], -2.0), no_room([5, 28, 91])).rows[0].finish_reason == "length"
+
+
+def test_a_trajectory_is_aborted_with_its_last_call_and_finished_rows_stay_finished():
+    rows = [AgentLoopOutput([1], [10, 90], [1, 0]), AgentLoopOutput([5], [20], [1])]
+    for prompt, reasons in (([1, 10, 90], ["abort", "stop"]), ([7, 8], ["stop", "stop"])):
+        aborted = answer(prompt, [], -1.0, reason="abort")
+        trajectory = made(rows, answer([1], [10], -1.0), answer([5], [20], -2.0), aborted)
+        assert [row.finish_reason for row in trajectory.rows] == reasons
+        assert trajectory.status == "aborted"
 
 
 def test_experts_are_those_of_tokens_that_were_kept():
