@@ -9,9 +9,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import symtable
 import sys
 import sysconfig
+import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,8 +22,15 @@ from pathlib import Path
 from verl.utils.import_utils import UserModule
 
 # Text of code that may define names at run time.
-_DYNAMIC = ("globals()", "exec(", "setattr(", "__getattr__", "import *")
+_DYNAMIC = (
+    "globals(", "locals(", "vars(", "exec(", "setattr(", "__getattr__", "__dict__", "sys.modules", "import *",
+)  # fmt: skip
+# Text of code that may change which modules can be imported, or from where.
+_IMPORT_CHANGES = re.compile(
+    r"\bsys\s*\.\s*(path|modules|meta_path)|\bfrom\s+sys\s+import|\b(addsitedir|importlib|__import__|__path__|pip)\b"
+)
 _DECORATOR = "function_tool"
+_TOOL_MODULES = ("verl.tools", "verl.tools.function_tool")
 _SHOWN_NAMES = 12
 
 
@@ -45,6 +54,8 @@ class Source:
             for symbol in symbols
             if symbol.is_assigned() or symbol.is_imported()
         }
+        # Functions may assign names of the module.
+        bound |= {name: True for node in ast.walk(self.tree) if isinstance(node, ast.Global) for name in node.names}
         return {name: own for name, own in bound.items() if not name.startswith("_")}
 
     @property
@@ -55,6 +66,10 @@ class Source:
     def is_dynamic(self) -> bool:
         return any(word in self.text for word in _DYNAMIC)
 
+    @property
+    def changes_imports(self) -> bool:
+        return _IMPORT_CHANGES.search(self.text) is not None
+
 
 def find_code_problem(module: UserModule, name: str | None = None) -> str | None:
     """Why `name` cannot be loaded from a user's module, with file, line and remedy; None: no problem is known."""
@@ -63,28 +78,33 @@ def find_code_problem(module: UserModule, name: str | None = None) -> str | None
         return source
     if source is None:
         return None
-    broken = next(_broken_files(source, set()), None)
+    files: dict[str, Source] = {}
+    broken = next(_broken_files(source, files), None)
     if broken is not None:
         return broken
-    missing = next(_missing_modules(source), None)
+    is_certain = not any(file.changes_imports for file in files.values())
+    missing = next(_missing_modules(source), None) if is_certain else None
     if missing is not None:
         remedy = "Install it, or put its folder on PYTHONPATH, on every node."
         if module.code is not None:
             remedy = "Install it. If it is a file beside this one, put its folder on PYTHONPATH, on every node."
         return f"{source.path} line {missing.line}: there is no module {missing.name!r}. {remedy}"
-    if name is None or source.is_dynamic or name in source.names or name.startswith("_"):
+    if name is None or source.is_dynamic or name.partition(".")[0] in source.names or name.startswith("_"):
         return None
     own = [each for each, is_own in source.names.items() if is_own]
     return f"{source.path}: it does not define {name!r}. Correct the name. It defines: {_listed(own)}."
 
 
 def find_tool_problem(module: UserModule) -> str | None:
-    """Why a file of function tools cannot be used: a problem of its code, or no function that is decorated."""
+    """Why a file of function tools cannot be used: a problem of its code, or no function that is decorated.
+
+    Files that import modules of others are not reported: an imported function may be a tool.
+    """
     problem = find_code_problem(module)
     source = source_of(module)
     if problem is not None or not isinstance(source, Source) or source.is_dynamic:
         return problem
-    if any(map(_uses_decorator, (source, *_imported_sources(source)))):
+    if not source.functions or _uses_decorator(source) or _may_import_tools(source):
         return None
     return (
         f"{source.path}: no function is decorated with @function_tool. Write `from verl.tools.function_tool import"
@@ -147,12 +167,19 @@ def _is_lazy(package: str) -> bool:
 def _read(file: str) -> Source | None:
     if not file.endswith(".py") or not os.path.isfile(file):
         return None
-    return Source(file, Path(file).read_text(encoding="utf-8", errors="replace"))
+    try:
+        with tokenize.open(file) as text:  # handles a byte order mark and `# coding:` lines
+            return Source(file, text.read())
+    except (SyntaxError, UnicodeDecodeError):  # the import itself reports an encoding that is not valid
+        return None
 
 
-def _broken_files(source: Source, seen: set[str]) -> Iterator[str]:
-    """Syntax errors in a file and in the users' files that it imports, each with its own file and line."""
-    seen.add(source.path)
+def _broken_files(source: Source, files: dict[str, Source]) -> Iterator[str]:
+    """Syntax errors in a file and in the users' files that it imports, each with its own file and line.
+
+    `files` receives all files that were checked, by path.
+    """
+    files[source.path] = source
     try:
         tree = source.tree
         compile(source.text, source.path, "exec", dont_inherit=True)  # also finds a `return` outside of a function
@@ -162,9 +189,11 @@ def _broken_files(source: Source, seen: set[str]) -> Iterator[str]:
         yield f"{source.path} line {line}: not valid Python: {getattr(error, 'msg', error)}. Correct it there.{text}"
         return
     assert tree is not None
+    if source.changes_imports:  # it may import other files than those that are located here
+        return
     for imported in _imported_sources(source):
-        if imported.path not in seen:
-            yield from _broken_files(imported, seen)
+        if imported.path not in files:
+            yield from _broken_files(imported, files)
 
 
 def _imported_sources(source: Source) -> Iterator[Source]:
@@ -198,6 +227,20 @@ def _is_installed(file: str) -> bool:
     return any(path.is_relative_to(Path(folder).resolve()) for folder in folders)
 
 
+def _may_import_tools(source: Source) -> bool:
+    """Whether the file imports anything, at any place, beside the standard library and the decorator."""
+    for node in ast.walk(source.tree):
+        modules: Sequence[str] = ()
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = ["." * node.level + (node.module or "")]
+        for module in modules:
+            if module not in _TOOL_MODULES and module.partition(".")[0] not in sys.stdlib_module_names:
+                return True
+    return False
+
+
 def _uses_decorator(source: Source) -> bool:
     """Whether the file uses the decorator, under its own name or an alias."""
     aliases = {_DECORATOR}
@@ -207,6 +250,7 @@ def _uses_decorator(source: Source) -> bool:
     return any(
         (isinstance(node, ast.Name) and node.id in aliases)
         or (isinstance(node, ast.Attribute) and node.attr == _DECORATOR)
+        or (isinstance(node, ast.Constant) and node.value == _DECORATOR)
         for node in ast.walk(source.tree)
     )
 

@@ -209,10 +209,34 @@ def test_a_syntax_error_is_reported_in_the_file_that_contains_it(tmp_path, probl
         "globals()['compute_score'] = print\n",
         "from os.path import join as compute_score\nimport xml.etree.ElementTree\n",
         "if True:\n    compute_score = lambda solution_str, ground_truth: 1.0\n",
+        "import os, sys\nsys.path.insert(0, os.path.dirname(__file__))\nimport preflight_near\n"
+        "compute_score = preflight_near.score\n",
+        "from sys import path\npath.append('folder')\nimport preflight_near\ncompute_score = preflight_near.score\n",
+        "import preflight_paths\nimport preflight_near\ncompute_score = preflight_near.score\n",
+        "for name in ('compute_score',):\n    vars()[name] = print\n",
+        "locals()['compute_score'] = print\n",
+        "import sys\nsys.modules[__name__].compute_score = print\n",
+        "def build():\n    global compute_score\n    compute_score = print\nbuild()\n",
+        "from preflight_marked import score as compute_score\n",
+        "from preflight_latin import score as compute_score\n",
     ],
 )
-def test_what_only_running_a_file_can_tell_is_no_problem(tmp_path, problems, text):
+def test_what_only_running_a_file_can_tell_is_no_problem(tmp_path, problems, monkeypatch, text):
+    folder = tmp_path / "importable"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    written(folder / "preflight_paths.py", "import sys\nsys.path.append('another folder')\n")
+    (folder / "preflight_marked.py").write_bytes(b"\xef\xbb\xbfdef score(solution_str, ground_truth): ...\n")
+    latin = "# -*- coding: latin-1 -*-\nUNIT = 'é'\ndef score(solution_str, ground_truth): ...\n"
+    (folder / "preflight_latin.py").write_bytes(latin.encode("latin-1"))
     assert problems(f"custom_reward_function.path={written(tmp_path / 'reward.py', text)}") == {}
+
+
+def test_a_function_inside_a_class_is_named_with_a_dot(tmp_path, problems):
+    path = written(tmp_path / "reward.py", "class Scorer:\n    def score(solution_str, ground_truth): ...\n")
+    keys = [f"custom_reward_function.path={path}", "custom_reward_function.name="]
+    assert problems(keys[0], keys[1] + "Scorer.score") == {}
+    assert "It defines: Scorer" in problems(keys[0], keys[1] + "Scorers.score")["custom_reward_function.path"]
 
 
 @pytest.mark.parametrize(
@@ -243,6 +267,11 @@ def test_a_wrong_tool_file_is_reported_with_file_and_key(tmp_path, problems, tex
         ("from verl.tools.function_tool import function_tool as t\n@t\ndef add(a: int) -> int:\n    return a\n", False),
         ("import verl.tools.function_tool as f\nadd = f.function_tool(lambda: 1)\n", False),
         ("from preflight_tools import add\n", False),
+        ("import json, re\nfrom verl.tools import function_tool\ndef add(a: int) -> int:\n    return a\n", True),
+        ("from preflight_package import search\ndef helper(): ...\n", False),
+        ("from sympy import simplify\ndef helper(): ...\n", False),
+        ("try:\n    from preflight_tools import add\nexcept ImportError:\n    pass\ndef helper(): ...\n", False),
+        ("import sys\nif sys.version_info > (3,):\n    import preflight_tools as p\n    add = p.add\n", False),
     ],
 )
 def test_a_file_of_tools_without_a_decorated_function(tmp_path, problems, monkeypatch, text, is_problem):
@@ -251,6 +280,9 @@ def test_a_file_of_tools_without_a_decorated_function(tmp_path, problems, monkey
         "from verl.tools.function_tool import function_tool\n@function_tool\ndef add(a: int) -> int:\n    return a\n"
     )
     written(tmp_path / "preflight_tools.py", marked)
+    (tmp_path / "preflight_package").mkdir()
+    written(tmp_path / "preflight_package" / "__init__.py", "from .impl import search\n")
+    written(tmp_path / "preflight_package" / "impl.py", marked.replace("add", "search"))
     path = written(tmp_path / "tools.py", text)
     told = problems(f"{TURNS}.enable=True", f"{TURNS}.function_tool_path={path}")
     assert list(told) == ([f"{TURNS}.function_tool_path"] if is_problem else [])
