@@ -8,7 +8,9 @@ are loaded.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,13 @@ _AGENT = "actor_rollout_ref.rollout.agent"
 _TURNS = "actor_rollout_ref.rollout.multi_turn"
 # From the columns of a file to the rules that its rows must satisfy.
 Rules = Callable[[Sequence[str]], list[Any]]
+# Files of a key that are opened.
+_MAX_FILES = 256
 
 
 def ppo_preflight(config: PPOConfig, report: Report) -> None:
     """Report problems that would stop `main_ppo` before its first step."""
+    hub = _HubCheck(_models_of(config), _data_files(config))
     _check_device(config.trainer, report, config.trainer.node_rank is not None)
     _check_user_code(config, report)
     _check_tools(config, report)
@@ -41,14 +46,7 @@ def ppo_preflight(config: PPOConfig, report: Report) -> None:
         rows = _check_files("data.train_files", data.train_files, "train", rules, report, _notice_rules(config))
         _check_batch(key, size, rows, data.train_max_samples, report)
         _check_files("data.val_files", data.val_files, "validation", _rl_rules(config, validates=True), report)
-    models: dict[str, str | None] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
-    if config.critic.enable:
-        models["critic.model.path"] = config.critic.model.path
-    if config.reward_model.enable:
-        models["reward_model.path"] = config.reward_model.path
-    for name, teacher in config.distillation.local_teachers.items():
-        models[f"distillation.teacher_models.{name}.model_path"] = teacher.model_path
-    _check_hub(models, _data_files(config), report)
+    hub.report_to(report)
 
 
 def basic_preflight(config: PPOConfig, report: Report) -> None:
@@ -61,6 +59,7 @@ def supervised_preflight(config: SupervisedConfig, report: Report) -> None:
     from verl.utils.dataset.problems import present_rule, sft_rules
 
     data = config.data
+    hub = _HubCheck({"model.path": config.model.path}, _data_files(config))
     _check_device(config.trainer, report)
     if data.custom_cls.path is not None:
         _check_code("data.custom_cls.path", data.custom_cls.path, data.custom_cls.name, report)
@@ -74,7 +73,7 @@ def supervised_preflight(config: SupervisedConfig, report: Report) -> None:
         # A conversation may become several rows: only the dataset knows how many.
         _check_files("data.train_files", data.train_files, "train", rules, report)
         _check_files("data.val_files", data.val_files, "validation", rules, report)
-    _check_hub({"model.path": config.model.path}, _data_files(config), report)
+    hub.report_to(report)
 
 
 def generation_preflight(config: GenerationConfig, report: Report) -> None:
@@ -82,9 +81,21 @@ def generation_preflight(config: GenerationConfig, report: Report) -> None:
     from verl.utils.dataset.problems import chat_rule
 
     rules = [chat_rule(config.data.prompt_key, "data.prompt_key")]
+    hub = _HubCheck({"model.path": config.model.path}, {"data.path": config.data.path})
     _check_device(config.trainer, report)
     _check_files("data.path", config.data.path, None, lambda columns: rules, report)
-    _check_hub({"model.path": config.model.path}, {"data.path": config.data.path}, report)
+    hub.report_to(report)
+
+
+def _models_of(config: PPOConfig) -> dict[str, str | None]:
+    models: dict[str, str | None] = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+    if config.critic.enable:
+        models["critic.model.path"] = config.critic.model.path
+    if config.reward_model.enable:
+        models["reward_model.path"] = config.reward_model.path
+    for name, teacher in config.distillation.local_teachers.items():
+        models[f"distillation.teacher_models.{name}.model_path"] = teacher.model_path
+    return models
 
 
 def _data_files(config: Any) -> dict[str, Sequence[str]]:
@@ -95,13 +106,20 @@ def _data_files(config: Any) -> dict[str, Sequence[str]]:
 def _check_device(trainer: Any, report: Report, has_node_rank: bool = False) -> None:
     """Report `trainer.device=cuda` on a single machine without a GPU; nodes of a cluster are checked after joining."""
     nodes = getattr(trainer, "nnodes", 1)
-    if trainer.device == "cuda" and nodes == 1 and not has_node_rank and not joins_cluster() and has_no_gpu():
+    in_cluster = has_node_rank or _has_joined_cluster() or joins_cluster()
+    if trainer.device == "cuda" and nodes == 1 and not in_cluster and has_no_gpu():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "no GPU is visible on this machine"
         if visible is not None:
             why += f" (CUDA_VISIBLE_DEVICES={visible!r})"
         fix = "Set trainer.device=cpu (or auto), or check the driver with nvidia-smi"
         report.problem("trainer.device", "cuda", why, fix)
+
+
+def _has_joined_cluster() -> bool:
+    """Whether a user's program has called `ray.init` before; ray is not imported for this."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
 
 
 def _rl_rules(config: PPOConfig, validates: bool = False) -> Rules:
@@ -140,32 +158,30 @@ def _check_files(
 
     Rows that break `rules` are reported as problems, rows that break `notices` are only logged.
     """
+    from verl.utils.dataset.heads import Budget, open_head
     from verl.utils.dataset.problems import find_problems
-    from verl.utils.dataset.rows import Rows, open_head
+    from verl.utils.dataset.rows import Rows
 
-    total: int | None = 0
-    for name in names or ():
-        files = _local_files(key, name, split, report)
-        if files is None:
-            total = None
-        for file in files or ():
-            try:
-                head = open_head(file)
-            except (ValueError, OSError) as error:
-                report.statement(key, file, str(error))
-                total = None
+    local = [_local_files(key, name, split, report) for name in names or ()]
+    files = [file for each in local for file in each or ()]
+    counts: list[int | None] = [None] if None in local or len(files) > _MAX_FILES else []
+    budget = Budget(min(len(files), _MAX_FILES))
+    for file in files[:_MAX_FILES]:
+        try:
+            head = open_head(file, budget)
+            counts.append(None if head is None else head.rows)
+            if head is None:
                 continue
-            if head is None or head.rows is None or total is None:
-                total = None
-            else:
-                total += head.rows
-            if head is not None:
-                part = Rows([head.part])
-                for problem in find_problems(part, rules(part.columns)):
-                    report.statement(key, file, problem)
-                for notice in find_problems(part, notices(part.columns)) if len(part) else ():
-                    report.notice(f"{key}: {notice}")
-    return total
+            part = Rows([head.part])
+            for problem in find_problems(part, rules(part.columns)):
+                report.statement(key, file, problem)
+            for notice in find_problems(part, notices(part.columns)) if len(part) else ():
+                report.notice(f"{key}: {notice}")
+        except (ValueError, OSError) as error:
+            report.statement(key, file, str(error))
+            counts.append(None)
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _local_files(key: str, name: str, split: str | None, report: Report) -> list[str] | None:
@@ -267,17 +283,28 @@ def _check_loop_file(path: str, report: Report) -> None:
         _check_code(f"{path}: entry {number}._target_", module, name, report)
 
 
-def _check_hub(models: dict[str, str | None], data: dict[str, Sequence[str]], report: Report) -> None:
-    """Request every hub repository that the run needs once, and report those that cannot be obtained."""
-    keys: dict[HubRepo, str] = {}
-    for key, path in models.items():
-        if path and _is_on_hub(path):
-            keys.setdefault(HubRepo(path), key)
-    for key, names in data.items():
-        for name in filter(_is_on_hub, names):
-            keys.setdefault(HubRepo(name, "dataset"), key)
-    for repo, problem in find_hub_problems(keys).items():
-        report.statement(keys[repo], repo.name, problem)
+class _HubCheck:
+    """Requests every hub repository that the run needs once, in a thread, while the other checks run."""
+
+    def __init__(self, models: dict[str, str | None], data: dict[str, Sequence[str]]) -> None:
+        """`models` and `data`: paths and names by configuration key; only those on the hub are requested."""
+        self._keys: dict[HubRepo, str] = {}
+        self._found: Future[dict[HubRepo, str]] | None = None
+        for key, path in models.items():
+            if path and _is_on_hub(path):
+                self._keys.setdefault(HubRepo(path), key)
+        for key, names in data.items():
+            for name in filter(_is_on_hub, names):
+                self._keys.setdefault(HubRepo(name, "dataset"), key)
+        if self._keys:
+            executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hub-check")
+            self._found = executor.submit(find_hub_problems, self._keys)
+            executor.shutdown(wait=False)
+
+    def report_to(self, report: Report) -> None:
+        """Wait for the answers, and report the repositories that cannot be obtained."""
+        for repo, problem in (self._found.result() if self._found is not None else {}).items():
+            report.statement(self._keys[repo], repo.name, problem)
 
 
 def _is_on_hub(path: str) -> bool:

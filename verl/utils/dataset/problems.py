@@ -52,12 +52,10 @@ def find_problems(rows: Rows, rules: Sequence[Rule]) -> list[str]:
         if len(part) == 0:
             problems.append(f"{part.file}: it has no rows. Write it again, or leave it out.")
             continue
-        for rule in rules:
-            broken = _first_broken(part, rule)
-            if broken is not None:
-                row, more, what = broken
-                others = f" (and {more} more row{'s' if more > 1 else ''})" if more else ""
-                problems.append(f"{part.where(row)}{others}: {what}")
+        for row, count, what in _broken_rules(part, rules):
+            more = count - 1
+            others = f" (and {more} more row{'s' if more > 1 else ''})" if more else ""
+            problems.append(f"{part.where(row)}{others}: {what}")
     return problems
 
 
@@ -289,19 +287,31 @@ def _content_problem(content: Any) -> str | None:
     return None
 
 
-def _first_broken(part: Part, rule: Rule) -> tuple[int, int, str] | None:
-    """First row that breaks the rule, how many others do, and what is wrong with the first."""
-    if isinstance(part, ArrowPart) and rule.proven(part.table):
-        return None
-    first, count = None, 0
-    for start in range(0, len(part), _BATCH):
-        stop = min(start + _BATCH, len(part))
-        for offset, row in enumerate(part.rows(start, stop, rule.columns)):
-            what = rule.check(row, part.columns)
-            if what is not None:
-                count += 1
-                first = first or (start + offset, what)
-    return None if first is None else (first[0], count - 1, first[1])
+def _broken_rules(part: Part, rules: Sequence[Rule]) -> list[tuple[int, int, str]]:
+    """For each broken rule: the first row that breaks it, how many do, and what is wrong with the first.
+
+    Rows are read once for all rules.
+    """
+    rules = [rule for rule in rules if not (isinstance(part, ArrowPart) and _is_proven(rule, part.table))]
+    columns = list(dict.fromkeys(name for rule in rules for name in rule.columns))
+    first: dict[int, tuple[int, str]] = {}
+    counts = [0] * len(rules)
+    for start in range(0, len(part) if rules else 0, _BATCH):
+        rows = part.rows(start, min(start + _BATCH, len(part)), columns)
+        for number, rule in enumerate(rules):
+            for place, row in enumerate(rows, start):
+                what = rule.check(row, part.columns)
+                if what is not None:
+                    counts[number] += 1
+                    first.setdefault(number, (place, what))
+    return [(row, counts[number], what) for number, (row, what) in sorted(first.items())]
+
+
+def _is_proven(rule: Rule, table: pa.Table) -> bool:
+    try:
+        return rule.proven(table)
+    except (ValueError, NotImplementedError):  # a value or type that pyarrow cannot convert: the rows are checked
+        return False
 
 
 def _kind(value: Any) -> str:

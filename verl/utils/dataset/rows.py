@@ -8,13 +8,12 @@ processes of one node share them.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,9 +26,6 @@ from verl.utils.fs import cache_root, made_once
 logger = logging.getLogger(__name__)
 
 _MAP_ABOVE_BYTES = 64 * 1024**2
-# A quick check reads only the first rows of larger files.
-_READ_WHOLE_BYTES = 32 * 1024**2
-_HEAD_ROWS = 4096
 
 
 class Part(Protocol):
@@ -92,48 +88,29 @@ def open_part(file: str) -> Part:
     return ArrowPart(file) if file.endswith((".parquet", ".arrow")) else JsonPart(file)
 
 
-@dataclass(frozen=True)
-class Head:
-    """The first rows of a file, or all rows of a small one."""
-
-    part: Part
-    rows: int | None
-    """Rows of the whole file; None: not known without reading it."""
-
-
-def open_head(file: str) -> Head | None:
-    """The beginning of a file, for quick checks; None for a large JSON array, which can only be read whole.
-
-    Raises the errors of `open_part`.
-    """
-    if os.path.getsize(file) == 0:
-        raise ValueError(f"{file}: the file is empty (0 bytes). Write it again, or leave it out.")
-    if file.endswith((".parquet", ".arrow")):
-        part = ArrowPart(file, head=True)
-        return Head(part, part.rows_in_file)
-    if os.path.getsize(file) < _READ_WHOLE_BYTES:
-        whole = JsonPart(file)
-        return Head(whole, len(whole))
-    if _first_character(file) == "[":
-        return None
-    return Head(JsonPart(file, head=True), None)
+@contextmanager
+def arrow_errors(file: str) -> Iterator[None]:
+    """Turn errors of pyarrow about the content of a file into a ValueError with the file and the remedy."""
+    try:
+        yield
+    except (pa.ArrowException, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the operating system, not about the content
+            raise
+        raise ValueError(
+            f"{file}: it cannot be read ({_reason(error)}). Write it again; it may be half a file."
+        ) from error
 
 
 class ArrowPart:
-    """A parquet or arrow file; with `head`, only the first rows of a large one."""
+    """A parquet or arrow file."""
 
-    def __init__(self, file: str, head: bool = False) -> None:
+    def __init__(self, file: str, table: pa.Table | None = None) -> None:
+        """`table`: rows of the file that have been read already."""
         self.file = file
-        try:
-            self.table = _read_arrow(file) if file.endswith(".arrow") else _read_parquet(file, head)
-            self.rows_in_file = self.table.num_rows
-            if head and file.endswith(".arrow"):  # mapped: nothing is read yet
-                self.table = self.table.slice(0, _HEAD_ROWS)
-            elif head:
-                self.rows_in_file = pq.read_metadata(file).num_rows
-        except (pa.ArrowInvalid, EOFError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"{file}: it cannot be read ({reason}). Write it again; it may be half a file.") from error
+        if table is None:
+            with arrow_errors(file):
+                table = read_arrow(file) if file.endswith(".arrow") else _read_parquet(file)
+        self.table = table
         self.columns = list(self.table.column_names)
 
     def __reduce__(self) -> Any:
@@ -144,7 +121,14 @@ class ArrowPart:
 
     def rows(self, start: int, stop: int, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
         table = self.table if columns is None else self.table.select([c for c in columns if c in self.columns])
-        taken = table.slice(start, stop - start).to_pylist()
+        try:
+            taken = table.slice(start, stop - start).to_pylist()
+        except (ValueError, OverflowError, pa.ArrowException) as error:  # such as text that is not UTF-8
+            if stop - start > 1:
+                return [row for each in range(start, stop) for row in self.rows(each, each + 1, columns)]
+            raise ValueError(
+                f"{self.where(start)}: it cannot be read ({_reason(error)}). Correct or remove it."
+            ) from error
         # A table without columns has lost its number of rows.
         return taken if table.column_names else [{} for _ in range(start, stop)]
 
@@ -155,14 +139,11 @@ class ArrowPart:
 class JsonPart:
     """Objects of a JSON file, one per line or in one array; parsed when asked for, from text that processes share."""
 
-    def __init__(self, file: str, head: bool = False) -> None:
-        """`head`: only the first lines."""
+    def __init__(self, file: str) -> None:
         self.file = file
-        is_array = _first_character(file) == "["
+        is_array = is_json_array(file)
         # Arrays, not lists: forked processes share them, since nothing counts references inside.
-        self._text, self._spans, self._numbers, self.columns = (
-            _json_array(file) if is_array else _json_lines(file, _HEAD_ROWS if head else None)
-        )
+        self._text, self._spans, self._numbers, self.columns = (_json_array if is_array else _json_lines)(file)
         self._unit = "row" if is_array else "line"
 
     def __reduce__(self) -> Any:
@@ -183,22 +164,29 @@ _JsonText = tuple[bytes | mmap.mmap, np.ndarray, np.ndarray, list[str]]
 """The text, int64 [rows, 2] where each row begins and ends in it, [rows] its number for a reader, the columns."""
 
 
-def _json_lines(file: str, count: int | None = None) -> _JsonText:
-    """All lines, or the first `count`."""
+def json_object(line: bytes, where: str) -> dict[str, Any]:
+    """Parse one line; a ValueError names the place and the remedy."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not valid JSON ({_reason(error)}). Correct or remove it.") from error
+    return _object(row, where)
+
+
+def is_json_array(file: str) -> bool:
+    """Whether a JSON file holds one array, instead of one object per line."""
+    return _first_character(file) == "["
+
+
+def _json_lines(file: str) -> _JsonText:
     numbers: list[int] = []
     spans: list[tuple[int, int]] = []
     columns: dict[str, None] = {}
     position = 0
     with open(file, "rb") as lines:
-        for number, line in enumerate(itertools.islice(lines, count), start=1):
+        for number, line in enumerate(lines, start=1):
             if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(
-                        f"{file} line {number}: not valid JSON ({error}). Correct or remove it."
-                    ) from error
-                columns.update(dict.fromkeys(_object(row, f"{file} line {number}")))
+                columns.update(dict.fromkeys(json_object(line, f"{file} line {number}")))
                 spans.append((position, position + len(line)))
                 numbers.append(number)
             position += len(line)
@@ -209,12 +197,18 @@ def _json_lines(file: str, count: int | None = None) -> _JsonText:
 def _json_array(file: str) -> _JsonText:
     try:
         rows: list[Any] = json.loads(Path(file).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file}: not valid JSON ({error}). Correct it, or write one object per line.") from error
+        texts = [json.dumps(row).encode() for row in rows]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file}: not valid JSON ({_reason(error)}). Correct it, or write one object per line."
+        ) from error
     columns = dict.fromkeys(name for i, row in enumerate(rows) for name in _object(row, f"{file} row {i}"))
-    texts = [json.dumps(row).encode() for row in rows]
     ends = np.cumsum([0, *map(len, texts)])
     return b"".join(texts), np.stack([ends[:-1], ends[1:]], axis=1), np.arange(len(rows)), list(columns)
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _object(row: Any, where: str) -> dict[str, Any]:
@@ -247,22 +241,21 @@ def _first_character(file: str) -> str:
     return ""
 
 
-def _read_parquet(file: str, head: bool = False) -> pa.Table:
+def _read_parquet(file: str) -> pa.Table:
     groups = pq.read_metadata(file).to_dict()["row_groups"]
     # Its size in memory counts, which may be many times that on disk.
     size = sum(group["total_byte_size"] for group in groups)
-    if head and size >= _READ_WHOLE_BYTES:
-        return pa.Table.from_batches([next(pq.ParquetFile(file).iter_batches(_HEAD_ROWS))])
     if size < _MAP_ABOVE_BYTES:
         return pq.ParquetFile(file).read()
     try:
-        return _read_arrow(_uncompressed_copy(file))
+        return read_arrow(_uncompressed_copy(file))
     except OSError as error:
         logger.warning("%s: no room for a memory-mapped copy (%s); reading it into memory", file, error)
         return pq.ParquetFile(file).read()
 
 
-def _read_arrow(file: str) -> pa.Table:
+def read_arrow(file: str) -> pa.Table:
+    """The table of an arrow file, memory-mapped."""
     source = pa.memory_map(file)
     try:
         return pa.ipc.open_file(source).read_all()

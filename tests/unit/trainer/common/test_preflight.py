@@ -7,7 +7,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
+from types import ModuleType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +19,8 @@ import pytest
 from verl.config import ConfigError, GenerationConfig, PPOConfig, RMConfig, SFTConfig, load_config
 from verl.trainer.common import preflight
 from verl.utils import hub
+from verl.utils.dataset import heads
+from verl.utils.dataset import rows as rows_module
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 SYNTAX = "def compute_score(solution_str, ground_truth)\n    return 1.0\n"
@@ -105,6 +110,8 @@ def test_all_problems_of_a_file_are_listed(tmp_path):
         ("a.json", '[{"prompt": 1},]', "a.json: not valid JSON"),
         ("a.parquet", "not parquet at all", "a.parquet: it cannot be read"),
         ("a.csv", "prompt\n", "a.csv: not a format"),
+        ("a.jsonl", json.dumps(row(1)) + "\n" + "[" * 100_000 + "\n", "a.jsonl line 2: not valid JSON"),
+        ("a.json", '[{"prompt": ' + "[" * 100_000, "a.json: not valid JSON"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, problems, name, content, place):
@@ -135,10 +142,7 @@ def test_a_batch_larger_than_the_dataset(problems, overrides, key):
 
 
 def test_large_files_are_checked_by_their_first_rows(tmp_path, problems, monkeypatch):
-    from verl.utils.dataset import rows
-
-    monkeypatch.setattr(rows, "_READ_WHOLE_BYTES", 1)
-    monkeypatch.setattr(rows, "_HEAD_ROWS", 2)
+    monkeypatch.setattr(heads, "Budget", partial(heads.Budget, rows=2))
     many = [*(row(number) for number in range(5)), row(5, data_source="no such")]
     file = parquet(tmp_path / "many.parquet", many)
     lines = written(tmp_path / "many.jsonl", "".join(json.dumps(each) + "\n" for each in many[:3]) + "not json\n")
@@ -147,6 +151,55 @@ def test_large_files_are_checked_by_their_first_rows(tmp_path, problems, monkeyp
     assert problems(f"data.train_files={lines}") == {}
     bad = parquet(tmp_path / "bad.parquet", [row(number, data_source="no such") for number in range(5)])
     assert "'no such'" in problems(f"data.train_files={bad}")["data.train_files"]
+
+
+def test_a_column_that_pyarrow_cannot_convert_is_reported_with_its_row(tmp_path, problems):
+    text = pa.array([b"gsm8k", b"\xff\xfe"], pa.binary()).cast(pa.string(), safe=False)
+    table = pa.Table.from_pylist([row(0), row(1)])
+    pq.write_table(table.drop_columns("data_source").append_column("data_source", text), tmp_path / "a.parquet")
+    told = problems(f"data.train_files={tmp_path}/a.parquet", "data.train_batch_size=2")["data.train_files"]
+    assert "a.parquet row 1: it cannot be read" in told
+    lists = parquet(tmp_path / "b.parquet", [row(number, data_source=["openai/gsm8k"]) for number in range(4)])
+    assert "'data_source' is a list, not a string" in problems(f"data.train_files={lists}")["data.train_files"]
+
+
+def test_the_rows_and_bytes_of_all_files_of_a_key_are_limited(tmp_path, problems, monkeypatch):
+    """Six files of 6 MB: every row is parsed once, and only 8 MB of them; lines are counted for the batch size."""
+    parsed = []
+
+    def count(line, where):
+        parsed.append(len(line))
+        return original(line, where)
+
+    original = rows_module.json_object
+    monkeypatch.setattr(heads, "json_object", count)
+    line = json.dumps(row(0, notes="x" * 6000)) + "\n"
+    files = [written(tmp_path / f"{number}.jsonl", line * 1000) for number in range(6)]
+    assert problems(f"data.train_files=[{','.join(map(str, files))}]") == {}
+    assert 7 * 1024**2 < sum(parsed) <= 8 * 1024**2
+    keys = ["data.train_batch_size=6001", "actor_rollout_ref.actor.ppo_mini_batch_size=6001"]
+    told = problems(f"data.train_files=[{','.join(map(str, files))}]", *keys, "algorithm.adv_estimator=grpo")
+    assert "hold only 6000 rows" in told["data.train_batch_size"]
+
+
+def test_a_small_file_leaves_its_share_to_the_next_one(tmp_path):
+    small = parquet(tmp_path / "a.parquet", [row(0)])
+    large = parquet(tmp_path / "b.parquet", [row(number) for number in range(40)])
+    lines = written(tmp_path / "c.jsonl", "".join(json.dumps(row(number)) + "\n\n" for number in range(40)))
+    budget = heads.Budget(3, rows=21)
+    found = [heads.open_head(str(file), budget) for file in (small, large, lines)]
+    assert [(len(head.part), head.rows) for head in found] == [(1, 1), (10, 40), (10, 80)]
+    assert found[2].part.where(9) == f"{lines} line 19"
+    empty = tmp_path / "d.parquet"
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), empty)
+    assert len(heads.open_head(str(empty), heads.Budget(1)).part) == 0
+
+
+def test_lines_that_are_not_counted_leave_the_number_of_rows_unknown(tmp_path):
+    file = written(tmp_path / "a.jsonl", (json.dumps(row(0)) + "\n") * 10)
+    assert heads.open_head(str(file), heads.Budget(1, rows=2, counted=10)).rows is None
+    cut = heads.open_head(str(written(tmp_path / "b.jsonl", '{"prompt": 1}\n' * 3)), heads.Budget(1, size=30))
+    assert (len(cut.part), cut.rows) == (2, 3)
 
 
 def test_an_own_dataset_is_not_checked(tmp_path, problems):
@@ -295,7 +348,13 @@ def test_a_gpu_that_is_not_there(problems, monkeypatch):
     sft = {"check": preflight.supervised_preflight, "root": SFTConfig}
     assert "trainer.device" in problems("trainer.device=cuda", "data.prompt_key=data_source", **sft)
     assert "trainer.device" not in problems("trainer.device=cuda", "trainer.nnodes=2")
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with monkeypatch.context() as changed:
+        changed.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        assert "trainer.device" not in problems("trainer.device=cuda")
+    # A program that has called ray.init("10.0.0.1:6379") itself.
+    joined = ModuleType("ray")
+    joined.is_initialized = lambda: True
+    monkeypatch.setitem(sys.modules, "ray", joined)
     assert "trainer.device" not in problems("trainer.device=cuda")
 
 
@@ -320,6 +379,18 @@ def test_an_unreachable_hub_is_tried_once(problems, silent_hub):
     assert "cannot be reached" in text
     assert "hf download some-org/some-model" in text
     assert time.monotonic() - start < 30
+
+
+def test_the_hub_is_requested_while_the_other_checks_run(problems, monkeypatch):
+    """The request is answered only after another check has begun: in sequence, it would fail."""
+    begun = threading.Event()
+    code = preflight._check_user_code
+    monkeypatch.setattr(preflight, "_check_user_code", lambda *given: (begun.set(), code(*given)))
+    monkeypatch.setattr(
+        preflight, "find_hub_problems", lambda repos: dict.fromkeys(repos, "ok" if begun.wait(20) else "not concurrent")
+    )
+    text = problems("actor_rollout_ref.model.path=some-org/some-model")["actor_rollout_ref.model.path"]
+    assert text.endswith("ok")
 
 
 def test_a_cached_model_needs_no_hub(problems, silent_hub):
