@@ -67,6 +67,7 @@ class EvalDataConfig(Block):
     )
     response_key: str = key("Column of the answers: a list of texts, or one text.")
     reward_fn_key: str = key("Column that says which reward function scores the row.")
+    ground_truth_key: str = key("Column of the correct answer, for rows without reward_model.ground_truth.")
     output_path: str | None = key("JSON file for all metrics.", null="not written", path=True)
 
 

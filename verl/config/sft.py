@@ -45,6 +45,7 @@ class SFTDataConfig(SupervisedDataConfig):
     val_n: int = key("Answers to each of them.", min=1)
     max_prompt_length: int = key("Longest of them in tokens.", min=1)
     reward_fn_key: str = key("Their column that says which reward function scores the answer.")
+    ground_truth_key: str = key("Their column of the correct answer, for rows without reward_model.ground_truth.")
     rewritten_turns: str = key(
         "Where the template rewrites earlier turns (drops thinking): a row of each of its texts, or refuse.",
         choices=("split", "error"),

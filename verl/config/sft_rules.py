@@ -16,7 +16,7 @@ _MEGATRON = "megatron_config"
 _ENGINES = ("native", "hf")
 _ONLY_FOR_ANSWERS = (
     *("rollout.", "reward_model.", "custom_reward_function.", "trainer.log_val_generations"),
-    *("data.val_n", "data.max_prompt_length", "data.reward_fn_key"),
+    *("data.val_n", "data.max_prompt_length", "data.reward_fn_key", "data.ground_truth_key"),
 )
 
 

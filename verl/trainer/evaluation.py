@@ -92,7 +92,7 @@ def reward_rules(config: EvalConfig | SFTConfig) -> list[Rule]:
     key = config.data.reward_fn_key
     if get_custom_reward_fn(config.to_dict()) is not None:
         return []
-    return [*data_source_rules(key, known_data_sources()), ground_truth_rule()]
+    return [*data_source_rules(key, known_data_sources()), ground_truth_rule(config.data.ground_truth_key)]
 
 
 def _answers_rule(key: str) -> Rule:
@@ -118,9 +118,10 @@ def _samples(rows: Rows, config: EvalConfig) -> tuple[list[int], list[Sample]]:
     for first, batch in rows.batches(rows.columns):
         for number, row in enumerate(batch, first):
             source, extra = value_at(row, config.data.reward_fn_key) or UNKNOWN_SOURCE, row.get("extra_info")
+            truth = ground_truth_of(row, config.data.ground_truth_key)
             for answer in _answers(row, config.data.response_key):
                 prompts.append(number)
-                samples.append(Sample(source, answer, ground_truth_of(row), dict(extra or {})))
+                samples.append(Sample(source, answer, truth, dict(extra or {})))
     return prompts, samples
 
 

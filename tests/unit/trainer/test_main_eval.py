@@ -68,6 +68,16 @@ def test_an_answer_that_cannot_be_scored_costs_itself_or_the_run(answers, tmp_pa
         run_eval({**config, "reward_model": {**HERE, "on_error": "fail"}})
 
 
+def test_the_ground_truth_may_be_another_column(tmp_path):
+    rows = [{"data_source": "openai/gsm8k", "answer": "4", "responses": ["#### 4", "#### 5"]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    data = {"path": str(tmp_path / "a.parquet")}
+    with pytest.raises(DataError, match=r"Set data\.ground_truth_key to the column"):
+        run_eval({"data": data, "reward_model": HERE})
+    metrics = run_eval({"data": {**data, "ground_truth_key": "answer"}, "reward_model": HERE})
+    assert metrics["openai/gsm8k"]["reward"]["mean@2"] == 0.5
+
+
 def test_files_without_answers_or_rewards_are_refused(answers, tmp_path):
     with pytest.raises(DataError, match=r"Set data\.response_key"):
         run_eval({"data": {"path": str(answers), "response_key": "output"}})

@@ -18,7 +18,7 @@ from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils.dataset.check_arguments import read_arguments
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import GROUND_TRUTH, ground_truth_of, is_scored_by_agent
-from verl.utils.dataset.rows import Rows
+from verl.utils.dataset.rows import Rows, value_at
 from verl.utils.reward_score import default_compute_score, known_data_sources
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE, matching, unknown_source
 from verl.workers.reward_manager.check import RewardReport, Row, check_reward
@@ -115,9 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _sampled(rows: Rows, key: str, n: int, seed: int) -> list[dict[str, Any]]:
     """Random rows, as many of every data source as there are, up to `n` in all."""
     places: dict[Any, list[int]] = defaultdict(list)
-    for first, batch in rows.batches([key]):
+    for first, batch in rows.batches([key.split(".")[0]]):
         for number, row in enumerate(batch, start=first):
-            places[row.get(key)].append(number)
+            places[value_at(row, key)].append(number)
     order = random.Random(seed)
     for numbers in places.values():
         order.shuffle(numbers)
@@ -127,12 +127,13 @@ def _sampled(rows: Rows, key: str, n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _row(row: Mapping[str, Any], key: str, own_function: bool, truth_key: str = GROUND_TRUTH) -> Row:
-    if row.get(key) is None and not own_function:
+    source = value_at(row, key) if row.get(key) is None else row[key]
+    if source is None and not own_function:
         raise ValueError(
             f"data.reward_fn_key: rows have no {key!r}. Set it to the column that names the data source, or set "
             f"custom_reward_function.path. Columns: {', '.join(row)}."
         )
-    return Row(row.get(key) or UNKNOWN_SOURCE, ground_truth_of(row, truth_key), dict(row.get("extra_info") or {}))
+    return Row(source or UNKNOWN_SOURCE, ground_truth_of(row, truth_key), dict(row.get("extra_info") or {}))
 
 
 def _refuse_unknown(rows: Sequence[Row], own_function: bool) -> None:

@@ -14,6 +14,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.teacher_servers import TeacherServer
 from verl.utils import hf_tokenizer
+from verl.utils.dataset.rows import value_at
 
 Infer = Callable[[Callable[..., Any], DataProto, str], DataProto]
 _KEY = "distillation.teacher_models"
@@ -95,10 +96,11 @@ def check_teachers(config: PPOConfig, folders: Mapping[str, str], tokenizer: Any
     key = config.data.reward_fn_key
     if not by_source or None in by_source or not hasattr(dataset, "rows"):
         return
-    for first, rows in dataset.rows.batches([key]):
+    for first, rows in dataset.rows.batches([key.split(".")[0]]):
         for place, row in enumerate(rows):
-            if row.get(key) not in by_source:
-                raise ValueError(f"{dataset.rows.where(first + place)}: {_no_teacher(row.get(key), key, by_source)}")
+            source = value_at(row, key)
+            if source not in by_source:
+                raise ValueError(f"{dataset.rows.where(first + place)}: {_no_teacher(source, key, by_source)}")
 
 
 def _ask(method: Callable[..., Any], name: str, sent: DataProto) -> Any:

@@ -70,7 +70,8 @@ class AnswerCheck:
     def _sample(self, number: int, text: str) -> Sample:
         row = self._rows[number]
         source = value_at(row, self._config.data.reward_fn_key) or UNKNOWN_SOURCE
-        return Sample(str(source), text, ground_truth_of(row), dict(row.get("extra_info") or {}))
+        truth = ground_truth_of(row, self._config.data.ground_truth_key)
+        return Sample(str(source), text, truth, dict(row.get("extra_info") or {}))
 
     def _show(self, texts: list[str], scores: list[float], step: int, tracking: Tracking) -> None:
         n, shown = self._config.data.val_n, self._config.trainer.log_val_generations

@@ -24,7 +24,7 @@ class Budget:
     files: int
     rows: int = 20_000
     size: int = 8 * 1024**2
-    counted: int = 64 * 1024**2
+    counted: int = 128 * 1024**2
     """Bytes of JSON files that are read only to count their lines."""
 
     def next_share(self) -> Budget:

@@ -193,8 +193,10 @@ class RLHFDataset(Dataset):
         answer = ground_truth_of(row, self.config.ground_truth_key)
         if answer is not None or "reward_model" in fields:
             fields["reward_model"] = {"style": "rule", **(fields.get("reward_model") or {}), "ground_truth": answer}
-        if fields.get(self.config.reward_fn_key) is None:
-            fields[self.config.reward_fn_key] = UNKNOWN_SOURCE
+        source_key = self.config.reward_fn_key
+        if fields.get(source_key) is None:
+            source = value_at(row, source_key)
+            fields[source_key] = UNKNOWN_SOURCE if source is None else source
         extra = fields.get("extra_info") or {}
         fields["extra_info"] = extra
         fields["index"] = number if extra.get("index") is None else extra["index"]

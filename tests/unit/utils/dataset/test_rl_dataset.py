@@ -84,6 +84,12 @@ def test_plain_text_prompts_under_another_name_and_a_ground_truth_of_its_own(tmp
     assert (item["extra_info"], item["index"], item["ground_truth"]) == ({}, 0, "1")
 
 
+def test_a_data_source_inside_a_struct_is_the_source_of_the_row(tmp_path):
+    rows = [row(0, data_source=None, info={"src": "openai/gsm8k"}), row(1, data_source=None, info={"other": 1})]
+    data = dataset(write(tmp_path / "a.jsonl", rows), reward_fn_key="info.src")
+    assert [data[number]["info.src"] for number in range(2)] == ["openai/gsm8k", "unknown"]
+
+
 def test_a_template_function_of_the_user_replaces_the_tokenizers(tmp_path):
     file = write(tmp_path / "a.parquet", [row(1)])
     text = RLHFDataset(file, TOKENIZER, {}, chat_template_func=lambda messages: "Q: " + messages[-1]["content"])[0]
