@@ -209,6 +209,13 @@ FAMILIES = {
         stops=["<|END_OF_TURN_TOKEN|>", "<EOS_TOKEN>"],
         end="<|END_OF_TURN_TOKEN|>",
     ),
+    "command_r7b": Family(  # two tokens close an answer: the second ends generation
+        [*_COMMAND, "<|START_RESPONSE|>", "<|END_RESPONSE|>"],
+        "<|END_OF_TURN_TOKEN|>",
+        "<BOS_TOKEN>",
+        stops=["<|END_OF_TURN_TOKEN|>", "<EOS_TOKEN>"],
+        end="<|END_OF_TURN_TOKEN|>",
+    ),
     "granite": Family(_GRANITE, "<|end_of_text|>", stops=["<|end_of_text|>"], end="<|end_of_text|>"),
     "olmo2": Family(
         ["<|endoftext|>"], "<|endoftext|>", "<|endoftext|>", stops=["<|endoftext|>"], end="<|endoftext|>", calls=False

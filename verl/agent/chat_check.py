@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from verl.utils.turn_template import FIRST, CallStyle, Message, Messages, TurnTemplate, tool_message
+from verl.utils.turn_template import (
+    FIRST,
+    CallStyle,
+    Message,
+    Messages,
+    TurnTemplate,
+    closing_tokens,
+    common_length,
+    tool_message,
+)
 
 __all__ = ["check_template"]
 
 KEY = "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode"
 _SHOWN = 200  # characters
+_USER: Message = {"role": "user", "content": "Go on."}
 
 
 class _Chat(Protocol):
@@ -51,7 +61,7 @@ def _missing(chat: _Chat) -> Iterator[str]:
 
 def _rewrites(chat: _Chat, mode: str) -> Iterator[str]:
     """Changes that the template makes to earlier turns."""
-    user = [{"role": "user", "content": "Go on."}]
+    user = [_USER]
     tools = [tool_message(chat.tool_name, f"Result {number}.", number) for number in range(2)]
     conversations: list[tuple[str, list[Messages]]] = [("a user", [user, user])]
     if chat.has_tools:
@@ -80,13 +90,14 @@ def _compare(chat: _Chat, mode: str, replier: str, rounds: Sequence[Messages]) -
     for number, replies in enumerate(rounds):
         answer = probe.answer(number, replies)
         turn = chat.turns.turn_text(messages, answer, probe.final_text(number))
-        messages = [*messages, answer, *chat.style.written(replies)]
+        earlier, messages = messages, [*messages, answer, *chat.style.written(replies)]
         after = chat.write(messages, ask=True)
         change = probe.change(before, after, number)
         if turn is not None and after.startswith(before if change is None else before + turn):
             whole = chat.encode(after)
+            span = _closing_span(chat, earlier, answer, replies, probe.final_text(number))
             for context in contexts:
-                context.add(before, turn, replies)
+                context.add(before, turn, replies, span, after.removeprefix(before + turn))
                 context.compare(whole, mode, replier)
         if change is not None:
             return change
@@ -100,6 +111,41 @@ def _ends_to_try(chat: _Chat) -> list[int | None]:
     return [None, *sorted(chat.ends & marks)]
 
 
+def _closing_span(chat: _Chat, messages: Messages, answer: Message, replies: Messages, final: str) -> str:
+    """The text up to the last end token that the template writes between `answer` and the replies; "": none.
+
+    It is derived from rendered text alone, not from the end tokens that `TurnTemplate` detects. `final`: see
+    `TurnTemplate.turn_text`.
+    """
+    start = chat.write(messages, ask=True) + (chat.turns.turn_text(messages, answer, final) or "")
+    written = chat.style.written(replies)
+    last = chat.write([*messages, answer], ask=False).removeprefix(start)
+    after = chat.write([*messages, answer, *written], ask=True).removeprefix(start)
+    tokens = closing_tokens(last, after, chat.turns.marks)
+    if tokens:  # written whether or not a message follows
+        return after[: tokens[-1].end()]
+    if written[0]["role"] == "user":
+        return _span_before_user(chat, after.partition(str(written[0]["content"]))[0])
+    plain = {"role": "assistant", "content": answer["content"]}
+    span = _closing_span(chat, messages, plain, [_USER], final)
+    return span if after.startswith(span) else ""
+
+
+def _span_before_user(chat: _Chat, between: str) -> str:
+    """The same of `between`, the text between an answer and the content of a user message.
+
+    The text that also precedes the first user message is removed. If no token remains, the template closes answers and
+    user messages with the same token, or answers with none.
+    """
+    closed, asked = (chat.turns.render_probe([FIRST], ask).rpartition(str(FIRST["content"])) for ask in (False, True))
+    shared = common_length(between[::-1], closed[0][::-1])
+    before = between[: len(between) - shared]
+    tokens = closing_tokens(before, before, chat.turns.marks)
+    tokens = tokens or closing_tokens(closed[2], asked[2], chat.turns.marks)
+    span = tokens[-1].string[: tokens[-1].end()] if tokens else ""
+    return span if between.startswith(span) else ""
+
+
 class _Context:
     """The context of a simulated model that ends every turn with the same token."""
 
@@ -111,19 +157,21 @@ class _Context:
         self._exact = True
         """False: plain text follows a turn, and the template may tokenise both together."""
 
-    def add(self, before: str, turn: str, replies: Messages) -> None:
-        """Append a turn of the model, which follows the text `before`, and the replies to it."""
+    def add(self, before: str, turn: str, replies: Messages, span: str, after: str) -> None:
+        """Append a turn of the model, which follows the text `before`, and the replies to it.
+
+        `after`: what the template renders after the turn; `span`: the part of it that the sampled end token replaces.
+        """
         chat, start = self._chat, self._chat.encode(before)
         sampled = chat.encode(before + turn)
         sampled = sampled[len(start) :] if sampled[: len(start)] == start else chat.encode(turn)
         end_ids = [] if self._end is None else [self._end]
-        suffix, turn_end = chat.suffix(replies, sampled + end_ids), chat.turns.after_turn(replies)
-        self._exact &= bool(turn_end.token or turn_end.role_token)
-        if end_ids:
-            if turn_end.token:
-                end_ids = chat.encode(turn_end.token)
-            elif not turn_end.role_token or chat.encode(turn_end.role_token) != end_ids:
-                end_ids = []
+        suffix = chat.suffix(replies, sampled + end_ids)
+        self._exact &= bool(chat.turns.marks.match(after.lstrip()))
+        if self._end is not None and span:
+            end_ids = chat.encode(span)
+        elif self._end is not None and not after.lstrip().startswith(chat.decode([self._end])):
+            end_ids = []
         self._token_ids = self._token_ids + sampled + end_ids + suffix
 
     def compare(self, whole: list[int], mode: str, replier: str) -> None:

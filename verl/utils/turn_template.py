@@ -19,6 +19,8 @@ __all__ = [
     "TurnEnd",
     "TurnTemplate",
     "added_tokens",
+    "closing_tokens",
+    "common_length",
     "role_tokens",
     "tool_message",
 ]
@@ -28,6 +30,7 @@ Messages = Sequence[Message]
 
 FIRST: Message = {"role": "user", "content": "?"}
 _SYSTEM: Message = {"role": "system", "content": "?"}
+_USER: Message = {"role": "user", "content": "next-user-message"}
 
 
 def tool_message(name: str, text: str, number: int = 0) -> dict[str, Any]:
@@ -98,17 +101,22 @@ class TurnTemplate:
         """`tools` in the format of the OpenAI API. Raises the template's error if it cannot render an answer."""
         self._tokenizer, self._tools, self._kwargs = tokenizer, list(tools or []) or None, dict(template_kwargs or {})
         self._marker = f"answer-{secrets.token_hex(8)}"  # no tool result contains it
+        self._plain_answer = {"role": "assistant", "content": self._marker}
         marks = added_tokens(tokenizer)
         self.mark_ids = frozenset(marks.values())
         """Ids of the tokens with which a template may end turns."""
-        self._known = _token_pattern(marks)
+        self.marks = _token_pattern(marks)
+        """Matches one of these tokens."""
         self.tool_name = str(self._tools[0]["function"]["name"]) if self._tools else "tool"
-        self._plain_end = self._text_after({"role": "assistant", "content": self._marker})
         self._style = self._find_style()
+        plain = self._text_after(self._plain_answer)
+        self._inner = self._find_inner(plain)
+        self._plain_end = plain[len(self._inner) :]
         self._ends: dict[str, str] = {}
         if self._style is not None:
-            user, tool = {"role": "user", "content": "!"}, tool_message(self.tool_name, "!")
-            self._ends = {"user": self._find_end([user]), "tool": self._find_end([tool])}
+            self._ends["user"] = self._ends["tool"] = self._find_end([_USER])
+            if self._style.tool_role:
+                self._ends["tool"] = self._find_end([tool_message(self.tool_name, "!")])
 
     @property
     def style(self) -> CallStyle:
@@ -131,6 +139,13 @@ class TurnTemplate:
         )
         return text
 
+    def render_probe(self, conversation: Messages, generation_prompt: bool) -> str:
+        """The text of a conversation, with a system message if the template requires one."""
+        try:
+            return self.render(conversation, generation_prompt)
+        except Exception:  # noqa: BLE001 - a template is a program: it may require a system message
+            return self.render([_SYSTEM, *conversation], generation_prompt)
+
     def after_turn(self, replies: Messages) -> TurnEnd:
         """What the template writes after a turn that `replies` respond to."""
         answer = self.style.answer(self._marker, replies)
@@ -139,7 +154,7 @@ class TurnTemplate:
         _, found, rest = after.partition(end) if end else ("", "", after)
         if found:
             return TurnEnd(end, rest, "")
-        rest = after[_common_length(after, self._closing(answer)) :]
+        rest = after[common_length(after, self._closing(answer)) :]
         return TurnEnd("", rest, self._opening(rest))
 
     def turn_text(self, messages: Messages, answer: Message, final: str) -> str | None:
@@ -155,7 +170,8 @@ class TurnTemplate:
             return None
         plain = {"role": "assistant", "content": answer["content"]}
         separator = self.render([*messages, plain], generation_prompt=False).rpartition(final)[2]
-        end += len(_closing(text[end:], separator, self._known))
+        separator = separator.removeprefix(self._inner)
+        end += len(_closing(text[end:], separator, self.marks))
         if self._opening(text[end:]):  # the model generates the white space before an end token
             end = len(text) - len(text[end:].lstrip())
         return text[len(before) : end]
@@ -168,9 +184,9 @@ class TurnTemplate:
         """
         tokens = [self._opening(self._plain_end)]
         if self._style is not None:
-            user, tool = {"role": "user", "content": "!"}, tool_message(self.tool_name, "!")
+            tool = tool_message(self.tool_name, "!")
             tokens.append(self._last_end(self._style.answer(self._marker, [tool])))
-            tokens += [self.after_turn([reply]).role_token for reply in (user, tool)]
+            tokens += [self.after_turn([reply]).role_token for reply in (_USER, tool)]
         return [token for token in dict.fromkeys(tokens) if token]
 
     def rendered_call(self) -> str | None:
@@ -185,11 +201,7 @@ class TurnTemplate:
 
     def _text_after(self, answer: Message, replies: Messages = ()) -> str:
         """The rendered text after the marker in `answer`; with `replies`, including them and the generation prompt."""
-        conversation = [FIRST, answer, *replies]
-        try:
-            text = self.render(conversation, generation_prompt=bool(replies))
-        except Exception:  # noqa: BLE001 - a template is a program: it may require a system message
-            text = self.render([_SYSTEM, *conversation], generation_prompt=bool(replies))
+        text = self.render_probe([FIRST, answer, *replies], generation_prompt=bool(replies))
         return text.rpartition(self._marker)[2] if self._marker in text else ""
 
     def _find_style(self) -> CallStyle | None:
@@ -206,32 +218,61 @@ class TurnTemplate:
                     return style
         return None
 
+    def _find_inner(self, last: str) -> str:
+        """The text that the model generates after an answer and before its end token.
+
+        It is not empty if the template closes a turn with adjacent tokens (Command R7B): the last of them is the end
+        token. Tokens that the template writes only at the end of a conversation (Phi-3) are not counted.
+        """
+        if self._style is None:
+            return ""
+        closing = closing_tokens(last, self._text_after(self._plain_answer, [_USER]), self.marks)
+        return closing[-2].string[: closing[-1].start()] if len(closing) > 1 else ""
+
     def _find_end(self, replies: Messages) -> str:
         """The end token of a turn before these replies; "": none."""
         answer = self.style.answer(self._marker, replies)
         last, after = self._text_after(answer), self._text_after(answer, self.style.written(replies))
         start = len(self._closing(answer))
-        common = last[: _common_length(last, after)]
-        match = self._known.search(common, start) or self._known.search(last, start)
-        if match is None:
-            return ""
-        if match.end() <= len(common):
-            return match.group()
+        if closing := closing_tokens(last, after, self.marks, start):
+            return closing[0].group()
         # The last turn and earlier turns end with different tokens (gpt-oss), or only the last one has an end token.
-        earlier = self._known.match(after, match.start()) if match.start() <= len(common) else None
-        return earlier.group() if earlier and self._ends_any_turn(earlier.group(), match.start()) else ""
+        match = self.marks.search(last, start)
+        earlier = self.marks.match(after, match.start()) if match and after.startswith(last[: match.start()]) else None
+        if earlier is None:
+            return ""
+        if replies[0]["role"] == "user":
+            return "" if self._opens_user_message(earlier) else earlier.group()
+        closes = earlier.group() == self._ends["user"] or self._precedes_answer(earlier, answer)
+        return earlier.group() if self._ends["user"] and closes else ""
 
-    def _ends_any_turn(self, token: str, place: int) -> bool:
-        """Whether the token follows an answer before any next message, so that it does not open the message."""
-        answer = {"role": "assistant", "content": self._marker}
+    def _opens_user_message(self, token: re.Match[str]) -> bool:
+        """Whether `token`, which follows an answer in its text, is part of the user message after that answer.
+
+        It is if the same text precedes the content of a first user message. A token that also closes user messages, or
+        that precedes other messages (but not the generation prompt), is an end token.
+        """
+        first = {"role": "user", "content": self._marker}
+        before, _, behind = self.render_probe([first], generation_prompt=False).rpartition(self._marker)
+        opening = token.string[token.start() :].partition(str(_USER["content"]))[0]
+        if token.group() in behind or not before.endswith(opening):
+            return False
+        prompt = self.render_probe([first], generation_prompt=True).rpartition(self._marker)[2]
+        return prompt.lstrip().startswith(token.group()) or not self._precedes_answer(token, self._plain_answer)
+
+    def _precedes_answer(self, token: re.Match[str], answer: Message) -> bool:
+        """Whether `token` also follows `answer` if another answer is next. False: the template refuses that."""
         try:
-            return self._text_after(answer, [{"role": "assistant", "content": "!"}]).startswith(token, place)
+            after = self._text_after(answer, [{"role": "assistant", "content": "!"}])
         except Exception:  # noqa: BLE001 - a template is a program: many refuse two answers in a row
-            return True
+            return False
+        return after.startswith(token.group(), token.start())
 
     def _closing(self, answer: Message) -> str:
-        """The part of the text after the marker that the model generates: the end of its tool calls."""
-        return _closing(self._text_after(answer), self._plain_end, self._known) if "tool_calls" in answer else ""
+        """The part of the text after the marker that the model generates before the end token."""
+        if "tool_calls" not in answer:
+            return self._inner
+        return _closing(self._text_after(answer), self._plain_end, self.marks)
 
     def _last_end(self, answer: Message) -> str:
         """The token that ends a last turn; "": none."""
@@ -239,7 +280,7 @@ class TurnTemplate:
 
     def _opening(self, text: str) -> str:
         """The token at the beginning of a text, white space aside."""
-        match = self._known.match(text.lstrip())
+        match = self.marks.match(text.lstrip())
         return match.group() if match else ""
 
 
@@ -249,7 +290,7 @@ def role_tokens(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> dict[str,
     Empty if the template writes an end token, or text between the turn and the role token.
     """
     tokens = {}
-    for role, reply in (("user", {"role": "user", "content": "!"}), ("tool", tool_message("tool", "!"))):
+    for role, reply in (("user", _USER), ("tool", tool_message("tool", "!"))):
         try:
             end = TurnTemplate(tokenizer, None, template_kwargs).after_turn([reply])
         except Exception:  # noqa: BLE001 - a template is a program: it may raise anything
@@ -279,7 +320,21 @@ def added_tokens(tokenizer: Any) -> dict[str, int]:
     return {token: tokenizer.convert_tokens_to_ids(token) for token in sorted(tokens) if token.strip()}
 
 
-def _common_length(first: str, second: str) -> int:
+def closing_tokens(first: str, second: str, tokens: re.Pattern[str], start: int = 0) -> list[re.Match[str]]:
+    """The first tokens from `start` on, without text between them, in the longest common prefix of two texts.
+
+    White space ends them: a template writes it after an end token, and the model does not sample it.
+    """
+    common = common_length(first, second)
+    closing: list[re.Match[str]] = []
+    for match in tokens.finditer(second, start):
+        if match.end() > common or (closing and match.start() > closing[-1].end()):
+            break
+        closing.append(match)
+    return closing
+
+
+def common_length(first: str, second: str) -> int:
     """The length of the longest common prefix of two texts."""
     differing = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return next(differing, min(len(first), len(second)))

@@ -7,10 +7,11 @@ import json
 import pytest
 
 from tests.support.chat_models import FAMILIES, chat_tokenizer
-from tests.support.family_turns import TOOL, TOOLS, Conversation, all_cases, chat_of, rounds_of, template_kwargs
+from tests.support.family_turns import TOOL, TOOLS, USER, Conversation, all_cases, chat_of, rounds_of, template_kwargs
 from verl.agent.chat import Chat
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.tool_calls import get_parser
+from verl.utils.turn_template import TurnTemplate
 
 CASES = all_cases()
 
@@ -106,6 +107,75 @@ def test_the_strict_check_finds_duplicated_lost_and_leaked_tokens(family, broken
     chat = broken(tokenizer, TOOLS, tokenizer.convert_tokens_to_ids(FAMILIES[family].stops))
     with pytest.raises(ValueError, match=f"{words}.*tokens appended turn by turn are not those of the chat template"):
         chat.check("strict")
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "wrong"),
+    [
+        ("command_r7b", None, "<|END_RESPONSE|>"),
+        ("phi3", "alternating", "<|user|>"),
+        ("glm4", None, "<|user|>"),
+        ("gpt_oss", None, ""),
+        ("gpt_oss", None, "<|start|>"),
+        ("qwen2_5", None, ""),
+        ("qwen2_5", None, "<|im_start|>"),
+    ],
+)
+def test_the_strict_check_finds_a_wrongly_detected_end_token(family, template, wrong, monkeypatch):
+    tokenizer, kwargs = chat_tokenizer(family), {"chat_template": ALTERNATING} if template else {}
+    stops = tokenizer.convert_tokens_to_ids(FAMILIES[family].stops)
+    monkeypatch.setattr(TurnTemplate, "_find_end", lambda *_: wrong)
+    chat = Chat(tokenizer, None, stops, **kwargs)
+    with pytest.raises(ValueError, match="tokens appended turn by turn are not those of the chat template"):
+        chat.check("strict")
+
+
+# The end token is written after the last answer only, and roles must alternate.
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role=='user') != (loop.index0%2==0) %}{{ raise_exception('x') }}{% endif %}"
+    "<|{{m.role}}|>\n{{m.content}}{% if loop.last and m.role=='assistant' %}<|endoftext|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+GENERIC = (
+    "{% for m in messages %}<|im_start|>{{m.role}}\n{{m.content}}"
+    "{% if loop.last and m.role=='assistant' %}<|endoftext|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "opening"),
+    [
+        ("phi3", ALTERNATING, "<|user|>"),
+        ("phi3", ALTERNATING.replace("!= (loop", "== (not loop").replace("raise_exception('x')", "''"), "<|user|>"),
+        ("qwen2_5", GENERIC, "<|im_start|>"),
+    ],
+    ids=["alternating", "any order", "one role token"],
+)
+def test_an_end_token_only_on_the_last_turn_does_not_remove_the_next_role_token(family, template, opening):
+    chat = Chat(chat_tokenizer(family), chat_template=template)
+    for last in ("<|endoftext|>", "."):
+        suffix = chat.suffix(USER, chat.encode(f"Fine{last}"))
+        assert suffix[0] == chat.encode(opening)[0]
+    assert chat.check("strict") == []
+
+
+def test_an_earlier_end_token_of_an_alternating_template_is_kept():
+    """Earlier answers end with <|end|>, the last one with <|endoftext|>; user messages have no end token."""
+    template = ALTERNATING.replace("{% endif %}{% endfor", "{% elif m.role=='assistant' %}<|end|>{% endif %}{% endfor")
+    chat = Chat(chat_tokenizer("phi3"), chat_template=template)
+    for last, first in (("<|endoftext|>", "<|user|>"), (".", "<|end|>")):
+        assert chat.suffix(USER, chat.encode(f"Fine{last}"))[0] == chat.encode(first)[0]
+    assert chat.check("strict") == []
+
+
+def test_of_several_closing_tokens_only_the_last_ends_a_turn():
+    chat = chat_of("command_r7b", False, None)
+    inner, end = chat.encode("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>")
+    assert end in chat.ends
+    assert inner not in chat.ends
+    assert end not in chat.suffix(USER, [5, inner, end])[:1]
+    assert chat.suffix(USER, [5, inner])[0] == end
 
 
 def test_a_stop_token_that_is_text_does_not_end_a_turn():
