@@ -73,3 +73,41 @@ def test_earlier_turns_of_a_family_without_end_tokens_learn_the_role_token_that_
     (row,) = encoder.rows([*conversation.messages, call, *TOOL, answer], TOOLS)
     learned = encoder.shown(row).split("⟦")[1:]
     assert [part.partition("⟧")[0].rpartition("<|")[2] for part in learned] == ["observation|>", "user|>"]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    ("roles", "learned"),
+    [
+        (["user", "assistant", "assistant", "user"], ["A1", "A2<|user|>"]),
+        (["user", "assistant", "assistant"], ["A1", "A2<|user|>"]),
+        (["user", "assistant", "system", "user", "assistant"], ["A1", "A4<|user|>"]),
+        (
+            ["user", "assistant", "user", "assistant", "tool", "assistant"],
+            ["A1<|user|>", "A3<|observation|>", "A5<|user|>"],
+        ),
+    ],
+    ids=str,
+)
+def test_the_role_token_is_learned_only_where_the_conversation_continues_with_it(roles, learned, split):
+    tokenizer = chat_tokenizer("glm4")
+    encoder = ConversationEncoder(tokenizer, {}, False, split=split)
+    messages = [
+        {"role": role, "content": f"{role[0].upper()}{number}"} | ({"name": "f"} if role == "tool" else {})
+        for number, role in enumerate(roles)
+    ]
+    (row,) = encoder.rows(messages)
+    assert [part.partition("⟧")[0] for part in encoder.shown(row).split("⟦")[1:]] == learned
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    text = tokenizer.decode(row.ids)
+    assert rendered.startswith(text.removesuffix("<|user|>"))
+
+
+def test_no_role_token_follows_an_end_token_that_the_template_writes_after_the_last_answer():
+    template = (
+        "{% for m in messages %}<|{{m.role}}|>\n{{m.content}}{% if loop.last and m.role=='assistant' %}<|endoftext|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    encoder = ConversationEncoder(chat_tokenizer("glm4"), {"chat_template": template}, True)
+    (row,) = encoder.rows([{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}])
+    assert encoder.shown(row) == "<|user|>\nQ<|assistant|>\n⟦A<|endoftext|>⟧"

@@ -56,6 +56,7 @@ class ConversationEncoder:
         self._given_template, self._kwargs = kwargs.pop("chat_template", None), kwargs
         self._has_template = bool(self._given_template or tokenizer.chat_template)
         self._ends = find_end_tokens(None, None, tokenizer, template_kwargs).ids
+        self._end_tokens = tuple(map(str, tokenizer.convert_ids_to_tokens(sorted(self._ends))))
         self._role_tokens = role_tokens(tokenizer, template_kwargs) if self._has_template else {}
         self._closed = _two_tokens(added_tokens(tokenizer))
         self._begins_with_space = tokenizer.tokenize("a")[0].startswith("▁")
@@ -120,11 +121,17 @@ class ConversationEncoder:
     def _with_role_token(self, chat: _Chat | _PlainText, turn: int, messages: Messages) -> tuple[str, list[Span]]:
         """The result of `chat.said`; if the next role token ends a turn (GLM), it is added to the answer."""
         text, spans = chat.said(turn)
-        if chat.marks:
+        if isinstance(chat, _PlainText) or chat.marks or not self._role_tokens:
             return text, spans
-        following = messages[turn + 1]["role"] if turn + 1 < len(messages) else None
-        called = following == "tool" if following else bool(messages[turn].get("tool_calls"))
-        token = self._role_tokens.get("tool" if called else "user", "")
+        if text.rstrip().endswith(self._end_tokens):
+            return text, spans
+        if turn + 1 == len(messages):
+            token = self._role_tokens.get("tool" if messages[turn].get("tool_calls") else "user", "")
+        else:
+            token = self._role_tokens.get(messages[turn + 1]["role"], "")
+            after = chat.after(turn)
+            if after is not None:  # another token may follow, or another role may open with this one
+                token = next((token for token in self._role_tokens.values() if after.startswith(token)), "")
         return text + token, [*spans[:-1], (spans[-1][0], spans[-1][1] + len(token))]
 
     def _turn_weights(self, messages: Messages) -> dict[int, float]:
@@ -279,6 +286,18 @@ class _Chat:
         self._refuse_lost_words(turn, text, start)
         self._refuse_lost_tools(text)
         return text, spans
+
+    def after(self, turn: int) -> str | None:
+        """The rendered text after a message up to the end of the next one.
+
+        None: the template rewrites the text before it, or does not render the conversation up to the next message (the
+        first of several tool results).
+        """
+        try:
+            text, both = (_unmarked(self._render(turn + count, generation_prompt=False))[0] for count in (1, 2))
+        except ValueError:
+            return None
+        return both.removeprefix(text) if both.startswith(text) else None
 
     def _render(self, count: int, generation_prompt: bool, then: Sequence[Mapping[str, Any]] = ()) -> str:
         causes = []
