@@ -26,7 +26,7 @@ from verl.trainer.common.ending import tells_of_restart, what_the_same_command_d
 from verl.trainer.common.nodes import joins_a_head, running_head, serve_as_node, start_head, stop_head
 from verl.trainer.common.own_ray import OwnRay, result_of
 from verl.trainer.common.preflight import basic_preflight, ppo_preflight
-from verl.trainer.common.signals import FINISHES, SAVED, Asked, exit_on_signals, stop_on_signals
+from verl.trainer.common.signals import FINISHES, RUN_ENDED, Asked, before_first_step, exit_on_signals, stop_on_signals
 from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise, wants_supervision
@@ -72,7 +72,8 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
             attempt = supervise(config, lambda head: running_head(config, head), stop_head)
             by = _run_on_ray(attempt.config, runner_class, attempt.head, supervised)
         else:
-            head = start_head(config)  # before Ray is imported: it reads its settings then
+            with before_first_step():
+                head = start_head(config)  # before Ray is imported: it reads its settings then
             try:
                 by = _run_on_ray(config, runner_class, head, supervised)
             finally:
@@ -90,25 +91,10 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: boo
     actor output follows the last log line.
     """
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    own, ours = OwnRay(), not ray.is_initialized()
-    if ours:
-        again = earlier_attempts() > 0
-        num_cpus = config.ray_init.num_cpus if config.trainer.node_rank is None else None
-        own = start_ray(num_cpus, config.trainer.nodes_within if again else 0, config.ray_init.start_timeout)
-        if not own:
-            used = {config.role_mapping[role] for role in active_roles(config)}
-            pools = [pool for name, pool in config.resource_pool_spec.items() if name in used]
-            nodes = 1 if config.trainer.node_rank is None else config.trainer.nnodes
-            wait_for_nodes(config.trainer, pools, again, nodes)
-    own = own or OwnRay(() if head is None else family(head.pid), ray.get_runtime_context().gcs_address)
-    if not hasattr(runner_class, "remote"):
-        # Three threads: one runs, the others take the request to stop and say where the run stands. On this node, if
-        # it has room: others may go and come.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-        runner_class = ray.remote(num_cpus=1, max_concurrency=3, scheduling_strategy=here)(runner_class)
-    runner = runner_class.remote()
+    ours = not ray.is_initialized()
+    with before_first_step():
+        own, runner = _start_runner(config, runner_class, head)
     answer_stack_requests()
     poll = ControllerPoll(runner, own, config.trainer.hang_timeout)
     stopping: AbstractContextManager[Asked] = nullcontext(Asked())
@@ -125,13 +111,37 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: boo
             if now is not None and now.phase:  # what an error knows itself stays
                 note(error, phase=now.phase, step=now.step + 1)
             raise
-    if asked.by is not None and is_program:
-        exit_on_signals(SAVED)
+    if is_program:
+        exit_on_signals(RUN_ENDED)
     if ours and (is_program or asked.by is not None):
         ray.shutdown()  # what the run printed arrives at any time until then
         sys.stdout.flush()
     # Said here: the last that an actor prints may be lost with Ray.
     return given_up if asked.by is not None and isinstance(given_up, str) else asked.by
+
+
+def _start_runner(config: PPOConfig, runner_class: Any, head: Any) -> tuple[OwnRay, Any]:
+    """Start or join Ray, wait for the nodes and create the actor of `runner_class`."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    own = OwnRay()
+    if not ray.is_initialized():
+        again = earlier_attempts() > 0
+        num_cpus = config.ray_init.num_cpus if config.trainer.node_rank is None else None
+        own = start_ray(num_cpus, config.trainer.nodes_within if again else 0, config.ray_init.start_timeout)
+        if not own:
+            used = {config.role_mapping[role] for role in active_roles(config)}
+            pools = [pool for name, pool in config.resource_pool_spec.items() if name in used]
+            nodes = 1 if config.trainer.node_rank is None else config.trainer.nnodes
+            wait_for_nodes(config.trainer, pools, again, nodes)
+    own = own or OwnRay(() if head is None else family(head.pid), ray.get_runtime_context().gcs_address)
+    if not hasattr(runner_class, "remote"):
+        # Three threads: one runs, the others take the request to stop and say where the run stands. On this node, if
+        # it has room: others may go and come.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        runner_class = ray.remote(num_cpus=1, max_concurrency=3, scheduling_strategy=here)(runner_class)
+    return own, runner_class.remote()
 
 
 def _ask_to_stop(runner: Any, by: str | None) -> None:

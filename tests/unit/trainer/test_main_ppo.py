@@ -5,10 +5,14 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
-from verl.config import ConfigError
+from verl.config import ConfigError, load_config
+from verl.trainer import main_ppo
+from verl.trainer.common.own_ray import OwnRay
+from verl.trainer.common.signals import RUN_ENDED
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.main_ppo import run_ppo
 
@@ -115,6 +119,20 @@ def test_plain_and_remote_runners_get_the_resolved_configuration(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "plain").exists()
     assert (tmp_path / "remote").exists()
+
+
+@pytest.mark.parametrize("is_program", [True, False])
+def test_after_a_complete_run_of_a_program_a_signal_ends_it_in_words(monkeypatch, is_program):
+    """No signal has arrived; only `ray.shutdown` and the last log line are left."""
+    messages = []
+    monkeypatch.setattr(main_ppo, "_start_runner", lambda *arguments: (OwnRay(), SimpleNamespace(run=run)))
+    run = SimpleNamespace(remote=lambda config: None)
+    monkeypatch.setattr(main_ppo, "result_of", lambda *arguments: None)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr(main_ppo, "exit_on_signals", messages.append)
+    values = {"data": {"train_files": "openai/gsm8k"}, "actor_rollout_ref": {"model": {"path": "a/b"}}}
+    assert main_ppo._run_on_ray(load_config(values, check_files=False), None, None, is_program) is None
+    assert messages == ([RUN_ENDED] if is_program else [])
 
 
 def test_runtime_env_keeps_what_the_user_set(monkeypatch):

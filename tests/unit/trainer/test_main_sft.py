@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.tiny import save_tiny_model, tiny_tokenizer
 from verl.config import SFTConfig, load_config
 from verl.protocol import DataProto
+from verl.trainer.common import supervised_command
 from verl.trainer.common.guard import NonFiniteError
+from verl.trainer.common.signals import RUN_ENDED, StopSignal
 from verl.trainer.common.supervised_loaders import train_loader
 from verl.trainer.main_sft import main, run_sft
 from verl.trainer.sft.data import create_sft_dataset, prompt_response_batch
@@ -305,6 +307,26 @@ def test_sigterm_finishes_the_step_and_saves(model_path, files, monkeypatch, cap
     assert (files / "steps" / "global_step_1" / "trainer.pt").is_file()
     assert signal.getsignal(signal.SIGTERM) is handler
     assert "Training finished" not in caplog.text
+
+
+def test_a_signal_before_the_first_step_stops_at_once_and_finishes_no_step(model_path, files, monkeypatch, caplog):
+    monkeypatch.setattr(SFTTrainer, "_validate", lambda self: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(StopSignal) as caught:
+        run_sft(make_config(model_path, "data.val_files=val.jsonl"))
+    assert (caught.value.by, caught.value.before_first_step) == ("SIGTERM", True)
+    assert "this step is finished" not in caplog.text
+    assert not list((files / "steps").glob("global_step_*"))
+
+
+@pytest.mark.parametrize("is_program", [True, False])
+def test_after_a_complete_run_of_a_program_a_signal_ends_it_in_words(model_path, files, monkeypatch, is_program):
+    messages, closed = [], []
+    close = SFTTrainer.close
+    monkeypatch.setattr(SFTTrainer, "close", lambda self: (close(self), closed.append(True)))
+    monkeypatch.setattr(supervised_command, "exit_on_signals", lambda message: messages.append((message, bool(closed))))
+    keys = ("trainer.total_training_steps=1", "trainer.max_restarts=0")
+    run_sft(make_config(model_path, *keys), supervised=is_program)
+    assert messages == ([(RUN_ENDED, True)] if is_program else []), "after the last save is complete"
 
 
 def test_gradients_that_are_not_finite_stop_the_run_and_leave_the_weights(files):

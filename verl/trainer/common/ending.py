@@ -53,8 +53,7 @@ def ends_in_words(
             yield
         tell(leaving=True)
     except KeyboardInterrupt as error:
-        by = error.by if isinstance(error, StopSignal) else None
-        stopped = interrupted if by is None else f"stopped by {by} before the first step."
+        stopped = _stopped_by(error) if isinstance(error, StopSignal) else interrupted
         lines = [" ".join(filter(None, (stopped, _sentence(getattr(error, "restart", None)))))]
         _end(lines, error.exit_code if isinstance(error, StopSignal) else _INTERRUPTED, at_once=True)
     except Exception as error:
@@ -113,6 +112,10 @@ def _resumed_from(trainer: Any) -> Path | None:
         return Path(str(trainer.resume_from_path))
     found = newest_first(Path(expand_path(trainer.default_local_dir)).absolute())
     return next(filter(looks_whole, found), None)
+
+
+def _stopped_by(signal: StopSignal) -> str:
+    return f"stopped by {signal.by}{' before the first step' if signal.before_first_step else ''}."
 
 
 def _is_restartable(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ ENDING = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP", 
 # `timeout` signals its command, then the command's whole group; schedulers signal every process, and ours each other.
 _SAME_S = 0.5
 FINISHES = "stopping: this step is finished and saved first"
-SAVED = "the run has ended and is saved; exiting at once"
+RUN_ENDED = "the run has already ended; exiting without waiting for clean-up"
 
 
 @dataclass
@@ -31,11 +31,14 @@ class Asked:
 
 
 class StopSignal(KeyboardInterrupt):
-    """A stop signal while there is no step to finish or save; `by` is its name."""
+    """A stop signal while there is no step to finish or save; `by` is its name.
 
-    def __init__(self, by: str) -> None:
+    `before_first_step`: the program is known to train, and its first step has not begun.
+    """
+
+    def __init__(self, by: str, before_first_step: bool = False) -> None:
         super().__init__(by)
-        self.by = by
+        self.by, self.before_first_step = by, before_first_step
 
     @property
     def exit_code(self) -> int:
@@ -61,6 +64,16 @@ def stop_signals_raise() -> Iterator[None]:
     finally:
         for number in caught:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def before_first_step() -> Iterator[None]:
+    """Around the start of a training run: mark a StopSignal from this block with `before_first_step`."""
+    try:
+        yield
+    except StopSignal as error:
+        error.before_first_step = True
+        raise
 
 
 def exit_on_signals(message: str) -> None:
@@ -111,7 +124,7 @@ def stop_on_signals(
             return on_second(number)
         if starting():
             at_once()
-            raise StopSignal(name)
+            raise StopSignal(name, before_first_step=True)
         logger.warning("%s: %s (again to stop at once)", asked.by, first)
         ask()
 

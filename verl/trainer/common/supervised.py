@@ -26,6 +26,7 @@ from verl.trainer.common.preemption import Preemption
 from verl.trainer.common.ranks import Ranks
 from verl.trainer.common.run_start import RunStart, run_parts
 from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks, StepEnd, is_due
+from verl.trainer.common.signals import StopSignal
 from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.trainer.common.supervised_loaders import train_loader, val_loader
 from verl.trainer.common.watch import HangWatch, raises_here
@@ -82,6 +83,7 @@ class SupervisedTrainer(Generic[Config]):
         self._skipped_in_a_row = 0
         self._ranks: Ranks | None = None
         self.status = StatusLine(self.total_training_steps)
+        self.status.starting = True
         self.watch = HangWatch(self.status, trainer.hang_timeout, stuck=raises_here())
 
     def start(self) -> None:
@@ -106,7 +108,7 @@ class SupervisedTrainer(Generic[Config]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, RayLostError):
+        if isinstance(error, RayLostError) or (isinstance(error, StopSignal) and self.config.ranks > 1):
             self._ranks = None  # gone, and to end them Ray would be asked, and waited for
         self.close()
 
@@ -165,6 +167,7 @@ class SupervisedTrainer(Generic[Config]):
                 self._train()
 
     def _train(self) -> None:
+        self.status.starting = False
         if self.global_steps >= self.total_training_steps:
             logger.info("nothing left to train: step %d of %d", self.global_steps, self.total_training_steps)
         while self.global_steps < self.total_training_steps:

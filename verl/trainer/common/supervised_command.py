@@ -19,7 +19,7 @@ from verl.trainer.common.ending import tells_of_restart, what_the_same_command_d
 from verl.trainer.common.launched import launched_ranks
 from verl.trainer.common.own_ray import OwnRay, watched
 from verl.trainer.common.preflight import supervised_preflight
-from verl.trainer.common.signals import SAVED, exit_on_signals, stop_on_signals
+from verl.trainer.common.signals import RUN_ENDED, before_first_step, exit_on_signals, stop_on_signals
 from verl.trainer.supervision.report import earlier_attempts
 from verl.trainer.supervision.supervisor import supervise, wants_supervision
 from verl.utils.logging_setup import shown_messages
@@ -36,7 +36,7 @@ def run_supervised_training(
     `supervised`: as in `run_ppo`. Under torchrun, which starts a failed run again itself, the processes that it
     started are the ranks.
     """
-    launched = launched_ranks()
+    launched, is_program = launched_ranks(), supervised
     if launched is not None:
         rank, nodes, ranks = launched
         sizes, supervised = [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={ranks}"], False
@@ -49,7 +49,7 @@ def run_supervised_training(
     logger.info(describe(config))
     with tells_of_restart(config.trainer):
         attempt = supervise(config).config if wants_supervision(config, supervised) else config
-        by = _train(attempt, trainer_class, supervised)
+        by = _train(attempt, trainer_class, is_program)
         if by is not None:
             logger.warning("stopped by %s; %s", by, what_the_same_command_does(config.trainer))
         else:
@@ -60,30 +60,36 @@ def _train(config: SupervisedConfig, trainer_class: Callable[[], type], is_progr
     """The signal that ended the run, if one did. `is_program`: nothing follows the run in this process."""
     from verl.planning.check import check_supervised_memory
 
-    check_supervised_memory(config)
-    with trainer_class()(config) as trainer:
-        own = OwnRay()
+    with before_first_step():
+        check_supervised_memory(config)
+        trainer = trainer_class()(config)
+    with trainer:
         on_ray = config.ranks > 1 and launched_ranks() is None
-        if on_ray:
-            import ray
-
-            if not ray.is_initialized():
-                again = earlier_attempts() > 0
-                within, start = config.trainer.nodes_within if again else 0, config.ray_init
-                own = start_ray(start.num_cpus, within, start.start_timeout)
-                if not own:
-                    pool = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
-                    wait_for_nodes(config.trainer, [pool], again)
-            own = own or OwnRay(gcs=ray.get_runtime_context().gcs_address)
-        trainer.start()
-        with stop_on_signals(trainer.stop_requested.set, own.kill) as asked:
+        with before_first_step():
+            own = _join_or_start_ray(config) if on_ray else OwnRay()
+        with stop_on_signals(trainer.stop_requested.set, own.kill, starting=lambda: trainer.status.starting) as asked:
+            trainer.start()
             if on_ray:
                 watched(lambda: _fit_and_close(trainer), own, asked)
             else:
-                trainer.fit()
-        if asked.by is not None and is_program:
-            exit_on_signals(SAVED)
+                _fit_and_close(trainer)
+        if is_program:
+            exit_on_signals(RUN_ENDED)
         return asked.by
+
+
+def _join_or_start_ray(config: SupervisedConfig) -> OwnRay:
+    import ray
+
+    own = OwnRay()
+    if not ray.is_initialized():
+        again = earlier_attempts() > 0
+        within, start = config.trainer.nodes_within if again else 0, config.ray_init
+        own = start_ray(start.num_cpus, within, start.start_timeout)
+        if not own:
+            pool = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
+            wait_for_nodes(config.trainer, [pool], again)
+    return own or OwnRay(gcs=ray.get_runtime_context().gcs_address)
 
 
 def _fit_and_close(trainer: Any) -> None:

@@ -67,7 +67,7 @@ def test_what_is_ignored_stays_ignored_and_one_signal_lets_the_work_finish():
 ENDS = """
 import sys, time
 from verl.trainer.common.ending import ends_in_words
-from verl.trainer.common.signals import exit_on_signals, stop_on_signals
+from verl.trainer.common.signals import before_first_step, exit_on_signals, stop_on_signals
 killed = lambda: print("killed", flush=True)
 def wait():
     print("ready", flush=True)
@@ -78,6 +78,9 @@ with ends_in_words():
     elif sys.argv[1] == "starting":
         with stop_on_signals(lambda: print("asked"), killed, starting=lambda: True):
             wait()
+    elif sys.argv[1] == "marked":
+        with before_first_step():
+            wait()
     elif sys.argv[1] == "done":
         exit_on_signals("the run is saved")
         wait()
@@ -85,7 +88,7 @@ with ends_in_words():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("when", ["before", "starting", "done"])
+@pytest.mark.parametrize("when", ["before", "marked", "starting", "done"])
 def test_a_signal_outside_of_training_ends_the_program_with_one_sentence(when, number):
     prelude = f"import signal; signal.signal({int(number)}, signal.SIG_DFL)\n"
     prelude += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -95,8 +98,9 @@ def test_a_signal_outside_of_training_ends_the_program_with_one_sentence(when, n
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     left, errors = process.communicate()
-    plain_ctrl_c = when == "before" and number is signal.SIGINT
-    sentence = "stopped." if plain_ctrl_c else f"stopped by {number.name} before the first step."
+    plain_ctrl_c = when in ("before", "marked") and number is signal.SIGINT
+    known = "" if when == "before" else " before the first step"
+    sentence = "stopped." if plain_ctrl_c else f"stopped by {number.name}{known}."
     assert errors.splitlines() == [f"{number.name}: the run is saved" if when == "done" else sentence]
     assert process.returncode == (0 if when == "done" else 128 + number)
     assert left.splitlines() == (["killed"] if when == "starting" else [])
