@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,20 +96,21 @@ class MemoryState:
     available: int
     total: int
     oom_kills: int | None
-    """Processes that the kernel's OOM killer has killed so far; None: unknown."""
+    """Processes in the cgroup of this process that the kernel's OOM killer has killed so far; None: unknown."""
+    host_oom_kills: int | None = None
+    """The same for the whole machine, which includes other cgroups: Ray may run in one."""
 
 
 def memory_state() -> MemoryState:
     """Read the state of this machine now."""
-    return MemoryState(host_memory_available(), host_memory_total(), oom_kills())
+    return MemoryState(
+        host_memory_available(), host_memory_total(), oom_kills(_cgroup_counters()), oom_kills([Path("/proc/vmstat")])
+    )
 
 
-def oom_kills() -> int | None:
-    """Return how many processes the OOM killer has killed: in the cgroup of this process, or else on the machine.
-
-    None: there is no counter.
-    """
-    for counters in (*_cgroup_counters(), Path("/proc/vmstat")):
+def oom_kills(files: Sequence[Path]) -> int | None:
+    """Return the `oom_kill` counter of the first of these files that has one; None: there is no counter."""
+    for counters in files:
         if counters.is_file():
             lines = (line.split() for line in counters.read_text().splitlines())
             counts = [int(words[1]) for words in lines if words[0] == "oom_kill"]

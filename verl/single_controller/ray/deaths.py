@@ -65,19 +65,31 @@ def death(
         return "worker process died", ""
     lowest = lowest or now
     memory = "" if lowest is None else f"{lowest.available / _GB:.1f} of {lowest.total / _GB:.1f} GB were available"
-    kills = None
-    if before is not None and now is not None and before.oom_kills is not None and now.oom_kills is not None:
-        kills = now.oom_kills - before.oom_kills
-    if kills:
+    kills = host_kills = None
+    if before is not None and now is not None:
+        kills = _growth(before.oom_kills, now.oom_kills)
+        host_kills = _growth(before.host_oom_kills, now.host_oom_kills)
+    if kills or (kills is None and host_kills):
         return _out_of_memory(f"killed (signal 9), out of host memory: the kernel's OOM killer ran ({memory})")
-    if kills is None and lowest is not None and lowest.available < _LOW_MEMORY * lowest.total:
+    if host_kills:
+        return _out_of_memory(
+            "killed (signal 9) or crashed, probably out of host memory: the kernel's OOM killer ran on this machine,"
+            f" in another cgroup ({memory})"
+        )
+    counted = kills is not None or host_kills is not None
+    if not counted and lowest is not None and lowest.available < _LOW_MEMORY * lowest.total:
         return _out_of_memory(f"killed (signal 9) or crashed, probably out of host memory ({memory})")
-    evidence = [] if kills is None else ["the kernel's OOM killer did not run"]
+    evidence = [] if not counted else ["the kernel's OOM killer did not run"]
     evidence += [memory] if memory else []
     if not evidence:
         return "worker process died: killed (signal 9) or crashed.", ""
     how = f"killed by signal 9 from another process, or crashed; not out of memory ({', '.join(evidence)})"
     return f"worker process died: {how}.", ""
+
+
+def _growth(before: int | None, now: int | None) -> int | None:
+    """Return the difference of two counters; None: one is unknown."""
+    return None if before is None or now is None else now - before
 
 
 def _out_of_memory(how: str) -> tuple[str, str]:

@@ -1,13 +1,14 @@
 """Out of memory in a worker's phase: the error that the controller sees says which phase, how much, and what helps."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 import ray
 import torch
 
-from verl.config import CriticConfig, PPOConfig, SFTConfig, as_config, load_config
-from verl.config.devices import MemoryState, memory_state
+from verl.config import CriticConfig, PPOConfig, SFTConfig, as_config, devices, load_config
+from verl.config.devices import MemoryState, memory_state, oom_kills
 from verl.config.schema import pick, walk
 from verl.planning.remedies import PHASES, helpful, remedies
 from verl.single_controller.base import Worker
@@ -250,8 +251,8 @@ def test_where_the_phase_tells_nothing_the_general_advice_stays():
 GB = 2**30
 
 
-def memory(available: float, oom_kills: int | None) -> MemoryState:
-    return MemoryState(int(available * GB), 24 * GB, oom_kills)
+def memory(available: float, oom_kills: int | None, host_oom_kills: int | None = None) -> MemoryState:
+    return MemoryState(int(available * GB), 24 * GB, oom_kills, host_oom_kills)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +263,10 @@ def memory(available: float, oom_kills: int | None) -> MemoryState:
         (memory(20, 3), memory(20, 3), memory(0.5, 3), "the kernel's OOM killer did not run", False),
         # It ran.
         (memory(20, 3), memory(20, 4), memory(0.5, 3), "the kernel's OOM killer ran (0.5 of 24.0 GB were", True),
+        # Ray runs in another cgroup: only the counter of the machine grows.
+        (memory(20, 0, 3), memory(20, 0, 4), memory(20, 0, 3), "probably out of host memory: the kernel's OOM", True),
+        (memory(20, 0, 3), memory(20, 0, 3), memory(0.5, 0, 3), "the kernel's OOM killer did not run", False),
+        (memory(20, None, 3), memory(20, None, 4), memory(20, None, 3), "the kernel's OOM killer ran (20.0", True),
         # The kernel does not count: memory before the death decides.
         (memory(20, None), memory(20, None), memory(20, None), "20.0 of 24.0 GB were available", False),
         (memory(20, None), memory(20, None), memory(0.5, None), "probably out of host memory", True),
@@ -276,6 +281,14 @@ def test_a_death_is_attributed_to_memory_only_with_evidence(before, now, lowest,
     said, advice = death(error, before, now, lowest)
     assert cause in said
     assert ("out of host memory" in said, bool(advice)) == (is_memory, is_memory)
+
+
+def test_both_counters_of_the_kernel_are_read(monkeypatch, tmp_path):
+    (tmp_path / "memory.events").write_text("oom 5\noom_kill 2\n")
+    monkeypatch.setattr(devices, "_cgroup_counters", lambda: [tmp_path / "absent", tmp_path / "memory.events"])
+    state = memory_state()
+    assert state.oom_kills == 2
+    assert state.host_oom_kills == oom_kills([Path("/proc/vmstat")])
 
 
 def test_the_state_of_this_machine_is_read_and_its_lowest_kept(monkeypatch):
