@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from verl.config import PPOConfig
 from verl.trainer.common.cluster import STALE, RayUnavailableError, Wait, forget_cluster, in_words
 from verl.trainer.common.own_ray import OwnRay
+from verl.trainer.common.ray_startup import allow_time, in_two_attempts, start_timeout
 from verl.trainer.common.ray_token import check_token, create_token, enable_token, has_token, missing_token
 from verl.trainer.common.signals import Asked, stop_on_signals
 from verl.utils.network import HELLO, address_towards, is_taken, own_address, stranger_at
@@ -26,7 +27,6 @@ from verl.utils.process_tree import end_with_parent, family, kill_family
 
 logger = logging.getLogger(__name__)
 
-_STARTING_S = 120.0
 _FREED_S = 10.0
 _LOOK_S = 1.0
 _FAREWELL_S = 15.0
@@ -64,22 +64,30 @@ def start_head(config: PPOConfig) -> Head | None:
     if trainer.node_rank != 0:
         return None
     host, port = trainer.master_addr or own_address(), trainer.master_port
-    _wait_until_free(host, port)
     enable_token()
     create_token()
+    head = in_two_attempts(lambda seconds: _try_head(config, host, port, seconds), config.ray_init.start_timeout)
+    os.environ["RAY_ADDRESS"] = f"{host}:{port}"
+    return head
+
+
+def _try_head(config: PPOConfig, host: str, port: int, seconds: float) -> Head:
+    """Start a head and wait until it answers; RuntimeError if it ends or does not answer within `seconds`."""
+    _wait_until_free(host, port)  # also of an earlier attempt
     options = [f"--node-ip-address={host}", f"--port={port}"]
     process = _start_ray("--head", *options, *_cpus(config), stdout=subprocess.DEVNULL)
-    head = Head(process, host, port, trainer.nnodes)
-    deadline = time.monotonic() + _STARTING_S
+    head = Head(process, host, port, config.trainer.nnodes)
+    deadline = time.monotonic() + seconds
     try:
         while not head.well():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RayUnavailableError(f"no head answers at {host}:{port}")
+            if process.poll() is not None:
+                raise RuntimeError(f"the head at {host}:{port} ended with code {process.returncode}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no head answers at {host}:{port}")
             time.sleep(_LOOK_S)
     except BaseException:
         _end(process, f"{host}:{port}")
         raise
-    os.environ["RAY_ADDRESS"] = f"{host}:{port}"
     return head
 
 
@@ -162,6 +170,7 @@ class _Node:
     def serve(self) -> bool:
         """Join the head that is there, and stay until it is gone or this node has died; False if the job is over."""
         address = f"{self._host}:{self._port}"
+        allow_time(start_timeout(self._config.ray_init.start_timeout))
         logger.info("Joining the Ray head at %s as node %d...", address, self._trainer.node_rank)
         # By default Ray takes the address that leads to the internet, which other nodes may not reach.
         own_address = f"--node-ip-address={address_towards(self._host, self._port)}"

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.trainer.common.own_ray import OwnRay, started_apart
 from verl.trainer.common.signals import StopSignal
@@ -17,6 +17,8 @@ from verl.utils.machine_load import describe_load, load_factor
 from verl.utils.process_tree import children, command_of
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 STALE = "A stale cluster is the usual cause: run `ray stop`, then `ray start --head`, and try again."
 # Limit on an idle machine; Ray's own limits are 30 to 60 s.
@@ -64,17 +66,29 @@ def start_patiently(init: Callable[[], Any], configured: float | None = None) ->
 
     Returns its result and the ids of the processes that it started. A failed attempt leaves no process behind.
     """
+    return in_two_attempts(lambda seconds: _attempt(init, seconds), configured)
+
+
+def in_two_attempts(attempt: Callable[[float], Result], configured: float | None = None) -> Result:
+    """Call `attempt` with the seconds it may take, and once more if it fails; Ray's own limits are set to the same.
+
+    RayUnavailableError is raised at once: it has a remedy of its own.
+    """
     seconds = start_timeout(configured)
     allow_time(seconds)
     try:
-        return _attempt(init, seconds)
+        return attempt(seconds)
+    except RayUnavailableError:
+        raise
     except Exception as error:  # noqa: BLE001 - Ray raises plain exceptions here; the second attempt's is raised
         reason = _reason(error)
         logger.warning("Ray did not start (%s; %s). Starting it again.", reason, describe_load())
     seconds = max(seconds, start_timeout(configured))
     allow_time(seconds)
     try:
-        return _attempt(init, seconds)
+        return attempt(seconds)
+    except RayUnavailableError:
+        raise
     except Exception as error:
         reason = f"it did not start in two attempts of up to {seconds:.0f} s: {_reason(error)}"
         raise RayUnavailableError(reason, _remedy(seconds)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import threading
@@ -11,8 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from verl.config import PPOConfig, load_config
+from verl.trainer.common import nodes, ray_startup
 from verl.trainer.common.cluster import RayUnavailableError
-from verl.trainer.common.nodes import Head, serve_as_node, stop_head
+from verl.trainer.common.nodes import Head, serve_as_node, start_head, stop_head
 
 
 @pytest.fixture
@@ -86,3 +88,48 @@ def test_what_is_at_the_heads_port_is_named_and_waited_for(caplog):
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(RayUnavailableError, match=r"does not answer, but something that says '220 mail\.example'"):
             serve_as_node(node(other.getsockname()[1], within=0.5))
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[subprocess.Popen]:
+    """The processes that `start_head` starts in place of Ray: the first ends at once, the second never answers."""
+    processes: list[subprocess.Popen] = []
+
+    def start(*arguments: str, stdout: int | None = None) -> subprocess.Popen:
+        processes.append(subprocess.Popen(["sleep", "0" if not processes else "100"], start_new_session=True))
+        return processes[-1]
+
+    for name in (*ray_startup._LIMITS, ray_startup._NO_CPP_STACKS, "RAY_AUTH_MODE", "RAY_ADDRESS"):
+        monkeypatch.setenv(name, "")  # restored afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "5" * 64)
+    monkeypatch.setattr(ray_startup, "_set_here", set())
+    monkeypatch.setattr(nodes, "_start_ray", start)
+    monkeypatch.setattr(nodes, "_LOOK_S", 0.05)
+    return processes
+
+
+def head_of(port: int) -> PPOConfig:
+    config = node(port, within=1.0)
+    config.trainer.node_rank, config.ray_init.start_timeout = 0, 0.5
+    return config
+
+
+def test_a_head_that_does_not_start_is_tried_twice_within_the_configured_time(port, started, caplog):
+    with pytest.raises(RayUnavailableError) as caught:
+        start_head(head_of(port))
+    assert [process.poll() is not None for process in started] == [True, True]
+    assert f"the head at 127.0.0.1:{port} ended with code 0" in caplog.text
+    assert f"two attempts of up to 0 s: no head answers at 127.0.0.1:{port}" in caught.value.reason
+    assert "ray_init.start_timeout=1" in str(caught.value)
+    assert "RAY_ADDRESS" not in os.environ
+
+
+def test_a_head_that_starts_at_the_second_attempt_is_used(port, started, monkeypatch):
+    monkeypatch.setattr(Head, "well", lambda self: self.process is started[-1] and len(started) == 2)
+    head = start_head(head_of(port))
+    assert head is not None
+    assert head.process is started[1]
+    assert os.environ["RAY_ADDRESS"] == f"127.0.0.1:{port}"
+    head.process.kill()
+    head.process.wait()
