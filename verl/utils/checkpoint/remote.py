@@ -37,19 +37,25 @@ def newest_first(remote: str, step_of: Callable[[str], int | None]) -> list[str]
 def move_aside(remote: str, step_of: Callable[[str], int | None]) -> str | None:
     """Move copied steps of an earlier run, and the files that name the latest one, into `before_<time>` at `remote`.
 
-    Returns the URL of the new folder; None: there are no steps. If a move is interrupted, the next call moves the
-    remaining steps.
+    Returns the URL of the new folder; None: there is nothing to move. If a move is interrupted, the next call moves
+    the rest: the files that name the latest step are moved first, and also without steps. Object stores have no rename:
+    fsspec copies and deletes every file, which takes as long as copying the steps did.
     """
     steps = newest_first(remote, step_of)
-    if not steps:
-        return None
     fs, inside = filesystem_of(remote, KEY)
+    latest = [file for file in (LATEST, ITERATION) if fs.exists(posixpath.join(inside, file))]
+    if not steps and not latest:
+        return None
     name = f"before_{time.strftime('%Y%m%d-%H%M%S')}"
     while fs.exists(posixpath.join(inside, name)):
         name = f"{name}-1"
     fs.makedirs(posixpath.join(inside, name))
-    latest = [file for file in (LATEST, ITERATION) if fs.exists(posixpath.join(inside, file))]
-    for moved in [*steps, *latest]:
+    size = sum(fs.du(posixpath.join(inside, step)) for step in steps)
+    logger.warning(
+        "%s: moving %d steps of an earlier run (%.2f GB) to %s. Object stores copy every byte: this may take a while.",
+        *(KEY, len(steps), size / 2**30, posixpath.join(remote, name)),
+    )
+    for moved in [*latest, *steps]:
         fs.mv(posixpath.join(inside, moved), posixpath.join(inside, name, moved), recursive=moved in steps)
     return posixpath.join(remote, name)
 

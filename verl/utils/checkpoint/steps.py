@@ -115,7 +115,8 @@ def move_aside(root: Path) -> Path | None:
     if not newest_first(root):
         return None
     names = (LATEST, copies.ITERATION, FETCHED)
-    mine = [*newest_first(root), *root.glob("debug_step_*"), *(root / name for name in names if (root / name).exists())]
+    # The steps last: if this is interrupted, the next call finds those that remain.
+    mine = [*(root / name for name in names if (root / name).exists()), *root.glob("debug_step_*"), *newest_first(root)]
     aside = root / f"before_{time.strftime('%Y%m%d-%H%M%S')}"
     while aside.exists():
         aside = aside.with_name(f"{aside.name}-1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from verl.config import ConfigError, load_config
 from verl.trainer.ppo.state import started
 from verl.utils.checkpoint import ownership, remote
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, find_latest_ckpt_path
-from verl.utils.checkpoint.steps import step_of
+from verl.utils.checkpoint.steps import move_aside, step_of
 from verl.utils.fs import filesystem_of
 
 HOLDER = """
@@ -129,3 +130,56 @@ def test_copies_of_an_earlier_run_are_moved_aside_whole(task, tmp_path, caplog, 
     assert manifest is not None
     assert fs.cat_file(f"{inside}/{aside}/global_step_3/weights") == b"x"
     assert fs.cat_file(f"{inside}/{aside}/latest") == b"global_step_3"
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2, 3, 4])
+def test_an_interrupted_move_of_copies_is_completed_by_the_next(tmp_path, monkeypatch, caplog, fails_at):
+    copies = f"memory://{tmp_path / 'copies'}"
+    for step in (3, 4):
+        save_copied_step(tmp_path / "elsewhere", step, copies)
+    fs, inside = filesystem_of(copies)
+    move, calls = type(fs).mv, []
+
+    def interrupted(self, source, target, **options):
+        calls.append(source)
+        if len(calls) == fails_at + 1:
+            raise KeyboardInterrupt
+        move(self, source, target, **options)
+
+    monkeypatch.setattr(type(fs), "mv", interrupted)
+    if fails_at < 4:  # two steps and two files
+        with pytest.raises(KeyboardInterrupt):
+            remote.move_aside(copies, step_of)
+        assert "moving 2 steps of an earlier run" in caplog.text, "before the first byte is copied"
+        assert remote.newest_first(copies, step_of), "the next call knows that there is something to move"
+    remote.move_aside(copies, step_of)
+    left = [str(path).rpartition("/")[2] for path in fs.ls(inside, detail=False)]
+    assert {name.partition("_")[0] for name in left} == {"before"}
+    assert remote.move_aside(copies, step_of) is None
+
+
+def test_latest_files_without_steps_are_moved_too(tmp_path):
+    copies = f"memory://{tmp_path / 'copies'}"
+    fs, inside = filesystem_of(copies)
+    fs.makedirs(inside)
+    fs.pipe_file(f"{inside}/latest", b"global_step_3")
+    assert remote.move_aside(copies, step_of) is not None
+    assert not fs.exists(f"{inside}/latest")
+
+
+def test_an_interrupted_move_of_local_steps_is_completed_by_the_next(tmp_path, monkeypatch):
+    save_step(tmp_path, 3)
+    rename, calls = os.rename, []
+
+    def interrupted(source, target):
+        calls.append(source)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            move_aside(tmp_path)
+    move_aside(tmp_path)
+    assert not [name for name in ("latest", "global_step_3") if (tmp_path / name).exists()]
