@@ -15,6 +15,7 @@ from typing import Any
 from verl.config import RunConfig
 from verl.trainer.common.own_ray import OwnRay, started_apart
 from verl.trainer.common.ray_startup import STALE, RayUnavailableError, start_patiently
+from verl.trainer.common.ray_token import check_token, rejected_token
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.utils.network import stranger_at
 
@@ -62,7 +63,11 @@ def start_ray(num_cpus: int | None = None, within: float = 0.0, start_timeout: f
         try:
             with started_apart() as pids:
                 started = init()
+        except ray.exceptions.AuthenticationError as error:
+            raise RayUnavailableError(*rejected_token(str(_known_cluster()))) from error
         except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+            # Ray reports a rejected token as a cluster that does not answer.
+            check_token(str(_known_cluster()))
             raise RayUnavailableError((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
     if started.dashboard_url:  # with the extra `dashboard`
         logger.info("Ray dashboard: http://%s", started.dashboard_url.removeprefix("http://"))

@@ -12,9 +12,10 @@ import secrets
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-from verl.trainer.common.cluster import RayUnavailableError
+from verl.trainer.common.ray_startup import RayUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,8 @@ def create_token() -> None:
             " copy the file to the same place on every node, or set %s or %s there. See docs/cluster.md.",
             *(path, _PATH, _TOKEN),
         )
-    elif _is_enabled() and not os.environ.get(_TOKEN) and path.stat().st_mode & _GROUP_AND_OTHERS:
-        logger.warning("%s is readable by other accounts, which can use this Ray cluster: run chmod 600 %s", path, path)
+    elif _is_enabled() and not os.environ.get(_TOKEN) and _is_readable_by_others(path):
+        _restrict(path)
 
 
 def missing_token() -> tuple[str, str]:
@@ -69,11 +70,17 @@ def check_token(address: str) -> None:
     except subprocess.TimeoutExpired:
         return  # not a token problem; joining the head reports it
     if "AuthenticationError" in check.stderr:
-        source = f"the environment variable {_TOKEN}" if os.environ.get(_TOKEN) else str(token_file())
-        mode = "" if _is_enabled() else f" ({_MODE}={os.environ[_MODE]} here, token on node 0)"
-        raise RayUnavailableError(
-            f"the head at {address} rejects the Ray auth token from {source}{mode}", _copy_remedy()
-        )
+        raise RayUnavailableError(*rejected_token(address))
+
+
+def rejected_token(address: str) -> tuple[str, str]:
+    """Cause and remedy where the cluster at `address` refuses this process."""
+    if not has_token():
+        cause, remedy = missing_token()
+        return f"the head at {address} requires a token: {cause}", remedy
+    source = f"the environment variable {_TOKEN}" if os.environ.get(_TOKEN) else str(token_file())
+    mode = "" if _is_enabled() else f" ({_MODE}={os.environ[_MODE]} here, token on node 0)"
+    return f"the head at {address} rejects the Ray auth token from {source}{mode}", _copy_remedy()
 
 
 def enable_token() -> None:
@@ -96,6 +103,23 @@ def _is_filled(path: Path) -> bool:
     return path.is_file() and bool(path.read_text().strip())
 
 
+def _is_readable_by_others(path: Path) -> bool:
+    return bool(path.stat().st_mode & _GROUP_AND_OTHERS)
+
+
+def _restrict(path: Path) -> None:
+    """Set mode 0600 on Ray's default file, which `ray.init` writes with 0644; of any other file, only warn.
+
+    A file that RAY_AUTH_TOKEN_PATH names may be shared with a group on purpose.
+    """
+    if not os.environ.get(_PATH) and path.stat().st_uid == os.getuid():
+        with suppress(OSError):  # reported below
+            path.chmod(0o600)
+            if not _is_readable_by_others(path):
+                return logger.info("Set the mode of %s to 0600: other accounts could read it.", path)
+    logger.warning("%s is readable by other accounts, which can use this Ray cluster: run chmod 600 %s", path, path)
+
+
 def _write(path: Path, token: str) -> None:
     """Write atomically with mode 0600; of two concurrent writers the first one wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -105,8 +129,19 @@ def _write(path: Path, token: str) -> None:
             file.write(token)
         if path.exists() and not _is_filled(path):
             path.unlink()
-        os.link(temporary, path)
+        _publish(temporary, path, token)
     except FileExistsError:
         return  # another process of this account created it meanwhile
     finally:
         os.unlink(temporary)
+
+
+def _publish(temporary: str, path: Path, token: str) -> None:
+    """Put the written file in place; FileExistsError if there is one already."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links (FUSE, SMB)
+        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(token)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
+import os
 import re
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
 from verl.config import PPOConfig, load_config
-from verl.trainer.common.cluster import RayUnavailableError
+from verl.trainer.common import ray_token
+from verl.trainer.common.cluster import RayUnavailableError, start_ray
 from verl.trainer.common.nodes import serve_as_node, start_head, stop_head
 from verl.trainer.common.ray_token import check_token, create_token, has_token, token_file
 
@@ -116,12 +123,72 @@ def test_concurrent_jobs_of_one_account_agree_on_a_token():
     assert len(tokens) == 1
 
 
-def test_a_token_that_others_can_read_is_reported(home, caplog):
+def test_the_mode_of_rays_own_token_is_corrected_without_a_warning(home, caplog):
+    """`ray.init` writes it with mode 0644."""
     (home / ".ray").mkdir(parents=True)
     token_file().write_text("5" * 64)
     token_file().chmod(0o644)
+    with caplog.at_level(logging.INFO):
+        create_token()
+    assert token_file().stat().st_mode & 0o777 == 0o600
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+@pytest.mark.parametrize("why", ["another owner", "a path of the user's", "a file system without modes"])
+def test_a_token_that_others_can_read_is_reported(home, tmp_path, caplog, monkeypatch, why):
+    (home / ".ray").mkdir(parents=True)
+    if why == "a path of the user's":
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "shared"))
+    token_file().write_text("5" * 64)
+    token_file().chmod(0o640)
+    if why == "another owner":
+        own = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    elif why == "a file system without modes":
+        monkeypatch.setattr(Path, "chmod", lambda path, mode: None)
     create_token()
+    assert token_file().stat().st_mode & 0o777 == 0o640
     assert f"chmod 600 {token_file()}" in caplog.text
+
+
+def no_links(source: str, target: Path) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
+def test_a_home_folder_without_hard_links_gets_a_token(home, monkeypatch):
+    monkeypatch.setattr(os, "link", no_links)
+    create_token()
+    assert re.fullmatch(r"[0-9a-f]{64}", token_file().read_text())
+    assert token_file().stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in (home / ".ray").iterdir()] == ["auth_token"]
+
+
+def test_without_hard_links_an_existing_token_is_kept(home, monkeypatch):
+    monkeypatch.setattr(os, "link", no_links)
+    (home / ".ray").mkdir(parents=True)
+    token_file().write_text("5" * 64)
+    ray_token._write(token_file(), "6" * 64)  # another process has created it since it was looked for
+    assert token_file().read_text() == "5" * 64
+
+
+@pytest.mark.parametrize("token", ["", "5" * 64], ids=["missing", "wrong"])
+@pytest.mark.parametrize("error", [ray.exceptions.AuthenticationError, ConnectionError])
+def test_joining_a_cluster_that_rejects_the_token_names_the_remedy(answering, monkeypatch, token, error):
+    """Ray raises AuthenticationError or, if the head has rejected the token, ConnectionError."""
+
+    def init(**options: Any) -> None:
+        raise error("invalid token")
+
+    health_check = subprocess.CompletedProcess([], 1, stdout="", stderr="ray.exceptions.AuthenticationError: …")
+    monkeypatch.setattr(subprocess, "run", lambda *arguments, **options: health_check)
+
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{answering}")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", token)
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(RayUnavailableError) as caught:
+        start_ray()
+    assert f"127.0.0.1:{answering} {'rejects the' if token else 'requires a'}" in str(caught.value)
+    assert "docs/cluster.md" in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_written_is_named(home):
@@ -150,6 +217,13 @@ def test_a_head_starts_for_an_account_without_a_token_and_rejects_another_one(ho
         check_a_head(port, monkeypatch)
 
 
+def error_of_joining(address: str) -> str:
+    """What a program that joins a running cluster reports, in a process of its own."""
+    code = "from verl.trainer.common.cluster import start_ray; start_ray()"
+    environment = os.environ | {"RAY_ADDRESS": address}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stderr
+
+
 def check_a_head(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     head = start_head(config(0, port))
     assert head is not None
@@ -161,5 +235,6 @@ def check_a_head(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RayUnavailableError, match=r"rejects the Ray auth token from .* RAY_AUTH_TOKEN") as caught:
             serve_as_node(config(1, port))
         assert own not in str(caught.value)
+        assert "rejects the Ray auth token" in error_of_joining(address)
     finally:
         stop_head(dataclasses.replace(head, nodes=1))
