@@ -123,16 +123,18 @@ def _has_joined_cluster() -> bool:
 
 
 def _rl_rules(config: PPOConfig, validates: bool = False) -> Rules:
-    from verl.utils.dataset.problems import rl_rules
+    from verl.utils.dataset.problems import present_rule, rl_rules
     from verl.utils.reward_score import known_data_sources
 
-    reward = config.reward_model
+    key, reward = "data.reward_fn_key", config.reward_model
     scored = validates or config.distillation.scores_answers
     has_other_reward = config.custom_reward_function.path is not None or reward.enable or reward.url is not None
     # Modules of external_libs may register data sources, which are only known after their import.
     needed = scored and not has_other_reward and not runs_own_loop(config)
     sources = None if not needed or config.external_libs else known_data_sources()
     rules = rl_rules(config.data, sources, needed)
+    if sources is None and key in config.changed:  # a column that the user named has to exist
+        rules.append(present_rule(config.data.reward_fn_key, key))
     return lambda columns: rules
 
 

@@ -214,6 +214,8 @@ def test_rows_of_other_trainers_need_no_data_source_with_an_own_reward_function(
     file = parquet(tmp_path / "a.parquet", [{"prompt": "1 + 1", "answer": "2"}] * 4)
     source = written(tmp_path / "r.py", "def compute_score(solution_str, ground_truth):\n    return 1.0\n")
     assert problems(f"data.train_files={file}", f"custom_reward_function.path={source}") == {}
+    named = problems(f"data.train_files={file}", f"custom_reward_function.path={source}", "data.reward_fn_key=level")
+    assert "it has no 'level'" in named["data.train_files"], "a column that the user named"
 
 
 def test_rows_of_an_own_agent_loop_need_no_reward_function(tmp_path, problems):
