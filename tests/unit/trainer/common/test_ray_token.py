@@ -9,7 +9,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -217,13 +216,6 @@ def test_a_head_starts_for_an_account_without_a_token_and_rejects_another_one(ho
         check_a_head(port, monkeypatch)
 
 
-def error_of_joining(address: str) -> str:
-    """What a program that joins a running cluster reports, in a process of its own."""
-    code = "from verl.trainer.common.cluster import start_ray; start_ray()"
-    environment = os.environ | {"RAY_ADDRESS": address}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stderr
-
-
 def check_a_head(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     head = start_head(config(0, port))
     assert head is not None
@@ -235,6 +227,5 @@ def check_a_head(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RayUnavailableError, match=r"rejects the Ray auth token from .* RAY_AUTH_TOKEN") as caught:
             serve_as_node(config(1, port))
         assert own not in str(caught.value)
-        assert "rejects the Ray auth token" in error_of_joining(address)
     finally:
         stop_head(dataclasses.replace(head, nodes=1))
