@@ -125,7 +125,7 @@ def test_the_debugging_recipe_runs_from_the_dataloader_to_the_updates(ppo):
         (ppo.critic_wg, "compute_values"),
     ):
         batch = batch.union(getattr(group, method)(batch))
-    assert batch["ref_log_probs"] is batch.batch["ref_log_prob"]
+    assert torch.equal(batch["ref_log_probs"], batch.batch["ref_log_prob"])
     batch = ppo._compute_advantage(batch)
     assert torch.equal(batch["rewards"], batch.batch["token_level_rewards"])
     before = ppo.critic_wg.compute_values(batch).batch["values"]
