@@ -41,8 +41,12 @@ def run_to_the_end(arguments: list[str], cwd: Path) -> subprocess.CompletedProce
 
 
 def test_what_the_task_runner_refuses_is_last_and_its_traceback_in_the_file_it_names(task, tmp_path):
-    more_than_there_is = overrides(task, tmp_path, "data.train_batch_size=64", "algorithm.adv_estimator=grpo")
-    done = run_to_the_end(more_than_there_is, tmp_path)
+    """The rows of a dataset of the user's own are only known to the task runner."""
+    source = "from verl.utils.dataset.rl_dataset import RLHFDataset\n\n\nclass Mine(RLHFDataset):\n    pass\n"
+    (tmp_path / "mine.py").write_text(source)
+    custom = [f"data.custom_cls.path={tmp_path / 'mine.py'}", "data.custom_cls.name=Mine"]
+    arguments = overrides(task, tmp_path, "data.train_batch_size=64", "algorithm.adv_estimator=grpo", *custom)
+    done = run_to_the_end(arguments, tmp_path)
     assert done.returncode == 1
     *_, file, cause = ended(done)
     assert "data.train_batch_size" in cause
