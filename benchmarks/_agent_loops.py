@@ -57,3 +57,15 @@ class TwoTurns(_Scripted):
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         return await self.converse(sampling_params, row, int(os.environ["AGENTS_TOKENS"]) // 2, [0.0])
+
+
+class OneTurn(AgentLoopBase):
+    """One answer of the model and no tool: what the agent path costs by itself."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        prompt = list(row["prompt_ids"])
+        output = await self.server_manager.generate(
+            request_id=f"{row['uid']}/{row['sample_index']}", prompt_ids=prompt, sampling_params=sampling_params
+        )
+        metrics = AgentLoopMetrics(tool_calls=0.0, tool_call_counts=0)
+        return AgentLoopOutput(prompt, output.token_ids, [1] * len(output.token_ids), num_turns=1, metrics=metrics)
