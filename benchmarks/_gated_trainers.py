@@ -7,33 +7,23 @@ they rely only on the two trainer classes and on `_train_step`, which subclasses
 from __future__ import annotations
 
 import os
-import socket
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from _step_gate import StepGate
+
+import verl
 from verl.trainer.asynchronous.trainer import AsyncPPOTrainer
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-
-
-class StepGate:
-    """The run's end of the connection to the coordinator, at the socket STEP_GATE."""
-
-    def __init__(self) -> None:
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(os.environ["STEP_GATE"])
-        self._stream = self._connection.makefile("rw", encoding="utf-8")
-
-    def wait(self) -> None:
-        """Report that the previous step has ended, and block until the next one may start."""
-        self._stream.write(os.environ["STEP_GATE_NAME"] + "\n")
-        self._stream.flush()
-        if not self._stream.readline():
-            raise ConnectionError("the coordinator of the benchmark has closed the connection")
 
 
 class _Gated:
     @cached_property
     def _step_gate(self) -> StepGate:
+        tree, wanted = Path(verl.__file__).resolve().parents[1], Path(os.environ["STEP_GATE_TREE"])
+        if tree != wanted:
+            raise RuntimeError(f"the run imports verl from {tree}, and was started to measure {wanted}")
         return StepGate()
 
     def _train_step(self, batch: Any) -> dict[str, float]:

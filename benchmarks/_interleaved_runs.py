@@ -1,7 +1,7 @@
 """Several training runs on one device that execute their steps in turn: A B C A B C … (see `rollout_modes.py`).
 
-Every run is a complete `main_ppo` program with a Ray cluster of its own. Between its steps it waits for the coordinator
-here, so clock and temperature drift of the device affects all runs alike and only one run computes at any time.
+Every run is a program of its own, which calls `StepGate.wait` before every step. It waits there for the coordinator,
+so clock and temperature drift of the device affects all runs alike and only one run computes at any time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,6 +20,7 @@ from typing import Any, TextIO
 from verl.utils.process_tree import kill_family
 
 _ACCEPT_TIMEOUT_S = 0.5
+_EXIT_TIMEOUT_S = 60.0
 _LOG_TAIL = 4000
 
 
@@ -97,7 +99,8 @@ class InterleavedRuns:
                 continue
             connection.settimeout(self._step_timeout)
             stream = connection.makefile("rw", encoding="utf-8")
-            self._runs[stream.readline().strip()].stream = stream
+            if name := stream.readline().strip():  # nothing: the run has ended, which is noticed above
+                self._runs[name].stream = stream
 
     def interleave(self, rounds: int, deadline: float) -> int:
         """Let every run execute `rounds` steps in turn; return the completed rounds. No round starts after `deadline`
@@ -119,6 +122,8 @@ class InterleavedRuns:
             answer = run.stream.readline()
         except TimeoutError:
             raise run.failure(f"a step took more than {self._step_timeout:.0f} s") from None
+        except ConnectionError:
+            answer = ""
         if not answer:
             raise run.failure("ended before its last step")
 
@@ -127,21 +132,24 @@ class InterleavedRuns:
         run.stream.write("go\n")
         run.stream.flush()
 
-    def finish(self) -> None:
-        """Let every run execute its last step, all at the same time, and exit."""
+    def finish(self) -> list[RuntimeError]:
+        """Let every run execute its last step, all at the same time, and exit; return the failures."""
+        failures = []
         for run in self._runs.values():
-            self._release(run)
+            with suppress(ConnectionError):  # the run has ended: its exit code is checked below
+                self._release(run)
         for run in self._runs.values():
             assert run.process is not None
             try:
-                code = run.process.wait(self._step_timeout)
+                if code := run.process.wait(_EXIT_TIMEOUT_S):
+                    failures.append(run.failure(f"exited with code {code} after the measurement"))
             except subprocess.TimeoutExpired:
-                raise run.failure("did not exit after its last step") from None
-            if code:
-                raise run.failure(f"exited with code {code}")
+                failures.append(run.failure(f"still running {_EXIT_TIMEOUT_S:.0f} s after its last step was allowed"))
+        return failures
 
 
 def environment_for(tree: Path) -> dict[str, str]:
     """The environment of a run that imports `verl` from `tree` and the files of this folder."""
     path = os.pathsep.join([str(tree), str(Path(__file__).parent)])
-    return {"RAY_ADDRESS": "local", **os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    own = {"PYTHONPATH": path, "STEP_GATE_TREE": str(tree.resolve()), "HF_HUB_OFFLINE": "1"}
+    return {"RAY_ADDRESS": "local", **os.environ, **own}

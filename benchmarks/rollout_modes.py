@@ -151,7 +151,8 @@ def measure(options: argparse.Namespace, work: Work, folder: Path) -> dict[tuple
     with InterleavedRuns(runs, options.limit, options.limit) as interleaved:
         rounds = interleaved.interleave(options.warm + options.steps, deadline)
         if rounds == options.warm + options.steps:
-            interleaved.finish()
+            for failure in interleaved.finish():
+                print(failure, file=sys.stderr, flush=True)
     found = {key: read_steps(path)[options.warm : rounds] for key, path in files.items()}
     if not all(found.values()):
         raise SystemExit(f"no step was measured within {options.limit:.0f} s (--limit); logs are in {folder}.")
