@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+from typing import Any
+
 import pytest
 import torch
 
@@ -65,9 +68,55 @@ def test_rewards_advantages_and_updates_are_called_without_metrics(trainer, answ
     assert [len(steps) for steps in found] == [2, 6, 1, 8]
 
 
-def test_the_step_has_two_names(trainer):
-    trainer.global_steps = 7
-    assert trainer.global_step == 7
+@pytest.mark.parametrize(
+    ("names", "owner"),
+    [
+        ("actor_wg actor_rollout_wg", "groups.actor"),
+        ("rollout_wg", "groups.rollout"),
+        ("ref_policy_wg", "groups.reference"),
+        ("critic_wg", "groups.critic"),
+        ("rm_wg", "groups.reward_model"),
+        ("reward_fn reward_manager", "generator.reward_fn"),
+        ("global_steps global_step", "state.step"),
+        ("policy_version", "state.policy_version"),
+        ("prompts", "state.prompts"),
+        ("kl_ctrl_in_reward", "state.kl_controller"),
+        ("run_start", "state.run_start"),
+    ],
+)
+def test_an_assigned_attribute_is_the_one_that_the_collaborators_use(trainer, names, owner):
+    before = attrgetter(owner)(trainer)
+    for name in names.split():
+        assert getattr(trainer, name) is before
+        assigned = object()
+        setattr(trainer, name, assigned)
+        try:
+            assert attrgetter(owner)(trainer) is assigned
+            assert all(getattr(trainer, other) is assigned for other in names.split())
+        finally:
+            setattr(trainer, name, before)
+
+
+def test_an_assigned_validation_reward_and_phase_are_used(trainer, monkeypatch):
+    calls: list[bool] = []
+    generate = trainer._generate_rows
+
+    def noting(batch: DataProto, validate: bool) -> DataProto:
+        calls.append(validate)
+        return generate(batch, validate)
+
+    def half(data: DataProto, return_dict: bool = False) -> dict[str, Any]:
+        scores = torch.zeros(data.batch["responses"].shape)
+        scores[:, -1] = 0.5
+        return {"reward_tensor": scores, "reward_extra_info": {}}
+
+    rows = [next(iter(trainer.train_dataloader))]
+    monkeypatch.setattr(trainer, "val_dataloader", rows)
+    monkeypatch.setattr(trainer, "_generate_rows", noting)
+    monkeypatch.setattr(trainer, "val_reward_fn", half)
+    metrics = trainer._validate()
+    assert calls == [True]
+    assert [value for name, value in metrics.items() if name.endswith("/reward/mean@1")] == [0.5]
 
 
 # ---------------------------------------------------------------- the debugging recipe

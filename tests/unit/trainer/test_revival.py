@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError, WorkerError
 from verl.single_controller.ray import ResourceError
+from verl.trainer.common.status_line import StatusLine
 from verl.trainer.ppo.revival import MOST_PER_STEP, Revival
 from verl.trainer.ppo.utils import Role
 from verl.workers.rollout.base import EngineDiedError
@@ -57,7 +57,7 @@ class Weights:
 @pytest.fixture
 def made():
     groups, weights, clock = Groups(), Weights(), SimpleNamespace(step=1)
-    revival = Revival(groups, weights, lambda: clock.step, lambda name: nullcontext())  # type: ignore[arg-type]
+    revival = Revival(groups, weights, clock, StatusLine(total_steps=1))  # type: ignore[arg-type]
     return SimpleNamespace(groups=groups, weights=weights, clock=clock, ask=revival, metrics=revival.metrics)
 
 

@@ -131,7 +131,7 @@ def test_sampled_answers_are_a_table_in_wandb(tmp_path, monkeypatch):
 
     shown = ("trainer.log_val_generations=2", "trainer.console_val_generations=2")
     config = load_config(None, ["data.train_files=x", "actor_rollout_ref.model.path=a/b", *shown], check_files=False)
-    validator = Validator(config, None, None, None, generate=None, judge=None, setbacks=Setbacks())
+    validator = Validator(config, None, None, judge=None, setbacks=Setbacks())
     with Tracking("p", "e", "wandb") as tracking:
         validator.show(joined([part(["a", "b", "c"], "math", [0.0, 1.0, 0.5])]), 5, tracking)
     import wandb

@@ -109,52 +109,57 @@ class StepEnd:
         stop_requested: threading.Event,
         setbacks: Setbacks,
         saver: Saver,
-        save: Callable[[], Any],
-        validate: Callable[[], dict[str, float]],
         preemption: Preemption,
     ) -> None:
-        """`save` begins a save of `saver`, or does what the user's own trainer does."""
         self._stop_requested, self._setbacks, self._saver = stop_requested, setbacks, saver
-        self._save, self._validate, self._preemption = save, validate, preemption
+        self._preemption = preemption
 
     def __call__(
-        self, step: int, saves: bool, tests: bool, ends: bool, phases: Phases, *groups: Any
+        self,
+        step: int,
+        save: Callable[[], Any],
+        validate: Callable[[], dict[str, float]],
+        phases: Phases,
+        *groups: Any,
+        save_due: bool,
+        test_due: bool,
+        is_last: bool,
     ) -> tuple[dict[str, float], bool]:
-        """`saves`, `tests`: it is due; `ends`: it is the last step.
+        """Return the metrics of saves, validation and non-fatal failures, and whether the run stops now.
 
-        Metrics of saves, validation and of what failed; whether the run stops now.
+        `save` begins a save of the saver; `groups` are the worker groups that run during `validate`.
         """
         metrics = self._saved()
-        saved = saves or self._stop_requested.is_set()
+        saved = save_due or self._stop_requested.is_set()
         if saved:
-            metrics |= self._attempt_save(step, phases)
-        if tests and not self._stop_requested.is_set():
+            metrics |= self._attempt_save(step, save, phases)
+        if test_due and not self._stop_requested.is_set():
             with phases("testing", *groups):
-                validate = partial(self._preemption.unless_given_up, self._validate)
-                metrics |= self._setbacks.attempt(VALIDATION, step, validate) or {}
+                attempt = partial(self._preemption.unless_given_up, validate)
+                metrics |= self._setbacks.attempt(VALIDATION, step, attempt) or {}
         stopping = self._stop_requested.is_set()
         if stopping and not saved:
-            metrics |= self._attempt_save(step, phases)
-        if stopping or ends:
+            metrics |= self._attempt_save(step, save, phases)
+        if stopping or is_last:
             with phases("save_checkpoint"):
                 metrics |= self._saved(last=True)
         return metrics | self._saver.metrics() | self._setbacks.metrics(), stopping
 
-    def go_back(self, step: int, phases: Phases) -> None:
-        """The step after this one was given up: have this one saved, if it is not."""
+    def go_back(self, step: int, save: Callable[[], Any], phases: Phases) -> None:
+        """After the next step was given up: save `step` unless it is already saved."""
         if step and self._saver.newest_step != step:
-            self._attempt_save(step, phases)
+            self._attempt_save(step, save, phases)
         with phases("save_checkpoint"):
             self._saved(last=True)
         self._setbacks.refuse_an_unsaved_end(step)
         place = f"is saved in {self._saver.root}" if step else "is where the same command starts: none was complete"
         logger.warning("%s; step %d %s", self._preemption.given_up, step, place)
 
-    def _attempt_save(self, step: int, phases: Phases) -> dict[str, float]:
+    def _attempt_save(self, step: int, save: Callable[[], Any], phases: Phases) -> dict[str, float]:
         with phases("save_checkpoint"):
             self._saver.wait_for_turn(step)
             metrics = self._saved()
-            self._setbacks.attempt(SAVE, step, self._save)
+            self._setbacks.attempt(SAVE, step, save)
         return metrics
 
     def _saved(self, last: bool = False) -> dict[str, float]:

@@ -72,14 +72,7 @@ class SupervisedTrainer(Generic[Config]):
         self.stop_requested = threading.Event()
         self.setbacks = Setbacks()
         self.saver = Saver(config, trainer.max_ckpt_to_keep, self.tokenizer, lambda: self.run_start)
-        self._end_step = StepEnd(
-            self.stop_requested,
-            self.setbacks,
-            self.saver,
-            self._save_checkpoint,
-            self._validate,
-            Preemption(trainer.save_within),
-        )
+        self._end_step = StepEnd(self.stop_requested, self.setbacks, self.saver, Preemption(trainer.save_within))
         self._skipped_in_a_row = 0
         self._ranks: Ranks | None = None
         self.status = StatusLine(self.total_training_steps)
@@ -183,10 +176,15 @@ class SupervisedTrainer(Generic[Config]):
         phases = Phases(self.status)
         with phases("step", self.worker_group):
             metrics = self._train_step(batch)
-        saves = self._is_due(trainer.save_freq)
-        tests = self.validates and self._is_due(trainer.test_freq)
         found, stopping = self._end_step(
-            step, saves, tests, step >= self.total_training_steps, phases, self.worker_group
+            step,
+            self._save_checkpoint,
+            self._validate,
+            phases,
+            self.worker_group,
+            save_due=self._is_due(trainer.save_freq),
+            test_due=self.validates and self._is_due(trainer.test_freq),
+            is_last=step >= self.total_training_steps,
         )
         seconds, tokens = phases.seconds["step"], float(batch.batch["attention_mask"].sum())
         metrics |= {

@@ -35,6 +35,7 @@ from verl.trainer.ppo.run_record import RunRecord
 from verl.trainer.ppo.served_judge import ServedJudge
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.teachers import Teachers
+from verl.trainer.ppo.trainer_attributes import TrainerAttributes
 from verl.trainer.ppo.utils import Role, need_reference_policy, require_mode
 from verl.trainer.ppo.validator import Validator
 from verl.trainer.ppo.weight_sync import WeightSync
@@ -55,37 +56,16 @@ logger = logging.getLogger(__name__)
 _POLICY_ROLES = (Role.ActorRollout, Role.ActorRolloutRef, Role.Actor)
 
 
-def _held_by(owner: str, name: str) -> Any:
-    """A public name of the trainer for what one of its collaborators holds; to be read and set."""
-    return property(
-        lambda trainer: getattr(getattr(trainer, owner), name),
-        lambda trainer, value: setattr(getattr(trainer, owner), name, value),
-    )
+class RayPPOTrainer(TrainerAttributes):
+    """The controller of a run. Its phases are methods that a subclass may override.
 
-
-class RayPPOTrainer:
-    """One controller that drives the worker groups of a run. The phases are methods: override what you change.
-
-    The work is done by collaborators that do not know it: `groups`, `generator`, `validator`, `teachers`,
-    `columns`, `weight_sync`, `state`, `record`. Where they need a phase they were given it as a callable, and so meet
-    what a subclass makes of it.
+    It composes collaborators (`groups`, `generator`, `validator`, `teachers`, `columns`, `weight_sync`, `state`,
+    `record`) and never passes itself to them. A collaborator that needs a phase receives the method as a callable, so
+    it runs the version of the subclass.
     """
 
     modes: tuple[str, ...] = ("sync",)
-    """Values of `trainer.mode` that this class is for."""
-
-    actor_wg = actor_rollout_wg = _held_by("groups", "actor")
-    rollout_wg = _held_by("groups", "rollout")
-    critic_wg = _held_by("groups", "critic")
-    ref_policy_wg = _held_by("groups", "reference")
-    rm_wg = _held_by("groups", "reward_model")
-    reward_manager = reward_fn = _held_by("generator", "reward_fn")
-    val_reward_fn = _held_by("validator", "reward_fn")
-    global_steps = global_step = _held_by("state", "step")
-    policy_version = _held_by("state", "policy_version")
-    prompts = _held_by("state", "prompts")
-    kl_ctrl_in_reward = _held_by("state", "kl_controller")
-    run_start = _held_by("state", "run_start")
+    """Values of `trainer.mode` that this class supports."""
 
     def __init__(
         self,
@@ -115,15 +95,12 @@ class RayPPOTrainer:
         )
         self.use_rm = Role.RewardModel in role_worker_mapping
         self.stop_requested = threading.Event()
-        self.setbacks = Setbacks()
-        self._guard = StepGuard(self.config.trainer.max_nonfinite_steps, update_remedies(self.config))
-        self._weight_guard = WeightGuard(self.config, self._guard, lambda: self.state.begin().resume_from)
-        self._preemption = Preemption(self.config.trainer.save_within)
+        self.status = StatusLine(total_steps=0)
+        self.status.starting = True
         self._compose(reward_fn, val_reward_fn)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.state.draw_from(self.train_dataloader)
-        self.status = StatusLine(self.total_training_steps)
-        self.status.starting = True
+        self.status.total = self.total_training_steps
         self.watch = HangWatch(self.status, self.config.trainer.hang_timeout)
         self.phases = self._new_phases()  # for calls outside of `fit`
 
@@ -136,8 +113,9 @@ class RayPPOTrainer:
         self.total_training_steps = schedule_steps(self.config, len(self.train_dataloader))
 
     def _compose(self, reward_fn: Any, val_reward_fn: Any) -> None:
-        """The collaborators. A phase is looked up when it is called: it may be a subclass's."""
+        """Create the collaborators."""
         config, tokenizer = self.config, self.tokenizer
+        self.setbacks = Setbacks()
         self.columns = LearningColumns(config, self.use_critic)
         self.record = RunRecord(config, tokenizer, self.setbacks)
         self.state = TrainerState(config, self.role_worker_mapping, tokenizer)
@@ -145,22 +123,15 @@ class RayPPOTrainer:
             config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
         )
         self.weight_sync = WeightSync(groups, EngineProbe(config, tokenizer, groups), config.trainer.partial_kv)
-        self._again = Revival(
-            groups, self.weight_sync, step=lambda: self.global_steps, phase=lambda name: self.status.phase(name)
-        )
-        self.generator = Generator(config, tokenizer, groups, reward_fn, lambda *call: self._balanced(*call))
-        self.validator = Validator(
-            config,
-            tokenizer,
-            groups,
-            val_reward_fn,
-            generate=lambda rows: self._generate_rows(rows, validate=True),
-            judge=self.generator.judged,
-            setbacks=self.setbacks,
-        )
-        self.teachers = Teachers(config, groups, lambda *call: self._balanced(*call))
-        phases = (lambda: self._save_checkpoint(), lambda: self._validate())
-        self._end_step = StepEnd(self.stop_requested, self.setbacks, self.state.saver, *phases, self._preemption)
+        self._again = Revival(groups, self.weight_sync, self.state, self.status)
+        self.generator = Generator(config, tokenizer, groups, reward_fn, self._balanced)
+        self.validator = Validator(config, tokenizer, groups, self.generator.judged, self.setbacks)
+        self.val_reward_fn = val_reward_fn
+        self.teachers = Teachers(config, groups)
+        self._guard = StepGuard(config.trainer.max_nonfinite_steps, update_remedies(config))
+        self._weight_guard = WeightGuard(config, self._guard, self.state.resume_from)
+        self._preemption = Preemption(config.trainer.save_within)
+        self._end_step = StepEnd(self.stop_requested, self.setbacks, self.state.saver, self._preemption)
 
     def init_workers(self) -> None:
         """Reserve devices, start one group per pool with its roles colocated, load the models."""
@@ -249,12 +220,18 @@ class RayPPOTrainer:
             if self._preemption.ended() is None:
                 raise
             self.state.go_back()
-            self._end_step.go_back(self.global_steps, self.phases)
+            self._end_step.go_back(self.global_steps, self._save_checkpoint, self.phases)
             return True
         self._weight_guard.check(metrics, step, self._log_metrics, self.state.saver.settle)
-        saves = is_due(step, trainer.save_freq, last)
-        tests = self.val_dataloader is not None and is_due(step, trainer.test_freq, last)
-        found, stopping = self._end_step(step, saves, tests, step >= last, self.phases)
+        found, stopping = self._end_step(
+            step,
+            self._save_checkpoint,
+            self._validate,
+            self.phases,
+            save_due=is_due(step, trainer.save_freq, last),
+            test_due=self.val_dataloader is not None and is_due(step, trainer.test_freq, last),
+            is_last=step >= last,
+        )
         metrics |= found | {"training/global_step": step, "training/epoch": self.prompts.epoch}
         metrics |= self._again.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
         metrics |= self._flow_metrics()
@@ -297,7 +274,8 @@ class RayPPOTrainer:
         self.groups.cancel_generation()
         if "reward" in self.status.now.key:
             for manager in (self.reward_fn, self.val_reward_fn):
-                getattr(manager, "close", lambda: None)()
+                if hasattr(manager, "close"):
+                    manager.close()
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
         """One training step on a batch of prompts; returns its metrics."""
@@ -315,7 +293,7 @@ class RayPPOTrainer:
                 batch = batch.union(self._balanced(self.ref_policy_wg.compute_ref_log_prob, batch, "ref"))
         if self.config.distillation.enabled:
             with self.phases("teacher", self.groups.teacher):
-                batch = batch.union(self.teachers.columns(batch))
+                batch = batch.union(self.teachers.columns(batch, self._balanced))
         if self.use_critic:
             with self.phases("values", self.critic_wg):
                 batch = batch.union(self._balanced(self.critic_wg.compute_values, batch, "critic"))
@@ -404,7 +382,10 @@ class RayPPOTrainer:
     def _validate(self) -> dict[str, float]:
         """Accuracy on the validation prompts; answers go to the trackers and, if asked for, to JSONL."""
         self._hand_over_weights()
-        return self.validator.run(self.val_dataloader, self.global_steps, self.status, self.tracking)
+        generate = partial(self._generate_rows, validate=True)
+        return self.validator.run(
+            self.val_dataloader, generate, self.val_reward_fn, self.global_steps, self.status, self.tracking
+        )
 
     def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
         self._last_batch = batch

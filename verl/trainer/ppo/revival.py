@@ -7,13 +7,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from verl.single_controller.base.errors import WorkerDiedError, WorkerError
 from verl.single_controller.ray import ResourceError
 from verl.trainer.common.hang_limits import RESTART
+from verl.trainer.common.status_line import StatusLine
 from verl.trainer.ppo.groups import WorkerGroups
+from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.weight_sync import WeightSync, engine_died, is_lost_transfer
 
@@ -40,11 +41,11 @@ class Revival:
         self,
         groups: WorkerGroups,
         weight_sync: WeightSync,
-        step: Callable[[], int],
-        phase: Callable[[str], AbstractContextManager[None]],
+        state: TrainerState,
+        status: StatusLine,
     ) -> None:
-        """`step()` is the step under way; in `phase(name)` the run says that it restarts something."""
-        self._groups, self._weight_sync, self._step, self._phase = groups, weight_sync, step, phase
+        """Restarts are counted per step of `state` and shown as a phase of `status`."""
+        self._groups, self._weight_sync, self._state, self._status = groups, weight_sync, state, status
         self._in_step = (0, 0)
         self._counts: Counter[str] = Counter()
 
@@ -69,7 +70,7 @@ class Revival:
                 raise error
             self._count(error, roles)
             try:
-                with self._phase(f"{RESTART}{error.role}"):
+                with self._status.phase(f"{RESTART}{error.role}"):
                     self._start_anew(engine, roles)
                 return
             except ResourceError as gone:
@@ -95,7 +96,7 @@ class Revival:
         return self._groups.restartable_with(error.role) if isinstance(error, WorkerDiedError) else frozenset()
 
     def _count(self, error: WorkerError, roles: frozenset[Role]) -> None:
-        step, count = self._step(), self._in_step[1]
+        step, count = self._state.step, self._in_step[1]
         self._in_step = step, count + 1 if step == self._in_step[0] else 1
         if self._in_step[1] > MOST_PER_STEP:
             logger.error("step %d: %d restarts in place did not help.", step, MOST_PER_STEP)

@@ -64,6 +64,10 @@ class TrainerState:
             self.run_start = started(self._config, self._workers)
         return self.run_start
 
+    def resume_from(self) -> Path | None:
+        """The checkpoint folder that the run continues from, or None."""
+        return self.begin().resume_from
+
     @property
     def first_step(self) -> int | None:
         """The first step that the run will log; None where it only validates and adds to what is there."""
@@ -130,8 +134,8 @@ class TrainerState:
             if groups.critic is not None:
                 groups.critic.load_checkpoint(str(folder / "critic"))
 
-        load_step(self.begin().resume_from, read)
-        self.saver.newest_step = self.step if self.begin().resume_from is not None else None
+        load_step(self.resume_from(), read)
+        self.saver.newest_step = self.step if self.resume_from() is not None else None
 
 
 def started(config: PPOConfig, workers: Mapping[Any, type]) -> RunStart:

@@ -23,9 +23,8 @@ _KEY = "distillation.teacher_models"
 class Teachers:
     """Asks each teacher about the rows that it is for."""
 
-    def __init__(self, config: PPOConfig, groups: WorkerGroups, infer: Infer) -> None:
-        """`infer(method, batch, role)` makes a group's pass over a batch, as `WorkerGroups.infer` does."""
-        self._groups, self._infer = groups, infer
+    def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
+        self._groups = groups
         self._source_key = config.data.reward_fn_key
         distillation, loss = config.distillation, config.distillation.distillation_loss
         self._servers = {
@@ -38,12 +37,16 @@ class Teachers:
         self._student = config.actor_rollout_ref.model.path
         self._longest = min(rollout.max_model_len, config.data.max_prompt_length + rollout.max_new_tokens)
 
-    def columns(self, batch: DataProto) -> DataProto:
-        """`teacher_log_prob`: [batch, response], of every row under its own teacher; for a loss over the likeliest
-        tokens theirs, too."""
+    def columns(self, batch: DataProto, infer: Infer) -> DataProto:
+        """Return `teacher_log_prob` [batch, response] of every row under its own teacher; for a loss over the top-k
+        tokens also their ids and log-probs.
+
+        `infer(method, batch, role)` runs a forward pass of a worker group over a batch, like `WorkerGroups.infer`.
+        """
         rows = rows_of_teachers(batch, self._source_key, self._by_source)
         parts = [
-            self._said_by(name, batch if len(rows) == 1 else batch.select_idxs(mine)) for name, mine in rows.items()
+            self._said_by(name, batch if len(rows) == 1 else batch.select_idxs(mine), infer)
+            for name, mine in rows.items()
         ]
         if len(parts) == 1:
             return parts[0]
@@ -56,10 +59,10 @@ class Teachers:
         for server in self._servers.values():
             server.check(tokenizer, self._student, self._longest)
 
-    def _said_by(self, name: str, batch: DataProto) -> DataProto:
+    def _said_by(self, name: str, batch: DataProto, infer: Infer) -> DataProto:
         if name in self._servers:
             return self._servers[name].columns(batch)
-        return self._infer(partial(_ask, self._groups.teacher.compute_teacher_log_prob, name), batch, "teacher")
+        return infer(partial(_ask, self._groups.teacher.compute_teacher_log_prob, name), batch, "teacher")
 
 
 def rows_of_teachers(batch: DataProto, key: str, by_source: Mapping[str | None, str]) -> dict[str, np.ndarray]:

@@ -51,19 +51,28 @@ class Validator:
         config: PPOConfig,
         tokenizer: Any,
         groups: WorkerGroups,
-        reward_fn: Any,
-        generate: BatchToBatch,
         judge: BatchToBatch,
         setbacks: Setbacks,
     ) -> None:
-        """`generate` answers every row of a batch; `judge` adds the reward model's scores, where there is one."""
+        """`judge` adds the scores of the reward model to a batch, if the run has one."""
         self._config, self._tokenizer, self._groups = config, tokenizer, groups
-        self.reward_fn = reward_fn
-        self._generate, self._judge, self._setbacks = generate, judge, setbacks
+        self._judge, self._setbacks = judge, setbacks
 
-    def run(self, loader: Iterable[Any], step: int, status: StatusLine, tracking: Tracking) -> dict[str, float]:
-        """Metrics `val-core/<source>/<score>/mean@n` and the like; logs accuracy per source and sampled answers."""
-        samples = joined([self._answered(DataProto.from_single_dict(rows), status) for rows in loader])
+    def run(
+        self,
+        loader: Iterable[Any],
+        generate: BatchToBatch,
+        reward_fn: Any,
+        step: int,
+        status: StatusLine,
+        tracking: Tracking,
+    ) -> dict[str, float]:
+        """Return metrics such as `val-core/<source>/<score>/mean@n`; log the accuracy per source and sampled responses.
+
+        `generate` returns a response to every row of a batch.
+        """
+        batches = (DataProto.from_single_dict(rows) for rows in loader)
+        samples = joined([self._answered(batch, generate, reward_fn, status) for batch in batches])
         self.show(samples, step, tracking)
         return sample_metrics(samples, judged=scored_by_model(self._config))
 
@@ -87,17 +96,17 @@ class Validator:
             else:
                 self._setbacks.dump("trainer.validation_data_dir", folder, step, write)
 
-    def _answered(self, batch: DataProto, status: StatusLine) -> Samples:
+    def _answered(self, batch: DataProto, generate: BatchToBatch, reward_fn: Any, status: StatusLine) -> Samples:
         """One batch: what was asked and answered, `reward` and what the reward function said beside it."""
         n = self._config.actor_rollout_ref.rollout.val_kwargs.n
         batch = batch.repeat(n, interleave=True)
         batch.non_tensor_batch["sample_index"] = object_array([i % n for i in range(len(batch))])
         with status.phase("validation rollout", *self._groups.answering):
-            answered = self._generate(batch)
+            answered = generate(batch)
         with status.phase("validation reward", self._groups.reward_model):
             answered = self._judge(answered)
             local = answered.fetch() if hasattr(answered, "fetch") else answered
-            base_scores, extra = score_answers(local, self.reward_fn)
+            base_scores, extra = score_answers(local, reward_fn)
             scores = with_turn_rewards(base_scores, local)
         key, columns, whole = self._config.data.reward_fn_key, local.non_tensor_batch, Trajectories.of(local)
         ends = whole.last_rows
@@ -105,7 +114,7 @@ class Validator:
         said = {name: [values[row] for row in ends] for name, values in extra.items()}
         if "num_turns" in columns:
             said["num_turns"] = columns["num_turns"][ends].tolist()
-        rewards = known_scores(whole.sum(scores.sum(-1)).tolist(), said.get(FAILED), self.reward_fn)
+        rewards = known_scores(whole.sum(scores.sum(-1)).tolist(), said.get(FAILED), reward_fn)
         samples = said | {
             "prompt": [text.pop("input") for text in texts],
             "answer": [text.pop("output") for text in texts],
