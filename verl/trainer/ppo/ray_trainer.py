@@ -21,14 +21,13 @@ from verl.trainer.common.preemption import Preemption
 from verl.trainer.common.setbacks import VALIDATION, Setbacks, StepEnd, is_due
 from verl.trainer.common.status_line import StatusLine
 from verl.trainer.common.watch import HangWatch
-from verl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.ppo.advantage import apply_kl_penalty, check_bootstrap, compute_advantage, compute_response_mask
 from verl.trainer.ppo.dynamic_sampling import PromptSource
 from verl.trainer.ppo.engine_probe import EngineProbe
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.groups import WorkerGroups
-from verl.trainer.ppo.learning_columns import LearningColumns
 from verl.trainer.ppo.metric_utils import phase_metrics, without_nan
-from verl.trainer.ppo.mismatch import sampled_by
+from verl.trainer.ppo.mismatch import RolloutMismatch, sampled_by
 from verl.trainer.ppo.revival import Revival
 from verl.trainer.ppo.run_data import run_loaders, schedule_steps
 from verl.trainer.ppo.run_record import RunRecord
@@ -36,6 +35,7 @@ from verl.trainer.ppo.served_judge import ServedJudge
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.teachers import Teachers
 from verl.trainer.ppo.trainer_attributes import TrainerAttributes
+from verl.trainer.ppo.training_columns import add_advantage_columns, add_old_log_probs, compare_old_log_probs
 from verl.trainer.ppo.utils import Role, need_reference_policy, require_mode
 from verl.trainer.ppo.validator import Validator
 from verl.trainer.ppo.weight_sync import WeightSync
@@ -59,7 +59,7 @@ _POLICY_ROLES = (Role.ActorRollout, Role.ActorRolloutRef, Role.Actor)
 class RayPPOTrainer(TrainerAttributes):
     """The controller of a run. Its phases are methods that a subclass may override.
 
-    It composes collaborators (`groups`, `generator`, `validator`, `teachers`, `columns`, `weight_sync`, `state`,
+    It composes collaborators (`groups`, `generator`, `validator`, `teachers`, `mismatch`, `weight_sync`, `state`,
     `record`) and never passes itself to them. A collaborator that needs a phase receives the method as a callable, so
     it runs the version of the subclass.
     """
@@ -85,6 +85,7 @@ class RayPPOTrainer(TrainerAttributes):
     ) -> None:
         self.config: PPOConfig = load_config(config)
         require_mode(self.config, self.modes, type(self).__name__)
+        check_bootstrap(self.config.algorithm)
         self.tokenizer, self.processor = tokenizer, processor
         self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
@@ -116,7 +117,7 @@ class RayPPOTrainer(TrainerAttributes):
         """Create the collaborators."""
         config, tokenizer = self.config, self.tokenizer
         self.setbacks = Setbacks()
-        self.columns = LearningColumns(config, self.use_critic)
+        self.mismatch = RolloutMismatch(config.algorithm.rollout_correction)
         self.record = RunRecord(config, tokenizer, self.setbacks)
         self.state = TrainerState(config, self.role_worker_mapping, tokenizer)
         self.groups = groups = WorkerGroups(
@@ -360,15 +361,18 @@ class RayPPOTrainer(TrainerAttributes):
     def _compute_old_log_prob(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Log-probs of the answers under the policy about to be updated; with bypass_mode of a few, to compare."""
         infer = partial(self._balanced, self.actor_wg.compute_log_prob, role="actor")
-        batch, found = self.columns.add_old_log_probs(batch, infer, self.groups.dp_sizes["actor"])
-        metrics |= found
+        ranks = self.groups.dp_sizes["actor"]
+        batch, old_log_prob_metrics = add_old_log_probs(batch, self.config, self.mismatch, infer, ranks)
+        metrics |= old_log_prob_metrics
         return batch
 
     def _compute_advantage(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
         """KL in the reward if asked for, then `advantages` and `returns`; here, from the columns it names."""
-        found = self.columns.add_advantages(batch, self.kl_ctrl_in_reward)
+        batch_metrics = add_advantage_columns(
+            batch, self.config, self.mismatch, self.kl_ctrl_in_reward, self.use_critic
+        )
         if metrics is not None:
-            metrics |= found
+            metrics |= batch_metrics
         return batch
 
     def _update(self, method: Callable[..., Any], batch: DataProto, role: str) -> dict[str, float]:
@@ -390,7 +394,7 @@ class RayPPOTrainer(TrainerAttributes):
     def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
         self._last_batch = batch
         if self._old_log_probs_follow:
-            metrics |= self.columns.compare_after_update(batch)
+            metrics |= compare_old_log_probs(batch, self.mismatch)
         if not self.config.algorithm.filter_groups.enable:  # else it has learned from all that was generated
             self.prompts.learn_from(batch)
         self.record.dump(batch, self.global_steps, self._guard.harmful(metrics))
