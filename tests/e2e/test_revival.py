@@ -135,7 +135,7 @@ def test_an_engine_that_dies_beside_its_rank_changes_no_bit(task, tmp_path, ray_
     disturbed, found = run(task, tmp_path / "disturbed", DisturbedEngines)
     assert_same(found, expected)
     assert [row["training/generation_restarts"] for row in disturbed] == [1, 3]
-    said = [record.message for record in caplog.records if "Its engine is started anew" in record.message]
+    said = [record.message for record in caplog.records if "Its engine is restarted" in record.message]
     assert "step 1: rollout rank" in said[0]
     assert len(said) == 3
 

@@ -31,7 +31,7 @@ from verl.trainer.ppo.arrange import concat_prompts
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.prompts import PromptStream
-from verl.trainer.ppo.revival import Revival
+from verl.trainer.ppo.recovery import WorkerRecovery
 
 __all__ = ["AnswerStream"]
 
@@ -53,11 +53,11 @@ class AnswerStream:
         source: Callable[[], PromptStream],
         total_steps: int,
         waiting: Callable[[], AbstractContextManager[None]],
-        again: Revival,
+        recovery: WorkerRecovery,
     ) -> None:
         """`source()` has the run's prompts; while the trainer waits for answers it is inside `waiting()`."""
         self._config, self._tokenizer, self._groups, self._generator = config, tokenizer, groups, generator
-        self._source, self._wait_phase, self._again = source, waiting, again
+        self._source, self._wait_phase, self._recovery = source, waiting, recovery
         self._no_experts = empty_experts(config)
         data, ahead = config.data, ahead_of(config.trainer)
         self._partial, self._max_staleness = ahead.partial, ahead.max_staleness
@@ -109,7 +109,7 @@ class AnswerStream:
     def take(self, count: int) -> DataProto:
         """Prompts of groups that are answered, at most `count`: what the step's batch lacks. Waits for them."""
         with self._wait_phase(), self._watched():
-            groups = self._again(self._next_groups)
+            groups = self._recovery.retry_on_worker_loss(self._next_groups)
         self._taken += groups
         return self._prompts(groups)
 
@@ -148,7 +148,7 @@ class AnswerStream:
         """Return when nothing is under way: every answer is of the weights that it was begun with."""
         if self._lanes and self._buffer.in_flight():
             with self._wait_phase(), self._watched():
-                self._again(self._finish_all)
+                self._recovery.retry_on_worker_loss(self._finish_all)
 
     @property
     def reached(self) -> int:

@@ -36,7 +36,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
             lambda: self.prompts,
             self.total_training_steps,
             self._waits_for_answers,
-            self._again,
+            self.recovery,
         )
         self.state.answers = self.stream
         self._evenness: list[float] = []
@@ -73,7 +73,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
     def _finish_answers(self) -> None:
         """Before a hand-over of weights, of whose time it is none: where these wait for the answers under way."""
         if not ahead_of(self.config.trainer).partial:
-            self._again(self.weight_sync.go_on)
+            self.recovery.retry_on_worker_loss(self.weight_sync.go_on)
             self.stream.drain()
 
     def _answers(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
@@ -93,7 +93,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
         """Beside the stream, with the weights after the step."""
         self._finish_answers()
         found = super()._validate()
-        self._again(self.weight_sync.let_go)
+        self.recovery.retry_on_worker_loss(self.weight_sync.let_go)
         return found
 
     def _flow_metrics(self) -> dict[str, float]:

@@ -28,7 +28,7 @@ from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.metric_utils import phase_metrics, without_nan
 from verl.trainer.ppo.mismatch import RolloutMismatch, sampled_by
-from verl.trainer.ppo.revival import Revival
+from verl.trainer.ppo.recovery import WorkerRecovery
 from verl.trainer.ppo.run_data import run_loaders, schedule_steps
 from verl.trainer.ppo.run_record import RunRecord
 from verl.trainer.ppo.served_judge import ServedJudge
@@ -59,9 +59,9 @@ _POLICY_ROLES = (Role.ActorRollout, Role.ActorRolloutRef, Role.Actor)
 class RayPPOTrainer(TrainerAttributes):
     """The controller of a run. Its phases are methods that a subclass may override.
 
-    It composes collaborators (`groups`, `generator`, `validator`, `teachers`, `mismatch`, `weight_sync`, `state`,
-    `record`) and never passes itself to them. A collaborator that needs a phase receives the method as a callable, so
-    it runs the version of the subclass.
+    It composes collaborators (`groups`, `generator`, `validator`, `teachers`, `mismatch`, `weight_sync`, `recovery`,
+    `state`, `record`) and never passes itself to them. A collaborator that needs a phase receives the method as a
+    callable, so it runs the version of the subclass.
     """
 
     modes: tuple[str, ...] = ("sync",)
@@ -124,7 +124,7 @@ class RayPPOTrainer(TrainerAttributes):
             config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
         )
         self.weight_sync = WeightSync(groups, EngineProbe(config, tokenizer, groups), config.trainer.partial_kv)
-        self._again = Revival(groups, self.weight_sync, self.state, self.status)
+        self.recovery = WorkerRecovery(groups, self.weight_sync, self.state, self.status)
         self.generator = Generator(config, tokenizer, groups, reward_fn, self._balanced)
         self.validator = Validator(config, tokenizer, groups, self.generator.judged, self.setbacks)
         self.val_reward_fn = val_reward_fn
@@ -234,7 +234,7 @@ class RayPPOTrainer(TrainerAttributes):
             is_last=step >= last,
         )
         metrics |= found | {"training/global_step": step, "training/epoch": self.prompts.epoch}
-        metrics |= self._again.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
+        metrics |= self.recovery.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
         metrics |= self._flow_metrics()
         metrics |= self.watch.step_done(self.phases.seconds["step"])
         self.record.add(self.phases.seconds, metrics)
@@ -284,7 +284,7 @@ class RayPPOTrainer(TrainerAttributes):
         with self.phases("update_weights", self.actor_wg):
             self._hand_over_weights()
         batch = self._answers(batch, metrics)
-        self._again(self.weight_sync.let_go)
+        self.recovery.retry_on_worker_loss(self.weight_sync.let_go)
         self._old_log_probs_follow = self._update_gives_old_log_probs(batch)
         if not self._old_log_probs_follow:
             with self.phases("old_log_prob", self.actor_wg):
@@ -323,7 +323,7 @@ class RayPPOTrainer(TrainerAttributes):
         return self._actor_learns and from_update(self.config) and sampled_by(batch, self.policy_version)
 
     def _hand_over_weights(self) -> None:
-        self._again(lambda: self.weight_sync.hand_over(self.policy_version))
+        self.recovery.retry_on_worker_loss(self.weight_sync.hand_over, self.policy_version)
 
     @property
     def _source(self) -> PromptSource:
@@ -352,7 +352,7 @@ class RayPPOTrainer(TrainerAttributes):
 
     def _generate_rows(self, batch: DataProto, validate: bool) -> DataProto:
         reward_fn = self.val_reward_fn if validate else self.reward_fn
-        return self._again(lambda: self.generator.answer(batch, self.global_steps, validate, reward_fn))
+        return self.recovery.retry_on_worker_loss(self.generator.answer, batch, self.global_steps, validate, reward_fn)
 
     def _compute_reward(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
         """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions."""
@@ -381,7 +381,7 @@ class RayPPOTrainer(TrainerAttributes):
 
     def _balanced(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
         """The columns of a pass without an update."""
-        return self._again(lambda: self.groups.infer(method, batch, role))
+        return self.recovery.retry_on_worker_loss(self.groups.infer, method, batch, role)
 
     def _validate(self) -> dict[str, float]:
         """Accuracy on the validation prompts; answers go to the trackers and, if asked for, to JSONL."""

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,8 +151,8 @@ class Run:
         given += [f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}"]
         config = load_config(None, given, check_files=False)
         waiting: Any = contextlib.nullcontext
-        again: Any = lambda call: call()  # noqa: E731
-        parts: Any = (config, None, Groups(self.worker), Generator(), lambda: source, 100, waiting, again)
+        recovery = SimpleNamespace(retry_on_worker_loss=lambda call: call())
+        parts: Any = (config, None, Groups(self.worker), Generator(), lambda: source, 100, waiting, recovery)
         self.stream = AnswerStream(*parts)
         self.reported = 0
         self.stream.idle.under_way = self._report  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What is started anew when a rank dies, how often, and what is not. The real thing: `tests/e2e/test_revival.py`."""
+"""Which workers are restarted after a loss, and how often. Real processes: `tests/e2e/test_revival.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError, WorkerError
 from verl.single_controller.ray import ResourceError
 from verl.trainer.common.status_line import StatusLine
-from verl.trainer.ppo.revival import MOST_PER_STEP, Revival
+from verl.trainer.ppo.recovery import MAX_RESTARTS_PER_STEP, WorkerRecovery
 from verl.trainer.ppo.utils import Role
 from verl.workers.rollout.base import EngineDiedError
 from verl.workers.sharding_manager import TransferLostError
@@ -56,9 +56,10 @@ class Weights:
 
 @pytest.fixture
 def made():
-    groups, weights, clock = Groups(), Weights(), SimpleNamespace(step=1)
-    revival = Revival(groups, weights, clock, StatusLine(total_steps=1))  # type: ignore[arg-type]
-    return SimpleNamespace(groups=groups, weights=weights, clock=clock, ask=revival, metrics=revival.metrics)
+    groups, weights, state = Groups(), Weights(), SimpleNamespace(step=1)
+    recovery = WorkerRecovery(groups, weights, state, StatusLine(total_steps=1))  # type: ignore[arg-type]
+    retry = recovery.retry_on_worker_loss
+    return SimpleNamespace(groups=groups, weights=weights, state=state, retry=retry, metrics=recovery.metrics)
 
 
 def died(role: str) -> WorkerDiedError:
@@ -87,7 +88,7 @@ def fails(*errors: Exception) -> Any:
 
 @pytest.mark.parametrize("error", [died("rollout"), died("ref"), lost_transfer()])
 def test_a_rollouts_pool_is_started_anew_with_weights_and_asked_again(made, error):
-    assert made.ask(fails(error)) == "answered"
+    assert made.retry(fails(error)) == "answered"
     assert made.groups.restarted == [{Role.Rollout, Role.RefPolicy}]
     assert made.weights.did == ["connect", 4]
     assert made.metrics() == {"training/generation_restarts": 1.0, "training/reference_restarts": 1.0}
@@ -96,14 +97,27 @@ def test_a_rollouts_pool_is_started_anew_with_weights_and_asked_again(made, erro
 @pytest.mark.parametrize("role", ["actor_rollout", "rollout"])
 def test_an_engines_own_process_is_started_anew_beside_its_rank_wherever_that_is(made, role):
     made.groups.failures = [lost_engine(role)]  # the next one dies as it starts
-    assert made.ask(fails(lost_engine(role))) == "answered"
+    assert made.retry(fails(lost_engine(role))) == "answered"
     assert (made.groups.revived, made.groups.restarted) == (2, [])
     assert made.weights.did == [4]
     assert made.metrics() == {"training/generation_restarts": 2.0}
 
 
+def test_every_attempt_gets_the_arguments(made):
+    attempts: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> str:
+        attempts.append((args, kwargs))
+        if len(attempts) == 1:
+            raise died("rollout")
+        return "answered"
+
+    assert made.retry(call, 3, "x", validate=True) == "answered"
+    assert attempts == [((3, "x"), {"validate": True})] * 2
+
+
 def test_a_reward_model_needs_no_weights(made):
-    assert made.ask(fails(died("rm"))) == "answered"
+    assert made.retry(fails(died("rm"))) == "answered"
     assert made.groups.restarted == [{Role.RewardModel}]
     assert made.weights.did == []
 
@@ -119,27 +133,27 @@ def test_a_reward_model_needs_no_weights(made):
 )
 def test_what_a_restart_would_lose_or_not_mend_goes_up_as_it_is(made, error):
     with pytest.raises(type(error)) as raised:
-        made.ask(fails(error))
+        made.retry(fails(error))
     assert raised.value is error
     assert made.groups.restarted == []
     assert made.metrics() == {}
 
 
 def test_a_step_has_so_many_restarts_and_no_more(made):
-    deaths = [died("rollout") for _ in range(MOST_PER_STEP)]
-    assert made.ask(fails(*deaths)) == "answered"
-    made.clock.step = 2
+    deaths = [died("rollout") for _ in range(MAX_RESTARTS_PER_STEP)]
+    assert made.retry(fails(*deaths)) == "answered"
+    made.state.step = 2
     made.groups.failures = [died("rollout")]  # one in the restart itself counts
-    assert made.ask(fails(*deaths[1:])) == "answered"
+    assert made.retry(fails(*deaths[1:])) == "answered"
     last = died("rollout")
     with pytest.raises(WorkerDiedError) as raised:
-        made.ask(fails(last))
+        made.retry(fails(last))
     assert raised.value is last
-    assert len(made.groups.restarted) == 2 * MOST_PER_STEP
+    assert len(made.groups.restarted) == 2 * MAX_RESTARTS_PER_STEP
 
 
 def test_where_there_is_no_place_to_start_the_death_is_what_ends_the_run(made):
     made.groups.failures = [ResourceError("a node is gone")]
     with pytest.raises(WorkerDiedError) as raised:
-        made.ask(fails(died("rollout")))
+        made.retry(fails(died("rollout")))
     assert isinstance(raised.value.__cause__, ResourceError)

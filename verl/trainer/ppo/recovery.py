@@ -1,0 +1,117 @@
+"""WorkerRecovery: restart lost engine processes and worker groups in place and retry the call that failed.
+
+Only groups without training state (rollout, reference, reward model, teachers and loop workers on their own pools) are
+restarted. The state of the trainer stays where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from verl.single_controller.base.errors import WorkerDiedError, WorkerError
+from verl.single_controller.ray import ResourceError
+from verl.trainer.common.hang_limits import RESTART
+from verl.trainer.common.status_line import StatusLine
+from verl.trainer.ppo.groups import WorkerGroups
+from verl.trainer.ppo.state import TrainerState
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.weight_sync import WeightSync, engine_died, is_lost_transfer
+
+__all__ = ["MAX_RESTARTS_PER_STEP", "WorkerRecovery"]
+
+logger = logging.getLogger(__name__)
+
+# A failure that recurs after every restart must end the run.
+MAX_RESTARTS_PER_STEP = 3
+
+_METRIC_NAMES = {
+    Role.Rollout: "generation",
+    Role.RefPolicy: "reference",
+    Role.RewardModel: "reward_model",
+    Role.Agents: "agents",
+    Role.Teacher: "teacher",
+}
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class WorkerRecovery:
+    """Runs calls that are safe to repeat: their result depends neither on the process that computes it nor on time."""
+
+    def __init__(self, groups: WorkerGroups, weight_sync: WeightSync, state: TrainerState, status: StatusLine) -> None:
+        """Restarts are counted per step of `state` and shown as a phase of `status`."""
+        self._groups, self._weight_sync, self._state, self._status = groups, weight_sync, state, status
+        self._step, self._restarts_in_step = 0, 0
+        self._counts: Counter[str] = Counter()
+
+    def retry_on_worker_loss(
+        self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Return `call(*args, **kwargs)`; restart lost workers and call again as often as necessary.
+
+        Errors that a restart in place cannot fix are raised unchanged.
+        """
+        while True:
+            try:
+                return call(*args, **kwargs)
+            except WorkerError as error:
+                self._recover(error)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of restarts so far, per kind of group that was restarted."""
+        return {f"training/{name}_restarts": float(count) for name, count in self._counts.items()}
+
+    def _recover(self, error: WorkerError) -> None:
+        """Restart the workers that this error reports as lost and sync their weights; raise the error if that is not
+        possible. A loss during the restart is handled in the same way."""
+        while True:
+            engine = engine_died(error)
+            roles = frozenset({Role.Rollout}) if engine else self._lost_roles(error)
+            if not roles:
+                raise error
+            self._count(error, roles)
+            try:
+                with self._status.phase(f"{RESTART}{error.role}"):
+                    self._restart(engine, roles)
+                return
+            except ResourceError as no_resources:
+                raise error from no_resources
+            except WorkerError as next_error:
+                error = next_error
+
+    def _restart(self, engine: bool, roles: frozenset[Role]) -> None:
+        """Restart the processes of the engines only (`engine`), or the worker processes of these roles."""
+        if engine:
+            self._groups.revive_engines()
+        else:
+            self._groups.restart(roles)
+        if Role.Rollout in roles:
+            if not engine:
+                self._weight_sync.connect()
+            self._weight_sync.hand_over(self._groups.replicas.current)
+
+    def _lost_roles(self, error: WorkerError) -> frozenset[Role]:
+        """Return the roles to restart; none if that would lose training state or not fix the error."""
+        if is_lost_transfer(error):
+            return self._groups.restartable_with(str(Role.Rollout))
+        return self._groups.restartable_with(error.role) if isinstance(error, WorkerDiedError) else frozenset()
+
+    def _count(self, error: WorkerError, roles: frozenset[Role]) -> None:
+        """Count and log a restart; raise the error if the step has used up its restarts."""
+        step = self._state.step
+        self._restarts_in_step = self._restarts_in_step + 1 if step == self._step else 1
+        self._step = step
+        if self._restarts_in_step > MAX_RESTARTS_PER_STEP:
+            logger.error("step %d: %d restarts in place did not help.", step, MAX_RESTARTS_PER_STEP)
+            raise error
+        self._counts.update(_METRIC_NAMES[role] for role in roles)
+        logger.warning(
+            "step %d: %s rank %d on %s was lost in %s (%s). Its %s is restarted and the call is retried; the state of"
+            " the trainer is kept (restart %d of at most %d in this step).",
+            *(step, error.role, error.rank, error.host, error.method, error.summary),
+            *("engine" if engine_died(error) else "group", self._restarts_in_step, MAX_RESTARTS_PER_STEP),
+        )
