@@ -15,11 +15,11 @@ from typing import Any
 
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-# Methods of the trainer that are phases, in the order of a run and, from `_hand_over_weights` on, of a step.
+# Methods of the trainer that are phases, in the order of a run and, from `_sync_weights` on, of a step.
 PHASES = {
     "init_workers": "start",
     "_load_checkpoint": "resume",
-    "_hand_over_weights": "hand-over",
+    "_sync_weights": "hand-over",
     "_generate": "generation",
     "_compute_reward": "reward",
     "_compute_old_log_prob": "old log-probs",

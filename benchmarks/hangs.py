@@ -25,7 +25,7 @@ from _report import report
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.support.training_harness import make_task, overrides
 
-PHASES = {"gen": "_generate_rows", "update_actor": "_update", "update_weights": "_hand_over_weights"}
+PHASES = {"gen": "_generate_rows", "update_actor": "_update", "update_weights": "_sync_weights"}
 CASES = [*PHASES, "reward", "cost"]
 TRAINER = """
 import os, signal, threading, time

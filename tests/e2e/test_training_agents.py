@@ -78,8 +78,8 @@ def test_a_replica_that_dies_under_agents_is_started_anew_and_the_run_is_the_sam
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     class Killing(RayPPOTrainer):
-        def _hand_over_weights(self) -> None:
-            super()._hand_over_weights()
+        def _sync_weights(self) -> None:
+            super()._sync_weights()
             (tmp_path / "kill-replica").write_text(str(self.rollout_wg.processes[1].pid))
 
     loop = f"{ROLLOUT}.agent.default_agent_loop=tests.support.agents.TwoTurns"

@@ -41,7 +41,7 @@ def test_training_and_validation_stop_at_every_end_token(task, tmp_path, caplog,
     try:
         with caplog.at_level(logging.INFO):
             trainer.init_workers()
-        trainer._hand_over_weights()
+        trainer._sync_weights()
         answers = generated(trainer, validate=False) + generated(trainer, validate=True)
     finally:
         close(trainer)

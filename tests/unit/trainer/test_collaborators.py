@@ -44,9 +44,9 @@ class Counting(RayPPOTrainer):
         assert self.reward_fn is self.val_reward_fn
         super()._create_dataloader(*datasets)
 
-    def _hand_over_weights(self):
+    def _sync_weights(self):
         self.calls["weights"] += 1
-        super()._hand_over_weights()
+        super()._sync_weights()
 
     def _roll_out(self, prompts, metrics):
         self.calls["roll_out"] += 1
@@ -122,7 +122,7 @@ def test_the_parts_generate_score_and_learn_without_a_trainer(task, tmp_path):
     try:
         groups.start()
         generator.start()
-        WeightSync(groups).hand_over(state.policy_version)
+        WeightSync(groups).sync(state.policy_version)
         metrics: dict[str, float] = {}
         rows = generator.answer_rows(state.prompts.take(8))
         batch = generator.score(generator.answer(rows, 1, False, reward_fn), metrics, step=1)

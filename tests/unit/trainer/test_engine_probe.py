@@ -40,11 +40,11 @@ def test_an_engine_is_proved_once_and_again_when_it_was_started_anew(groups, mon
     monkeypatch.setattr(probe, "measure", lambda: asked.append(measure()) or asked[-1])
     sync = WeightSync(groups, probe)
     for version in (0, 1):
-        sync.hand_over(version)
+        sync.sync(version)
     assert len(asked) == 1
     assert 0 < asked[0] < 1e-5, "two ways to compute the same log-probs, to rounding"
     groups.engine_starts += 1
-    sync.hand_over(2)
+    sync.sync(2)
     assert len(asked) == 2
 
 
@@ -57,7 +57,7 @@ def at_another_temperature(rollout, monkeypatch) -> None:
     monkeypatch.setattr(rollout, "submit", wrongly)
 
 
-def with_a_weight_that_the_hand_over_missed(rollout, monkeypatch) -> None:
+def with_a_weight_that_the_sync_missed(rollout, monkeypatch) -> None:
     finish = rollout.finish_update
 
     def forgetting(fingerprint):
@@ -67,7 +67,7 @@ def with_a_weight_that_the_hand_over_missed(rollout, monkeypatch) -> None:
     monkeypatch.setattr(rollout, "finish_update", forgetting)
 
 
-@pytest.mark.parametrize("wrong", [at_another_temperature, with_a_weight_that_the_hand_over_missed])
+@pytest.mark.parametrize("wrong", [at_another_temperature, with_a_weight_that_the_sync_missed])
 def test_an_engine_that_is_not_the_policy_ends_the_run(groups, monkeypatch, wrong):
     groups, probe = groups
     groups.engine_starts += 1
@@ -75,7 +75,7 @@ def test_an_engine_that_is_not_the_policy_ends_the_run(groups, monkeypatch, wron
     with pytest.raises(
         EngineMismatchError, match=r"name = native: .* differ .* by 0\.\d+ .* rounding explains 0.00143"
     ):
-        WeightSync(groups, probe).hand_over(groups.engine_starts + 10)
+        WeightSync(groups, probe).sync(groups.engine_starts + 10)
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,9 @@ def trained(trainer) -> None:
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
-def test_an_answer_under_way_goes_on_through_training_and_hand_overs(trainer, kv):
+def test_an_answer_under_way_goes_on_through_training_and_weight_syncs(trainer, kv):
     sync, first = WeightSync(trainer.groups, kv=kv), trainer.groups.replicas.current
-    sync.hand_over(first)
+    sync.sync(first)
     (replica,) = trainer.groups.open_generation()
     client = Client(replica, kv)
     client.ask()
@@ -81,8 +81,8 @@ def test_an_answer_under_way_goes_on_through_training_and_hand_overs(trainer, kv
         client.listen(20 * step)
         trained(trainer)
         assert client.answer is None, "it was to be under way all the time"
-        sync.let_go()
-        sync.hand_over(first + step)
+        sync.release_weights()
+        sync.sync(first + step)
     client.listen(LENGTH + 1)
     trainer.groups.close_generation()
     answer = client.answer
@@ -105,12 +105,12 @@ def test_what_is_held_stands_still_and_goes_on(trainer):
     client = Client(replica, "held")
     client.ask()
     client.listen(10)
-    trainer.groups.rollout.hold_generation()
+    trainer.groups.rollout.pause_rollout()
     client.listen(LENGTH + 1, within=0.05)
     known = len(client.heard)
     client.listen(LENGTH + 1, within=0.2)
     assert len(client.heard) == known < LENGTH
-    trainer.groups.rollout.go_on_generating()
+    trainer.groups.rollout.resume_rollout()
     client.listen(LENGTH + 1)
     trainer.groups.close_generation()
     assert client.answer is not None

@@ -50,7 +50,7 @@ class Weights:
     def connect(self) -> None:
         self.did.append("connect")
 
-    def hand_over(self, version: int) -> None:
+    def sync(self, version: int) -> None:
         self.did.append(version)
 
 

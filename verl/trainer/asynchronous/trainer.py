@@ -73,7 +73,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
     def _finish_answers(self) -> None:
         """Before a hand-over of weights, of whose time it is none: where these wait for the answers under way."""
         if not ahead_of(self.config.trainer).partial:
-            self.recovery.retry_on_worker_loss(self.weight_sync.go_on)
+            self.recovery.retry_on_worker_loss(self.weight_sync.resume_generation)
             self.stream.drain()
 
     def _answers(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
@@ -93,7 +93,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
         """Beside the stream, with the weights after the step."""
         self._finish_answers()
         found = super()._validate()
-        self.recovery.retry_on_worker_loss(self.weight_sync.let_go)
+        self.recovery.retry_on_worker_loss(self.weight_sync.release_weights)
         return found
 
     def _flow_metrics(self) -> dict[str, float]:

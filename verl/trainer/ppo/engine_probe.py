@@ -41,7 +41,7 @@ class EngineProbe:
         self._proved = 0
 
     def __call__(self) -> None:
-        """After a hand-over: ask engines that were started since the last time; EngineMismatchError ends the run."""
+        """After a weight sync: ask engines that were started since the last time; EngineMismatchError ends the run."""
         if not self._wanted or self._proved == self._groups.engine_starts:
             return
         difference, limit = self.measure(), self.limit

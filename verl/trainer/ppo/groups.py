@@ -237,7 +237,7 @@ class WorkerGroups:
         if not must or not self.generation_open:
             yield
             return
-        self.rollout.hold_generation()
+        self.rollout.pause_rollout()
         try:
             yield
         except WorkerError:
@@ -245,7 +245,7 @@ class WorkerGroups:
             raise
         finally:
             if not lost:
-                self.rollout.go_on_generating()
+                self.rollout.resume_rollout()
 
     def update(self, method: Callable[..., Any], batch: DataProto, role: str, step: int) -> dict[str, float]:
         """Mini-batches are whole prompts in the batch's order, however many rows each has; every rank gets its part.

@@ -282,9 +282,9 @@ class RayPPOTrainer(TrainerAttributes):
         """One training step on a batch of prompts; returns its metrics."""
         metrics: dict[str, float] = {}
         with self.phases("update_weights", self.actor_wg):
-            self._hand_over_weights()
+            self._sync_weights()
         batch = self._answers(batch, metrics)
-        self.recovery.retry_on_worker_loss(self.weight_sync.let_go)
+        self.recovery.retry_on_worker_loss(self.weight_sync.release_weights)
         self._old_log_probs_follow = self._update_gives_old_log_probs(batch)
         if not self._old_log_probs_follow:
             with self.phases("old_log_prob", self.actor_wg):
@@ -322,8 +322,9 @@ class RayPPOTrainer(TrainerAttributes):
         """One optimizer step on the policy that answered: its own forward pass gives them, and its entropy."""
         return self._actor_learns and from_update(self.config) and sampled_by(batch, self.policy_version)
 
-    def _hand_over_weights(self) -> None:
-        self.recovery.retry_on_worker_loss(self.weight_sync.hand_over, self.policy_version)
+    def _sync_weights(self) -> None:
+        """Send the weights of the current policy version to the rollout engines."""
+        self.recovery.retry_on_worker_loss(self.weight_sync.sync, self.policy_version)
 
     @property
     def _source(self) -> PromptSource:
@@ -385,7 +386,7 @@ class RayPPOTrainer(TrainerAttributes):
 
     def _validate(self) -> dict[str, float]:
         """Accuracy on the validation prompts; answers go to the trackers and, if asked for, to JSONL."""
-        self._hand_over_weights()
+        self._sync_weights()
         generate = partial(self._generate_rows, validate=True)
         return self.validator.run(
             self.val_dataloader, generate, self.val_reward_fn, self.global_steps, self.status, self.tracking

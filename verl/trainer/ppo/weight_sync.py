@@ -1,4 +1,4 @@
-"""WeightSync: the rollout engines get the policy's weights, once per version, and only then requests."""
+"""WeightSync: send the weights of the policy to the rollout engines, once per version, before they get requests."""
 
 from __future__ import annotations
 
@@ -12,100 +12,100 @@ from verl.workers.rollout.base import EngineDiedError
 from verl.workers.rollout.replica_states import Event
 from verl.workers.sharding_manager import TransferLostError
 
-# A death is known this soon after the sender has lost its receiver.
-_BLAME_S = 10.0
+# Time until the death of a receiver is known after its sender has lost the connection.
+_DEATH_REPORT_S = 10.0
 
 
 class WeightSync:
-    """From the actor's group to the rollout's: inside the processes that they share, else from group to group."""
+    """Syncs weights from the actor's worker group to the rollout's: within shared processes, or between groups."""
 
     def __init__(self, groups: WorkerGroups, probe: Callable[[], None] = lambda: None, kv: str = "recompute") -> None:
-        """`probe()` is called after every hand-over, and may ask the engines; what it raises is the hand-over's.
-        `kv`: what becomes of it where requests go on after a hand-over (`trainer.partial_kv`)."""
+        """`probe()` is called after every sync and may send requests to the engines; its errors are raised by `sync`.
+        `kv`: handling of the KV cache of requests that continue after a sync (`trainer.partial_kv`)."""
         self._groups, self._probe, self._kv = groups, probe, kv
-        self._holds = False
+        self._paused = False
 
     def connect(self) -> None:
-        """Let trainers and engines of different processes join one group for weights: both are called at once."""
+        """Create the process group for weight transfer if trainer and engines run in different processes."""
         actor, rollout = self._groups.actor, self._groups.rollout
         if rollout is not actor:
             address, receivers = actor.transfer_address()[0], rollout.world_size
             for joining in [group.join_transfer(address, receivers) for group in (actor, rollout)]:
                 joining.get()
 
-    def let_go(self) -> None:
-        """The step's answers are there: engines that share the trainer's devices need no weights until `hand_over`.
+    def release_weights(self) -> None:
+        """After the rollout of a step: free the weights of engines that share devices with the trainer until `sync`.
 
-        A generation that stays open goes on beside training, or stands still where they take turns.
+        An open generation continues during training, or is paused if it has to take turns with it.
         """
-        goes_on = False
+        generates = False
         if self._groups.generation_open:
-            self._holds = self._groups.takes_turns
-            goes_on = not self._holds
-            if self._holds:
-                self._groups.rollout.hold_generation()
-        if self._groups.frees_weights and not goes_on:
+            self._paused = self._groups.takes_turns
+            generates = not self._paused
+            if self._paused:
+                self._groups.rollout.pause_rollout()
+        if self._groups.frees_weights and not generates:
             self._groups.actor.free_rollout_weights()
 
-    def hand_over(self, version: int) -> None:
-        """Weights that the engines have already are not sent again. Requests under way go on with the new ones."""
+    def sync(self, version: int) -> None:
+        """Bring all engines to this version; engines that have it are skipped. Running requests continue with it."""
         self._groups.replicas.advance(version)
         if self._groups.rollout is self._groups.actor:
-            self._groups.actor.update_rollout_weights(version, self._kv)  # whose workers know what they have
+            self._groups.actor.update_rollout_weights(version, self._kv)  # the workers skip a version they have
         else:
-            self._hand_over_between_groups(version)
-        self.go_on()
+            self._sync_between_groups(version)
+        self.resume_generation()
         self._probe()
 
-    def go_on(self) -> None:
-        """After `let_go`: an open generation that stands still goes on, with the weights that it has."""
-        if self._holds:
-            self._groups.rollout.go_on_generating()
-            self._holds = False
+    def resume_generation(self) -> None:
+        """Resume a generation that `release_weights` has paused, with the weights that its engines have."""
+        if self._paused:
+            self._groups.rollout.resume_rollout()
+            self._paused = False
 
-    def _hand_over_between_groups(self, version: int) -> None:
+    def _sync_between_groups(self, version: int) -> None:
         replicas = self._groups.replicas
         if len(replicas.serving()) == len(replicas):
             return
         replicas.hear(Event.UPDATING)
         self._send(version)
-        # Every engine has compared the fingerprints of what it received with the trainer's, or this is not reached.
+        # Every engine has verified the fingerprints of the received weights; otherwise `_send` has raised.
         replicas.hear(Event.VERIFIED, version=version)
 
     def _send(self, version: int) -> None:
-        """Both groups are called at once. Where a receiver dies, the sender's call ends too."""
+        """Run the sending and the receiving call concurrently. If a receiver dies, the sender's call ends too."""
         actor, rollout = self._groups.actor, self._groups.rollout
         sending, receiving = actor.send_weights(version), rollout.receive_weights(version, self._kv)
-        failed: list[Exception] = []
+        receiver_errors: list[Exception] = []
 
-        def listen() -> None:
+        def receive() -> None:
             try:
                 receiving.get()
             except Exception as error:  # noqa: BLE001 - raised below, by the thread that waits for the sender
-                failed.append(error)
+                receiver_errors.append(error)
                 if isinstance(error, WorkerDiedError):
-                    rollout.shutdown()  # a sender over gloo waits until the connections are closed,
-                    actor.abort_transfer()  # one over nccl until it is told
+                    rollout.shutdown()  # a gloo sender blocks until the connections are closed
+                    actor.abort_transfer()  # an NCCL sender blocks until its communicator is aborted
 
-        listening = threading.Thread(target=listen, name="weights-received", daemon=True)
-        listening.start()
-        refused: list[Exception] = []
+        receiver = threading.Thread(target=receive, name="weights-received", daemon=True)
+        receiver.start()
+        sender_errors: list[Exception] = []
         try:
             sending.get()
         except WorkerCallError as error:
-            refused.append(error)
-        listening.join(_BLAME_S if refused else None)
-        # A receiver that died tells more than the sender, who has only lost it.
-        deaths = [each for each in failed if isinstance(each, WorkerDiedError) or engine_died(each)]
-        if told := [*deaths, *refused, *failed]:
-            raise told[0]
+            sender_errors.append(error)
+        receiver.join(_DEATH_REPORT_S if sender_errors else None)
+        # The death of a receiver is the cause; the sender's error only reports the lost connection.
+        deaths = [error for error in receiver_errors if isinstance(error, WorkerDiedError) or engine_died(error)]
+        if errors := [*deaths, *sender_errors, *receiver_errors]:
+            raise errors[0]
 
 
 def engine_died(error: BaseException) -> bool:
-    """Whether a worker lost its engine's own process."""
+    """Return whether a worker lost the separate process of its engine."""
     return any(isinstance(cause, EngineDiedError) for cause in causes(error))
 
 
 def is_lost_transfer(error: BaseException) -> bool:
-    """Whether a hand-over failed because the trainer and its receivers have lost each other."""
+    """Return whether a weight sync failed because the connection between trainer and receivers was lost."""
     return any(isinstance(cause, TransferLostError) for cause in causes(error))

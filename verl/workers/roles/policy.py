@@ -221,14 +221,14 @@ class ActorRolloutRefWorker(SavingWorker):
                 self.rollout.release(["kv_cache"])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def hold_generation(self) -> None:
-        """Requests stand still until `go_on_generating`: ranks that share an engine are about to work together."""
+    def pause_rollout(self) -> None:
+        """Pause all running requests until `resume_rollout`, so that the ranks of an engine can run collectives."""
         self.rollout.pause_generation("keep")
         self.rollout.rest()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def go_on_generating(self) -> None:
-        """After `hold_generation`."""
+    def resume_rollout(self) -> None:
+        """Resume the requests paused by `pause_rollout`."""
         self.rollout.resume_generation()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")

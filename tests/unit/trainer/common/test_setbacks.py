@@ -139,7 +139,7 @@ def test_a_failed_generation_leaves_no_memory_taken_and_no_answers_behind(task, 
     trainer = make_trainer(grpo(task, tmp_path, "trainer.val_before_train=False"))
     try:
         trainer.init_workers()
-        trainer._hand_over_weights()
+        trainer._sync_weights()
         worker = trainer.actor_wg._host._workers[trainer.actor_wg.role]
 
         def breaks(prompts, on_finished) -> None:
