@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.config import load_config
-from verl.trainer.common.setbacks import Setbacks
+from verl.trainer.common.failures import NonFatalFailures
 from verl.trainer.ppo.validator import Validator, joined, known_scores, sample_metrics
 
 
@@ -131,7 +131,7 @@ def test_sampled_answers_are_a_table_in_wandb(tmp_path, monkeypatch):
 
     shown = ("trainer.log_val_generations=2", "trainer.console_val_generations=2")
     config = load_config(None, ["data.train_files=x", "actor_rollout_ref.model.path=a/b", *shown], check_files=False)
-    validator = Validator(config, None, None, judge=None, setbacks=Setbacks())
+    validator = Validator(config, None, None, judge=None, failures=NonFatalFailures())
     with Tracking("p", "e", "wandb") as tracking:
         validator.show(joined([part(["a", "b", "c"], "math", [0.0, 1.0, 0.5])]), 5, tracking)
     import wandb

@@ -18,6 +18,7 @@ from verl.config.context_length import refuse_long_sequences
 from verl.protocol import DataProto
 from verl.trainer.common.checkpoint import Saver, load_step
 from verl.trainer.common.dumps import dump_batch
+from verl.trainer.common.failures import FOLDER, VALIDATION, NonFatalFailures, StepEnd, is_due
 from verl.trainer.common.guard import NonFiniteError, advises_on_memory
 from verl.trainer.common.loader import BatchLoader
 from verl.trainer.common.own_ray import RayLostError
@@ -25,7 +26,6 @@ from verl.trainer.common.phases import Phases
 from verl.trainer.common.preemption import Preemption
 from verl.trainer.common.ranks import Ranks
 from verl.trainer.common.run_start import RunStart, run_parts
-from verl.trainer.common.setbacks import FOLDER, VALIDATION, Setbacks, StepEnd, is_due
 from verl.trainer.common.signals import StopSignal
 from verl.trainer.common.status_line import StatusLine, progress_bar
 from verl.trainer.common.supervised_loaders import train_loader, val_loader
@@ -70,9 +70,9 @@ class SupervisedTrainer(Generic[Config]):
             config.optim.total_training_steps = self.total_training_steps
         self.global_steps = 0
         self.stop_requested = threading.Event()
-        self.setbacks = Setbacks()
+        self.failures = NonFatalFailures()
         self.saver = Saver(config, trainer.max_ckpt_to_keep, self.tokenizer, lambda: self.run_start)
-        self._end_step = StepEnd(self.stop_requested, self.setbacks, self.saver, Preemption(trainer.save_within))
+        self._end_step = StepEnd(self.stop_requested, self.failures, self.saver, Preemption(trainer.save_within))
         self._skipped_in_a_row = 0
         self._ranks: Ranks | None = None
         self.status = StatusLine(self.total_training_steps)
@@ -155,8 +155,8 @@ class SupervisedTrainer(Generic[Config]):
             self.status.step = self.global_steps
             with progress_bar(self.status.standing):
                 if trainer.val_before_train and self.validates:
-                    found = self.setbacks.attempt(VALIDATION, self.global_steps, self._validate)
-                    self.tracking.log(found or self.setbacks.metrics(), self.global_steps)
+                    found = self.failures.attempt(VALIDATION, self.global_steps, self._validate)
+                    self.tracking.log(found or self.failures.metrics(), self.global_steps)
                 self._train()
 
     def _train(self) -> None:
@@ -202,7 +202,7 @@ class SupervisedTrainer(Generic[Config]):
         self.status.step_done()
         self._check_finite(batch, metrics)
         if stopping or step >= self.total_training_steps:
-            self.setbacks.refuse_an_unsaved_end(step)
+            self.failures.raise_if_unsaved(step)
         return stopping
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
@@ -250,7 +250,7 @@ class SupervisedTrainer(Generic[Config]):
             return
         self._skipped_in_a_row += 1
         folder, step = trainer.default_local_dir, self.global_steps
-        dumped = self.setbacks.dump(FOLDER, folder, step, lambda: dump_batch(batch, folder, step))
+        dumped = self.failures.dump(FOLDER, folder, step, lambda: dump_batch(batch, folder, step))
         logger.warning(
             "gradient not finite, or optim.lr far too large: update skipped, weights untouched, batch in %s",
             dumped or "no file",

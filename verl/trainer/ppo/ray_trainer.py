@@ -14,11 +14,11 @@ from verl.config.layout import actor_is_reference, judge_shares_devices, needs_r
 from verl.config.old_log_probs import from_update
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
+from verl.trainer.common.failures import VALIDATION, NonFatalFailures, StepEnd, is_due
 from verl.trainer.common.guard import StepGuard, WeightGuard, advises_on_memory, update_remedies
 from verl.trainer.common.loader import BatchLoader
 from verl.trainer.common.phases import Phases, memory_gb
 from verl.trainer.common.preemption import Preemption
-from verl.trainer.common.setbacks import VALIDATION, Setbacks, StepEnd, is_due
 from verl.trainer.common.status_line import StatusLine
 from verl.trainer.common.watch import HangWatch
 from verl.trainer.ppo.advantage import apply_kl_penalty, check_bootstrap, compute_advantage, compute_response_mask
@@ -116,9 +116,9 @@ class RayPPOTrainer(TrainerAttributes):
     def _compose(self, reward_fn: Any, val_reward_fn: Any) -> None:
         """Create the collaborators."""
         config, tokenizer = self.config, self.tokenizer
-        self.setbacks = Setbacks()
+        self.failures = NonFatalFailures()
         self.mismatch = RolloutMismatch(config.algorithm.rollout_correction)
-        self.record = RunRecord(config, tokenizer, self.setbacks)
+        self.record = RunRecord(config, tokenizer, self.failures)
         self.state = TrainerState(config, self.role_worker_mapping, tokenizer)
         self.groups = groups = WorkerGroups(
             config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
@@ -126,13 +126,13 @@ class RayPPOTrainer(TrainerAttributes):
         self.weight_sync = WeightSync(groups, EngineProbe(config, tokenizer, groups), config.trainer.partial_kv)
         self.recovery = WorkerRecovery(groups, self.weight_sync, self.state, self.status)
         self.generator = Generator(config, tokenizer, groups, reward_fn, self._balanced)
-        self.validator = Validator(config, tokenizer, groups, self.generator.judged, self.setbacks)
+        self.validator = Validator(config, tokenizer, groups, self.generator.judged, self.failures)
         self.val_reward_fn = val_reward_fn
         self.teachers = Teachers(config, groups)
         self._guard = StepGuard(config.trainer.max_nonfinite_steps, update_remedies(config))
         self._weight_guard = WeightGuard(config, self._guard, self.state.resume_from)
         self._preemption = Preemption(config.trainer.save_within)
-        self._end_step = StepEnd(self.stop_requested, self.setbacks, self.state.saver, self._preemption)
+        self._end_step = StepEnd(self.stop_requested, self.failures, self.state.saver, self._preemption)
 
     def init_workers(self) -> None:
         """Reserve devices, start one group per pool with its roles colocated, load the models."""
@@ -186,8 +186,8 @@ class RayPPOTrainer(TrainerAttributes):
                 if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
                     with self.status.phase("testing"), self._weight_guard.explained(self.global_steps):
                         validate = partial(self._preemption.unless_given_up, self._validate)
-                        found = self.setbacks.attempt(VALIDATION, self.global_steps, validate, trainer.val_only)
-                        self._log_metrics(found or self.setbacks.metrics(), self.global_steps)
+                        found = self.failures.attempt(VALIDATION, self.global_steps, validate, trainer.val_only)
+                        self._log_metrics(found or self.failures.metrics(), self.global_steps)
                 if not trainer.val_only:
                     self._train()
                     logger.info("Where the time went: %s.", self.record.verdict())
@@ -243,7 +243,7 @@ class RayPPOTrainer(TrainerAttributes):
         self._keep_state()
         self._guard.check(metrics, getattr(self.reward_fn, "last_failure", None))
         if step >= last or stopping:
-            self.setbacks.refuse_an_unsaved_end(step)
+            self.failures.raise_if_unsaved(step)
         return stopping
 
     def _new_phases(self) -> Phases:

@@ -14,7 +14,7 @@ from verl.config import PPOConfig
 from verl.config.layout import scored_by_model
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.dumps import answer_texts, beside_ours, ground_truths, write_jsonl
-from verl.trainer.common.setbacks import Setbacks
+from verl.trainer.common.failures import NonFatalFailures
 from verl.trainer.common.status_line import StatusLine
 from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.reward import (
@@ -52,11 +52,11 @@ class Validator:
         tokenizer: Any,
         groups: WorkerGroups,
         judge: BatchToBatch,
-        setbacks: Setbacks,
+        failures: NonFatalFailures,
     ) -> None:
         """`judge` adds the scores of the reward model to a batch, if the run has one."""
         self._config, self._tokenizer, self._groups = config, tokenizer, groups
-        self._judge, self._setbacks = judge, setbacks
+        self._judge, self._failures = judge, failures
 
     def run(
         self,
@@ -94,7 +94,7 @@ class Validator:
             if config.val_only:  # they are what the run is for
                 write()
             else:
-                self._setbacks.dump("trainer.validation_data_dir", folder, step, write)
+                self._failures.dump("trainer.validation_data_dir", folder, step, write)
 
     def _answered(self, batch: DataProto, generate: BatchToBatch, reward_fn: Any, status: StatusLine) -> Samples:
         """One batch: what was asked and answered, `reward` and what the reward function said beside it."""

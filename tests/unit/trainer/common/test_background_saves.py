@@ -17,7 +17,7 @@ from tests.support.training_harness import make_task, overrides, run_training
 from verl.config import SFTConfig, load_config
 from verl.single_controller.base import Worker
 from verl.trainer.common.checkpoint import Saver, background_part
-from verl.trainer.common.setbacks import UnsavedRunError
+from verl.trainer.common.failures import UnsavedRunError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.sft.trainer import SFTTrainer
 from verl.utils.checkpoint import copier, remote

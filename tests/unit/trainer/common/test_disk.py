@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.training_harness import make_task, make_trainer, overrides, run_training
 from verl.config import ConfigError, load_config
+from verl.trainer.common.failures import UnsavedRunError
 from verl.trainer.common.run_start import run_parts, step_bytes
-from verl.trainer.common.setbacks import UnsavedRunError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.state import started
 from verl.utils.checkpoint import disk

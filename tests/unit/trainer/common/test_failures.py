@@ -12,8 +12,8 @@ from tests.support.training_harness import close, make_task, make_trainer, overr
 from verl.config import ConfigError
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import Failure, HangError, WorkerCallError, WorkerDiedError
+from verl.trainer.common.failures import SAVE, VALIDATION, NonFatalFailures, UnsavedRunError, is_fatal
 from verl.trainer.common.guard import NonFiniteError
-from verl.trainer.common.setbacks import SAVE, VALIDATION, Setbacks, UnsavedRunError, ends_the_run
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.types.request import Output
 from verl.workers.reward_manager.naive import RewardError
@@ -179,15 +179,15 @@ def test_what_going_on_cannot_help_ends_the_run(error):
         except type(error) as cause:
             raise RuntimeError("while validating") from cause
 
-    setbacks = Setbacks()
+    failures = NonFatalFailures()
     with pytest.raises(RuntimeError, match="while validating"):
-        setbacks.attempt(VALIDATION, 3, act)
-    assert setbacks.metrics() == {}
+        failures.attempt(VALIDATION, 3, act)
+    assert failures.metrics() == {}
 
 
 def test_ranks_that_failed_apart_can_go_on():
-    assert not ends_the_run(failed_call("generate_sequences"))
-    assert not ends_the_run(failed_call("save_checkpoint"))
+    assert not is_fatal(failed_call("generate_sequences"))
+    assert not is_fatal(failed_call("save_checkpoint"))
 
 
 def test_a_stop_by_the_user_passes_through():
@@ -195,4 +195,4 @@ def test_a_stop_by_the_user_passes_through():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Setbacks().attempt(SAVE, 1, interrupted)
+        NonFatalFailures().attempt(SAVE, 1, interrupted)
