@@ -49,9 +49,9 @@ class Remembering:
 
     asked: list[list[str]]
 
-    def _roll_out(self, prompts, metrics):
+    def _generate_and_score(self, prompts, metrics):
         self.asked = [*getattr(self, "asked", []), prompts.non_tensor_batch["uid"].tolist()]
-        return super()._roll_out(prompts, metrics)
+        return super()._generate_and_score(prompts, metrics)
 
 
 def remembering() -> type:

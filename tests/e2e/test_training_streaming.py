@@ -77,10 +77,10 @@ def test_ranks_that_share_an_engine_train_and_score_only_while_it_stands_still(t
 
 
 class Stopping(Noting):
-    def _answers(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
+    def _collect_rollouts(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         if self.global_steps == 2:
             os.kill(self.groups.rollout.processes[0].pid, signal.SIGSTOP)
-        return super()._answers(prompts, metrics)
+        return super()._collect_rollouts(prompts, metrics)
 
 
 @pytest.mark.slow

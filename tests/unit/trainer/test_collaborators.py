@@ -48,9 +48,9 @@ class Counting(RayPPOTrainer):
         self.calls["weights"] += 1
         super()._sync_weights()
 
-    def _roll_out(self, prompts, metrics):
+    def _generate_and_score(self, prompts, metrics):
         self.calls["roll_out"] += 1
-        return super()._roll_out(prompts, metrics)
+        return super()._generate_and_score(prompts, metrics)
 
     def _generate_rows(self, batch, validate):
         self.calls["validation" if validate else "training"] += 1

@@ -44,10 +44,10 @@ class Disturbed(RayPPOTrainer):
 class DisturbedStream(Disturbed, AsyncPPOTrainer):
     """Its engine is killed with what a stream has asked of it, which is open since the step before."""
 
-    def _answers(self, prompts: Any, metrics: dict[str, float]) -> Any:
+    def _collect_rollouts(self, prompts: Any, metrics: dict[str, float]) -> Any:
         if self.global_steps == 2:
             self._stop_and_kill()
-        return super()._answers(prompts, metrics)
+        return super()._collect_rollouts(prompts, metrics)
 
     def _generate(self, batch: Any) -> Any:
         return AsyncPPOTrainer._generate(self, batch)

@@ -87,11 +87,11 @@ def test_a_total_outage_moves_nothing_and_stops_the_run_with_its_cause(tmp_path)
     class Judged(RayPPOTrainer):
         seen: list
 
-        def _roll_out(self, prompts, metrics):
+        def _generate_and_score(self, prompts, metrics):
             if self.global_steps == 2:
                 flag.touch()
             self.seen.append(state(self))
-            return super()._roll_out(prompts, metrics)
+            return super()._generate_and_score(prompts, metrics)
 
     trainer = make_trainer(
         overrides(

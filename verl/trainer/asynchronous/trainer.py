@@ -59,7 +59,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
             logger.info("Who waited for whom: %s.", verdict(shares, setup))
 
     @property
-    def _source(self) -> AnswerStream:
+    def _prompt_source(self) -> AnswerStream:
         return self.stream
 
     def _next_prompts(self) -> DataProto:
@@ -76,9 +76,9 @@ class AsyncPPOTrainer(RayPPOTrainer):
             self.recovery.retry_on_worker_loss(self.weight_sync.resume_generation)
             self.stream.drain()
 
-    def _answers(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
+    def _collect_rollouts(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         self.stream.begin_step(self.global_steps, self.policy_version)
-        batch = super()._answers(self.stream.take(self.config.data.train_batch_size), metrics)
+        batch = super()._collect_rollouts(self.stream.take(self.config.data.train_batch_size), metrics)
         metrics |= self.stream.metrics()
         # Of conversations with tools tokens say nothing of the time.
         if self.config.actor_rollout_ref.rollout.agent.default_agent_loop == "single_turn_agent":
@@ -93,7 +93,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
         """Beside the stream, with the weights after the step."""
         self._finish_answers()
         found = super()._validate()
-        self.recovery.retry_on_worker_loss(self.weight_sync.release_weights)
+        self._release_weights()
         return found
 
     def _flow_metrics(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""RayPPOTrainer: the training loop. `_train_step` is one step, top to bottom like the algorithm."""
+"""RayPPOTrainer: the training loop. `_train_step` is one training step, one line per phase."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class RayPPOTrainer(TrainerAttributes):
         self.watch = HangWatch(self.status, self.config.trainer.hang_timeout)
         self.phases = self._new_phases()  # for calls outside of `fit`
 
-    # ---------------------------------------------------------------- setting up
+    # ---------------------------------------------------------------- setup
 
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         loaders = run_loaders(self.config, train_dataset, val_dataset, collate_fn, train_sampler)
@@ -135,7 +135,7 @@ class RayPPOTrainer(TrainerAttributes):
         self._end_step = StepEnd(self.stop_requested, self.failures, self.state.saver, self._preemption)
 
     def init_workers(self) -> None:
-        """Reserve devices, start one group per pool with its roles colocated, load the models."""
+        """Reserve devices, start one worker group per pool with its roles colocated, and load the models."""
         self.generator.start()
         self.teachers.check_servers(self.tokenizer)
         self.state.begin()
@@ -156,16 +156,16 @@ class RayPPOTrainer(TrainerAttributes):
         """Return the worker group of the critic; only called if the run has one. Override it to return your own."""
         return self.groups.create(Role.Critic)
 
-    # ---------------------------------------------------------------- the loop
+    # ---------------------------------------------------------------- training loop
 
     def fit(self) -> None:
-        """Train until the steps are done, or until asked to stop: then finish the step, save and return."""
+        """Train for `total_training_steps`; on a stop request, finish the current step, save and return."""
         with self.watch:
             self._fit()
 
     @cached_property
     def tracking(self) -> Tracking:
-        """The trackers of the run, opened at first use: by `fit`, or by a script that calls `_validate`."""
+        """The trackers of the run, opened on first use: by `fit`, or by a script that calls `_validate`."""
         trainer = self.config.trainer
         return Tracking(
             trainer.project_name,
@@ -186,8 +186,8 @@ class RayPPOTrainer(TrainerAttributes):
                 if self.val_dataloader is not None and (trainer.val_before_train or trainer.val_only):
                     with self.status.phase("testing"), self._weight_guard.explained(self.global_steps):
                         validate = partial(self._preemption.unless_given_up, self._validate)
-                        found = self.failures.attempt(VALIDATION, self.global_steps, validate, trainer.val_only)
-                        self._log_metrics(found or self.failures.metrics(), self.global_steps)
+                        metrics = self.failures.attempt(VALIDATION, self.global_steps, validate, trainer.val_only)
+                        self._log_metrics(metrics or self.failures.metrics(), self.global_steps)
                 if not trainer.val_only:
                     self._train()
                     logger.info("Where the time went: %s.", self.record.verdict())
@@ -210,7 +210,7 @@ class RayPPOTrainer(TrainerAttributes):
                     return
 
     def _step(self, batch: DataProto) -> bool:
-        """One step with its checkpoint, validation and log; whether the run was asked to stop, and is saved."""
+        """Run one training step with its save, validation and log; return whether the run stops (and is saved)."""
         trainer, step, last = self.config.trainer, self.global_steps, self.total_training_steps
         self.phases = self._new_phases()
         self._preemption.begin_step(step, self.phases)
@@ -224,7 +224,7 @@ class RayPPOTrainer(TrainerAttributes):
             self._end_step.go_back(self.global_steps, self._save_checkpoint, self.phases)
             return True
         self._weight_guard.check(metrics, step, self._log_metrics, self.state.saver.settle)
-        found, stopping = self._end_step(
+        end_metrics, stopping = self._end_step(
             step,
             self._save_checkpoint,
             self._validate,
@@ -233,7 +233,7 @@ class RayPPOTrainer(TrainerAttributes):
             test_due=self.val_dataloader is not None and is_due(step, trainer.test_freq, last),
             is_last=step >= last,
         )
-        metrics |= found | {"training/global_step": step, "training/epoch": self.prompts.epoch}
+        metrics |= end_metrics | {"training/global_step": step, "training/epoch": self.prompts.epoch}
         metrics |= self.recovery.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
         metrics |= self._flow_metrics()
         metrics |= self.watch.step_done(self.phases.seconds["step"])
@@ -250,28 +250,28 @@ class RayPPOTrainer(TrainerAttributes):
         return Phases(self.status, memory_gb if self.device_name == "cuda" else None, self._preemption.enter)
 
     def _flow_metrics(self) -> dict[str, float]:
-        """Who waited for whom in the step, where generation and training do not take turns."""
+        """Return the idle times of generation and training, if they run concurrently."""
         return {}
 
     def _keep_state(self) -> None:
-        """Between steps: what is saved if the next one is given up."""
+        """Between steps: keep the state to save if the next step is given up for a preemption signal."""
         self._preemption.end_step(self.global_steps)
         if self.config.trainer.save_within is not None:
             self.state.keep()
 
     @property
     def given_up(self) -> str | None:
-        """What was given up for a signal, and why."""
+        """The step or validation that was given up for a preemption signal and the reason, or None."""
         return self._preemption.given_up
 
     def preempt(self, by: str) -> None:
-        """As `stop_requested.set()`, but by a signal that leaves `trainer.save_within` seconds. From any thread."""
+        """Request a stop for a signal `by` that leaves `trainer.save_within` seconds. Thread-safe."""
         self.stop_requested.set()
         if self._preemption.decide(by, self.state.saver.seconds):
             self._preemption.keep_cancelling(self._cancel)
 
     def _cancel(self) -> None:
-        """End the generation or the scoring that runs. From any thread."""
+        """Cancel the running generation or scoring. Thread-safe."""
         self.groups.cancel_generation()
         if "reward" in self.status.now.key:
             for manager in (self.reward_fn, self.val_reward_fn):
@@ -279,14 +279,14 @@ class RayPPOTrainer(TrainerAttributes):
                     manager.close()
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
-        """One training step on a batch of prompts; returns its metrics."""
+        """Run one training step on a batch of prompts; return its metrics."""
         metrics: dict[str, float] = {}
         with self.phases("update_weights", self.actor_wg):
             self._sync_weights()
-        batch = self._answers(batch, metrics)
-        self.recovery.retry_on_worker_loss(self.weight_sync.release_weights)
-        self._old_log_probs_follow = self._update_gives_old_log_probs(batch)
-        if not self._old_log_probs_follow:
+        batch = self._collect_rollouts(batch, metrics)
+        self._release_weights()
+        self._old_log_probs_from_update = self._update_computes_old_log_probs(batch)
+        if not self._old_log_probs_from_update:
             with self.phases("old_log_prob", self.actor_wg):
                 batch = self._compute_old_log_prob(batch, metrics)
         if self.use_reference_policy:
@@ -315,52 +315,62 @@ class RayPPOTrainer(TrainerAttributes):
 
     @property
     def _actor_learns(self) -> bool:
-        # `global_steps` is 0 in a script that calls `_train_step` without `fit`.
+        # `global_steps` is 0 if a script calls `_train_step` without `fit`.
         return max(1, self.global_steps) > self.config.trainer.critic_warmup
 
-    def _update_gives_old_log_probs(self, batch: DataProto) -> bool:
-        """One optimizer step on the policy that answered: its own forward pass gives them, and its entropy."""
+    def _update_computes_old_log_probs(self, batch: DataProto) -> bool:
+        """Return whether the update makes one optimizer step on the policy that sampled the batch: its forward pass
+        then computes the old log-probs and the entropy."""
         return self._actor_learns and from_update(self.config) and sampled_by(batch, self.policy_version)
 
     def _sync_weights(self) -> None:
         """Send the weights of the current policy version to the rollout engines."""
         self.recovery.retry_on_worker_loss(self.weight_sync.sync, self.policy_version)
 
+    def _release_weights(self) -> None:
+        """Let engines that share devices with the trainer free their weights until the next sync."""
+        self.recovery.retry_on_worker_loss(self.weight_sync.release_weights)
+
     @property
-    def _source(self) -> PromptSource:
-        """Where the step's prompts come from."""
+    def _prompt_source(self) -> PromptSource:
+        """Source of further prompts for dynamic sampling."""
         return self.prompts
 
     def _next_prompts(self) -> DataProto:
+        """Return the prompts of the next step."""
         return self.prompts.take(self.config.data.gen_batch_size)
 
-    def _answers(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
-        """The step's batch: scored answers to these prompts, or to as many that teach something."""
+    def _collect_rollouts(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
+        """Return the batch of the step: scored responses to these prompts. With dynamic sampling, groups without reward
+        variance are replaced by responses to further prompts."""
         if self.config.algorithm.filter_groups.enable:
-            return self.generator.fill(prompts, metrics, self._roll_out, self._source, self.global_steps)
-        return self._roll_out(prompts, metrics)
+            return self.generator.fill(
+                prompts, metrics, self._generate_and_score, self._prompt_source, self.global_steps
+            )
+        return self._generate_and_score(prompts, metrics)
 
-    def _roll_out(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
-        """Scored answers to the prompts."""
+    def _generate_and_score(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
+        """Return scored responses to the prompts."""
         with self.phases("gen", *self.groups.answering):
             batch = self._generate(prompts)
         with self.phases("reward", self.rm_wg):
             return self._compute_reward(batch, metrics)
 
     def _generate(self, batch: DataProto) -> DataProto:
-        """Answers to every prompt, `rollout.n` times: all rows of one prompt stand together."""
+        """Return `rollout.n` responses to every prompt; the rows of one prompt are adjacent."""
         return self._generate_rows(self.generator.answer_rows(batch), validate=False)
 
     def _generate_rows(self, batch: DataProto, validate: bool) -> DataProto:
+        """Return a response to every row, for training or with the sampling parameters of validation."""
         reward_fn = self.val_reward_fn if validate else self.reward_fn
         return self.recovery.retry_on_worker_loss(self.generator.answer, batch, self.global_steps, validate, reward_fn)
 
     def _compute_reward(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
-        """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions."""
+        """Add `token_level_scores`: the score of each response on its last token, by reward model and/or functions."""
         return self.generator.score(batch, {} if metrics is None else metrics, self.global_steps)
 
     def _compute_old_log_prob(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """Log-probs of the answers under the policy about to be updated; with bypass_mode of a few, to compare."""
+        """Add `old_log_probs`: log-probs of the responses under the policy before the update."""
         infer = partial(self._balanced, self.actor_wg.compute_log_prob, role="actor")
         ranks = self.groups.dp_sizes["actor"]
         batch, old_log_prob_metrics = add_old_log_probs(batch, self.config, self.mismatch, infer, ranks)
@@ -368,7 +378,7 @@ class RayPPOTrainer(TrainerAttributes):
         return batch
 
     def _compute_advantage(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
-        """KL in the reward if asked for, then `advantages` and `returns`; here, from the columns it names."""
+        """Add `token_level_rewards` (with the KL penalty, if configured), `advantages` and `returns`."""
         batch_metrics = add_advantage_columns(
             batch, self.config, self.mismatch, self.kl_ctrl_in_reward, self.use_critic
         )
@@ -377,15 +387,15 @@ class RayPPOTrainer(TrainerAttributes):
         return batch
 
     def _update(self, method: Callable[..., Any], batch: DataProto, role: str) -> dict[str, float]:
-        """Metrics of an update on the batch; columns that it gives are added to it."""
+        """Update a model on the batch and return the metrics; columns computed by the update are added to it."""
         return self.groups.update(method, batch, role, self.global_steps)
 
     def _balanced(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
-        """The columns of a pass without an update."""
+        """Return the columns that a forward pass without update computes, with rows balanced over the ranks."""
         return self.recovery.retry_on_worker_loss(self.groups.infer, method, batch, role)
 
     def _validate(self) -> dict[str, float]:
-        """Accuracy on the validation prompts; answers go to the trackers and, if asked for, to JSONL."""
+        """Return the metrics on the validation prompts; log sampled responses, and write all of them if configured."""
         self._sync_weights()
         generate = partial(self._generate_rows, validate=True)
         return self.validator.run(
@@ -393,21 +403,24 @@ class RayPPOTrainer(TrainerAttributes):
         )
 
     def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        """Update the sampler and write the dumps of the step."""
         self._last_batch = batch
-        if self._old_log_probs_follow:
+        if self._old_log_probs_from_update:
             metrics |= compare_old_log_probs(batch, self.mismatch)
-        if not self.config.algorithm.filter_groups.enable:  # else it has learned from all that was generated
+        if not self.config.algorithm.filter_groups.enable:  # `fill_batch` shows the sampler every generated batch
             self.prompts.learn_from(batch)
         self.record.dump(batch, self.global_steps, self._guard.harmful(metrics))
 
     # ---------------------------------------------------------------- checkpoints and logs
 
     def _save_checkpoint(self) -> None:
-        """Freeze the state and begin to write it; `global_step_N` is there when it is whole, and the log says so."""
+        """Snapshot the state and begin to write it; `global_step_N` appears, and is logged, when it is complete."""
         self.state.save(self.groups)
 
     def _load_checkpoint(self) -> None:
+        """Resume from the configured or newest complete checkpoint, if there is one."""
         self.state.load(self.groups)
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Send the metrics of a step to the trackers."""
         self.tracking.log(without_nan(metrics), step)

@@ -1,4 +1,4 @@
-"""Validator: answers to the validation prompts, their scores per data source, a few of them shown."""
+"""Validator: generate and score responses to the validation prompts, with metrics per data source."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from verl.utils.tracking import Tracking
 from verl.workers.reward_manager.naive import FAILED
 
 Samples = dict[str, list[Any]]
-"""Columns of answered and scored prompts."""
+"""Columns of scored responses."""
 
-# Columns of a sample that say what it is; all others say how good it is.
+# Columns that describe a sample; all other columns are scores.
 _DESCRIPTIONS = ("prompt", "answer", "gts", "more", "uid", "data_source", "answer_score")
 # Column with 1.0 for agents that failed or were aborted; only in batches with `agent_metrics`.
 _UNFINISHED = "agent_failed"
-# What is worth a look first; the spread and the bounds of each are not.
+# Statistics under `val-core`; spread and bounds are under `val-aux`.
 _CORE = ("mean@", "best@", "maj@", "pass@")
 _BOUNDS = ("/std", "/low", "/high")
 
@@ -44,7 +44,7 @@ BatchToBatch = Callable[[DataProto], DataProto]
 
 
 class Validator:
-    """Asks what training asks, by the same phases, and scores with a reward function of its own."""
+    """Runs validation with the generation phase of training and the reward function of validation."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Validator:
         return sample_metrics(samples, judged=scored_by_model(self._config))
 
     def show(self, samples: Samples, step: int, tracking: Tracking) -> None:
-        """Sampled answers to the trackers; all of them to JSONL where a folder is set."""
+        """Log sampled responses to the trackers; write all of them to JSONL if a folder is set."""
         config = self._config.trainer
         own = {"input": "prompt", "output": "answer", "gts": "gts", "score": "reward"}
         rows = _rows({name: samples[column] for name, column in own.items()})
@@ -91,13 +91,13 @@ class Validator:
             said = _rows(beside_ours({name: samples[name] for name in names}))
             dumped = [{"step": step, **row, **texts, **rest} for row, texts, rest in zip(rows, more, said, strict=True)]
             write = functools.partial(write_jsonl, dumped, Path(folder) / f"{step}.jsonl")
-            if config.val_only:  # they are what the run is for
+            if config.val_only:  # the files are the purpose of such a run: failures are fatal
                 write()
             else:
                 self._failures.dump("trainer.validation_data_dir", folder, step, write)
 
     def _answered(self, batch: DataProto, generate: BatchToBatch, reward_fn: Any, status: StatusLine) -> Samples:
-        """One batch: what was asked and answered, `reward` and what the reward function said beside it."""
+        """Generate and score one batch; return prompts, responses, `reward` and the extra columns of the reward."""
         n = self._config.actor_rollout_ref.rollout.val_kwargs.n
         batch = batch.repeat(n, interleave=True)
         batch.non_tensor_batch["sample_index"] = object_array([i % n for i in range(len(batch))])
@@ -151,20 +151,20 @@ def with_unfinished(samples: Samples, unfinished: Sequence[bool], judged: bool) 
 
 
 def known_scores(scores: list[float], failed: Sequence[Any] | None, reward_fn: Any) -> list[float | None]:
-    """None for a sample that could not be scored, where these are masked: it is neither right nor wrong."""
+    """Return the scores, with None for samples that failed to be scored if `on_error` is `mask`."""
     if failed is None or getattr(reward_fn, "on_error", None) != "mask":
         return list(scores)
     return [None if missing else score for score, missing in zip(scores, failed, strict=True)]
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
-    """One list per column over all batches; None where a batch does not have it (rewards differ by data source)."""
+    """Concatenate the columns of all batches; None for columns that a batch lacks (rewards differ by data source)."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: [v for part in parts for v in part.get(name, [None] * len(part["uid"]))] for name in names}
 
 
 def sample_metrics(samples: Samples, judged: bool) -> dict[str, float]:
-    """What is known of every score, by source; and the share of right answers, where right and wrong mean something."""
+    """Return the statistics of every score per data source, and the accuracy where responses are right or wrong."""
     metrics, infos = {}, {name: column for name, column in samples.items() if name not in _DESCRIPTIONS}
     for source, variables in process_validation_metrics(samples["data_source"], samples["uid"], infos).items():
         main = "acc" if "acc" in variables else "reward"
