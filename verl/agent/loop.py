@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl.agent.record import current
 from verl.config import AgentConfig, PPOConfig, RolloutConfig, names
+from verl.types.request import TokenOutput
 from verl.utils.exceptions import Travels
 from verl.utils.import_utils import ImportPath
 from verl.utils.registry import Registry
+from verl.workers.rollout.call_record import current
 
 __all__ = [
     "AGENT_LOOPS",
@@ -34,19 +35,6 @@ __all__ = [
 ]
 
 Messages = Sequence[Mapping[str, Any]]
-
-
-@dataclass(slots=True)
-class TokenOutput:
-    """What `server_manager.generate` gives."""
-
-    token_ids: list[int]
-    log_probs: list[float] | None = None
-    stop_reason: str | None = None
-    """completed, or aborted: then the tokens are what there was."""
-    num_preempted: int = 0
-    extra_fields: dict[str, Any] = field(default_factory=dict)
-    """`versions`: of the weights, one per token; `finish_reason`: stop, length or abort."""
 
 
 @dataclass(slots=True)

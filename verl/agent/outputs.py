@@ -12,18 +12,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from verl.agent.loop import AgentLoopOutput, TrajectoryFailed
-from verl.agent.record import Call, Record
 from verl.types.routed_experts import combine_calls
-from verl.types.trajectory import Row, Trajectory, Turn
+from verl.types.trajectory import Row, Status, Trajectory, Turn
+from verl.workers.rollout.call_record import Call, Record
 
 __all__ = ["Limits", "failed_trajectory", "trajectory_of"]
 
-Status: TypeAlias = Literal["finished", "aborted", "failed"]
 NAN, STALE = math.nan, -1
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Output", "Request", "SamplingParams", "TopLogProbs", "check_request"]
+__all__ = ["Output", "Request", "SamplingParams", "TokenOutput", "TopLogProbs", "check_request"]
 
 TopLogProbs = list[tuple[int, float]]
 """(token, log-prob) of the likeliest tokens of one position, the likeliest first."""
@@ -141,6 +141,19 @@ class Output:
     """[prompt and response tokens but the last, layers, k]: experts of a mixture that each token went through when the
     token after it was sampled, as an array; None where the engine does not return them. Rows missing at the end
     are unknown. A part of a streamed output holds the rows that its own tokens added."""
+
+
+@dataclass(slots=True)
+class TokenOutput:
+    """The result of a loop's `server_manager.generate`."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None = None
+    stop_reason: str | None = None
+    """completed or aborted; the tokens of an aborted request are those sampled before the abort."""
+    num_preempted: int = 0
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    """`versions`: version of the weights, one per token; `finish_reason`: stop, length or abort."""
 
 
 def check_request(request: Request, max_model_len: int, grammars: bool = False) -> None:

@@ -10,9 +10,10 @@ import numpy as np
 
 from verl.types.request import Output
 
-__all__ = ["Row", "TokenIds", "Trajectory", "Turn"]
+__all__ = ["Row", "Status", "TokenIds", "Trajectory", "Turn"]
 
 TokenIds: TypeAlias = Sequence[int] | np.ndarray
+Status: TypeAlias = Literal["finished", "aborted", "failed"]
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class Trajectory:
     sample_index: int
     """Which of that prompt's answers."""
     rows: list[Row]
-    status: Literal["finished", "aborted", "failed"] = "finished"
+    status: Status = "finished"
     """Aborted ones can be gone on with. Only finished ones are learned from."""
     score: float | None = None
     """None: not scored yet."""
@@ -99,6 +100,13 @@ class Trajectory:
     def name(self) -> str:
         """Unique within a batch: what the column `trajectory` holds."""
         return f"{self.uid}/{self.sample_index}"
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions of the weights that sampled its tokens, ascending; unknown ones (-1) are left out."""
+        turns = (turn for row in self.rows for turn in row.turns if turn.source == "model")
+        sets = (set(turn.versions) for turn in turns if turn.versions is not None)
+        return tuple(sorted(version for version in set().union(*sets) if version >= 0))
 
     @property
     def last_tokens(self) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 
 from verl.agent.loop import AgentLoopOutput
 from verl.agent.outputs import Limits, trajectory_of
-from verl.agent.record import Record, recording
+from verl.workers.rollout.call_record import Record, recording
 from verl.agent.server_manager import ServerManager
 from verl.types.request import Output, Request, SamplingParams
 from verl.workers.rollout.output import rows_from_trajectories

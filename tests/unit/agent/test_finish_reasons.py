@@ -18,7 +18,7 @@ from verl.agent.chat import Chat
 from verl.agent.gateway.agent import GatewayAgentLoop
 from verl.agent.loop import AgentLoopBase, AgentLoopOutput
 from verl.agent.outputs import Limits, trajectory_of
-from verl.agent.record import Record, recording
+from verl.workers.rollout.call_record import Record, recording
 from verl.agent.search_loop import SearchAgentLoop
 from verl.agent.server_manager import ServerManager
 from verl.agent.single_turn import SingleTurnAgentLoop

@@ -20,7 +20,7 @@ from verl.agent.loop import (
     read_loop_file,
     register,
 )
-from verl.agent.record import Record, current, recording
+from verl.workers.rollout.call_record import Record, current, recording
 from verl.agent.single_turn import SingleTurnAgentLoop
 from verl.utils.counter_noise import sample_keys
 

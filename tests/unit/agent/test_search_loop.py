@@ -15,7 +15,7 @@ from tests.support.chat_models import chat_tokenizer
 from tests.support.script_runner import log_prob, scripted_engine
 from tests.support.search_server import serving, write_corpus
 from verl.agent.outputs import trajectory_of
-from verl.agent.record import Record, recording
+from verl.workers.rollout.call_record import Record, recording
 from verl.agent.search_loop import SearchAgentLoop
 from verl.agent.search_protocol import FAILED, INVALID, Action, Information, parse_action
 from verl.agent.server_manager import ServerManager

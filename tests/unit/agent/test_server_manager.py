@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from verl.agent import server_manager
-from verl.agent.record import Record, recording
+from verl.workers.rollout.call_record import Record, recording
 from verl.agent.server_manager import ServerManager
 from verl.types.request import Output, Request, SamplingParams
 

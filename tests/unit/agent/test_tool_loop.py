@@ -14,7 +14,7 @@ from tests.support.chat_models import chat_tokenizer
 from tests.support.script_runner import answers, log_prob, scripted_engine
 from verl.agent.chat import Chat
 from verl.agent.outputs import trajectory_of
-from verl.agent.record import Record, recording
+from verl.workers.rollout.call_record import Record, recording
 from verl.agent.server_manager import ServerManager
 from verl.agent.tool_loop import ToolAgentLoop
 from verl.agent.toolbox import CallLimits, Toolbox

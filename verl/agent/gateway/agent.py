@@ -16,13 +16,13 @@ from verl.agent.gateway.server import LocalServer
 from verl.agent.gateway.session import Model, Session, Sessions
 from verl.agent.gateway.tree import Path, Tree
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryFailed
-from verl.agent.record import current
 from verl.config import PPOConfig
 from verl.inference.serving.fields import ApiError
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Output, Request
 from verl.utils.import_utils import ImportPath
 from verl.utils.tool_calls import get_parser
+from verl.workers.rollout.call_record import current
 
 __all__ = ["GatewayAgentLoop", "outputs_of"]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.single_controller.base.errors import Failure
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray.stored import StoredRows
 
 __all__ = ["RankHandle", "result_of"]
 
@@ -25,7 +28,18 @@ class RankHandle(ABC):
 
     @abstractmethod
     def ask(self, method: str, *args: Any) -> Any:
-        """Its result. Raises what the method raised, and a WorkerDiedError where the process is gone."""
+        """Its result. Raises what the method raised, and a WorkerDiedError where the process is gone.
+
+        `method` may be a path: "host.submit" is the method `submit` of the worker's attribute `host`.
+        """
+
+    @abstractmethod
+    def ask_rows(self, method: str, *args: Any) -> tuple[Any, StoredRows | None]:
+        """As `ask`, for a method that returns (value, DataProto or None).
+
+        The tensor columns of the DataProto stay in the object store of the rank's node, as one object that belongs to
+        the caller: it outlives the rank's process.
+        """
 
 
 def result_of(output: Any) -> Any:

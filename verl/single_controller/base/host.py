@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import socket
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ class RankHost:
     def _run(self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], lane: str) -> Any:
         try:
             worker = self._workers[role]
-            bound = getattr(worker, method)
+            bound = attrgetter(method)(worker)
             shard = next((arg for arg in [*args, *kwargs.values()] if isinstance(arg, Shard)), None)
             args = [self._arrive(arg) for arg in args]
             kwargs = {key: self._arrive(arg) for key, arg in kwargs.items()}

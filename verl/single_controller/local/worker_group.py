@@ -22,6 +22,7 @@ from verl.single_controller.base.worker_group import (
     check_prefixes,
     specs_of,
 )
+from verl.single_controller.ray.stored import StoredRows, bundle_rows, with_bundle
 
 
 class LocalRankHost(RankHost):
@@ -47,6 +48,10 @@ class LocalRankHandle(RankHandle):
 
     def ask(self, method: str, *args: Any) -> Any:
         return result_of(self.host.call(self.role, method, list(args), {}, "control"))
+
+    def ask_rows(self, method: str, *args: Any) -> tuple[Any, StoredRows | None]:
+        value, rows = self.ask(method, *args)
+        return value, None if rows is None else with_bundle(*bundle_rows(rows))
 
 
 class LocalWorkerGroup(WorkerGroup):

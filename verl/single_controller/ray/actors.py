@@ -14,6 +14,7 @@ from verl.single_controller.base.handle import RankHandle, result_of
 from verl.single_controller.ray.asking import Nodes, RankProcess
 from verl.single_controller.ray.deaths import death
 from verl.single_controller.ray.resource_pool import ResourceError, describe_cluster
+from verl.single_controller.ray.stored import StoredRows, with_bundle
 
 NAMESPACE = "verl"
 _POLL_S = 0.5
@@ -62,7 +63,16 @@ class RayRankHandle(RankHandle):
         self._send(method, args)
 
     def ask(self, method: str, *args: Any) -> Any:
-        output = outcomes_of([self._send(method, args)])[0]
+        return self._result(method, self._send(method, args))
+
+    def ask_rows(self, method: str, *args: Any) -> tuple[Any, StoredRows | None]:
+        call = self.actor.call_rows.options(concurrency_group="control", num_returns=2)
+        reply, bundle = call.remote(self.role, method, list(args))
+        value, rows = self._result(method, reply)
+        return value, None if rows is None else with_bundle(rows, bundle)
+
+    def _result(self, method: str, ref: Any) -> Any:
+        output = outcomes_of([ref])[0]
         if isinstance(output, Exception):
             raise WorkerDiedError(death(output)[0], self.role, self.rank, self.host, method, str(output))
         return result_of(output)

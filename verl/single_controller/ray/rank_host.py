@@ -18,7 +18,7 @@ from verl.single_controller.base.host import RankHost
 from verl.single_controller.base.worker import RankInfo
 from verl.single_controller.base.worker_group import ClassWithInitArgs
 from verl.single_controller.ray.batch_ref import BatchRef
-from verl.single_controller.ray.stored import StoredRows, store_rows, stored_by
+from verl.single_controller.ray.stored import StoredRows, bundle_rows, store_rows, stored_by
 from verl.utils.collector import Settling
 from verl.utils.logging_setup import quiet_warnings
 from verl.utils.network import interface_of
@@ -77,6 +77,15 @@ class RayRankHost(RankHost):
         for content in [*columns, output]:  # noqa: UP028 - Ray asks for the next by `send`, which lists do not have
             yield content
 
+    def call_rows(self, role: str, method: str, args: list[Any]) -> tuple[Any, Any]:
+        """Run a control method that returns (value, DataProto or None); two objects: (value, description of the rows),
+        and the rows' tensor columns."""
+        output = self.call(role, method, args, {}, "control")
+        if isinstance(output, Failure):
+            return output, None
+        value, rows = output
+        return ((value, None), None) if rows is None else _with_bundle_apart(value, rows)
+
     def call_plain(self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], lane: str) -> Any:
         """As `call`, for callers that `ray.get` the result themselves: values travel whole, exceptions are Ray's."""
         output = self.call(role, method, args, kwargs, lane)
@@ -107,6 +116,11 @@ class RayRankHost(RankHost):
         finally:
             if lane == "compute":  # beside others the step is in the middle of its work
                 self._settling.called(f"{role}.{method}")
+
+
+def _with_bundle_apart(value: Any, rows: DataProto) -> tuple[Any, Any]:
+    stored, contents = bundle_rows(rows)
+    return (value, stored), contents
 
 
 def wrap(arg: Any, put: dict[int, Put]) -> Any:

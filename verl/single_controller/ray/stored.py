@@ -85,6 +85,15 @@ class StoredColumn:
 
 
 @dataclass(frozen=True)
+class Bundled:
+    """A column part that shares one stored object with other columns."""
+
+    bundle: Any
+    """Reference to the object, a dict of column contents by name; in a process without Ray, the dict itself."""
+    name: str
+
+
+@dataclass(frozen=True)
 class StoredRows:
     """What a worker returns in place of a DataProto."""
 
@@ -109,11 +118,33 @@ def store_rows(data: DataProto, known: Lengths | None = None) -> StoredRows:
     return StoredRows(len(data), columns, data.meta_info)
 
 
+def bundle_rows(data: DataProto) -> tuple[StoredRows, dict[str, Any]]:
+    """The tensor columns of a batch as one dict of contents, and the description that `with_bundle` completes."""
+    contents: dict[str, Any] = {}
+    names = iter([name for name, _ in data.tensors()])
+
+    def keep(content: Any) -> Bundled:
+        name = next(names)
+        contents[name] = content
+        return Bundled(None, name)
+
+    with stored_by(keep):
+        return store_rows(data.select(non_tensor_batch_keys=[])), contents
+
+
+def with_bundle(stored: StoredRows, bundle: Any) -> StoredRows:
+    """The rows that `bundle_rows` described; `bundle` is the dict of contents, or a reference to it."""
+    columns = {
+        name: replace(column, refs=tuple(Bundled(bundle, part.name) for part in column.refs))
+        for name, column in stored.columns.items()
+    }
+    return replace(stored, columns=columns)
+
+
 def read_columns(columns: Mapping[str, StoredColumn]) -> dict[str, Any]:
     """The columns' values; all references are fetched in one go."""
     picks = {key: row_map.picks() for key, row_map in _maps(columns).items()}
-    refs = [column.refs[part] for column in columns.values() for part in picks[id(column.rows)][0]]
-    contents = iter(ray.get(refs))
+    contents = iter(_contents([column.refs[part] for column in columns.values() for part in picks[id(column.rows)][0]]))
     values = {}
     for name, column in columns.items():
         used, chosen = picks[id(column.rows)]
@@ -154,6 +185,17 @@ def concat_columns(batches: Sequence[Mapping[str, StoredColumn]]) -> dict[str, S
         refs = tuple(ref for part in parts for ref in part.refs)
         joined[name] = StoredColumn(ColumnType.merged(name, [part.type for part in parts]), refs, maps[key])
     return joined
+
+
+def _contents(parts: Sequence[Any]) -> list[Any]:
+    """The contents of column parts; each reference is fetched once."""
+    refs = {id(ref): ref for ref in (part.bundle if isinstance(part, Bundled) else part for part in parts)}
+    remote = {key: ref for key, ref in refs.items() if not isinstance(ref, dict)}
+    fetched = dict(zip(remote, ray.get(list(remote.values())), strict=True)) if remote else {}
+    return [
+        fetched.get(id(part.bundle), part.bundle)[part.name] if isinstance(part, Bundled) else fetched[id(part)]
+        for part in parts
+    ]
 
 
 def _maps(columns: Mapping[str, StoredColumn]) -> dict[int, RowMap]:

@@ -12,8 +12,8 @@ from verl.config.asynchronous import ahead_of
 from verl.config.layout import shares_devices
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import WorkerError
+from verl.trainer.asynchronous.group_stream import GroupStream
 from verl.trainer.asynchronous.idle import Setup, verdict
-from verl.trainer.asynchronous.stream import AnswerStream
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 __all__ = ["AsyncPPOTrainer"]
@@ -28,10 +28,9 @@ class AsyncPPOTrainer(RayPPOTrainer):
 
     def _create_dataloader(self, *args: Any, **kwargs: Any) -> None:
         super()._create_dataloader(*args, **kwargs)
-        self.stream = AnswerStream(
+        self.stream = GroupStream(
             self.config,
-            self.tokenizer,
-            self.groups,
+            self.rollouts,
             self.generator,
             lambda: self.prompts,
             self.total_training_steps,
@@ -59,7 +58,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
             logger.info("Who waited for whom: %s.", verdict(shares, setup))
 
     @property
-    def _prompt_source(self) -> AnswerStream:
+    def _prompt_source(self) -> GroupStream:
         return self.stream
 
     def _next_prompts(self) -> DataProto:
@@ -87,7 +86,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
         return batch
 
     def _generate(self, batch: DataProto) -> DataProto:
-        return self.stream.answers(batch)
+        return self.stream.responses(batch)
 
     def _validate(self) -> dict[str, float]:
         """Beside the stream, with the weights after the step."""
@@ -98,10 +97,6 @@ class AsyncPPOTrainer(RayPPOTrainer):
 
     def _flow_metrics(self) -> dict[str, float]:
         return self.stream.idle.step(self.phases.seconds)
-
-    def _cancel(self) -> None:
-        self.stream.cancel()
-        super()._cancel()
 
     def _waits_for_answers(self) -> AbstractContextManager[None]:
         """Before a validation, after the step, it is a part of that: no time of the step, and given up with it."""

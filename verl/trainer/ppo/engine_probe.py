@@ -9,9 +9,10 @@ import torch
 
 from verl.config import PPOConfig, names
 from verl.config.layout import ROLLOUT
-from verl.protocol import DataProto
+from verl.protocol import DataProto, object_array
 from verl.trainer.common.guard import TrainingStoppedError
-from verl.trainer.ppo.groups import WorkerGroups, local_columns
+from verl.trainer.ppo.groups import SINGLE_TURN, WorkerGroups, local_columns
+from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.utils.model import compute_position_id_with_mask
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,16 @@ class EngineMismatchError(TrainingStoppedError):
 class EngineProbe:
     """Proves what no fingerprint can: that the weights are used as training uses them, at the training temperature."""
 
-    def __init__(self, config: PPOConfig, tokenizer: Any, groups: WorkerGroups, wanted: bool | None = None) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        groups: WorkerGroups,
+        rollouts: RolloutManager,
+        wanted: bool | None = None,
+    ) -> None:
         """`wanted`: None for engines of other make; ours are proved by their tests."""
-        self._config, self._tokenizer, self._groups = config, tokenizer, groups
+        self._config, self._tokenizer, self._groups, self._rollouts = config, tokenizer, groups, rollouts
         self._rollout = config.actor_rollout_ref.rollout
         self._wanted = names.ROLLOUTS[self._rollout.name].foreign if wanted is None else wanted
         self._proved = 0
@@ -63,7 +71,8 @@ class EngineProbe:
 
     def measure(self) -> float:
         """Mean |difference| of the two log-probs over the tokens of a few answers, of every replica."""
-        answers = self._groups.rollout.generate_sequences(self._prompts())
+        prompts = self._prompts()
+        answers = self._rollouts.generate(prompts, prompts.meta_info)
         computed = self._groups.infer(self._groups.actor.compute_log_prob, answers, "actor")
         names_read = ("rollout_log_probs", "old_log_probs", "response_mask")
         columns = local_columns(answers.union(computed), names_read, ()).batch
@@ -110,4 +119,9 @@ class EngineProbe:
         }
         ending = {"max_new_tokens": min(_NEW_TOKENS, self._rollout.max_new_tokens), "ignore_eos": True, "stop": ()}
         about = {"step": 0, "seed": self._rollout.seed, "pad_token_id": self._tokenizer.pad_token_id}
-        return DataProto.from_dict(tensors, meta_info={**about, **sampling, **ending})
+        names = {
+            "uid": object_array([f"probe-{number}" for number in range(len(rows))]),
+            "sample_index": object_array([0] * len(rows)),
+            "agent_name": object_array([SINGLE_TURN] * len(rows)),
+        }
+        return DataProto.from_dict(tensors, names, {**about, **sampling, **ending})

@@ -4,7 +4,6 @@ greedy baselines and dynamic sampling are part of it."""
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from verl.trainer.ppo.agents import require_some_finished, spread_fields
 from verl.trainer.ppo.dynamic_sampling import PromptSource, RollOut, fill_batch, own_groups
 from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
 from verl.trainer.ppo.reward import NoRewards, reward_metrics, say_right_of_step, score_answers, with_turn_rewards
+from verl.trainer.ppo.rollout_manager import FinishedTrajectory, OnFinished, RolloutManager
 from verl.trainer.ppo.utils import Role
 from verl.types.schema import columns_read_by
 from verl.workers.reward_manager.naive import ROW
@@ -33,19 +33,25 @@ logger = logging.getLogger(__name__)
 
 # A column of the generation request: False where a row is to be answered greedily.
 SAMPLED = "do_sample"
-# Often against what a generation takes, rarely against what asking costs the ranks (a millisecond).
-_ASK_S = 0.1
-_ANSWER_S = 1.0
-
+Retry = Callable[[Callable[[], Any]], Any]
 Infer = Callable[[Callable[..., Any], DataProto, str], DataProto]
 
 
 class Generator:
     """Asks the rollout engines for answers and the reward functions, or a reward model, for their scores."""
 
-    def __init__(self, config: PPOConfig, tokenizer: Any, groups: WorkerGroups, reward_fn: Any, infer: Infer) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        groups: WorkerGroups,
+        rollouts: RolloutManager,
+        reward_fn: Any,
+        infer: Infer,
+    ) -> None:
         """`infer(method, batch, role)` makes a group's pass over a batch, as `WorkerGroups.infer` does."""
         self._config, self._tokenizer, self._groups, self._infer = config, tokenizer, groups, infer
+        self._rollouts = rollouts
         self._scores = config.distillation.scores_answers
         self.reward_fn = reward_fn if self._scores else NoRewards()
         self._has_judge = Role.RewardModel in groups.roles and not serves_reward_model(config)
@@ -71,13 +77,16 @@ class Generator:
         """Rows that `answer_rows` gives for each."""
         return self._config.actor_rollout_ref.rollout.n + self._greedy
 
-    def answer(self, batch: DataProto, step: int, validate: bool, reward_fn: Any) -> DataProto:
-        """An answer to every row; meanwhile `reward_fn` gets those that are finished."""
+    def answer(self, batch: DataProto, step: int, validate: bool, reward_fn: Any, retry: Retry) -> DataProto:
+        """Return a response to every row; `reward_fn` scores finished ones while others are generated.
+
+        `retry(call)` calls again after it has restarted a lost worker.
+        """
         request = self.request(batch, step, validate)
         if self._groups.rollout is not self._groups.actor:
             self._groups.replicas.require_all()
-        with self._overlap(reward_fn, self._groups.answering[-1], request, batch):
-            generated = self._groups.generate(request)
+        with self._overlap(reward_fn, batch) as on_finished:
+            generated = self._rollouts.generate(request, request.meta_info, on_finished, retry)
         return self.joined(batch, generated, validate)
 
     def request(self, batch: DataProto, step: int, validate: bool) -> DataProto:
@@ -96,6 +105,7 @@ class Generator:
             "pad_to_max": not validate and self._config.algorithm.filter_groups.enable,
             "eos_token_id": self._end_token_ids,
             "pad_token_id": self._tokenizer.pad_token_id,
+            "agent_columns": self._groups.agents is not None,
         }
 
     def joined(self, batch: DataProto, generated: DataProto, validate: bool) -> DataProto:
@@ -241,33 +251,26 @@ class RewardOverlap:
             self.share = reward_fn.use_ahead(parts, size) / max(1, len(batch))
 
     @contextmanager
-    def __call__(self, reward_fn: Any, group: Any, request: DataProto, batch: DataProto) -> Iterator[None]:
-        """`request` goes to `group`; its rows are those of `batch`, which has the columns for the reward function.
+    def __call__(self, reward_fn: Any, batch: DataProto) -> Iterator[OnFinished]:
+        """Around the generation of the rows of `batch`; the callback scores trajectories as they finish.
 
-        Both get a column that numbers the rows: by it the reward manager finds what it has scored already.
+        The batch gets a column that numbers the rows: by it the reward manager finds what it has scored already.
         """
         self.share = None
-        ahead = self.ahead(reward_fn, batch) if hasattr(group, "finished_samples") else None
+        ahead = self.ahead(reward_fn, batch)
         if ahead is None:
-            yield
+            yield lambda finished: None
             return
-        request.non_tensor_batch[ROW] = batch.non_tensor_batch[ROW] = object_array(list(range(len(request))))
-        request.meta_info["tell_finished"] = True
-        over = threading.Event()
+        columns = batch.non_tensor_batch
+        names = zip(columns["uid"], columns["sample_index"], strict=True)
+        numbers = {f"{uid}/{index}": number for number, (uid, index) in enumerate(names)}
+        columns[ROW] = object_array(list(range(len(batch))))
 
-        def keep_asking() -> None:
-            try:
-                while not over.wait(_ASK_S):
-                    for finished in group.ask("finished_samples", _ANSWER_S):
-                        ahead.add(finished or [])
-            except Exception as error:  # noqa: BLE001 - said; what was not scored by now is scored after generation
-                logger.warning("answers are not scored while others are generated: %r", error)
+        def score(finished: Sequence[FinishedTrajectory]) -> None:
+            unscored = (one for one in finished if one.status == "finished" and one.score is None)
+            ahead.add([(numbers[one.name], one.last_tokens) for one in unscored])
 
-        asking = threading.Thread(target=keep_asking, name="reward-overlap", daemon=True)
-        asking.start()
         try:
-            yield
+            yield score
         finally:
-            over.set()
-            asking.join()
-            self.share = ahead.submitted / max(1, len(request))
+            self.share = ahead.submitted / max(1, len(batch))

@@ -7,12 +7,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from verl.agent.loop import imported_class, listed_loops
+from verl.agent.loop import LoopSpec, imported_class, listed_loops
 from verl.agent.tool_files import read_tool_files
 from verl.agent.worker import AgentLoopWorker
 from verl.config import PPOConfig
@@ -44,6 +45,8 @@ _LOAD_ORDER = (
     Role.ActorRollout,
     Role.ActorRolloutRef,
 )
+# The agent loop with one model call per trajectory.
+SINGLE_TURN = "single_turn_agent"
 # Beyond the time that tools have to release things.
 _CLOSE_S = 10.0
 # What they hold comes from files, or from the actor.
@@ -81,6 +84,8 @@ class WorkerGroups:
         self._config, self._workers, self._pools, self._cls, self._device = config, workers, pools, cls, device
         self.roles = frozenset(workers)
         self._started: dict[str, Any] = {}
+        self._agent_class: type[AgentLoopWorker] = AgentLoopWorker
+        self._listed_loops: Mapping[str, LoopSpec] = {}
         self.dp_sizes = {name: layout_of(config, name).dp_size for name in BLOCK_OF_ROLE}
 
     def start(self, create: Mapping[Role, Callable[[], Any]] = MappingProxyType({})) -> None:
@@ -125,24 +130,13 @@ class WorkerGroups:
         """The groups that work while answers are generated."""
         return (self.rollout,) if self.agents is None else (self.rollout, self.agents)
 
-    def generate(self, request: DataProto) -> DataProto:
-        """Answers to every row, by the engines alone or by agents that ask them."""
-        if self.agents is None:
-            return self.rollout.generate_sequences(request)
-        is_stream, replicas = self.generation_open, self.open_generation()
-        try:
-            return self.agents.generate_sequences(request, replicas)
-        finally:
-            if not is_stream:
-                self.close_generation()  # of a replica that died it says so, which tells more than the agents can
-
-    def open_generation(self) -> list[RankHandle]:
-        """Let the engines answer until `close_generation`, through hand-overs, beside what is trained; the way to each
-        replica. Again: those that were started anew meanwhile do so, too."""
-        self.rollout.begin_generation()
+    def open_generation(self) -> list[tuple[RankHandle, str]]:
+        """Let the engines generate until `close_generation`, through weight syncs and beside training. Returns handle
+        and host id of each replica. Called again, it opens replicas that were restarted meanwhile."""
+        ids = self.rollout.begin_generation()
         self.generation_open = True
         places = self.rollout.mesh_places("rollout")
-        return [self.rollout.handle(rank) for rank, place in enumerate(places) if place.collect]
+        return [(self.rollout.handle(rank), ids[rank]) for rank, place in enumerate(places) if place.collect]
 
     def close_generation(self) -> None:
         """End what is left of it; what broke an engine meanwhile is raised here."""
@@ -166,6 +160,32 @@ class WorkerGroups:
         rollout = self._config.actor_rollout_ref.rollout
         alone = self.rollout is not self.actor and len(self._roles_in(self._pools.mapping[Role.Rollout])) == 1
         return not alone and not beside(rollout) and not rollout.server_urls
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether ranks run in Ray actors; otherwise in this process."""
+        return hasattr(self.rollout, "processes")
+
+    @property
+    def may_lose_hosts(self) -> bool:
+        """Whether a rollout rank, or its engine, can be lost without the trainer's state."""
+        rollout = self._config.actor_rollout_ref.rollout
+        return self.rollout is not self.actor or beside(rollout) or bool(rollout.server_urls)
+
+    def is_single_turn(self, agent_name: str) -> bool:
+        """Whether rows of this agent loop are one model call each, which needs no loop worker."""
+        if self.agents is None:
+            return True
+        ours = self._agent_class is AgentLoopWorker and agent_name not in self._listed_loops
+        return ours and agent_name == SINGLE_TURN
+
+    @cached_property
+    def overrides_generate_sequences(self) -> bool:
+        """Whether a class of the user has its own `generate_sequences`, which then generates each batch."""
+        if self.agents is not None:
+            return self._agent_class.generate_sequences is not AgentLoopWorker.generate_sequences
+        ours = hasattr(self.rollout, "overrides_generate_sequences")
+        return not ours or any(self.rollout.overrides_generate_sequences())
 
     def require_engines(self) -> None:
         """Raise the WorkerError of a rank, or of an engine's own process, that an open generation has lost."""
@@ -320,21 +340,22 @@ class WorkerGroups:
         if rollout.mode != "async":
             return None
         agent = rollout.agent
-        worker = AgentLoopWorker
+        worker = self._agent_class
         if agent.agent_loop_manager_class is not None:
             key = f"{ROLLOUT}.agent.agent_loop_manager_class"
-            worker = imported_class(key, agent.agent_loop_manager_class, AgentLoopWorker)
+            worker = self._agent_class = imported_class(key, agent.agent_loop_manager_class, AgentLoopWorker)
             if (
                 self._config.trainer.mode != "sync"
                 and worker.generate_sequences is not AgentLoopWorker.generate_sequences
             ):
                 raise ValueError(
                     f"{key} = {agent.agent_loop_manager_class}: it has a generate_sequences of its own, which"
-                    f" trainer.mode={self._config.trainer.mode} does not call: rows come in a stream (add_rows,"
-                    " collect_trajectories). Put what it does into an agent loop, or set trainer.mode=sync."
+                    f" trainer.mode={self._config.trainer.mode} does not call: rows are submitted one by one"
+                    " (`host`). Put what it does into an agent loop, or set trainer.mode=sync."
                 )
         tools = read_tool_files(rollout.multi_turn)
-        prepared = RayClassWithInitArgs(worker, self._config, listed_loops(agent), tools)
+        self._listed_loops = listed_loops(agent)
+        prepared = RayClassWithInitArgs(worker, self._config, self._listed_loops, tools)
         prepared.imports = list(self._config.external_libs)
         return prepared
 

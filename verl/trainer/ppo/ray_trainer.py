@@ -29,6 +29,7 @@ from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.metric_utils import phase_metrics, without_nan
 from verl.trainer.ppo.mismatch import RolloutMismatch, sampled_by
 from verl.trainer.ppo.recovery import WorkerRecovery
+from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.run_data import run_loaders, schedule_steps
 from verl.trainer.ppo.run_record import RunRecord
 from verl.trainer.ppo.served_judge import ServedJudge
@@ -59,9 +60,9 @@ _POLICY_ROLES = (Role.ActorRollout, Role.ActorRolloutRef, Role.Actor)
 class RayPPOTrainer(TrainerAttributes):
     """The controller of a run. Its phases are methods that a subclass may override.
 
-    It composes collaborators (`groups`, `generator`, `validator`, `teachers`, `mismatch`, `weight_sync`, `recovery`,
-    `state`, `record`) and never passes itself to them. A collaborator that needs a phase receives the method as a
-    callable, so it runs the version of the subclass.
+    It composes collaborators (`groups`, `rollouts`, `generator`, `validator`, `teachers`, `mismatch`, `weight_sync`,
+    `recovery`, `state`, `record`) and never passes itself to them. A collaborator that needs a phase receives the
+    method as a callable, so it runs the version of the subclass.
     """
 
     modes: tuple[str, ...] = ("sync",)
@@ -123,9 +124,11 @@ class RayPPOTrainer(TrainerAttributes):
         self.groups = groups = WorkerGroups(
             config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls, self.device_name
         )
-        self.weight_sync = WeightSync(groups, EngineProbe(config, tokenizer, groups), config.trainer.partial_kv)
+        self.rollouts = RolloutManager(config, groups)
+        probe = EngineProbe(config, tokenizer, groups, self.rollouts)
+        self.weight_sync = WeightSync(groups, probe, config.trainer.partial_kv)
         self.recovery = WorkerRecovery(groups, self.weight_sync, self.state, self.status)
-        self.generator = Generator(config, tokenizer, groups, reward_fn, self._balanced)
+        self.generator = Generator(config, tokenizer, groups, self.rollouts, reward_fn, self._balanced)
         self.validator = Validator(config, tokenizer, groups, self.generator.judged, self.failures)
         self.val_reward_fn = val_reward_fn
         self.teachers = Teachers(config, groups)
@@ -272,6 +275,7 @@ class RayPPOTrainer(TrainerAttributes):
 
     def _cancel(self) -> None:
         """Cancel the running generation or scoring. Thread-safe."""
+        self.rollouts.cancel_waiting()
         self.groups.cancel_generation()
         if "reward" in self.status.now.key:
             for manager in (self.reward_fn, self.val_reward_fn):
@@ -363,7 +367,8 @@ class RayPPOTrainer(TrainerAttributes):
     def _generate_rows(self, batch: DataProto, validate: bool) -> DataProto:
         """Return a response to every row, for training or with the sampling parameters of validation."""
         reward_fn = self.val_reward_fn if validate else self.reward_fn
-        return self.recovery.retry_on_worker_loss(self.generator.answer, batch, self.global_steps, validate, reward_fn)
+        retry = self.recovery.retry_on_worker_loss
+        return self.generator.answer(batch, self.global_steps, validate, reward_fn, retry)
 
     def _compute_reward(self, batch: DataProto, metrics: dict[str, float] | None = None) -> DataProto:
         """Add `token_level_scores`: the score of each response on its last token, by reward model and/or functions."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from verl.algos import get_kl_controller
 from verl.config import PPOConfig
-from verl.trainer.asynchronous.asked import prompts_of
+from verl.trainer.asynchronous.group_state import prompts_of
 from verl.trainer.common.checkpoint import Saver, background_part, load_step
 from verl.trainer.common.run_start import RunStart, run_parts
 from verl.trainer.ppo.arrange import concat_prompts

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,7 +17,6 @@ from verl.planning.engines import beside
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.single_controller.base.dispatch import MeshPlace
-from verl.types.request import Request
 from verl.types.schema import COLUMNS
 from verl.utils.device import resolve_dtype
 from verl.utils.field_errors import keys_under
@@ -27,10 +25,12 @@ from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.engines import inferred, start_engine
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
-from verl.workers.roles.requests import Collected, OpenRequests
 from verl.workers.roles.saving import SavingWorker
 from verl.workers.roles.updates import mini_batches_of_call, run_epochs
-from verl.workers.rollout.base import EngineDiedError
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.engine_host import EngineHost
+from verl.workers.rollout.errors import EngineDiedError
+from verl.workers.rollout.output import empty_experts
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.sharding_manager import (
     BroadcastReceiver,
@@ -66,8 +66,8 @@ class ActorRolloutRefWorker(SavingWorker):
         self._actor_changed = False
         self._sender: BroadcastSender | None = None
         self._receiver: BroadcastReceiver | None = None
-        self._finished: deque[tuple[int, Sequence[int]]] = deque()
-        self._requests: OpenRequests | None = None
+        self.host: EngineHost | None = None
+        """Executes rollout jobs and requests of agents, while generation is open."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, model_path: str | None = None) -> None:
@@ -168,57 +168,62 @@ class ActorRolloutRefWorker(SavingWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     @phase_memory("gen", at="actor_rollout_ref")
     def generate_sequences(self, prompts: DataProto, **sampling: Any) -> DataProto:
-        """One answer per row, by the configuration's sampling parameters but for those given (`temperature=0.7`).
+        """Generate one batch: one answer per row, by the configuration's sampling parameters but for those given
+        (`temperature=0.7`).
 
         Rows keep their object columns. If the engine in the actor's process does not have the actor's current weights,
-        they are synced first, so that a script may call this directly after `init_model` or `update_actor`.
-        With `tell_finished` in meta_info, `finished_samples` says which are there already.
+        they are synced first, so that a script may call this directly after `init_model` or `update_actor`. The trainer
+        calls it only if a subclass, or a subclass of BaseRollout, overrides it: its own rows go to `host`.
         """
         if "actor" in self.parts and (self._rollout_version < 0 or self._actor_changed):
             self._sync_rollout(self._policy_version)
         self._make_room()
         self.rollout.resume()
-        telling: dict[str, Any] = {}
-        if prompts.meta_info.get("tell_finished"):
-            rows, finished = prompts.non_tensor_batch["row"], self._finished
-            telling["on_finished"] = lambda place, output: finished.append((int(rows[place]), output.token_ids))
         try:
             with keys_under("actor_rollout_ref.rollout", RolloutConfig):
-                answers = self.rollout.generate_sequences(prompts, **telling, **sampling)
+                answers = self.rollout.generate_sequences(prompts, **sampling)
             self.check_cancelled()
             return _with_objects(answers, prompts)
         finally:
             # After a failure too: the run may go on, and ranks that share an engine release together.
-            # A new one: what an engine's thread still says of this generation is nobody's business any more.
-            self._finished = deque()
-            if self.config.rollout.free_cache_engine and "actor" in self.parts:
-                self.rollout.release(["kv_cache"])
+            self._release_kv()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @phase_memory("gen", at="actor_rollout_ref")
-    def begin_generation(self) -> None:
-        """From here to `end_generation` the engine answers requests of other processes (agents).
+    def begin_generation(self) -> str:
+        """Open `host`: until `end_generation` the engine executes rollout jobs and requests of agents. Return its id.
 
-        That may be many steps: it trains beside them, and hand-overs come in between. One that is open stays.
+        Generation may stay open for many steps, through training and weight syncs. An open host stays.
         """
-        if self._requests is not None:
-            return
-        self._make_room()
-        self.rollout.resume()
-        self._requests = OpenRequests(self.rollout)
+        if self.host is None or self.host.closed:
+            self._make_room()
+            self.rollout.resume()
+            self.host = self._new_host()
+        return self.host.id
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @phase_memory("gen", at="actor_rollout_ref")
     def end_generation(self) -> None:
-        """End what is left of it; what broke the engine meanwhile is raised here."""
-        requests, self._requests = self._requests, None
+        """Close `host`; raise the error that failed the engine, if there is one."""
         try:
-            if requests is not None:
-                requests.close()
+            if self.host is not None and not self.host.closed:
+                self.host.close()
         finally:
             self.rollout.rest()
-            if self.config.rollout.free_cache_engine and "actor" in self.parts:
-                self.rollout.release(["kv_cache"])
+            self._release_kv()
+
+    def _new_host(self) -> EngineHost:
+        return EngineHost(self.rollout, partial(empty_experts, self.config.model, self.config.rollout))
+
+    def _release_kv(self) -> None:
+        if self.config.rollout.free_cache_engine and "actor" in self.parts:
+            self.rollout.release(["kv_cache"])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    def overrides_generate_sequences(self) -> bool:
+        """Whether this class, or the rollout's, has its own `generate_sequences`: the trainer then calls that."""
+        own = type(self).generate_sequences is not ActorRolloutRefWorker.generate_sequences
+        return own or type(self.rollout).generate_sequences is not BaseRollout.generate_sequences
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pause_rollout(self) -> None:
@@ -232,41 +237,12 @@ class ActorRolloutRefWorker(SavingWorker):
         self.rollout.resume_generation()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
-    def submit_requests(self, client: str, requests: Sequence[Request]) -> None:
-        """Queue requests; their answers wait for `collect_outputs` of the same client."""
-        if self._requests is not None:
-            self._requests.submit(client, requests)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
-    def collect_outputs(self, client: str, within: float, pieces: bool = False) -> Collected:
-        """What is finished for a client; waits so many seconds for it, and not at all after the generation.
-
-        `pieces`: and what there is of the others, should this engine not live to finish them.
-        """
-        requests = self._requests
-        return Collected([], 0, 0, closed=True) if requests is None else requests.collect(client, within, pieces)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
-    def abort_requests(self, ids: Sequence[str]) -> None:
-        """End these at their next token."""
-        if self._requests is not None:
-            self._requests.abort(ids)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def cancel(self) -> bool:
         """As of every worker; a generation ends at its next token."""
         cancelled = super().cancel()
         if cancelled and self._computing == "generate_sequences":
             self.rollout.abort()
         return cancelled
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
-    def finished_samples(self) -> list[tuple[int, np.ndarray]]:
-        """Answers of the generation that runs, each told once: (its `row`, token ids)."""
-        finished = self._finished
-        return [
-            (row, np.asarray(ids, dtype=np.int32)) for row, ids in (finished.popleft() for _ in range(len(finished)))
-        ]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_rollout_weights(self, version: int, kv: str = "recompute") -> None:
@@ -296,14 +272,15 @@ class ActorRolloutRefWorker(SavingWorker):
         self._rollout_version = -1
         self._make_room()
         self.rollout.revive()
-        if self._requests is not None:
-            self._requests.forgive()
+        if self.host is not None and self.host.failed and not self.host.closed:
+            self.host = self._new_host()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
+    @phase_memory("gen", at="actor_rollout_ref")
     def require_engine(self) -> None:
-        """Raise what requests of the generation that is open have failed with."""
-        if self._requests is not None:
-            self._requests.require_sound()
+        """Raise the error that failed the open generation, if there is one."""
+        if self.host is not None and not self.host.closed:
+            self.host.require_sound()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def transfer_address(self) -> TransferAddress | None:
@@ -354,7 +331,7 @@ class ActorRolloutRefWorker(SavingWorker):
     @contextmanager
     def _kv_of_requests(self, kv: str) -> Iterator[None]:
         """Around an update: what goes on after it has its KV computed again, unless a pause asks to keep it."""
-        if kv != "keep" or self._requests is None:
+        if kv != "keep" or self.host is None or self.host.closed:
             yield
             return
         with suppress(EngineDiedError):  # the update finds out, where all ranks take part

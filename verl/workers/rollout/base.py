@@ -1,14 +1,12 @@
-"""BaseRollout: an engine answers requests; whole batches and streams of samples are written on top, once."""
+"""BaseRollout: the interface of rollout engines: requests, weight updates, memory."""
 
 from __future__ import annotations
 
 import asyncio
-import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,28 +14,18 @@ import torch
 from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.types.request import Output, Request
-from verl.types.trajectory import Trajectory, Turn
 from verl.types.weights import Bucket, Manifest, Wanted
 from verl.utils.calling import also_spelled
 from verl.utils.process_tree import watch_workers
-from verl.utils.progress import counted
 from verl.utils.weight_fingerprint import tensor_fingerprint
-from verl.workers.rollout.output import rows_from_trajectories
-from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
+from verl.workers.rollout.engine_host import EngineHost
+from verl.workers.rollout.errors import EngineBrokenError, EngineDiedError
 
 __all__ = ["KV_MODES", "PAUSE_MODES", "RELEASE_TAGS", "BaseRollout", "EngineBrokenError", "EngineDiedError", "Load"]
 
 PAUSE_MODES = ("finish", "keep", "abort")
 KV_MODES = ("keep", "recompute")
 RELEASE_TAGS = ("weights", "kv_cache")
-
-
-class EngineDiedError(RuntimeError):
-    """The engine's own process, or server, is gone, and all that it had; `revive` starts it anew, without weights."""
-
-
-class EngineBrokenError(RuntimeError):
-    """The engine has failed in the middle of its own work, and is of no use any more: a process of its own ends."""
 
 
 def _counted(meaning: str) -> Any:
@@ -68,6 +56,8 @@ class BaseRollout(ABC):
     """Floating-point type of the engine's weights; fingerprints are taken in it."""
     eos_token_ids: frozenset[int]
     pad_token_id: int
+    leads: bool = True
+    """False: requests go to the first of the ranks that share an engine, and this is another one."""
 
     @property
     @abstractmethod
@@ -114,62 +104,22 @@ class BaseRollout(ABC):
 
     # ---------------------------------------------------------------- batches
 
-    def generate_sequences(
-        self, prompts: DataProto, on_finished: Callable[[int, Output], None] | None = None, **sampling_overrides: Any
-    ) -> DataProto:
-        """One answer per row, rows in order. `pad_to_max=True` pads responses to max_new_tokens.
-
-        `on_finished(row, output)` is told of each as it is finished, in the engine's thread: it must be quick.
+    def generate_sequences(self, prompts: DataProto, **sampling_overrides: Any) -> DataProto:
+        """Generate one answer per row, rows in order. `pad_to_max=True` pads responses to max_new_tokens.
 
         Reads `input_ids`, `attention_mask` [batch, prompt]; `uid`, `sample_index`; and of meta_info `step`, `seed`,
-        `validate`, `eos_token_id`, `pad_token_id`, `pad_to_max` and sampling parameters.
+        `validate`, `eos_token_id`, `pad_token_id`, `pad_to_max` and sampling parameters. Of ranks that share an engine
+        the first one returns the rows, the others nothing.
         """
-        batch = self._begin(prompts, sampling_overrides)
-        if on_finished is not None:
-            for row, future in enumerate(batch.futures):
-                future.add_done_callback(partial(_tell, on_finished, row))
         try:
-            return batch.rows(range(len(prompts)))
+            return EngineHost(self).generate_batch(prompts, sampling_overrides) if self.leads else DataProto()
         finally:
-            self._abort_rest(batch)  # one that failed fails the call; the others must not go on for nobody
+            if self.config.tensor_model_parallel_size > 1:
+                self.rest()  # the following ranks wait for the leader
 
     def stream(self, prompts: DataProto, **sampling_overrides: Any) -> Iterator[tuple[int, DataProto]]:
         """(row, its sample as a batch of one) as each is finished. Closing the iterator aborts what is left."""
-        return self._as_finished(self._begin(prompts, sampling_overrides))
-
-    def _as_finished(self, batch: _Batch) -> Iterator[tuple[int, DataProto]]:
-        finished: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for row, future in enumerate(batch.futures):
-            future.add_done_callback(partial(_put_row, finished, row))
-        try:
-            for _ in batch.futures:
-                row = finished.get()
-                yield row, batch.rows([row])
-        finally:
-            self._abort_rest(batch)
-
-    def _begin(self, prompts: DataProto, overrides: dict[str, Any]) -> _Batch:
-        """Submit the rows' requests."""
-        meta = prompts.meta_info
-        pad_to_max = overrides.pop("pad_to_max", meta.get("pad_to_max", False))
-        params = sampling_params(self.config, meta, self.eos_token_ids, **overrides)
-        seed = self.config.seed if meta.get("seed") is None else int(meta["seed"])
-        shape = {
-            "pad_token_id": self.pad_token_id if meta.get("pad_token_id") is None else int(meta["pad_token_id"]),
-            "prompt_length": prompts.batch["input_ids"].shape[1],
-            "response_length": params.max_new_tokens if pad_to_max else None,
-            # Nobody learns from validation's answers, and their parameters are others.
-            "with_drawn": params.reshaped and not meta.get("validate"),
-            "with_experts": not meta.get("validate"),
-        }
-        trajectories = trajectories_from_prompts(prompts)
-        requests = requests_of(trajectories, prompts, params, seed)
-        named = {"uid", "sample_index"} <= prompts.non_tensor_batch.keys()
-        return _Batch(requests, counted(self.submit(requests), len(requests)), trajectories, shape, named)
-
-    def _abort_rest(self, batch: _Batch) -> None:
-        pairs = zip(batch.requests, batch.futures, strict=True)
-        self.abort([request.id for request, future in pairs if not future.done()])
+        return EngineHost(self).stream_batch(prompts, sampling_overrides)
 
     # ---------------------------------------------------------------- weights
 
@@ -240,37 +190,3 @@ class BaseRollout(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Prompts that are being answered, a single turn each."""
-
-    requests: list[Request]
-    futures: list[Future[Output]]
-    trajectories: list[Trajectory]
-    shape: dict[str, Any]
-    """How rows are padded, and what they hold."""
-    named: bool
-    """Whether the prompts said which answers these are: only then no other rank gives the same names."""
-
-    def rows(self, numbers: Sequence[int]) -> DataProto:
-        """These rows, which are finished. Their `uid` and `sample_index` are the caller's already."""
-        answered = [self.trajectories[number] for number in numbers]
-        for number, trajectory in zip(numbers, answered, strict=True):
-            output = self.futures[number].result()
-            trajectory.rows[0].turns.append(Turn.sampled(output))
-            trajectory.status = "aborted" if output.finish_reason == "abort" else "finished"
-        batch = rows_from_trajectories(answered, **self.shape)
-        batch.pop(non_tensor_batch_keys=["uid", "sample_index", *([] if self.named else ["trajectory"])])
-        return batch
-
-
-def _tell(on_finished: Callable[[int, Output], None], row: int, future: Future[Output]) -> None:
-    """Of an answer, not of an error; nor of what was aborted, which is not the answer yet."""
-    if not future.cancelled() and future.exception() is None and future.result().finish_reason != "abort":
-        on_finished(row, future.result())
-
-
-def _put_row(finished: queue.SimpleQueue[int], row: int, _: Future[Output]) -> None:
-    finished.put(row)

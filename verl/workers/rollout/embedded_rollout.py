@@ -98,6 +98,10 @@ class EmbeddedRollout(BaseRollout):
     def version(self) -> int:
         return self._loop.version
 
+    @property
+    def leads(self) -> bool:  # type: ignore[override]
+        return not isinstance(self._loop, FollowingEngine)
+
     # ---------------------------------------------------------------- requests
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:

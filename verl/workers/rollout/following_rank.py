@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 
 from verl.config import RolloutConfig
-from verl.protocol import DataProto
 from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, Wanted
 from verl.workers.rollout.base import RELEASE_TAGS, BaseRollout
@@ -21,6 +19,7 @@ class FollowingRank(BaseRollout):
     """Takes part in what all ranks do together, and has nothing to do there: no requests, no weights, no memory."""
 
     version = 0
+    leads = False
 
     def __init__(self, config: RolloutConfig, weight_dtype: torch.dtype) -> None:
         self.config, self.weight_dtype = config, weight_dtype
@@ -28,12 +27,6 @@ class FollowingRank(BaseRollout):
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
         raise RuntimeError("rollout: requests go to the first of the ranks that share an engine, not to this one.")
-
-    def generate_sequences(
-        self, prompts: DataProto, on_finished: Callable[[int, Output], None] | None = None, **sampling_overrides: Any
-    ) -> DataProto:
-        """Nothing: the first rank answers."""
-        return DataProto()
 
     def wanted(self) -> Wanted:
         return {}

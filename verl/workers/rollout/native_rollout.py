@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from verl.config import ModelConfig, RolloutConfig
 from verl.inference.build import build_engine
-from verl.inference.tensor_parallel import FollowingEngine, LeadingEngine
-from verl.protocol import DataProto
-from verl.types.request import Output
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 
 __all__ = ["NativeRollout"]
@@ -44,20 +38,6 @@ class NativeRollout(EmbeddedRollout):
             eos_token_ids=built.end_tokens.ids,
             pad_token_id=built.pad_token_id,
         )
-
-    def generate_sequences(
-        self, prompts: DataProto, on_finished: Callable[[int, Output], None] | None = None, **sampling_overrides: Any
-    ) -> DataProto:
-        """One answer per row. Of ranks that share a model the first one answers; the others return nothing."""
-        if isinstance(self._loop, FollowingEngine):
-            self._loop.halt("batch")
-            self._loop.go("batch")
-            return DataProto()
-        try:
-            return super().generate_sequences(prompts, on_finished, **sampling_overrides)
-        finally:
-            if isinstance(self._loop, LeadingEngine):
-                self._loop.say_at_rest()
 
     def _kv_used(self) -> float:
         return 1 - self._blocks.free_blocks / self._blocks.num_blocks

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from verl.config import ModelConfig, RolloutConfig
+from verl.models.loading import read_config
+from verl.models.routing import unknown_routes
 from verl.protocol import DataProto, object_array
 from verl.types.routed_experts import combine_calls, unknown_experts
 from verl.types.schema import COLUMNS
 from verl.types.trajectory import Row, Trajectory, Turn
+from verl.utils.fs import resolve_model_path
 from verl.utils.model import compute_position_id_with_mask
 
-__all__ = ["rows_from_trajectories"]
+__all__ = ["empty_experts", "rows_from_trajectories", "trajectories_from_rows"]
 
 
 def rows_from_trajectories(
@@ -75,6 +79,76 @@ def rows_from_trajectories(
         {name: torch.as_tensor(column) for name, column in columns.items()},
         {name: object_array(values) for name, values in objects.items()},
     )
+
+
+def trajectories_from_rows(batch: DataProto) -> list[Trajectory]:
+    """The inverse of `rows_from_trajectories`, for batches without padding by `response_length`: rows of a trajectory
+    are adjacent. `status` and `score` are not set; consecutive turns of the model cannot be told apart."""
+    columns = batch.non_tensor_batch
+    width = batch.batch["responses"].shape[1]
+    real = batch.batch["attention_mask"].bool().numpy()
+    arrays = {name: batch.batch[name].numpy() for name in _BY_TOKEN if name in batch.batch.keys()}
+    trajectories: list[Trajectory] = []
+    for number, name in enumerate(columns["trajectory"]):
+        in_prompt, in_response = (
+            real[number, :-width] if width else real[number],
+            real[number, len(real[number]) - width :],
+        )
+        tokens = {column: values[number][in_response] for column, values in arrays.items()}
+        turns = _turns_from_row(tokens, columns["agent_turns"][number] if "agent_turns" in columns else None)
+        _restore_end(turns, columns["finish_reason"][number])
+        if "routed_experts" in batch.batch.keys():
+            turns[-1].routed_experts = batch.batch["routed_experts"].numpy()[number][real[number]]
+        messages = columns["agent_messages"][number] if "agent_messages" in columns else None
+        row = Row(batch.batch["prompts"].numpy()[number][in_prompt], turns, messages)
+        uid, _, index = str(name).rpartition("/")
+        if not trajectories or trajectories[-1].name != name:
+            trajectories.append(Trajectory(uid, int(index), [], extra=_extra_from_row(columns, number)))
+        trajectories[-1].rows.append(row)
+    return trajectories
+
+
+_BY_TOKEN = ("responses", "rollout_log_probs", "rollout_versions", "rollout_drawn_log_probs")
+
+
+def _turns_from_row(tokens: Mapping[str, np.ndarray], described: Sequence[Any] | None) -> list[Turn]:
+    """The turns of a row, from what `_of_agents` says of them; a row of no agent is one turn of the model."""
+    length = len(tokens["responses"])
+    spans: Sequence[Any] = described if described is not None else [("model", length, None, None)] if length else []
+    turns, start = [], 0
+    for source, count, name, reward in spans:
+        part: dict[str, Any] = {column: values[start : start + count] for column, values in tokens.items()}
+        turn = Turn(source, part["responses"], reward=reward, name=name)
+        if source == "model":
+            turn.log_probs, turn.versions = part["rollout_log_probs"], part["rollout_versions"].tolist()
+            turn.drawn_log_probs = part["rollout_drawn_log_probs"] if "rollout_drawn_log_probs" in part else None
+        turns.append(turn)
+        start += count
+    return turns
+
+
+def _restore_end(turns: list[Turn], finish_reason: str | None) -> None:
+    """Set the finish reason of the last model turn; a row without one had an empty turn."""
+    last = next((turn for turn in reversed(turns) if turn.source == "model"), None)
+    if last is None:
+        last = Turn("model", [], [], [])
+        turns.append(last)
+    last.finish_reason = finish_reason
+
+
+def _extra_from_row(columns: Mapping[str, Any], number: int) -> dict[str, Any]:
+    if "agent_metrics" not in columns:
+        return {}
+    known = {name: columns[name][number] for name in ("num_turns", "agent_metrics")}
+    return {**known, **(columns["extra_fields"][number] or {})}
+
+
+def empty_experts(model: ModelConfig, rollout: RolloutConfig) -> np.ndarray | None:
+    """[0, layers, k] in the type of the column `routed_experts`; None if the rollout does not return experts."""
+    if not rollout.return_routed_experts:
+        return None
+    folder = resolve_model_path(model.path, "actor_rollout_ref.model.path")
+    return unknown_routes(read_config(folder, model.trust_remote_code, model.override_config)).numpy()
 
 
 def _sampled_columns(turns: Sequence[Turn], sampled: np.ndarray, with_drawn: bool) -> dict[str, np.ndarray]:

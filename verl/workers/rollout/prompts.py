@@ -17,7 +17,7 @@ from verl.types.request import Request, SamplingParams
 from verl.types.trajectory import Row, Trajectory
 from verl.utils.counter_noise import sample_keys
 
-__all__ = ["answer_limits", "requests_of", "sampling_params", "trajectories_from_prompts"]
+__all__ = ["answer_limits", "new_request_id", "requests_of", "sampling_params", "trajectories_from_prompts"]
 
 _SERIAL = itertools.count()
 _OTHER_SPELLINGS = {"response_length": "max_new_tokens", "eos_token_id": "eos_token_ids"}
@@ -76,7 +76,7 @@ def requests_of(
     limits = answer_limits(prompts, trajectories, params.max_new_tokens)
     return [
         Request(
-            id=f"{one.name}#{next(_SERIAL)}",
+            id=new_request_id(one.name),
             prompt_ids=np.asarray(one.rows[0].prompt_ids).tolist(),
             params=replace(
                 params,
@@ -88,6 +88,11 @@ def requests_of(
         )
         for one, one_sampled, limit in zip(trajectories, sampled, limits, strict=True)
     ]
+
+
+def new_request_id(name: str) -> str:
+    """A request id that no other request of this process has."""
+    return f"{name}#{next(_SERIAL)}"
 
 
 def answer_limits(prompts: DataProto, trajectories: Sequence[Trajectory], most: int) -> list[int]:

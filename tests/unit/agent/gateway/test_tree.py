@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from verl.agent.gateway.agent import outputs_of
 from verl.agent.gateway.tree import Tree
 from verl.agent.outputs import trajectory_of
-from verl.agent.record import Record
+from verl.workers.rollout.call_record import Record
 from verl.types.request import Output
 
 USER = {"role": "user", "content": "How warm is it in Bonn?"}

@@ -20,7 +20,7 @@ from tests.support.router_cases import CHOSEN, LAYERS, UNKNOWN
 from tests.support.trained_prompts import Notes
 from tests.support.training_harness import close, make_task, make_trainer, overrides, run_training
 from verl.agent.outputs import failed_trajectory
-from verl.agent.record import Record
+from verl.workers.rollout.call_record import Record
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.engine import Engine
 from verl.protocol import DataProto

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.types.request import Output
+from verl.types.request import Output, SamplingParams
 from verl.utils.counter_noise import sample_keys
 
 __all__ = ["Call", "Context", "Partial", "Record", "current", "recording"]
@@ -85,7 +85,7 @@ class _Contexts:
             insort(self._lengths, length)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Record:
     """The calls of one trajectory, in the order in which they were answered."""
 
@@ -99,6 +99,10 @@ class Record:
     """Response tokens that this trajectory's contexts may have, where that is less than the run's limit."""
     partial: Partial | None = None
     """Of the first answer, while it was under way, as last noted, or as another process left it."""
+    prompt_ids: list[int] | None = None
+    """The row's prompt: only a first call with this prompt can be resumed by another process. None: any prompt."""
+    params: SamplingParams | None = None
+    """Sampling parameters of the trajectory's job; None: those of the client."""
     templated: dict[tuple[int, ...], list[dict[str, Any]]] = field(default_factory=dict)
     """Messages that the loop rendered with `apply_chat_template`, by the resulting token ids."""
     _contexts: _Contexts = field(default_factory=_Contexts, init=False, repr=False)

@@ -1,0 +1,283 @@
+"""AgentHost: a LoopHost that runs agent loops, many at a time in one event loop; each trajectory fails on its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from verl.agent.conversation import conversation_of
+from verl.agent.loop import AgentLoopBase
+from verl.agent.outputs import Limits, failed_trajectory, trajectory_of
+from verl.config import PPOConfig, RolloutConfig
+from verl.config.layout import serves_reward_model
+from verl.single_controller.base.handle import RankHandle
+from verl.types.request import Output
+from verl.types.trajectory import Trajectory
+from verl.utils.end_tokens import EndTokens
+from verl.utils.progress import pulse
+from verl.workers.rollout.call_record import Record, recording
+from verl.workers.rollout.engine_client import EngineClient
+from verl.workers.rollout.loop_host import LoopHost, RolloutJob, RolloutTask
+from verl.workers.rollout.partial_outputs import output_since
+from verl.workers.rollout.prompts import sampling_params
+
+__all__ = ["AgentHost", "LoopContext"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PULSE_S = 1.0
+# A trajectory may wait for a tool this long before hang detection counts it.
+_TOOL_WAIT_S = 3600.0
+
+
+class LoopContext(Protocol):
+    """What all trajectories of a loop worker share."""
+
+    config: PPOConfig
+    rollout_config: RolloutConfig
+    tokenizer: Any
+    processor: Any
+    toolbox: Any
+    vocabulary: int
+    end_tokens: EndTokens
+
+    @property
+    def rank(self) -> int: ...
+
+    def loop_class(self, name: str) -> tuple[type[AgentLoopBase], Mapping[str, Any]]:
+        """The class of a loop and its own keywords."""
+
+
+class AgentHost(LoopHost):
+    """Rows become trajectories by coroutines that generate through an EngineClient."""
+
+    def __init__(
+        self,
+        context: LoopContext,
+        replicas: Sequence[RankHandle],
+        loop: asyncio.AbstractEventLoop,
+        no_experts: Callable[[], np.ndarray | None] = lambda: None,
+    ) -> None:
+        """`loop` runs in another thread."""
+        rollout, ends = context.rollout_config, context.end_tokens
+        super().__init__(rollout, ends.ids, context.tokenizer.pad_token_id, no_experts)
+        self._context, self._loop = context, loop
+        self._scored_by_model = context.config.reward_model.enable and not serves_reward_model(context.config)
+        self._running: dict[RolloutTask, asyncio.Task[None]] = {}
+        self._records: dict[RolloutTask, Record] = {}
+        self._failures: Counter[str] = Counter()
+        self._last_change = time.monotonic()
+        self._active = 0
+        self._run(self._open(replicas))
+
+    async def _open(self, replicas: Sequence[RankHandle]) -> None:
+        context, rollout = self._context, self._context.rollout_config
+        params = sampling_params(rollout, {}, context.end_tokens.ids)
+        client = f"{context.rank}-{self.id[:8]}"
+        self._client = EngineClient(
+            replicas,
+            params,
+            rollout.max_model_len,
+            client,
+            self._loop,
+            self._on_replica_lost,
+            context.rank,
+            context.vocabulary,
+        )
+        self._slots = asyncio.Semaphore(rollout.agent.max_concurrent_requests)
+        self._pulsing = asyncio.create_task(self._keep_pulsing())
+
+    def renew_replicas(self, replicas: Sequence[RankHandle]) -> None:
+        """Reconnect to replicas that were restarted (one handle per replica)."""
+        self._run(self._renew(replicas))
+
+    async def _renew(self, replicas: Sequence[RankHandle]) -> None:
+        self._client.renew(replicas)
+
+    def close(self) -> None:
+        super().close()
+        self._run(self._end())
+
+    async def _end(self) -> None:
+        left = [*self._running.values(), self._pulsing]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        self._client.close()
+
+    # ---------------------------------------------------------------- trajectories
+
+    def _begin(self, job: RolloutJob, tasks: Sequence[RolloutTask]) -> None:
+        names = {self._agent_name(task) for task in tasks}
+        for name in sorted(names):
+            self._context.loop_class(name)  # an unknown loop is an error of the call
+        self._run(self._create(job, tasks))
+
+    async def _create(self, job: RolloutJob, tasks: Sequence[RolloutTask]) -> None:
+        for task in tasks:
+            running = self._running[task] = asyncio.create_task(self._trajectory(job, task))
+            running.add_done_callback(partial(self._forget, task))
+
+    def _forget(self, task: RolloutTask, running: asyncio.Task[None]) -> None:
+        self._running.pop(task)
+        self._records.pop(task, None)
+        if not running.cancelled():
+            running.exception()  # of a cancelled trajectory: marks it as retrieved
+
+    def _abort(self, tasks: Sequence[RolloutTask]) -> None:
+        if tasks:
+            self._run(self._cancel(tasks))
+
+    async def _cancel(self, tasks: Sequence[RolloutTask]) -> None:
+        for task in tasks:
+            if (running := self._running.get(task)) is not None:
+                running.cancel()
+
+    async def _trajectory(self, job: RolloutJob, task: RolloutTask) -> None:
+        context, begun = self._context, task.trajectory
+        record = self._records[task] = Record.of(job.seed, task.step, begun.uid, begun.sample_index)
+        record.most, record.params, record.prompt_ids = task.limit, job.params, task.prompt_ids
+        if task.partial is not None:
+            record.note(task.prompt_ids, task.partial)
+        async with self._slots:
+            self._active += 1
+            try:
+                with recording(record):
+                    cls, keywords = context.loop_class(self._agent_name(task))
+                    agent = cls(
+                        config=context.config,
+                        rollout_config=context.rollout_config,
+                        server_manager=self._client,
+                        tokenizer=context.tokenizer,
+                        processor=context.processor,
+                        toolbox=context.toolbox,
+                        loop=self._loop,
+                        **keywords,
+                    )
+                    outputs = await agent.run(_loop_params(job, task), **_loop_columns(job, task))
+                most = Limits(task.limit, context.rollout_config.max_model_len)
+                trajectory = trajectory_of(outputs, record, begun.uid, begun.sample_index, most)
+                self._set_messages(trajectory, task, record)
+            except (Exception, asyncio.CancelledError) as error:  # fails its own trajectory, and is counted
+                if self._closed or task.cancelled:
+                    raise
+                trajectory = self._failed(job, task, record, error)
+            finally:
+                self._active -= 1
+        self._last_change = time.monotonic()
+        if not task.cancelled:  # a loop may return in spite of a cancellation
+            self._on_finished(job, task, trajectory)
+
+    def _finished_trajectory(self, job: RolloutJob, task: RolloutTask) -> Trajectory:
+        trajectory: Trajectory = task.result
+        return trajectory
+
+    def _agent_name(self, task: RolloutTask) -> str:
+        return str(task.columns.get("agent_name", self._context.rollout_config.agent.default_agent_loop))
+
+    def _set_messages(self, trajectory: Trajectory, task: RolloutTask, record: Record) -> None:
+        """Complete the rows' conversations if a reward model scores the run; otherwise drop them."""
+        chat = task.columns.get("raw_prompt")
+        prompts = {} if chat is None else {tuple(task.prompt_ids): chat}
+        for row in trajectory.rows:
+            if not self._scored_by_model:
+                row.messages = None
+            elif row.messages is None and chat is not None:
+                row.messages = conversation_of(row, prompts, record.templated, self._context.tokenizer)
+
+    def _failed(self, job: RolloutJob, task: RolloutTask, record: Record, error: BaseException) -> Trajectory:
+        kind = f"{type(error).__name__}: {error}"
+        if not self._failures[kind]:
+            logger.warning("agent loop of trajectory %s failed: %s", task.name, kind, exc_info=error)
+        self._failures[kind] += 1
+        begun = task.trajectory
+        return failed_trajectory(
+            error, record, begun.uid, begun.sample_index, task.prompt_ids, job.params.max_new_tokens
+        )
+
+    # ---------------------------------------------------------------- partial outputs
+
+    def _new_partials(self, job: RolloutJob) -> dict[str, Output]:
+        records = self._first_calls(job)
+        outputs = self._run(self._reported_outputs(list(records)))
+        new = {}
+        for record, output in outputs.items():
+            task = records[record]
+            if len(output.token_ids) > task.reported:
+                new[task.name] = output_since(output, task.reported, len(task.prompt_ids))
+                task.reported = len(output.token_ids)
+        return new
+
+    def _current_outputs(self, job: RolloutJob) -> dict[str, Output]:
+        records = self._first_calls(job)
+        outputs = self._run(self._client.current_first_outputs(list(records)))
+        return {records[record].name: output for record, output in outputs.items()}
+
+    async def _reported_outputs(self, records: Sequence[Record]) -> dict[Record, Output]:
+        return self._client.first_outputs(records)
+
+    def _first_calls(self, job: RolloutJob) -> dict[Record, RolloutTask]:
+        """Trajectories that have no complete model call yet."""
+        with self._changed:
+            tasks = list(job.unfinished.values())
+        return {record: task for task in tasks if (record := self._records.get(task)) is not None and not record.calls}
+
+    # ---------------------------------------------------------------- event loop
+
+    def _on_replica_lost(self, why: str) -> None:
+        with self._changed:
+            self._lost_replica = self._lost_replica or why
+            self._changed.notify_all()
+
+    async def _keep_pulsing(self) -> None:
+        """While a trajectory waits for something other than the model, this process is not hanging."""
+        generating = -1
+        while True:
+            await asyncio.sleep(_PULSE_S)
+            if self._client.generating != generating:
+                generating, self._last_change = self._client.generating, time.monotonic()
+            if self._active > self._client.generating and time.monotonic() - self._last_change < _TOOL_WAIT_S:
+                pulse()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def _loop_params(job: RolloutJob, task: RolloutTask) -> dict[str, Any]:
+    """The job's sampling parameters as a loop gets them, to pass on or change."""
+    params = job.params
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "do_sample": task.sampled,
+        "max_new_tokens": task.limit,
+        "stop": list(params.stop),
+        "stop_token_ids": sorted(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "logprobs": True,
+    }
+
+
+def _loop_columns(job: RolloutJob, task: RolloutTask) -> dict[str, Any]:
+    """The row's columns as keywords of `AgentLoopBase.run`."""
+    columns = {name: value for name, value in task.columns.items() if name != "sampling_params"}
+    if columns.get("raw_prompt") is not None:
+        columns["raw_prompt"] = list(columns["raw_prompt"])
+    return columns | {
+        "prompt_ids": task.prompt_ids,
+        "uid": task.trajectory.uid,
+        "sample_index": task.trajectory.sample_index,
+        "step": task.step,
+        "validate": bool(job.meta.get("validate")),
+    }

@@ -1,0 +1,167 @@
+"""GroupState: what the stream keeps for a prompt group (prompt, finished trajectories, partial outputs), and its form
+in checkpoints, which store trajectories, turns and outputs by field name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.trainer.asynchronous.buffer import Buffer
+from verl.types.request import Output
+from verl.types.trajectory import Row, Trajectory, Turn
+from verl.utils.plain_store import is_plain
+
+__all__ = ["GroupState", "ages", "from_plain", "group_shape", "load_buffer", "prompts_of", "save_buffer", "to_plain"]
+
+_BY_TOKEN = {
+    "token_ids": np.int64,
+    "log_probs": np.float64,
+    "versions": np.int64,
+    "drawn_log_probs": np.float64,
+    "raw_log_probs": np.float64,
+    "sampled_log_probs": np.float64,
+}
+"""Fields of turns and outputs that have one number per token."""
+
+
+@dataclass(slots=True)
+class GroupState:
+    """State of one group (`Group.rows`)."""
+
+    name: str
+    """The `uid` of its rows: unique among groups in flight and those whose results may still arrive."""
+    prompt: DataProto
+    """One row, as it came from the data."""
+    step: int
+    """The step in which it was first submitted: its sampling noise, also if it is submitted again."""
+    finished: dict[str, Any] = field(default_factory=dict)
+    """Its finished trajectories by name: `FinishedTrajectory`; after `from_plain`, `Trajectory`."""
+    partials: dict[str, Output] = field(default_factory=dict)
+    """Partial outputs of other trajectories, as last read."""
+    scores: Any = None
+    """Scores its trajectories as they arrive, if rewards overlap generation."""
+
+    def trajectories(self, count: int) -> list[str]:
+        """The names of its trajectories."""
+        return [f"{self.name}/{number}" for number in range(count)]
+
+
+def ages(versions: Iterable[Sequence[int]], steps: Mapping[int, int], default: int) -> tuple[int, int]:
+    """The step at which the oldest token was sampled, and the number of trajectories with tokens of several versions.
+
+    `versions`: of each trajectory. `steps`: the last step at which the rollout had each version.
+    """
+    sets = [set(each) for each in versions]
+    oldest = min((steps.get(version, default) for each in sets for version in each), default=default)
+    return oldest, sum(len(each) > 1 for each in sets)
+
+
+def to_plain(state: GroupState, trajectories: Mapping[str, Trajectory]) -> dict[str, Any]:
+    """For a checkpoint; `trajectories` are the finished ones. Those that cannot be stored are left out: they are
+    generated again."""
+    return {
+        "name": state.name,
+        "prompt": {"tensors": dict(state.prompt.batch.items()), "arrays": dict(state.prompt.non_tensor_batch)},
+        "step": state.step,
+        "made": {name: _trajectory_data(one) for name, one in trajectories.items() if _is_plain(one)},
+        "partials": {name: _packed(output) for name, output in state.partials.items()},
+    }
+
+
+def from_plain(saved: Mapping[str, Any]) -> GroupState:
+    """The state that `to_plain` stored."""
+    return GroupState(
+        saved["name"],
+        _prompt(saved),
+        int(saved["step"]),
+        {name: _trajectory(one) for name, one in saved["made"].items()},
+        {name: Output(**_unpacked(output)) for name, output in saved["partials"].items()},
+    )
+
+
+def save_buffer(buffer: Buffer, trajectories: Callable[[list[Any]], list[Trajectory]]) -> dict[str, Any]:
+    """A buffer whose groups have a GroupState, for a checkpoint. `trajectories` reads finished trajectories."""
+    saved = buffer.state()
+    finished = [one for group in saved["groups"] for one in group["rows"].finished.values()]
+    by_name = dict(zip((one.name for one in finished), trajectories(finished), strict=True))
+    whole = {group.serial for group in buffer.ready() if all(_is_plain(by_name[name]) for name in group.rows.finished)}
+    saved["finished"] = [serial for serial in saved["finished"] if serial in whole]
+    saved["groups"] = [
+        group | {"rows": to_plain(group["rows"], {name: by_name[name] for name in group["rows"].finished})}
+        for group in saved["groups"]
+    ]
+    return saved
+
+
+def load_buffer(buffer: Buffer, saved: Mapping[str, Any]) -> None:
+    """Restore a buffer from `save_buffer`; the finished trajectories of its groups are `Trajectory` objects."""
+    groups = [each | {"rows": from_plain(each["rows"])} for each in saved["groups"]]
+    buffer.load({**saved, "groups": groups})
+
+
+def group_shape(state: Mapping[str, Any]) -> dict[str, int]:
+    """What made a group complete in a saved stream; an older one only has the number of answers."""
+    if (known := state.get("asked_for")) is not None:
+        return dict(known)
+    groups = state["buffer"]["groups"]
+    return {"answers to a prompt": groups[0]["answers"]} if groups else {}
+
+
+def prompts_of(state: Mapping[str, Any]) -> list[DataProto]:
+    """The prompts of all groups in a saved stream, in order: for a run without a stream."""
+    return [_prompt(each["rows"]) for each in state["buffer"]["groups"]]
+
+
+def _prompt(saved: Mapping[str, Any]) -> DataProto:
+    return DataProto.from_dict(saved["prompt"]["tensors"], saved["prompt"]["arrays"])
+
+
+def _is_plain(one: Trajectory) -> bool:
+    """Whether it can be stored: agents may return objects that cannot."""
+    return is_plain(one.extra) and all(is_plain(row.messages) for row in one.rows)
+
+
+def _trajectory_data(one: Trajectory) -> dict[str, Any]:
+    rows = [
+        {
+            "prompt_ids": np.asarray(row.prompt_ids),
+            "turns": [_packed(turn) for turn in row.turns],
+            "messages": row.messages,
+        }
+        for row in one.rows
+    ]
+    return {**_fields(one), "rows": rows}
+
+
+def _trajectory(saved: Mapping[str, Any]) -> Trajectory:
+    rows = [
+        Row(row["prompt_ids"], [Turn(**_unpacked(turn)) for turn in row["turns"]], row.get("messages"))
+        for row in saved["rows"]
+    ]
+    return Trajectory(**{**saved, "rows": rows})
+
+
+def _packed(tokens: Turn | Output) -> dict[str, Any]:
+    """Its fields, numbers per token as arrays: copying them one by one would block training."""
+    values = _fields(tokens)
+    return values | {
+        name: np.asarray(values[name], dtype)
+        for name, dtype in _BY_TOKEN.items()
+        if isinstance(values.get(name), list) and values[name]
+    }
+
+
+def _unpacked(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.tolist() if name in _BY_TOKEN and isinstance(value, np.ndarray) else value
+        for name, value in saved.items()
+    }
+
+
+def _fields(of: Any) -> dict[str, Any]:
+    """As `asdict`, which would copy every number of every list."""
+    return {each.name: getattr(of, each.name) for each in fields(of)}

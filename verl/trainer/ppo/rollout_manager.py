@@ -1,0 +1,578 @@
+"""RolloutManager: the trainer's interface to generation. Sync steps, async streams, validation and the engine probe are
+jobs: rows are submitted, finished trajectories collected, and batches of them are built without copying their columns.
+
+Hosts execute the jobs: the leading rollout ranks for single-turn rows, loop workers for agents. The manager keeps the
+rows of each host with their last partial outputs, so that a host that dies loses nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import ray
+
+from verl.config import PPOConfig
+from verl.protocol import DataProto, object_array
+from verl.single_controller.base.errors import CallCancelled, WorkerError
+from verl.single_controller.base.handle import RankHandle
+from verl.single_controller.base.open_calls import OpenCall
+from verl.single_controller.ray.batch_ref import BatchRef
+from verl.single_controller.ray.stored import (
+    StoredRows,
+    bundle_rows,
+    concat_columns,
+    read_columns,
+    take_rows,
+    with_bundle,
+)
+from verl.trainer.ppo.groups import WorkerGroups
+from verl.types.request import Output
+from verl.types.rollout import Headers, HostReply
+from verl.types.trajectory import Status, Trajectory
+from verl.utils.progress import expect, pulse, tick
+from verl.workers.rollout.loop_host import RolloutJob
+from verl.workers.rollout.output import empty_experts, trajectories_from_rows
+from verl.workers.rollout.partial_outputs import join_outputs, resumable
+from verl.workers.rollout.prompts import sampling_params
+
+__all__ = ["FinishedTrajectory", "RolloutManager"]
+
+logger = logging.getLogger(__name__)
+
+# A call for finished trajectories blocks this long.
+_COLLECT_S = 2.0
+# The trainer checks this often, while it waits, whether it was cancelled.
+_WAKE_S = 0.5
+
+Kind = Literal["engine", "agent"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowsPart:
+    """The rows of the trajectories that a host reported together."""
+
+    stored: StoredRows
+    objects: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedTrajectory:
+    """Header of a finished trajectory, and where its rows are."""
+
+    name: str
+    uid: str
+    sample_index: int
+    status: Status
+    score: float | None
+    """The agent's score; None: not scored."""
+    versions: tuple[int, ...]
+    """Versions of the weights that sampled its tokens."""
+    last_tokens: np.ndarray
+    """Response tokens of its last row: what a score is given for."""
+    part: RowsPart
+    first_row: int
+    row_count: int
+
+
+OnFinished = Callable[[Sequence[FinishedTrajectory]], None]
+"""Called by the thread of a host."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A submitted row that has not finished."""
+
+    batch: DataProto
+    index: int
+    prompt_length: int
+    kind: Kind
+    partial: Output | None = None
+    host: _Host | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    name: str
+    meta: Mapping[str, Any]
+    on_finished: OnFinished
+    rows: dict[str, _Row] = field(default_factory=dict)
+    inbox: queue.SimpleQueue[list[FinishedTrajectory] | Exception | None] = field(default_factory=queue.SimpleQueue)
+    """Finished trajectories, errors of hosts, None: a host needs attention (`open`)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Host:
+    kind: Kind
+    handle: RankHandle
+    id: str
+    load: int = 0
+    """Number of unfinished rows."""
+    closed: bool = False
+    pulses: int = 0
+
+
+class RolloutManager:
+    """For the trainer's thread; one collector thread per host. Only `open` and `close` use the ranks' compute lane."""
+
+    def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
+        self._config, self._groups = config, groups
+        self._hosts: list[_Host] = []
+        self._needs_open = False
+        """A host or a replica was lost: `open` finds out which."""
+        self._jobs: dict[str, _Job] = {}
+        self._serial = itertools.count()
+        self._calls: list[OpenCall] = []
+        self._cancelled = threading.Event()
+        self._lock = threading.Lock()
+        """Protects the loads of hosts, which collector threads change, too."""
+
+    # ---------------------------------------------------------------- opening and closing
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._hosts)
+
+    def open(self) -> None:
+        """Let engines and loop workers generate until `close`. Call it again after a WorkerError: hosts that were
+        restarted get the rows of their predecessors, from the last partial outputs."""
+        if self._hosts and not self._needs_open:
+            return
+        if self._hosts:
+            self._groups.require_engines()
+        replicas = self._groups.open_generation()
+        known = {host.id: host for host in self._hosts if not host.closed}
+        hosts = [self._host(known, "engine", handle, host_id) for handle, host_id in replicas]
+        handles = [handle for handle, _ in replicas]
+        agents = self._groups.agents
+        for rank in range(0 if agents is None else agents.world_size):
+            handle = agents.handle(rank)
+            hosts.append(self._host(known, "agent", handle, handle.ask("open_host", handles)))
+        lost = [host for host in self._hosts if host not in hosts]
+        self._hosts, self._needs_open = hosts, False
+        self._forget(lost)
+        for host in hosts:
+            if host.id not in known:
+                self._start(host)
+        for job in self._jobs.values():
+            self._send(job, [name for name, row in job.rows.items() if row.host is None])
+
+    def close(self) -> None:
+        """End all jobs and let the engines rest; raise the error that failed an engine, if there is one."""
+        hosts, self._hosts = self._hosts, []
+        self._jobs.clear()
+        self.abandon(hosts)
+        for host in hosts:
+            if host.kind == "agent":
+                _try(host, "close_host")
+        if hosts or self._groups.generation_open:
+            self._groups.close_generation()
+
+    def abandon(self, hosts: Sequence[_Host] | None = None) -> None:
+        """Collect no further replies: the run has failed."""
+        for host in self._hosts if hosts is None else hosts:
+            host.closed = True
+
+    def cancel_waiting(self) -> None:
+        """Let the thread that waits for trajectories raise CallCancelled. From any thread."""
+        self._cancelled.set()
+
+    # ---------------------------------------------------------------- jobs
+
+    def start(self, meta: Mapping[str, Any], on_finished: OnFinished = lambda finished: None) -> str:
+        """Open a job and return its id. `meta`: `meta_info` of the generation (seed, end tokens, sampling …).
+
+        `on_finished` is called with trajectories as they arrive, in the thread of their host.
+        """
+        job = _Job(f"job-{next(self._serial)}", dict(meta), on_finished)
+        self._jobs[job.name] = job
+        for host in self._hosts:
+            self._ask(host, "host.start", job.name, job.meta)
+        return job.name
+
+    def submit(
+        self, job: str, rows: DataProto, partials: Mapping[str, Output] | None = None, replica: int | None = None
+    ) -> list[str]:
+        """Start to generate rows (columns `uid` and `sample_index` name them); return their ids.
+
+        Rows of one prompt go to the host with the fewest rows, or to host number `replica`. `partials`: outputs to
+        resume from, by id. If no generation is open, `open` sends them.
+        """
+        known, columns = self._jobs[job], rows.non_tensor_batch
+        names = [f"{uid}/{number}" for uid, number in zip(columns["uid"], columns["sample_index"], strict=True)]
+        lengths = rows.batch["attention_mask"].sum(-1).tolist()
+        kinds = self._kinds(rows)
+        for index, name in enumerate(names):
+            known.rows[name] = _Row(rows, index, lengths[index], kinds[index], (partials or {}).get(name))
+        self._send(known, names, replica)
+        return names
+
+    def collect(self, job: str, timeout: float) -> list[FinishedTrajectory]:
+        """Return trajectories finished since the last call; block up to `timeout` seconds for the first.
+
+        Raises the WorkerError of a host or engine that was lost: after its recovery, `open` again and go on.
+        """
+        self._check_cancelled()
+        inbox = self._jobs[job].inbox
+        finished: list[FinishedTrajectory] = []
+        try:
+            event = inbox.get(timeout=timeout)
+        except queue.Empty:
+            return []
+        while True:
+            if isinstance(event, list):
+                finished += event
+            elif finished:
+                inbox.put(event)  # raised by the next call: these are not lost
+                break
+            else:
+                self._raise(event)
+            if inbox.empty():
+                break
+            event = inbox.get()
+        return finished
+
+    def take_finished(self, job: str) -> list[FinishedTrajectory]:
+        """As `collect`, without waiting; errors are left for `collect`."""
+        inbox, finished, errors = self._jobs[job].inbox, [], []
+        while not inbox.empty():
+            event = inbox.get()
+            if isinstance(event, list):
+                finished += event
+            else:
+                errors.append(event)
+        for event in errors:
+            inbox.put(event)
+        return finished
+
+    def cancel(self, job: str, ids: Sequence[str]) -> None:
+        """Cancel these rows; their results are discarded."""
+        by_host: dict[_Host, list[str]] = {}
+        for name in ids:
+            row = self._jobs[job].rows.pop(name, None)
+            if row is not None and row.host is not None:
+                self._add_load(row.host, -1)
+                by_host.setdefault(row.host, []).append(name)
+        for host, names in by_host.items():
+            self._ask(host, "host.cancel", job, names)
+
+    def partials(self, job: str) -> dict[str, Output]:
+        """Current partial outputs of unfinished rows in their first model call, by id. Generation goes on."""
+        rows = list(self._jobs[job].rows.items())
+        outputs = {name: resumable(row.partial) for name, row in rows if row.partial is not None}
+        for host in self._hosts:
+            try:
+                outputs |= host.handle.ask("host.partials", job)
+            except WorkerError as error:  # the next `collect` raises it; the last reported outputs are used
+                logger.warning("current partial outputs of %s could not be read: %s", host.handle, error)
+        return {name: output for name, output in outputs.items() if output.token_ids}
+
+    def finish(self, job: str) -> None:
+        """End a job; its unfinished rows are cancelled."""
+        self._jobs.pop(job, None)
+        for host in self._hosts:
+            if not host.closed:
+                _try(host, "host.finish", job)
+
+    # ---------------------------------------------------------------- batches
+
+    def batch(self, finished: Sequence[FinishedTrajectory]) -> DataProto:
+        """The training rows of these trajectories, in order. Columns stay in the object store."""
+        parts = list({id(one.part): one.part for one in finished}.values())
+        starts = np.cumsum([0, *(part.stored.rows for part in parts)])
+        first = {id(part): int(start) for part, start in zip(parts, starts[:-1], strict=True)}
+        spans = [(first[id(one.part)] + one.first_row, one.row_count) for one in finished]
+        index = np.concatenate([np.arange(start, start + count) for start, count in spans])
+        columns = take_rows(concat_columns([part.stored.columns for part in parts]), index)
+        objects = {name: _gathered(name, parts)[index] for part in parts[:1] for name in part.objects}
+        if isinstance(next(iter(columns.values())).refs[0].bundle, dict):  # without Ray they are in this process
+            return DataProto.from_dict(read_columns(columns), objects)
+        batch = BatchRef(columns, len(index), {})
+        for name, values in objects.items():
+            batch.non_tensor_batch[name] = values
+        return batch
+
+    def trajectories(self, finished: Sequence[FinishedTrajectory]) -> list[Trajectory]:
+        """Finished trajectories with all their tokens, read from the object store: for checkpoints."""
+        if not finished:
+            return []
+        batch = self.batch(finished)
+        rows = trajectories_from_rows(batch.fetch() if isinstance(batch, BatchRef) else batch)
+        return [replace(row, status=one.status, score=one.score) for row, one in zip(rows, finished, strict=True)]
+
+    def restore(self, trajectories: Sequence[Trajectory], meta: Mapping[str, Any]) -> list[FinishedTrajectory]:
+        """Trajectories of a checkpoint as if a host had just finished them; `meta` is that of their job."""
+        if not trajectories:
+            return []
+        policy = self._config.actor_rollout_ref
+        params = sampling_params(policy.rollout, meta)
+        rows = RolloutJob("restored", meta, params, 0, 0).pack(
+            trajectories, empty_experts(policy.model, policy.rollout)
+        )
+        objects = rows.pop(non_tensor_batch_keys=list(rows.non_tensor_batch)).non_tensor_batch
+        stored, bundle = bundle_rows(rows)
+        reply = HostReply("", headers=Headers.of(trajectories), objects=objects)
+        return _trajectories(reply, with_bundle(stored, ray.put(bundle) if self._groups.uses_ray else bundle))
+
+    def generate(
+        self,
+        rows: DataProto,
+        meta: Mapping[str, Any],
+        on_finished: OnFinished = lambda finished: None,
+        retry: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+    ) -> DataProto:
+        """Generate one batch: all rows of each trajectory together, in the order of `rows`.
+
+        Rows are assigned to hosts by position. `retry(call)` calls again after it has restarted a lost worker.
+        """
+        if self._groups.overrides_generate_sequences:
+            batch: DataProto = retry(partial(self._call_generate_sequences, rows, meta))
+            return batch
+        was_open, job = self.is_open, self.start(meta, on_finished)
+        try:
+            retry(self.open)
+            ids = self._submit_by_position(job, rows)
+            finished: dict[str, FinishedTrajectory] = retry(partial(self._wait, job, len(ids), {}))
+        finally:
+            self.finish(job)
+            if not was_open:
+                self.close()  # the error of an engine tells more than what it did to its clients
+        return self.batch([finished[name] for name in ids])
+
+    def _wait(self, job: str, count: int, finished: dict[str, FinishedTrajectory]) -> dict[str, FinishedTrajectory]:
+        """All `count` trajectories of a job. After a WorkerError it can be called again with the same `finished`."""
+        with self.watched():
+            while len(finished) < count:
+                self.open()
+                new = self.collect(job, _WAKE_S)
+                finished |= {one.name: one for one in new}
+                tick(len(new))
+        return finished
+
+    def _submit_by_position(self, job: str, rows: DataProto) -> list[str]:
+        """Neighbouring rows to each host, as evenly as they divide: results do not depend on timing."""
+        expect(len(rows))
+        names: list[str] = []
+        kinds = np.array(self._kinds(rows))
+        for kind in ("engine", "agent"):
+            (places,) = np.nonzero(kinds == kind)
+            hosts = [number for number, host in enumerate(self._hosts) if host.kind == kind]
+            for number, chosen in zip(hosts, np.array_split(places, len(hosts)) if hosts else (), strict=True):
+                if len(chosen):
+                    part = rows if len(chosen) == len(rows) else rows.select_idxs(chosen)
+                    self.submit(job, part, replica=number)
+        columns = rows.non_tensor_batch
+        names += [f"{uid}/{number}" for uid, number in zip(columns["uid"], columns["sample_index"], strict=True)]
+        return names
+
+    def _call_generate_sequences(self, rows: DataProto, meta: Mapping[str, Any]) -> DataProto:
+        """A worker class of the user has its own `generate_sequences`: one batch, one call."""
+        request = rows.select()
+        request.meta_info = dict(meta)
+        if self._groups.agents is None:
+            return self._groups.rollout.generate_sequences(request)
+        was_open, replicas = self._groups.generation_open, self._groups.open_generation()
+        try:
+            return self._groups.agents.generate_sequences(request, [handle for handle, _ in replicas])
+        finally:
+            if not was_open:
+                self._groups.close_generation()
+
+    # ---------------------------------------------------------------- hosts
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While the trainer waits inside, hang detection looks at the hosts, and can end the wait."""
+        groups = [group for group in self._groups.answering if hasattr(group, "processes")]
+        self._calls = [OpenCall(group, "collect") for group in groups]
+        try:
+            yield
+        finally:
+            for call in self._calls:
+                call.close()
+            self._calls = []
+
+    @property
+    def engine_count(self) -> int:
+        """Number of engine replicas; 0 if generation is not open."""
+        return sum(host.kind == "engine" for host in self._hosts)
+
+    @property
+    def loop_capacity(self) -> int | None:
+        """Trajectories that loop workers run concurrently; None if the default loop does not run in them."""
+        agent = self._config.actor_rollout_ref.rollout.agent
+        if self._groups.is_single_turn(agent.default_agent_loop):
+            return None
+        return agent.max_concurrent_requests * sum(host.kind == "agent" for host in self._hosts)
+
+    def _kinds(self, rows: DataProto) -> list[Kind]:
+        """Where each row is generated: single-turn rows by the engines' ranks, agents in loop workers."""
+        agents = rows.non_tensor_batch.get("agent_name")
+        default = self._config.actor_rollout_ref.rollout.agent.default_agent_loop
+        names = [default] * len(rows) if agents is None else [str(name) for name in agents]
+        single = {name: self._groups.is_single_turn(name) for name in set(names)}
+        return ["engine" if single[name] else "agent" for name in names]
+
+    def _host(self, known: Mapping[str, _Host], kind: Kind, handle: RankHandle, host_id: str) -> _Host:
+        return known.get(host_id) or _Host(kind, handle, host_id)
+
+    def _start(self, host: _Host) -> None:
+        for job in self._jobs.values():
+            host.handle.ask("host.start", job.name, job.meta)
+        threading.Thread(target=self._collect_from, args=(host,), name="rollout-collect", daemon=True).start()
+
+    def _forget(self, lost: Sequence[_Host]) -> None:
+        """The rows of lost hosts are to be sent again, from their last partial outputs."""
+        for host in lost:
+            host.closed = True
+        for row in (row for job in self._jobs.values() for row in list(job.rows.values())):
+            if row.host in lost:
+                row.host = None
+                row.partial = None if row.partial is None else resumable(row.partial)
+        if any(host.kind == "agent" for host in lost):  # loop workers are restarted together
+            for host in self._hosts:
+                if host.kind == "engine":
+                    _try(host, "host.abort_clients")
+
+    def _send(self, job: _Job, names: Sequence[str], replica: int | None = None) -> None:
+        """Send rows to hosts, all rows of a prompt together; without open hosts they wait for `open`."""
+        if not self._hosts:
+            return
+        rows = {name: row for name in names if (row := job.rows.get(name)) is not None}
+        homes: dict[tuple[Kind, str], _Host] = {}
+        by_host: dict[tuple[int, int], tuple[_Host, DataProto, list[str]]] = {}
+        for name, row in rows.items():
+            group = row.kind, name.rpartition("/")[0]
+            if group not in homes:
+                homes[group] = self._choose(row.kind, replica)
+            host = row.host = homes[group]
+            self._add_load(host, 1)
+            by_host.setdefault((id(host), id(row.batch)), (host, row.batch, []))[2].append(name)
+        for host, batch, chosen in by_host.values():
+            part = batch if len(chosen) == len(batch) else batch.select_idxs(np.array([rows[n].index for n in chosen]))
+            partials = {name: partial for name in chosen if (partial := rows[name].partial) is not None}
+            self._ask(host, "host.submit", job.name, part, {name: p for name, p in partials.items() if p.token_ids})
+
+    def _add_load(self, host: _Host, rows: int) -> None:
+        with self._lock:
+            host.load += rows
+
+    def _choose(self, kind: Kind, replica: int | None) -> _Host:
+        if replica is not None:
+            return self._hosts[replica]
+        return min((host for host in self._hosts if host.kind == kind), key=lambda host: host.load)
+
+    def _ask(self, host: _Host, method: str, *args: Any) -> None:
+        """A control call of a host; its loss is raised by the next `collect`, or repaired by the next `open`."""
+        try:
+            host.handle.ask(method, *args)
+        except WorkerError as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception | None) -> None:
+        """Wake all jobs: a host was lost with this error, or reported a lost engine (None)."""
+        self._needs_open = True
+        for job in list(self._jobs.values()):
+            job.inbox.put(error)
+
+    def _raise(self, event: Exception | None) -> None:
+        """In the trainer's thread: raise the error of a lost engine, which tells more than that of a host."""
+        self._groups.require_engines()
+        if event is not None:
+            raise event
+
+    def _check_cancelled(self) -> None:
+        if self._cancelled.is_set():
+            raise CallCancelled("waiting for trajectories was cancelled")
+        for call in self._calls:
+            if call.given_up is not None:
+                raise call.given_up
+
+    # ---------------------------------------------------------------- collector threads
+
+    def _collect_from(self, host: _Host) -> None:
+        keep_partials = self._groups.may_lose_hosts or host.kind == "agent"
+        while not host.closed:
+            try:
+                reply, rows = host.handle.ask_rows("host.collect", host.id, _COLLECT_S, keep_partials)
+                if host.closed:
+                    return  # its rows are submitted again, or their results are not wanted
+                self._receive(host, reply, rows)
+            except Exception as error:  # noqa: BLE001 - raised in the trainer's thread
+                if not host.closed:
+                    host.closed = True
+                    self._lose(error)
+                return
+            if reply.failure is not None or reply.closed:
+                host.closed = True
+                self._lose(None)
+                return
+
+    def _receive(self, host: _Host, reply: HostReply, rows: StoredRows | None) -> None:
+        if reply.pulses != host.pulses:
+            host.pulses = reply.pulses
+            pulse()
+        for name, pieces in reply.partials.items():
+            if (job := self._jobs.get(name)) is not None:
+                _add_partials(job, pieces)
+        if reply.headers is not None and rows is not None and (job := self._jobs.get(reply.job or "")) is not None:
+            finished = [one for one in _trajectories(reply, rows) if job.rows.pop(one.name, None) is not None]
+            self._add_load(host, -len(finished))
+            if finished:
+                job.on_finished(finished)
+                job.inbox.put(finished)
+        if reply.lost_replica is not None:
+            self._lose(None)
+
+
+def _add_partials(job: _Job, pieces: Mapping[str, Output]) -> None:
+    for name, piece in pieces.items():
+        if (row := job.rows.get(name)) is not None:
+            row.partial = join_outputs(row.partial, piece, row.prompt_length)
+
+
+def _trajectories(reply: HostReply, rows: StoredRows) -> list[FinishedTrajectory]:
+    headers = reply.headers
+    assert headers is not None
+    part = RowsPart(rows, {name: values for name, values in reply.objects.items() if name not in _OWN})
+    first_rows = np.cumsum([0, *headers.row_counts])
+    return [
+        FinishedTrajectory(
+            name,
+            headers.uids[number],
+            int(headers.sample_indices[number]),
+            headers.statuses[number],
+            headers.scores[number],
+            headers.versions[number],
+            headers.tokens[headers.token_offsets[number] : headers.token_offsets[number + 1]],
+            part,
+            int(first_rows[number]),
+            int(headers.row_counts[number]),
+        )
+        for number, name in enumerate(headers.names)
+    ]
+
+
+# The batch has these columns already, from its prompts.
+_OWN = ("uid", "sample_index")
+
+
+def _gathered(name: str, parts: Sequence[RowsPart]) -> np.ndarray:
+    """An object column of all parts; None where a part does not have it."""
+    columns = [part.objects.get(name, object_array([None] * part.stored.rows)) for part in parts]
+    return np.concatenate(columns)
+
+
+def _try(host: _Host, method: str, *args: Any) -> None:
+    try:
+        host.handle.ask(method, *args)
+    except WorkerError as error:  # a host that is gone has nothing to end
+        logger.debug("%s of %s: %s", method, host.handle, error)

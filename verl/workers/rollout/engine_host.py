@@ -1,0 +1,324 @@
+"""EngineHost: a LoopHost that generates with the engine of its process: single-turn rows, and requests of agents."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.config import RolloutConfig
+from verl.types.request import Output, Request
+from verl.types.trajectory import Trajectory, Turn
+from verl.utils.counter_noise import sample_keys
+from verl.utils.field_errors import keys_under
+from verl.utils.helper_processes import Standing, standing_helper
+from verl.utils.progress import pulses
+from verl.workers.rollout.errors import EngineDiedError
+from verl.workers.rollout.loop_host import LoopHost, RolloutJob, RolloutTask
+from verl.workers.rollout.partial_outputs import unfinished_part
+from verl.workers.rollout.prompts import new_request_id
+
+if TYPE_CHECKING:
+    from verl.workers.rollout.base import BaseRollout
+
+__all__ = ["CollectedOutputs", "EngineHost", "RequestOutput"]
+
+# Prompt and answer: what a single-turn agent counts.
+_SINGLE_TURNS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The result of one request of an EngineClient: an output, or why there is none."""
+
+    id: str
+    output: Output | None
+    refused: str | None = None
+    """The request is invalid."""
+    failed: str | None = None
+    """The engine failed and cannot generate for any request; `EngineHost.close` raises the error."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedOutputs:
+    """One reply to an EngineClient."""
+
+    outputs: list[RequestOutput]
+    unfinished: int
+    """Number of requests of all clients and jobs that the engine has now."""
+    pulses: int
+    """A number that changes as long as the engine's process makes progress."""
+    closed: bool
+    """No further outputs will come."""
+    stopped_process: Standing | None = None
+    """A process of the engine that is stopped."""
+    partials: dict[str, Output] = field(default_factory=dict)
+    """On request, by request id: tokens sampled since the last report."""
+
+
+class EngineHost(LoopHost):
+    """The engine's side of generation. Rows of a job are submitted to the engine at once; its thread only stores
+    results, and the thread that collects packs them. No coroutine, thread or RPC per row."""
+
+    def __init__(self, rollout: BaseRollout, no_experts: Callable[[], np.ndarray | None] = lambda: None) -> None:
+        super().__init__(rollout.config, rollout.eos_token_ids, rollout.pad_token_id, no_experts)
+        self._rollout = rollout
+        self._error: BaseException | None = None
+        self._futures: dict[str, Future[Output]] = {}
+        """Unfinished requests of rows and clients."""
+        self._requests: dict[RolloutTask, Request] = {}
+        """Requests of unfinished rows."""
+        self._outputs: dict[str, list[RequestOutput]] = defaultdict(list)
+        self._reported: dict[str, dict[str, int]] = defaultdict(dict)
+        """By client and request: the number of tokens that the client knows."""
+
+    # ---------------------------------------------------------------- requests of EngineClients
+
+    def submit_requests(self, client: str, requests: Sequence[Request]) -> None:
+        """Queue requests; `collect_outputs` of the same client returns their outputs. Never raises: an error is an
+        output, too."""
+        if self._closed:
+            return  # `collect_outputs` reports it
+        try:
+            futures = self._rollout.submit(requests)
+        except ValueError as error:
+            if len(requests) > 1:
+                for request in requests:
+                    self.submit_requests(client, [request])
+            else:
+                self._store(client, RequestOutput(requests[0].id, None, refused=_with_keys(error)))
+        except Exception as error:  # noqa: BLE001 - reported to the clients, raised by `close`
+            for request in requests:
+                self._fail_request(client, request.id, error)
+        else:
+            with self._changed:
+                self._futures |= {request.id: future for request, future in zip(requests, futures, strict=True)}
+                for request in requests:
+                    known = len(request.resume_from.token_ids) if request.resume_from else 0
+                    self._reported[client][request.id] = known
+                late = self._closed
+            for request, future in zip(requests, futures, strict=True):
+                future.add_done_callback(partial(self._on_request_done, client, request.id))
+            if late:
+                self.abort_requests(request.id for request in requests)
+
+    def collect_outputs(self, client: str, timeout: float, with_partials: bool = False) -> CollectedOutputs:
+        """Return outputs finished for this client since its last call; block up to `timeout` seconds for the first.
+
+        Called by one thread of a client at a time.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or bool(self._outputs.get(client)), timeout)
+        partials = self._partials_of_client(client) if with_partials else {}
+        with self._changed:
+            outputs = self._outputs.pop(client, [])
+            return CollectedOutputs(outputs, len(self._futures), pulses(), self._closed, standing_helper(), partials)
+
+    def current_outputs(self, ids: Sequence[str]) -> dict[str, Output]:
+        """Whole outputs so far of these requests, where they have tokens. Generation goes on."""
+        return self._since(dict.fromkeys(ids, 0))
+
+    def abort_requests(self, ids: Iterable[str]) -> None:
+        """End these requests at the next token."""
+        self._rollout.abort(list(ids))
+
+    def abort_clients(self) -> None:
+        """Abort the requests of all clients: their processes are gone."""
+        with self._changed:
+            ids = [request_id for requests in self._reported.values() for request_id in requests]
+            self._reported.clear()
+            self._outputs.clear()
+        self._rollout.abort(ids)
+
+    def _partials_of_client(self, client: str) -> dict[str, Output]:
+        with self._changed:
+            reported = self._reported[client]
+            positions = dict(reported)
+        partials = self._since(positions)
+        with self._changed:
+            for name, piece in partials.items():
+                if name in reported:
+                    reported[name] += len(piece.token_ids)
+        return partials
+
+    def _on_request_done(self, client: str, request_id: str, future: Future[Output]) -> None:
+        """Called by the engine's thread."""
+        with self._changed:
+            self._futures.pop(request_id, None)
+            self._reported[client].pop(request_id, None)
+        if future.cancelled():
+            return
+        if (error := future.exception()) is not None:
+            self._fail_request(client, request_id, error)
+        else:
+            self._store(client, RequestOutput(request_id, replace(future.result(), raw_log_probs=[])))
+
+    def _fail_request(self, client: str, request_id: str, error: BaseException) -> None:
+        self._fail_with(error)
+        self._store(client, RequestOutput(request_id, None, failed=f"{type(error).__name__}: {error}"))
+
+    def _store(self, client: str, output: RequestOutput) -> None:
+        with self._changed:
+            self._outputs[client].append(output)
+            self._changed.notify_all()
+
+    # ---------------------------------------------------------------- single-turn rows
+
+    def _begin(self, job: RolloutJob, tasks: Sequence[RolloutTask]) -> None:
+        requests = [(task, request) for task in tasks if (request := self._request(job, task)) is not None]
+        try:
+            futures = self._rollout.submit([request for _, request in requests])
+        except ValueError as error:
+            if not job.by_agents:
+                raise
+            if len(tasks) == 1:
+                self._on_finished(job, tasks[0], error)
+            else:  # like an agent's, an invalid row fails alone
+                for task in tasks:
+                    self._begin(job, [task])
+            return
+        except Exception as error:  # noqa: BLE001 - raised by `require_sound` and `close`
+            self._fail_with(error)
+            return
+        with self._changed:
+            self._futures |= {request.id: future for (_, request), future in zip(requests, futures, strict=True)}
+            self._requests |= dict(requests)
+        started = time.monotonic()
+        for (task, request), future in zip(requests, futures, strict=True):
+            future.add_done_callback(partial(self._on_row_done, job, task, request.id, started))
+
+    def _request(self, job: RolloutJob, task: RolloutTask) -> Request | None:
+        """The request of a row; None: there is no room for an answer, which is finished."""
+        prompt_ids, limit = task.prompt_ids, task.limit
+        if job.by_agents:
+            limit = min(limit, self._config.max_model_len - len(prompt_ids))
+            if limit <= 0:
+                self._on_finished(job, task, (Output(finish_reason="length"), 0.0))
+                return None
+        key = sample_keys(job.seed, task.step, task.trajectory.uid, task.trajectory.sample_index)
+        params = replace(
+            job.params,
+            key=key,
+            do_sample=task.sampled,
+            max_new_tokens=limit,
+            min_new_tokens=min(limit, job.params.min_new_tokens) if job.by_agents else job.params.min_new_tokens,
+        )
+        return Request(new_request_id(task.name), prompt_ids, params, task.trajectory.uid, task.partial)
+
+    def _abort(self, tasks: Sequence[RolloutTask]) -> None:
+        with self._changed:
+            ids = [self._requests[task].id for task in tasks if task in self._requests]
+        if ids:
+            self._rollout.abort(ids)
+
+    def _on_row_done(
+        self, job: RolloutJob, task: RolloutTask, request_id: str, started: float, future: Future[Output]
+    ) -> None:
+        """Called by the engine's thread."""
+        with self._changed:
+            self._futures.pop(request_id, None)
+            self._requests.pop(task, None)
+        if future.cancelled():
+            return
+        if (error := future.exception()) is not None:
+            self._fail_with(error)
+        else:
+            self._on_finished(job, task, (future.result(), time.monotonic() - started))
+
+    def _finished_trajectory(self, job: RolloutJob, task: RolloutTask) -> Trajectory:
+        trajectory = task.trajectory
+        if isinstance(task.result, ValueError):
+            output, seconds, error = Output(finish_reason="abort"), 0.0, f"ValueError: {_with_keys(task.result)}"
+            trajectory.status = "failed"
+        else:
+            (output, seconds), error = task.result, None
+            trajectory.status = "aborted" if output.finish_reason == "abort" else "finished"
+        trajectory.rows[0].turns.append(Turn.sampled(output))
+        if job.by_agents:
+            metrics = _agent_metrics(output, seconds) | {"status": trajectory.status, "error": error}
+            if error is not None:
+                metrics["failures"] = {"loop": 1}
+            trajectory.extra = {"num_turns": _SINGLE_TURNS, "agent_metrics": metrics}
+        return trajectory
+
+    # ---------------------------------------------------------------- partial outputs
+
+    def _new_partials(self, job: RolloutJob) -> dict[str, Output]:
+        with self._changed:
+            tasks = {self._requests[task].id: task for task in job.unfinished.values() if task in self._requests}
+        pieces = self._since({request_id: task.reported for request_id, task in tasks.items()})
+        for request_id, piece in pieces.items():
+            tasks[request_id].reported += len(piece.token_ids)
+        return {tasks[request_id].name: piece for request_id, piece in pieces.items()}
+
+    def _current_outputs(self, job: RolloutJob) -> dict[str, Output]:
+        with self._changed:
+            requests = [(task.name, self._requests[task]) for task in job.unfinished.values() if task in self._requests]
+        outputs = self.current_outputs([request.id for _, request in requests])
+        return {
+            name: unfinished_part(outputs[request.id], request.params)
+            for name, request in requests
+            if request.id in outputs
+        }
+
+    def _since(self, positions: Mapping[str, int]) -> dict[str, Output]:
+        try:
+            pieces = self._rollout.since(positions)
+        except EngineDiedError:  # its requests fail with the same error
+            return {}
+        return {name: replace(piece, raw_log_probs=[]) for name, piece in pieces.items()}
+
+    # ---------------------------------------------------------------- failures, end
+
+    @property
+    def failed(self) -> bool:
+        """The engine failed requests or rows."""
+        return self._error is not None
+
+    def require_sound(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End all jobs and requests; raise the error that failed the engine, if there is one."""
+        super().close()
+        with self._changed:
+            left = dict(self._futures)
+        self._rollout.abort(left)
+        wait(left.values())
+        self.require_sound()
+
+    def _fail_with(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+        self._fail(f"{type(error).__name__}: {error}")
+
+
+def _agent_metrics(output: Output, seconds: float) -> dict[str, Any]:
+    """Column `agent_metrics` of a single-turn row, with the names that agent loops report."""
+    return {
+        "generate_s": seconds,
+        "tool_s": 0.0,
+        "compute_score_s": 0.0,
+        "tool_calls": 0,
+        "num_preempted": output.preemptions,
+        "turns": 1,
+        "failures": {},
+        "tools": {},
+        "unmatched_tokens": 0,
+    }
+
+
+def _with_keys(error: ValueError) -> str:
+    """The message with the user's configuration keys for the engine's fields."""
+    try:
+        with keys_under("actor_rollout_ref.rollout", RolloutConfig):
+            raise error
+    except ValueError as spelled:
+        return str(spelled)

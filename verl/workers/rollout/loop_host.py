@@ -1,0 +1,342 @@
+"""LoopHost: executes rollout jobs in this process. Rows come in by `submit`, finished trajectories leave by `collect`.
+
+A job is a set of rows with its own sampling parameters. Several jobs can run at the same time: validation beside a
+stream of training rows. `EngineHost` generates single-turn rows with the engine of its process; `verl.agent.host`
+runs agent loops.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from verl.config import RolloutConfig
+from verl.protocol import DataProto
+from verl.single_controller.base.errors import CallCancelled
+from verl.types.request import Output, SamplingParams
+from verl.types.rollout import Headers, HostReply
+from verl.types.trajectory import Trajectory
+from verl.utils.progress import expect, pulses, tick
+from verl.workers.rollout.errors import EngineLostError
+from verl.workers.rollout.output import rows_from_trajectories
+from verl.workers.rollout.prompts import answer_limits, sampling_params, trajectories_from_prompts
+
+__all__ = ["LoopHost", "RolloutJob", "RolloutTask"]
+
+# After the first trajectory has finished, `collect` waits this long for others, to report them together.
+_COALESCE_S = 0.02
+# Name of the job of `generate_batch`.
+_BATCH = "batch"
+# Interval of reports of partial outputs.
+_PARTIALS_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class RolloutTask:
+    """One row to generate."""
+
+    trajectory: Trajectory
+    """Its prompt, without turns."""
+    step: int
+    """The training step whose sampling noise it gets."""
+    limit: int
+    """Maximum number of response tokens of a context."""
+    sampled: bool
+    """False: greedy."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The row's object columns, for agent loops."""
+    partial: Output | None = None
+    """An earlier partial output of its first model call, to resume from."""
+    reported: int = 0
+    """Tokens of the first model call that the manager knows."""
+    cancelled: bool = False
+    result: Any = None
+    """Set when it has finished; `LoopHost._finished_trajectory` converts it."""
+
+    @property
+    def name(self) -> str:
+        return self.trajectory.name
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return np.asarray(self.trajectory.rows[0].prompt_ids).tolist()
+
+
+class RolloutJob:
+    """The rows of one consumer, with common sampling parameters."""
+
+    def __init__(self, name: str, meta: Mapping[str, Any], params: SamplingParams, seed: int, pad: int) -> None:
+        self.name, self.meta, self.params, self.seed = name, meta, params, seed
+        self.pad_token_id = pad if meta.get("pad_token_id") is None else int(meta["pad_token_id"])
+        self.by_agents = bool(meta.get("agent_columns"))
+        """Rows have the columns of agents (`num_turns`, `agent_metrics`, …), also those of single-turn answers."""
+        self.unfinished: dict[str, RolloutTask] = {}
+        self.finished: list[RolloutTask] = []
+        self.prompt_width = 0
+
+    def tasks(self, rows: DataProto, partials: Mapping[str, Output]) -> list[RolloutTask]:
+        """The tasks of these rows; ValueError for a row with invalid columns."""
+        trajectories = trajectories_from_prompts(rows)
+        limits = answer_limits(rows, trajectories, self.params.max_new_tokens)
+        columns, step = rows.non_tensor_batch, int(rows.meta_info.get("step", self.meta.get("step", 0)))
+        sampled = columns.get("do_sample", [self.params.do_sample] * len(rows))
+        self.prompt_width = max(self.prompt_width, rows.batch["input_ids"].shape[1])
+        tasks = []
+        for row, trajectory in enumerate(trajectories):
+            task = RolloutTask(trajectory, step, limits[row], bool(sampled[row]))
+            task.columns = {name: values[row] for name, values in columns.items()}
+            task.partial = partials.get(trajectory.name)
+            task.reported = 0 if task.partial is None else len(task.partial.token_ids)
+            tasks.append(task)
+        return tasks
+
+    def pack(self, trajectories: Sequence[Trajectory], no_experts: np.ndarray | None) -> DataProto:
+        """The training rows of finished trajectories."""
+        validate = bool(self.meta.get("validate"))
+        longest = max(len(row.prompt_ids) for trajectory in trajectories for row in trajectory.rows)
+        return rows_from_trajectories(
+            trajectories,
+            pad_token_id=self.pad_token_id,
+            prompt_length=max(longest, self.prompt_width),
+            response_length=self.params.max_new_tokens if self.meta.get("pad_to_max") else None,
+            # Validation rows are not trained on, and their sampling parameters differ from training's.
+            with_drawn=self.params.reshaped and not validate,
+            with_experts=not validate,
+            no_experts=no_experts,
+        )
+
+
+class LoopHost(ABC):
+    """From the opening of generation to its end. All methods are thread-safe."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        end_token_ids: Iterable[int],
+        pad_token_id: int,
+        no_experts: Callable[[], np.ndarray | None] = lambda: None,
+    ) -> None:
+        """`no_experts()` is [0, layers, k] if rows always have the column `routed_experts`, else None."""
+        self.id = uuid.uuid4().hex
+        self._config, self._end_token_ids, self._pad_token_id = config, frozenset(end_token_ids), pad_token_id
+        self._no_experts = functools.cache(no_experts)
+        self._changed = threading.Condition()
+        self._jobs: dict[str, RolloutJob] = {}
+        self._failure: str | None = None
+        self._lost_replica: str | None = None
+        self._closed = False
+        self._next_partials = time.monotonic() + _PARTIALS_S
+
+    # ---------------------------------------------------------------- control calls
+
+    def start(self, job: str, meta: Mapping[str, Any], **overrides: Any) -> None:
+        """Open a job. `meta` is `meta_info` of a generation: seed, step, validate, end tokens, sampling parameters."""
+        params = sampling_params(self._config, meta, self._end_token_ids, **overrides)
+        seed = self._config.seed if meta.get("seed") is None else int(meta["seed"])
+        with self._changed:
+            self._jobs[job] = RolloutJob(job, meta, params, seed, self._pad_token_id)
+
+    def submit(self, job: str, rows: DataProto, partials: Mapping[str, Output] | None = None) -> None:
+        """Start to generate these rows, some of them from partial outputs (by trajectory)."""
+        known = self._jobs[job]
+        tasks = known.tasks(rows, partials or {})
+        with self._changed:
+            if self._closed:
+                return
+            known.unfinished |= {task.name: task for task in tasks}
+        try:
+            self._begin(known, tasks)
+        except ValueError:  # a row that can never be generated
+            self.cancel(job, [task.name for task in tasks])
+            raise
+
+    def collect(self, host_id: str, timeout: float, with_partials: bool) -> tuple[HostReply, DataProto | None]:
+        """Return trajectories finished since the last call, of one job; block up to `timeout` seconds for the first.
+
+        Called by one thread at a time. `host_id`: a call that was meant for an earlier host of this process gets
+        nothing. `with_partials`: also report tokens of unfinished trajectories, every few seconds.
+        """
+        if host_id != self.id:
+            return HostReply(host_id, closed=True), None
+        with self._changed:
+            self._changed.wait_for(self._has_news, timeout)
+            if self._finished_job() is not None:
+                self._changed.wait_for(self._nothing_left, _COALESCE_S)
+            job = self._finished_job()
+            finished: list[RolloutTask] = []
+            if job is not None:
+                finished, job.finished = job.finished, []
+            lost, self._lost_replica = self._lost_replica, None
+        partials: dict[str, dict[str, Output]] = {}
+        if with_partials and time.monotonic() >= self._next_partials:
+            partials = {name: self._new_partials(each) for name, each in list(self._jobs.items())}
+            self._next_partials = time.monotonic() + _PARTIALS_S
+        reply = HostReply(
+            self.id,
+            partials=partials,
+            failure=self._failure,
+            lost_replica=lost,
+            closed=self._closed,
+            pulses=pulses(),
+        )
+        if job is None or not finished:
+            return reply, None
+        trajectories = [self._finished_trajectory(job, task) for task in finished]
+        rows = job.pack(trajectories, self._no_experts())
+        objects = rows.pop(non_tensor_batch_keys=list(rows.non_tensor_batch)).non_tensor_batch
+        return replace(reply, job=job.name, headers=Headers.of(trajectories), objects=objects), rows
+
+    def cancel(self, job: str, names: Iterable[str]) -> None:
+        """Cancel these trajectories and discard their results. Tool clean-up runs in the background."""
+        with self._changed:
+            known = self._jobs.get(job)
+            if known is None:
+                return
+            tasks = [task for name in names if (task := known.unfinished.pop(name, None)) is not None]
+            for task in tasks:
+                task.cancelled = True
+        self._abort(tasks)
+
+    def partials(self, job: str) -> dict[str, Output]:
+        """The current output of the first model call of each unfinished trajectory, to resume from. Generation goes
+        on."""
+        known = self._jobs.get(job)
+        return {} if known is None else self._current_outputs(known)
+
+    def finish(self, job: str) -> None:
+        """End a job; its unfinished rows are cancelled."""
+        if (known := self._jobs.get(job)) is not None:
+            self.cancel(job, list(known.unfinished))
+            with self._changed:
+                self._jobs.pop(job, None)
+
+    def close(self) -> None:
+        """End all jobs; `collect` then reports `closed`."""
+        for job in list(self._jobs):
+            self.finish(job)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # ---------------------------------------------------------------- one batch, in the caller's thread
+
+    def generate_batch(self, prompts: DataProto, overrides: Mapping[str, Any] | None = None) -> DataProto:
+        """Generate all rows and return them in order. Nothing else may use this host."""
+        job, tasks = self._start_batch(prompts, overrides or {})
+        expect(len(tasks))
+        try:
+            for _ in self._as_finished(job, len(tasks)):
+                tick()
+        finally:
+            self.cancel(job.name, list(job.unfinished))  # if a row fails the call, the others must not go on
+        return self._batch_rows(job, tasks, prompts)
+
+    def stream_batch(self, prompts: DataProto, overrides: Mapping[str, Any]) -> Iterator[tuple[int, DataProto]]:
+        """(row, its sample as a batch of one) as each is finished. Closing the iterator aborts what is left."""
+        job, tasks = self._start_batch(prompts, overrides)
+        return self._streamed(job, tasks, prompts)
+
+    def _streamed(
+        self, job: RolloutJob, tasks: Sequence[RolloutTask], prompts: DataProto
+    ) -> Iterator[tuple[int, DataProto]]:
+        rows = {task: row for row, task in enumerate(tasks)}
+        try:
+            for task in self._as_finished(job, len(tasks)):
+                yield rows[task], self._batch_rows(job, [task], prompts)
+        finally:
+            self.cancel(job.name, list(job.unfinished))
+
+    def _start_batch(self, prompts: DataProto, overrides: Mapping[str, Any]) -> tuple[RolloutJob, list[RolloutTask]]:
+        sampling = {name: value for name, value in overrides.items() if name != "pad_to_max"}
+        meta = {**prompts.meta_info, **{name: overrides[name] for name in overrides if name == "pad_to_max"}}
+        self.start(_BATCH, meta, **sampling)
+        job = self._jobs[_BATCH]
+        tasks = job.tasks(prompts, {})
+        job.unfinished = {task.name: task for task in tasks}
+        self._begin(job, tasks)
+        return job, tasks
+
+    def _as_finished(self, job: RolloutJob, count: int) -> Iterator[RolloutTask]:
+        while count:
+            with self._changed:
+                self._changed.wait_for(self._has_news)
+                self.require_sound()
+                if self._closed:
+                    raise CallCancelled("the rollout host was closed")
+                finished, job.finished = job.finished, []
+            count -= len(finished)
+            yield from finished
+
+    def _batch_rows(self, job: RolloutJob, tasks: Sequence[RolloutTask], prompts: DataProto) -> DataProto:
+        """Training rows of finished tasks. `uid` and `sample_index` are the caller's already."""
+        rows = job.pack([self._finished_trajectory(job, task) for task in tasks], self._no_experts())
+        # Without names from the caller, another rank may give the same ones.
+        named = {"uid", "sample_index"} <= prompts.non_tensor_batch.keys()
+        rows.pop(non_tensor_batch_keys=["uid", "sample_index", *([] if named else ["trajectory"])])
+        return rows
+
+    # ---------------------------------------------------------------- for subclasses
+
+    def require_sound(self) -> None:
+        """Raise the error because of which rows cannot be finished, if there is one."""
+        if self._failure is not None or self._lost_replica is not None:
+            raise EngineLostError(self._failure or self._lost_replica)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @abstractmethod
+    def _begin(self, job: RolloutJob, tasks: Sequence[RolloutTask]) -> None:
+        """Start these tasks; each ends with `_on_finished`, unless it is cancelled or the host fails."""
+
+    @abstractmethod
+    def _abort(self, tasks: Sequence[RolloutTask]) -> None:
+        """Stop generating these tasks."""
+
+    @abstractmethod
+    def _finished_trajectory(self, job: RolloutJob, task: RolloutTask) -> Trajectory:
+        """The trajectory of a task with a result."""
+
+    @abstractmethod
+    def _new_partials(self, job: RolloutJob) -> dict[str, Output]:
+        """Tokens sampled since the last report, by trajectory."""
+
+    @abstractmethod
+    def _current_outputs(self, job: RolloutJob) -> dict[str, Output]:
+        """Whole outputs so far that can be resumed, by trajectory."""
+
+    def _on_finished(self, job: RolloutJob, task: RolloutTask, result: Any) -> None:
+        """Called by the engine's thread or the event loop: only stores the result."""
+        with self._changed:
+            if task.cancelled or job.unfinished.pop(task.name, None) is None:
+                return
+            task.result = result
+            job.finished.append(task)
+            self._changed.notify_all()
+
+    def _fail(self, why: str) -> None:
+        """Report that this host cannot finish its rows."""
+        with self._changed:
+            self._failure = self._failure or why
+            self._changed.notify_all()
+
+    # ---------------------------------------------------------------- waiting
+
+    def _finished_job(self) -> RolloutJob | None:
+        return next((job for job in self._jobs.values() if job.finished), None)
+
+    def _has_news(self) -> bool:
+        broken = self._failure is not None or self._lost_replica is not None
+        return self._closed or broken or self._finished_job() is not None
+
+    def _nothing_left(self) -> bool:
+        return self._closed or not any(job.unfinished for job in self._jobs.values())

@@ -1,0 +1,50 @@
+"""Partial outputs of requests: joined from consecutive parts, cut, and prepared for `Request.resume_from`."""
+
+from __future__ import annotations
+
+import math
+
+from verl.types.request import Output, SamplingParams
+from verl.types.routed_experts import join_pieces
+
+__all__ = ["join_outputs", "output_since", "resumable", "unfinished_part"]
+
+
+def join_outputs(first: Output | None, then: Output, prompt: int | None = None) -> Output:
+    """Join two consecutive parts of an output. `prompt`: the prompt's length if `first` begins the output."""
+    if first is None:
+        return then
+    joined = Output(first.token_ids + then.token_ids, first.log_probs + then.log_probs, first.versions + then.versions)
+    unknown = [math.nan] * (len(first.token_ids) - len(first.sampled_log_probs))
+    joined.sampled_log_probs = first.sampled_log_probs + unknown + then.sampled_log_probs
+    rows = 0 if first.routed_experts is None else len(first.routed_experts)
+    if prompt is not None and first.token_ids:
+        rows = prompt + len(first.token_ids) - 1
+    joined.routed_experts = join_pieces(first.routed_experts, rows, then.routed_experts)
+    return joined
+
+
+def output_since(output: Output, start: int, prompt: int) -> Output:
+    """The part of an output from token `start` on; `prompt`: the prompt's length."""
+    part = Output(output.token_ids[start:], output.log_probs[start:], output.versions[start:])
+    part.sampled_log_probs = output.sampled_log_probs[start:]
+    if output.routed_experts is not None:
+        part.routed_experts = output.routed_experts[0 if start == 0 else prompt + start - 1 :]
+    return part
+
+
+def unfinished_part(output: Output, params: SamplingParams) -> Output:
+    """A current output as one to resume from: without its last token if that may be the end of the answer."""
+    ends = output.token_ids[-1] in params.ends or len(output.token_ids) >= params.max_new_tokens
+    return resumable(output) if ends or params.stop or params.grammar is not None else output
+
+
+def resumable(output: Output) -> Output:
+    """A reported partial output without its last token, which is sampled again: it may have been the end, and a
+    finished output cannot be resumed."""
+    part = slice(0, max(0, len(output.token_ids) - 1))
+    known = Output(output.token_ids[part], output.log_probs[part], output.versions[part])
+    known.sampled_log_probs = output.sampled_log_probs[part]
+    if output.routed_experts is not None and known.token_ids:
+        known.routed_experts = output.routed_experts[:-1]
+    return known
