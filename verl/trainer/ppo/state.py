@@ -1,4 +1,4 @@
-"""TrainerState: where a run stands, and what its checkpoints hold: actor, critic, prompts, KL controller, versions."""
+"""TrainerState: progress of a run and contents of its checkpoints (actor, critic, prompts, KL controller, version)."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from verl.trainer.ppo.utils import Role
 
 
 class Answers(Protocol):
-    """Prompts that are neither waiting nor trained: with their answers, as far as there are any."""
+    """Prompts that were submitted and are not trained yet, with their responses so far."""
 
     def state(self, partials: bool) -> dict[str, Any]:
-        """Plain data; with `partials`, unfinished answers too, which takes a moment."""
+        """Return plain data; with `partials`, unfinished responses too, which takes longer."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from this state."""
 
 
 _POLICIES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 
 
 class TrainerState:
-    """What changes from step to step on the controller, with the folder it is saved in."""
+    """The state of the controller that changes from step to step, and its checkpoint folder."""
 
     prompts: PromptStream
     answers: Answers | None = None
-    """With `trainer.mode` other than sync: what was asked ahead."""
+    """Prompts submitted ahead of their step, if `trainer.mode` is not sync."""
 
     def __init__(self, config: PPOConfig, workers: Mapping[Role, type], tokenizer: Any) -> None:
-        """`workers` are the classes of the roles."""
+        """`workers` maps each role to its worker class."""
         self._config, self._workers = config, workers
         self.step = 0
-        """The step under way, or done last: the first is 1."""
+        """The current step, or the last completed one between steps; the first is 1."""
         self.policy_version = 0
-        """Updates of the actor so far: what the rollout's weights are stamped with."""
+        """Number of actor updates so far; the version of the weights that the next sync sends."""
         self.kl_controller: Any = get_kl_controller(config.algorithm.kl_ctrl)
         self.run_start: RunStart | None = None
         self._kept: dict[str, Any] | None = None
@@ -55,11 +55,11 @@ class TrainerState:
         self.saver = Saver(config, limits, tokenizer, lambda: self.run_start)
 
     def draw_from(self, loader: Any) -> None:
-        """The prompts of the run come from this dataloader."""
+        """Use this dataloader as the source of the prompts."""
         self._loader, self.prompts = loader, PromptStream(loader, self._config.trainer.total_epochs)
 
     def begin(self) -> RunStart:
-        """Check what the run needs before its models are loaded, unless whoever made the trainer did."""
+        """Run the checks that precede loading the models, unless `run_start` was assigned; return their result."""
         if self.run_start is None:
             self.run_start = started(self._config, self._workers)
         return self.run_start
@@ -70,12 +70,12 @@ class TrainerState:
 
     @property
     def first_step(self) -> int | None:
-        """The first step that the run will log; None where it only validates and adds to what is there."""
+        """The first step that the run will log; None if it only validates."""
         start = self.begin()
         return None if self._config.trainer.val_only else start.first_step
 
     def end(self) -> None:
-        """At the end of a run: end the processes that load data, and release the checkpoint folder."""
+        """At the end of a run: stop the data loader processes and release the checkpoint folder."""
         self.prompts.close()
         if not self._config.trainer.val_only:
             self.saver.close()
@@ -84,7 +84,7 @@ class TrainerState:
             self.run_start = None
 
     def save(self, groups: WorkerGroups) -> None:
-        """Begin to save the state after `step` steps; `actor/huggingface/` in it is a model for `model.path`."""
+        """Begin to save the current state; `actor/huggingface/` in the checkpoint is usable as `model.path`."""
         policy = next(self._workers[role] for role in _POLICIES if role in self._workers)
         parts = {"actor": background_part(groups.actor, policy)}
         if groups.critic is not None:
@@ -94,13 +94,13 @@ class TrainerState:
         self.saver.begin(state, parts, ["actor/huggingface"] if exports else [])
 
     def keep(self) -> None:
-        """Remember the state after this step, for `go_back`."""
+        """Keep a copy of the current state for `go_back`."""
         self._kept = copy.deepcopy(self._as_saved(partials=False))
 
     def go_back(self) -> None:
-        """The step under way was given up: what is saved from now on is the state that was kept.
+        """After the current step was given up: restore the state of the last `keep`, which later saves write.
 
-        Of the state on the ranks only updates change anything. The run ends with this: its prompts stay where they are.
+        The state on the ranks is unchanged, because only updates change it. The run ends, so the prompts are not reset.
         """
         assert self._kept is not None
         self._final = kept = self._kept
@@ -119,7 +119,7 @@ class TrainerState:
         }
 
     def load(self, groups: WorkerGroups) -> None:
-        """Continue from the newest whole step (or the one asked for), if there is one."""
+        """Resume from the newest complete checkpoint or the configured one, if there is one."""
 
         def read(folder: Path, state: Mapping[str, Any]) -> None:
             self.step, self.policy_version = int(state["global_steps"]), int(state["policy_version"])
@@ -128,7 +128,7 @@ class TrainerState:
             self.prompts.load_state_dict(state["prompts"])
             if (ahead := state.get("answers")) is not None and self.answers is not None:
                 self.answers.load(ahead)
-            elif ahead is not None and (asked := prompts_of(ahead)):  # this run asks for them when it needs them
+            elif ahead is not None and (asked := prompts_of(ahead)):  # a sync run submits them again when it needs them
                 self.prompts.put_back(concat_prompts(asked))
             groups.actor.load_checkpoint(str(folder / "actor"))
             if groups.critic is not None:
@@ -139,7 +139,7 @@ class TrainerState:
 
 
 def started(config: PPOConfig, workers: Mapping[Any, type]) -> RunStart:
-    """The start of a run whose roles are done by these classes."""
+    """Check the start of a run with these worker classes; return the result."""
     trainer = config.trainer
     folders = {f"trainer.{key}": trainer[key] for key in ("rollout_data_dir", "validation_data_dir")}
     return RunStart(trainer, run_parts(config, workers.values()), folders, saves=not trainer.val_only)

@@ -1,4 +1,4 @@
-"""Teachers: which of them each row is for, and what they say of the student's answers."""
+"""Teachers: assign rows to teachers and collect the teachers' log-probs of the student's responses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEY = "distillation.teacher_models"
 
 
 class Teachers:
-    """Asks each teacher about the rows that it is for."""
+    """Computes the teacher columns; every row belongs to one teacher, a local model or a server."""
 
     def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
         self._groups = groups
@@ -45,7 +45,7 @@ class Teachers:
         """
         rows = rows_of_teachers(batch, self._source_key, self._by_source)
         parts = [
-            self._said_by(name, batch if len(rows) == 1 else batch.select_idxs(mine), infer)
+            self._columns_of(name, batch if len(rows) == 1 else batch.select_idxs(mine), infer)
             for name, mine in rows.items()
         ]
         if len(parts) == 1:
@@ -55,18 +55,18 @@ class Teachers:
         return DataProto.concat(parts).select_idxs(np.argsort(np.concatenate(list(rows.values()))))
 
     def check_servers(self, tokenizer: Any) -> None:
-        """ValueError where a server does not answer, has other tokens than the student, or reads too few of them."""
+        """Raise ValueError if a server is unreachable, has another vocabulary or too short a context."""
         for server in self._servers.values():
             server.check(tokenizer, self._student, self._longest)
 
-    def _said_by(self, name: str, batch: DataProto, infer: Infer) -> DataProto:
+    def _columns_of(self, name: str, batch: DataProto, infer: Infer) -> DataProto:
         if name in self._servers:
             return self._servers[name].columns(batch)
         return infer(partial(_ask, self._groups.teacher.compute_teacher_log_prob, name), batch, "teacher")
 
 
 def rows_of_teachers(batch: DataProto, key: str, by_source: Mapping[str | None, str]) -> dict[str, np.ndarray]:
-    """The rows of each teacher that has any: by the data source in column `key`, else of the one for all others."""
+    """Return the row indices per teacher: by the data source in column `key`, else the default teacher."""
     columns = batch.non_tensor_batch
     sources = columns[key].tolist() if key in columns else [None] * len(batch)
     names = [by_source.get(source, by_source.get(None)) for source in sources]
@@ -77,7 +77,7 @@ def rows_of_teachers(batch: DataProto, key: str, by_source: Mapping[str | None, 
 
 
 def joined(parts: Sequence[DataProto], rows: Sequence[np.ndarray], width: int) -> DataProto:
-    """Columns that came from here and from servers, of `width` answer tokens, in the order of the batch's rows."""
+    """Join columns of local teachers and servers, padded to `width` response tokens, in the row order of the batch."""
     whole = {}
     for name in parts[0].batch.keys():
         values = [part.batch[name] for part in parts]
@@ -88,8 +88,9 @@ def joined(parts: Sequence[DataProto], rows: Sequence[np.ndarray], width: int) -
 
 
 def check_teachers(config: PPOConfig, folders: Mapping[str, str], tokenizer: Any, dataset: Any) -> None:
-    """Before training: teachers read the student's tokens, and every row of the data has one. ValueErrors say which do
-    not; `folders`: where models that are named otherwise are here."""
+    """Raise ValueError unless all local teachers have the student's vocabulary and every data row has a teacher.
+
+    `folders` maps model names to local folders."""
     distillation, student = config.distillation, config.actor_rollout_ref.model
     for name, teacher in distillation.local_teachers.items():
         path = teacher.model_path or ""
