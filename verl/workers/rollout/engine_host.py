@@ -239,7 +239,9 @@ class EngineHost(LoopHost):
         else:
             (output, seconds), error = task.result, None
             trajectory.status = "aborted" if output.finish_reason == "abort" else "finished"
-        trajectory.rows[0].turns.append(Turn.sampled(output))
+        turn = Turn.sampled(output)
+        turn.token_ids = np.asarray(output.token_ids, np.int32)  # converted once, read by several columns
+        trajectory.rows[0].turns.append(turn)
         if job.by_agents:
             metrics = _agent_metrics(output, seconds) | {"status": trajectory.status, "error": error}
             if error is not None:

@@ -31,8 +31,10 @@ from verl.workers.rollout.prompts import answer_limits, sampling_params, traject
 
 __all__ = ["LoopHost", "RolloutJob", "RolloutTask"]
 
-# After the first trajectory has finished, `collect` waits this long for others, to report them together.
-_COALESCE_S = 0.02
+# After the first trajectory has finished, `collect` waits this long for others, to report them together: longer where
+# packing takes longer, so that it takes at most a tenth of the time, which engine and event loop need, too.
+_COALESCE_S, _MOST_COALESCE_S = 0.02, 0.25
+_PACKING_SHARE = 0.1
 # Name of the job of `generate_batch`.
 _BATCH = "batch"
 # Interval of reports of partial outputs.
@@ -133,6 +135,7 @@ class LoopHost(ABC):
         self._failure: str | None = None
         self._lost_replica: str | None = None
         self._closed = False
+        self._coalesce_s = _COALESCE_S
         self._next_partials = time.monotonic() + _PARTIALS_S
 
     # ---------------------------------------------------------------- control calls
@@ -169,7 +172,7 @@ class LoopHost(ABC):
         with self._changed:
             self._changed.wait_for(self._has_news, timeout)
             if self._finished_job() is not None:
-                self._changed.wait_for(self._nothing_left, _COALESCE_S)
+                self._changed.wait_for(self._nothing_left, self._coalesce_s)
             job = self._finished_job()
             finished: list[RolloutTask] = []
             if job is not None:
@@ -189,9 +192,12 @@ class LoopHost(ABC):
         )
         if job is None or not finished:
             return reply, None
+        started = time.monotonic()
         trajectories = [self._finished_trajectory(job, task) for task in finished]
         rows = job.pack(trajectories, self._no_experts())
         objects = rows.pop(non_tensor_batch_keys=list(rows.non_tensor_batch)).non_tensor_batch
+        packing_s = time.monotonic() - started
+        self._coalesce_s = min(_MOST_COALESCE_S, max(_COALESCE_S, packing_s / _PACKING_SHARE))
         return replace(reply, job=job.name, headers=Headers.of(trajectories), objects=objects), rows
 
     def cancel(self, job: str, names: Iterable[str]) -> None:
