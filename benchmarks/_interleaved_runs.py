@@ -150,6 +150,7 @@ class InterleavedRuns:
 
 def environment_for(tree: Path) -> dict[str, str]:
     """The environment of a run that imports `verl` from `tree` and the files of this folder."""
-    path = os.pathsep.join([str(tree), str(Path(__file__).parent)])
+    inherited = [path] if (path := os.environ.get("PYTHONPATH")) else []
+    path = os.pathsep.join([str(tree), str(Path(__file__).parent), *inherited])
     own = {"PYTHONPATH": path, "STEP_GATE_TREE": str(tree.resolve()), "HF_HUB_OFFLINE": "1"}
     return {"RAY_ADDRESS": "local", **os.environ, **own}
