@@ -60,6 +60,8 @@ class LoopContext(Protocol):
 class AgentHost(LoopHost):
     """Rows become trajectories by coroutines that generate through an EngineClient."""
 
+    passes_columns = True
+
     def __init__(
         self,
         context: LoopContext,

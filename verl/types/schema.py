@@ -139,7 +139,7 @@ _TABLE = (
            "whatever else its agent says; in a generated batch columns of their own"),
     Column("index", OBJECT, "Any", None, "dataset", ("dump",), "`extra_info.index`, or the row's number in the data"),
     Column("raw_prompt", OBJECT, "list", None, "dataset", ("reward_model",), "the prompt's messages"),
-    Column("row", OBJECT, "int", None, "trainer", ("generate",), "its place among those generated: scores come early"),
+    Column("row", OBJECT, "int", None, "trainer", ("reward",), "its position: finds scores computed early"),
     Column("scoring_failed", OBJECT, "float", None, "reward", ("dump",), "its reward function gave no score"),
     Column("scoring_error", OBJECT, "str, None", None, "reward", ("dump",), "why"),
     Column("data_source", OBJECT, "str", None, _DATA, ("reward", "dump"), "which reward function scores it"),

@@ -22,9 +22,9 @@ class Turn:
 
     source: Literal["model", "environment"]
     token_ids: TokenIds
-    log_probs: Sequence[float] | None = None
+    log_probs: Sequence[float] | np.ndarray | None = None
     """One per token, of the full distribution at the temperature; NaN where it is not known. None: all of them."""
-    versions: Sequence[int] | None = None
+    versions: Sequence[int] | np.ndarray | None = None
     """Of the weights that sampled each token; -1 where it is not known. None: all of them."""
     finish_reason: str | None = None
     """What ended a model's turn: stop, length (it was cut) or abort."""
@@ -33,7 +33,7 @@ class Turn:
     routed_experts: Any = None
     """[tokens, layers, k]: experts that the tokens of the row went through when the token after each was sampled, from
     the row's first token up to this turn's last."""
-    drawn_log_probs: Sequence[float] | None = None
+    drawn_log_probs: Sequence[float] | np.ndarray | None = None
     """Under the distribution really drawn from; 0 where it was greedy."""
     name: str | None = None
     """Who of the environment speaks: the tools that answer, a simulated user. For people."""
@@ -58,6 +58,10 @@ class Turn:
             routed_experts=output.routed_experts,
             drawn_log_probs=output.sampled_log_probs or None,
         )
+
+
+def _distinct(versions: Sequence[int] | np.ndarray) -> set[int]:
+    return set(np.unique(versions).tolist() if isinstance(versions, np.ndarray) else versions)
 
 
 @dataclass(slots=True)
@@ -105,7 +109,7 @@ class Trajectory:
     def versions(self) -> tuple[int, ...]:
         """Versions of the weights that sampled its tokens, ascending; unknown ones (-1) are left out."""
         turns = (turn for row in self.rows for turn in row.turns if turn.source == "model")
-        sets = (set(turn.versions) for turn in turns if turn.versions is not None)
+        sets = (_distinct(turn.versions) for turn in turns if turn.versions is not None)
         return tuple(sorted(version for version in set().union(*sets) if version >= 0))
 
     @property

@@ -5,17 +5,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.buffer import Buffer
+from verl.trainer.ppo.arrange import concat_prompts
 from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.plain_store import is_plain
 
-__all__ = ["GroupState", "ages", "from_plain", "group_shape", "load_buffer", "prompts_of", "save_buffer", "to_plain"]
+__all__ = [
+    "GroupState",
+    "ages",
+    "from_plain",
+    "group_shape",
+    "join_prompts",
+    "load_buffer",
+    "prompts_of",
+    "save_buffer",
+    "to_plain",
+]
 
 _BY_TOKEN = {
     "token_ids": np.int64,
@@ -34,8 +46,8 @@ class GroupState:
 
     name: str
     """The `uid` of its rows: unique among groups in flight and those whose results may still arrive."""
-    prompt: DataProto
-    """One row, as it came from the data."""
+    source: DataProto
+    """Prompts as they came from the data; its own is at `row`."""
     step: int
     """The step in which it was first submitted: its sampling noise, also if it is submitted again."""
     finished: dict[str, Any] = field(default_factory=dict)
@@ -44,10 +56,25 @@ class GroupState:
     """Partial outputs of other trajectories, as last read."""
     scores: Any = None
     """Scores its trajectories as they arrive, if rewards overlap generation."""
+    row: int = 0
+
+    @property
+    def prompt(self) -> DataProto:
+        """Its prompt: one row."""
+        return self.source[self.row : self.row + 1]
 
     def trajectories(self, count: int) -> list[str]:
         """The names of its trajectories."""
         return [f"{self.name}/{number}" for number in range(count)]
+
+
+def join_prompts(states: Sequence[GroupState]) -> DataProto:
+    """The prompts of these groups, in order. Neighbours of one source are taken together: no copy per prompt."""
+    parts = []
+    for _, run in groupby(states, key=lambda state: id(state.source)):
+        neighbours = list(run)
+        parts.append(neighbours[0].source.select_idxs(np.array([state.row for state in neighbours])))
+    return concat_prompts(parts)
 
 
 def ages(versions: Iterable[Sequence[int]], steps: Mapping[int, int], default: int) -> tuple[int, int]:
@@ -63,9 +90,10 @@ def ages(versions: Iterable[Sequence[int]], steps: Mapping[int, int], default: i
 def to_plain(state: GroupState, trajectories: Mapping[str, Trajectory]) -> dict[str, Any]:
     """For a checkpoint; `trajectories` are the finished ones. Those that cannot be stored are left out: they are
     generated again."""
+    prompt = state.prompt
     return {
         "name": state.name,
-        "prompt": {"tensors": dict(state.prompt.batch.items()), "arrays": dict(state.prompt.non_tensor_batch)},
+        "prompt": {"tensors": dict(prompt.batch.items()), "arrays": dict(prompt.non_tensor_batch)},
         "step": state.step,
         "made": {name: _trajectory_data(one) for name, one in trajectories.items() if _is_plain(one)},
         "partials": {name: _packed(output) for name, output in state.partials.items()},

@@ -16,7 +16,15 @@ from verl.config import PPOConfig
 from verl.config.asynchronous import ahead_of
 from verl.protocol import DataProto, object_array
 from verl.trainer.asynchronous.buffer import Buffer, Group
-from verl.trainer.asynchronous.group_state import GroupState, ages, group_shape, load_buffer, prompts_of, save_buffer
+from verl.trainer.asynchronous.group_state import (
+    GroupState,
+    ages,
+    group_shape,
+    join_prompts,
+    load_buffer,
+    prompts_of,
+    save_buffer,
+)
 from verl.trainer.asynchronous.idle import IdleTime
 from verl.trainer.asynchronous.in_flight import InFlight
 from verl.trainer.ppo.arrange import concat_prompts
@@ -114,7 +122,7 @@ class GroupStream:
         """Prompts that were taken and are to be generated again."""
         groups = [self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]]
         self._buffer.reject(groups)
-        self._source().put_back(concat_prompts([group.rows.prompt for group in groups]))
+        self._source().put_back(join_prompts([group.rows for group in groups]))
 
     def learn_from(self, batch: DataProto) -> None:
         """Show a finished batch to a curriculum sampler."""
@@ -236,14 +244,16 @@ class GroupStream:
         """Submit as many prompts as there is room for."""
         if (room := self._buffer.room(self._version)) > 0:
             drawn = self._source().take(room)
-            self._submit([self._new_group(drawn[row : row + 1]) for row in range(len(drawn))])
+            self._submit([self._new_group(drawn, row) for row in range(len(drawn))])
 
-    def _new_group(self, prompt: DataProto) -> Group:
-        uid, answers = str(prompt.non_tensor_batch["uid"][0]), self._generator.answers_per_prompt
+    def _new_group(self, prompts: DataProto, row: int = 0) -> Group:
+        """A group for the prompt at `row`."""
+        uid, answers = str(prompts.non_tensor_batch["uid"][row]), self._generator.answers_per_prompt
         serial, is_new = next(self._serial), uid not in self._live and uid not in self._dropped
         self._dropped.discard(uid)
         name = uid if is_new else f"{uid}~{serial}"
-        group = Group(serial, uid, answers, self._version, rows=GroupState(name, prompt, self._version + 1))
+        state = GroupState(name, prompts, self._version + 1, row=row)
+        group = Group(serial, uid, answers, self._version, rows=state)
         self._buffer.sent(group)
         self._live[name] = group
         return group
@@ -256,7 +266,8 @@ class GroupStream:
             rows = self._rows(chosen)
             for place, group in enumerate(chosen):
                 own = slice(place * group.answers, (place + 1) * group.answers)
-                group.rows.scores = self._generator.score_ahead(rows[own])
+                columns = {name: values[own] for name, values in rows.non_tensor_batch.items()}
+                group.rows.scores = self._generator.score_ahead(columns)
             names = [
                 f"{uid}/{number}"
                 for uid, number in zip(rows.non_tensor_batch["uid"], rows.non_tensor_batch["sample_index"], strict=True)
@@ -270,7 +281,7 @@ class GroupStream:
 
     def _prompts(self, groups: Sequence[Group]) -> DataProto:
         """Their prompts, each under the name of its group."""
-        prompts = concat_prompts([group.rows.prompt for group in groups])
+        prompts = join_prompts([group.rows for group in groups])
         prompts.non_tensor_batch["uid"] = object_array([group.rows.name for group in groups])
         return prompts
 
@@ -282,7 +293,7 @@ class GroupStream:
         for group in groups:
             del self._live[group.rows.name]
             self._dropped.add(group.uid)
-        self._source().put_back(concat_prompts([group.rows.prompt for group in groups]))
+        self._source().put_back(join_prompts([group.rows for group in groups]))
 
     # ---------------------------------------------------------------- receiving
 

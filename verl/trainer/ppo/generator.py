@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,9 +118,9 @@ class Generator:
         spread_fields(answers)
         return answers
 
-    def score_ahead(self, rows: DataProto) -> Any:
-        """Where answers to these rows are scored as they are finished; None where that is not done."""
-        return self._overlap.ahead(self.reward_fn, rows)
+    def score_ahead(self, columns: Mapping[str, np.ndarray]) -> Any:
+        """Where answers to rows with these object columns are scored as they are finished; None: after generation."""
+        return self._overlap.ahead(self.reward_fn, columns)
 
     def scored_ahead(self, rows: DataProto, parts: Sequence[Any]) -> None:
         """The rows' answers are to be scored; `parts` are of the prompts they answer, in order, from `score_ahead`."""
@@ -238,10 +238,10 @@ class RewardOverlap:
         self.share: float | None = None
         """Of the last generation's answers, those that were being scored when it ended; None: it was not watched."""
 
-    def ahead(self, reward_fn: Any, batch: DataProto) -> Any:
-        """Where answers to these rows can be scored as they are finished; None where they cannot."""
+    def ahead(self, reward_fn: Any, columns: Mapping[str, np.ndarray]) -> Any:
+        """Where answers to rows with these columns can be scored as they are finished; None where they cannot."""
         can = self._enabled and hasattr(reward_fn, "score_ahead")
-        return reward_fn.score_ahead(batch.non_tensor_batch) if can else None
+        return reward_fn.score_ahead(columns) if can else None
 
     def use(self, reward_fn: Any, batch: DataProto, parts: Sequence[Any], size: int) -> None:
         """The batch to be scored next has been scored in `parts`, each of `size` rows."""
@@ -257,7 +257,7 @@ class RewardOverlap:
         The batch gets a column that numbers the rows: by it the reward manager finds what it has scored already.
         """
         self.share = None
-        ahead = self.ahead(reward_fn, batch)
+        ahead = self.ahead(reward_fn, batch.non_tensor_batch)
         if ahead is None:
             yield lambda finished: None
             return
@@ -265,10 +265,14 @@ class RewardOverlap:
         names = zip(columns["uid"], columns["sample_index"], strict=True)
         numbers = {f"{uid}/{index}": number for number, (uid, index) in enumerate(names)}
         columns[ROW] = object_array(list(range(len(batch))))
+        seen = 0
 
         def score(finished: Sequence[FinishedTrajectory]) -> None:
-            unscored = (one for one in finished if one.status == "finished" and one.score is None)
-            ahead.add([(numbers[one.name], one.last_tokens) for one in unscored])
+            nonlocal seen
+            seen += len(finished)
+            if seen < len(batch):  # the last ones have no generation to overlap with
+                unscored = (one for one in finished if one.status == "finished" and one.score is None)
+                ahead.add([(numbers[one.name], one.last_tokens) for one in unscored])
 
         try:
             yield score

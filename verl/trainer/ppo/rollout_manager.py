@@ -34,7 +34,7 @@ from verl.single_controller.ray.stored import (
     take_rows,
     with_bundle,
 )
-from verl.trainer.ppo.groups import WorkerGroups
+from verl.trainer.ppo.groups import WorkerGroups, select_read_by
 from verl.types.request import Output
 from verl.types.rollout import Headers, HostReply
 from verl.types.trajectory import Status, Trajectory
@@ -342,9 +342,10 @@ class RolloutManager:
             ids = self._submit_by_position(job, rows)
             finished: dict[str, FinishedTrajectory] = retry(partial(self._wait, job, len(ids), {}))
         finally:
-            self.finish(job)
-            if not was_open:
-                self.close()  # the error of an engine tells more than what it did to its clients
+            if was_open:
+                self.finish(job)
+            else:
+                self.close()  # ends the job; the error of an engine tells more than what it did to its clients
         return self.batch([finished[name] for name in ids])
 
     def _wait(self, job: str, count: int, finished: dict[str, FinishedTrajectory]) -> dict[str, FinishedTrajectory]:
@@ -458,6 +459,9 @@ class RolloutManager:
             by_host.setdefault((id(host), id(row.batch)), (host, row.batch, []))[2].append(name)
         for host, batch, chosen in by_host.values():
             part = batch if len(chosen) == len(batch) else batch.select_idxs(np.array([rows[n].index for n in chosen]))
+            if host.kind == "engine":  # reads few columns; agents get all of their row
+                part = select_read_by(part, "generate")
+                part.meta_info = batch.meta_info
             partials = {name: partial for name in chosen if (partial := rows[name].partial) is not None}
             self._ask(host, "host.submit", job.name, part, {name: p for name, p in partials.items() if p.token_ids})
 

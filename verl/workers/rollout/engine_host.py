@@ -224,12 +224,12 @@ class EngineHost(LoopHost):
         with self._changed:
             self._futures.pop(request_id, None)
             self._requests.pop(task, None)
-        if future.cancelled():
-            return
-        if (error := future.exception()) is not None:
-            self._fail_with(error)
-        else:
-            self._on_finished(job, task, (future.result(), time.monotonic() - started))
+            if future.cancelled():
+                return
+            if (error := future.exception()) is not None:
+                self._fail_with(error)
+            else:
+                self._on_finished(job, task, (future.result(), time.monotonic() - started))
 
     def _finished_trajectory(self, job: RolloutJob, task: RolloutTask) -> Trajectory:
         trajectory = task.trajectory
@@ -239,9 +239,7 @@ class EngineHost(LoopHost):
         else:
             (output, seconds), error = task.result, None
             trajectory.status = "aborted" if output.finish_reason == "abort" else "finished"
-        turn = Turn.sampled(output)
-        turn.token_ids = np.asarray(output.token_ids, np.int32)  # converted once, read by several columns
-        trajectory.rows[0].turns.append(turn)
+        trajectory.rows[0].turns.append(_packed_turn(output))
         if job.by_agents:
             metrics = _agent_metrics(output, seconds) | {"status": trajectory.status, "error": error}
             if error is not None:
@@ -300,6 +298,16 @@ class EngineHost(LoopHost):
         with self._changed:
             self._error = self._error or error
         self._fail(f"{type(error).__name__}: {error}")
+
+
+def _packed_turn(output: Output) -> Turn:
+    """The turn of an output, with arrays: each list is converted once."""
+    turn = Turn.sampled(output)
+    turn.token_ids = np.asarray(output.token_ids, np.int32)
+    versions = output.versions
+    if versions and versions[0] == versions[-1]:  # they never decrease
+        turn.versions = np.full(len(versions), versions[0], np.int64)
+    return turn
 
 
 def _agent_metrics(output: Output, seconds: float) -> dict[str, Any]:

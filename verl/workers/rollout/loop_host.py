@@ -84,8 +84,8 @@ class RolloutJob:
         self.finished: list[RolloutTask] = []
         self.prompt_width = 0
 
-    def tasks(self, rows: DataProto, partials: Mapping[str, Output]) -> list[RolloutTask]:
-        """The tasks of these rows; ValueError for a row with invalid columns."""
+    def tasks(self, rows: DataProto, partials: Mapping[str, Output], with_columns: bool) -> list[RolloutTask]:
+        """The tasks of these rows; ValueError for a row with invalid columns. `with_columns`: for agent loops."""
         trajectories = trajectories_from_prompts(rows)
         limits = answer_limits(rows, trajectories, self.params.max_new_tokens)
         columns, step = rows.non_tensor_batch, int(rows.meta_info.get("step", self.meta.get("step", 0)))
@@ -94,7 +94,8 @@ class RolloutJob:
         tasks = []
         for row, trajectory in enumerate(trajectories):
             task = RolloutTask(trajectory, step, limits[row], bool(sampled[row]))
-            task.columns = {name: values[row] for name, values in columns.items()}
+            if with_columns:
+                task.columns = {name: values[row] for name, values in columns.items()}
             task.partial = partials.get(trajectory.name)
             task.reported = 0 if task.partial is None else len(task.partial.token_ids)
             tasks.append(task)
@@ -118,6 +119,9 @@ class RolloutJob:
 
 class LoopHost(ABC):
     """From the opening of generation to its end. All methods are thread-safe."""
+
+    passes_columns = False
+    """Whether tasks get the object columns of their rows."""
 
     def __init__(
         self,
@@ -150,7 +154,7 @@ class LoopHost(ABC):
     def submit(self, job: str, rows: DataProto, partials: Mapping[str, Output] | None = None) -> None:
         """Start to generate these rows, some of them from partial outputs (by trajectory)."""
         known = self._jobs[job]
-        tasks = known.tasks(rows, partials or {})
+        tasks = known.tasks(rows, partials or {}, self.passes_columns)
         with self._changed:
             if self._closed:
                 return
@@ -265,7 +269,7 @@ class LoopHost(ABC):
         meta = {**prompts.meta_info, **{name: overrides[name] for name in overrides if name == "pad_to_max"}}
         self.start(_BATCH, meta, **sampling)
         job = self._jobs[_BATCH]
-        tasks = job.tasks(prompts, {})
+        tasks = job.tasks(prompts, {}, self.passes_columns)
         job.unfinished = {task.name: task for task in tasks}
         self._begin(job, tasks)
         return job, tasks

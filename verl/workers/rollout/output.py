@@ -50,7 +50,8 @@ def rows_from_trajectories(
     turns = [turn for row in rows for turn in row.turns]
     prompts = _table(in_prompt, _joined((row.prompt_ids for row in rows), np.int64), pad_token_id)
     responses = _table(in_response, _joined((turn.token_ids for turn in turns), np.int64), pad_token_id)
-    by_model = _joined((np.full(len(turn.token_ids), turn.source == "model") for turn in turns), np.bool_)
+    turn_sizes = [len(turn.token_ids) for turn in turns]
+    by_model = np.repeat(np.array([turn.source == "model" for turn in turns], np.bool_), turn_sizes)
     sampled = _table(in_response, by_model, False)
     attention_mask = torch.from_numpy(np.concatenate([in_prompt, in_response], axis=1).astype(np.int64))
     columns = {
@@ -195,6 +196,8 @@ def _turn_rewards(trajectories: Sequence[Trajectory], sampled: np.ndarray) -> np
     """[rows, response]: each turn's reward on the last token that the model had sampled by its end, in whichever row of
     the trajectory; before any, on the first one it samples."""
     table = np.zeros(sampled.shape, dtype=np.float32)
+    if all(turn.reward is None for trajectory in trajectories for row in trajectory.rows for turn in row.turns):
+        return table
     first = 0
     for trajectory in trajectories:
         last = first + len(trajectory.rows)
