@@ -61,7 +61,10 @@ class Turn:
 
 
 def _distinct(versions: Sequence[int] | np.ndarray) -> set[int]:
-    return set(np.unique(versions).tolist() if isinstance(versions, np.ndarray) else versions)
+    if isinstance(versions, np.ndarray):
+        same = len(versions) > 0 and bool((versions == versions[0]).all())
+        return {int(versions[0])} if same else set(np.unique(versions).tolist())
+    return set(versions)
 
 
 @dataclass(slots=True)
