@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from verl.config import PPOConfig
 from verl.config.asynchronous import ahead_of
 from verl.protocol import DataProto, object_array
@@ -78,6 +80,8 @@ class GroupStream:
         """The `uid` of prompts that were put back: late results must not be taken for those of the next attempt."""
         self._taken: list[Group] = []
         self._in_flight = InFlight(self.idle.under_way)
+        self._is_waiting = False
+        """The trainer waits for groups."""
 
     # ---------------------------------------------------------------- for the trainer, step by step
 
@@ -100,8 +104,12 @@ class GroupStream:
     def take(self, count: int) -> DataProto:
         """Return prompts of finished groups, at most `count`: what the batch of the step lacks. Blocks until there are
         enough."""
-        with self._wait_phase(), self._rollouts.watched():
-            groups = self._recovery.retry_on_worker_loss(self._next_groups)
+        self._is_waiting = True
+        try:
+            with self._wait_phase(), self._rollouts.watched():
+                groups = self._recovery.retry_on_worker_loss(self._next_groups)
+        finally:
+            self._is_waiting = False
         self._taken += groups
         return self._prompts(groups)
 
@@ -300,10 +308,16 @@ class GroupStream:
     def _on_finished(self, in_flight: InFlight, finished: Sequence[FinishedTrajectory]) -> None:
         """In a collector thread: utilization and scores are updated while the trainer trains."""
         in_flight.remove(one.name for one in finished)
+        if self._is_waiting and not len(in_flight):
+            return  # nothing is left to overlap with: the trainer scores them together
+        unscored: dict[str, list[tuple[int, np.ndarray]]] = {}
         for one in finished:
-            group = self._live.get(one.uid)
-            if group is not None and group.rows.scores and one.status == "finished" and one.score is None:
-                group.rows.scores.add([(one.sample_index, one.last_tokens)])
+            if one.status == "finished" and one.score is None:
+                unscored.setdefault(one.uid, []).append((one.sample_index, one.last_tokens))
+        for uid, responses in unscored.items():
+            group = self._live.get(uid)
+            if group is not None and group.rows.scores:
+                group.rows.scores.add(responses)
 
     def _receive(self, timeout: float) -> None:
         assert self._job is not None
