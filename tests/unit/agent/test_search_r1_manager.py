@@ -9,6 +9,7 @@ import torch
 
 from search_r1.llm_agent.generation import GenerationConfig, LLMGenerationManager
 from tests.support.chat_models import chat_tokenizer
+from tests.support.requests import requests_of
 from tests.support.script_runner import scripted_engine
 from tests.support.search_server import serving, write_corpus
 from verl.agent.search_protocol import FAILED, INVALID
@@ -18,7 +19,7 @@ from verl.search.retriever import open_retriever
 from verl.search.searcher import as_information
 from verl.types.trajectory import Turn
 from verl.workers.rollout.output import rows_from_trajectories
-from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
+from verl.workers.rollout.prompts import sampling_params, trajectories_from_prompts
 
 pytest.importorskip("bm25s")
 TOKENIZER = chat_tokenizer("qwen2_5")
@@ -48,7 +49,7 @@ class Group:
         self.calls += 1
         params = sampling_params(as_config(RolloutConfig, {}), prompts.meta_info)
         begun = trajectories_from_prompts(prompts)
-        requests = requests_of(begun, prompts, params, seed=0)
+        requests = requests_of(prompts, params, seed=0)
 
         async def answers():
             return await asyncio.gather(*map(self.engine.generate, requests))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.requests import requests_of
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.generator import answer_rows, split_off_baselines
 from verl.types.request import Request, SamplingParams
-from verl.workers.rollout.prompts import requests_of, trajectories_from_prompts
 
 PROMPTS = DataProto.from_dict(
     {"input_ids": torch.tensor([[5], [6]]), "attention_mask": torch.ones(2, 1, dtype=torch.long)},
@@ -17,7 +17,7 @@ PROMPTS = DataProto.from_dict(
 
 
 def requests_from(rows: DataProto, **params) -> list[Request]:
-    return requests_of(trajectories_from_prompts(rows), rows, SamplingParams(**params), seed=1)
+    return requests_of(rows, SamplingParams(**params), seed=1)
 
 
 def test_each_prompt_is_asked_n_times_and_once_greedily():

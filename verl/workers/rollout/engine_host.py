@@ -15,14 +15,12 @@ import numpy as np
 from verl.config import RolloutConfig
 from verl.types.request import Output, Request
 from verl.types.trajectory import Trajectory, Turn
-from verl.utils.counter_noise import sample_keys
 from verl.utils.field_errors import keys_under
 from verl.utils.helper_processes import Standing, standing_helper
 from verl.utils.progress import pulses
 from verl.workers.rollout.errors import EngineDiedError
 from verl.workers.rollout.loop_host import LoopHost, RolloutJob, RolloutTask
 from verl.workers.rollout.partial_outputs import unfinished_part
-from verl.workers.rollout.prompts import new_request_id
 
 if TYPE_CHECKING:
     from verl.workers.rollout.base import BaseRollout
@@ -195,21 +193,13 @@ class EngineHost(LoopHost):
 
     def _request(self, job: RolloutJob, task: RolloutTask) -> Request | None:
         """The request of a row; None: there is no room for an answer, which is finished."""
-        prompt_ids, limit = task.prompt_ids, task.limit
+        limit = task.limit
         if job.by_agents:
-            limit = min(limit, self._config.max_model_len - len(prompt_ids))
+            limit = min(limit, self._config.max_model_len - len(task.trajectory.rows[0].prompt_ids))
             if limit <= 0:
                 self._on_finished(job, task, (Output(finish_reason="length"), 0.0))
                 return None
-        key = sample_keys(job.seed, task.step, task.trajectory.uid, task.trajectory.sample_index)
-        params = replace(
-            job.params,
-            key=key,
-            do_sample=task.sampled,
-            max_new_tokens=limit,
-            min_new_tokens=min(limit, job.params.min_new_tokens) if job.by_agents else job.params.min_new_tokens,
-        )
-        return Request(new_request_id(task.name), prompt_ids, params, task.trajectory.uid, task.partial)
+        return job.request(task, limit)
 
     def _abort(self, tasks: Sequence[RolloutTask]) -> None:
         with self._changed:

@@ -21,13 +21,14 @@ import numpy as np
 from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import CallCancelled
-from verl.types.request import Output, SamplingParams
+from verl.types.request import Output, Request, SamplingParams
 from verl.types.rollout import Headers, HostReply
 from verl.types.trajectory import Trajectory
+from verl.utils.counter_noise import sample_keys
 from verl.utils.progress import expect, pulses, tick
 from verl.workers.rollout.errors import EngineLostError
 from verl.workers.rollout.output import rows_from_trajectories
-from verl.workers.rollout.prompts import answer_limits, sampling_params, trajectories_from_prompts
+from verl.workers.rollout.prompts import answer_limits, new_request_id, sampling_params, trajectories_from_prompts
 
 __all__ = ["LoopHost", "RolloutJob", "RolloutTask"]
 
@@ -100,6 +101,19 @@ class RolloutJob:
             task.reported = 0 if task.partial is None else len(task.partial.token_ids)
             tasks.append(task)
         return tasks
+
+    def request(self, task: RolloutTask, limit: int) -> Request:
+        """The request of a task's first model call, of at most `limit` tokens. Its sampling noise depends on the seed,
+        the step, the uid and the sample index."""
+        uid, minimum = task.trajectory.uid, self.params.min_new_tokens
+        params = replace(
+            self.params,
+            key=sample_keys(self.seed, task.step, uid, task.trajectory.sample_index),
+            do_sample=task.sampled,
+            max_new_tokens=limit,
+            min_new_tokens=min(limit, minimum) if self.by_agents else minimum,
+        )
+        return Request(new_request_id(task.name), task.prompt_ids, params, uid, task.partial)
 
     def pack(self, trajectories: Sequence[Trajectory], no_experts: np.ndarray | None) -> DataProto:
         """The training rows of finished trajectories."""

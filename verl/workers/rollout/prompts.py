@@ -1,4 +1,4 @@
-"""From a batch of prompts to requests: whose noise, which sampling parameters."""
+"""Prompts of a generation: rows from token ids, the trajectories they start, and their sampling parameters."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.config import RolloutConfig
-from verl.protocol import DataProto
-from verl.types.request import Request, SamplingParams
+from verl.protocol import DataProto, object_array
+from verl.types.request import SamplingParams
 from verl.types.trajectory import Row, Trajectory
-from verl.utils.counter_noise import sample_keys
+from verl.utils.dataset.tokens import left_padded
 
-__all__ = ["answer_limits", "new_request_id", "requests_of", "sampling_params", "trajectories_from_prompts"]
+__all__ = ["answer_limits", "new_request_id", "prompt_rows", "sampling_params", "trajectories_from_prompts"]
 
 _SERIAL = itertools.count()
 _OTHER_SPELLINGS = {"response_length": "max_new_tokens", "eos_token_id": "eos_token_ids"}
@@ -48,6 +49,29 @@ def sampling_params(
     return SamplingParams(**values)
 
 
+def prompt_rows(
+    prompts: Sequence[np.ndarray], uids: Sequence[str], n: int, meta_info: dict[str, Any] | None = None
+) -> DataProto:
+    """`n` rows per prompt, left-padded to the longest; `uid` and `sample_index` (0 to n - 1) name them.
+
+    `prompts`: token ids; `uids`: one per prompt, all different.
+    """
+    width = max(map(len, prompts))
+    padded = [left_padded(ids, width, 0) for ids in prompts]
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.stack([ids for ids, _ in padded]).repeat_interleave(n, 0),
+            "attention_mask": torch.stack([mask for _, mask in padded]).repeat_interleave(n, 0),
+        },
+        {
+            "uid": object_array([uid for uid in uids for _ in range(n)]),
+            "sample_index": object_array([*range(n)] * len(uids)),
+        },
+        meta_info,
+        auto_padding=True,
+    )
+
+
 def trajectories_from_prompts(prompts: DataProto) -> list[Trajectory]:
     """What the rows begin: a trajectory each, with its prompt and no turn yet.
 
@@ -60,33 +84,6 @@ def trajectories_from_prompts(prompts: DataProto) -> list[Trajectory]:
     numbers = columns["sample_index"] if "sample_index" in columns else _occurrence(uids)
     return [
         Trajectory(uid, int(number), [Row(ids, [])]) for uid, number, ids in zip(uids, numbers, tokens, strict=True)
-    ]
-
-
-def requests_of(
-    trajectories: Sequence[Trajectory], prompts: DataProto, params: SamplingParams, seed: int
-) -> list[Request]:
-    """A request for each row's first turn, in row order; noise belongs to (seed, step, uid, sample_index).
-
-    A column `do_sample` says for each row whether it is sampled; a column `max_new_tokens` (a number, or a list with
-    one per sample of the prompt) shortens single answers.
-    """
-    step = int(prompts.meta_info.get("step", 0))
-    sampled = prompts.non_tensor_batch.get("do_sample", [params.do_sample] * len(trajectories))
-    limits = answer_limits(prompts, trajectories, params.max_new_tokens)
-    return [
-        Request(
-            id=new_request_id(one.name),
-            prompt_ids=np.asarray(one.rows[0].prompt_ids).tolist(),
-            params=replace(
-                params,
-                key=sample_keys(seed, step, one.uid, one.sample_index),
-                do_sample=bool(one_sampled),
-                max_new_tokens=limit,
-            ),
-            group=one.uid,
-        )
-        for one, one_sampled, limit in zip(trajectories, sampled, limits, strict=True)
     ]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.requests import requests_of
 from verl.config import RolloutConfig, as_config
 from verl.protocol import DataProto, object_array
-from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
+from verl.workers.rollout.prompts import sampling_params
 
 
 def test_stop_strings_come_from_the_configuration_the_batch_or_the_call_and_the_last_one_wins():
@@ -32,8 +33,7 @@ def limits_of(column, sample_index):
     )
     prompts.non_tensor_batch["max_new_tokens"] = object_array(column)
     params = sampling_params(as_config(RolloutConfig, {"max_new_tokens": 16}), {})
-    requests = requests_of(trajectories_from_prompts(prompts), prompts, params, seed=0)
-    return [request.params.max_new_tokens for request in requests]
+    return [request.params.max_new_tokens for request in requests_of(prompts, params, seed=0)]
 
 
 def test_a_row_may_shorten_its_answers_and_each_sample_of_a_prompt_its_own():

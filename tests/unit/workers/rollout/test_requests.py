@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.requests import requests_of
 from tests.support.tiny import tiny_model
 from verl.types.request import Output, Request, SamplingParams
-from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
+from verl.workers.rollout.prompts import sampling_params
 
 LONG = SamplingParams(max_new_tokens=240, key=42)
 PROMPT = [10, 20, 30, 40]
@@ -46,7 +47,7 @@ def test_a_request_gives_the_tokens_that_a_batch_gives(start, make_prompts):
     prompts = make_prompts(rows=6)
     batch = engine.generate_sequences(prompts).batch
     params = sampling_params(engine.config, prompts.meta_info, engine.eos_token_ids)
-    requests = requests_of(trajectories_from_prompts(prompts), prompts, params, prompts.meta_info["seed"])
+    requests = requests_of(prompts, params, prompts.meta_info["seed"])
 
     async def all_of_them() -> list[Output]:
         return await asyncio.gather(*(engine.generate(replace(r, id=f"again-{r.id}")) for r in requests))
