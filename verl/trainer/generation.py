@@ -9,11 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import queue
 from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +18,10 @@ import pyarrow as pa
 
 from verl.config import GenerationConfig, ModelConfig, RolloutConfig, as_config
 from verl.config.context_length import refuse_long_sequences
+from verl.protocol import DataProto
 from verl.trainer.answer_store import RESPONSES, AnswerStore
 from verl.trainer.common.answer_ends import answer_ends
 from verl.trainer.common.status_line import StatusLine, progress_bar
-from verl.types.request import Output, Request, SamplingParams
-from verl.utils.counter_noise import sample_keys
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, chat_rule, find_problems
@@ -38,12 +33,17 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect, tick
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.placement import open_rollout
-from verl.workers.rollout.prompts import sampling_params
+from verl.workers.rollout.prompts import prompt_rows, trajectories_from_prompts
 
 __all__ = ["generate_answers"]
 
 logger = logging.getLogger(__name__)
+
+_JOB = "generation"
+# A call for finished rows blocks this long.
+_COLLECT_S = 2.0
 
 # Keys of `rollout` that decide answers; the others decide how fast they come.
 _DECISIVE = (
@@ -110,7 +110,7 @@ class _Prompts:
         data = self.config.data
         digest = hashlib.blake2b(digest_size=16)
         for row in range(self.count):
-            digest.update(f"{self._tokens.uid(row)} {self._ids(row)}".encode())
+            digest.update(f"{self._tokens.uid(row)} {self._ids(row).tolist()}".encode())
         return {
             "prompts": f"{self.count} rows, {digest.hexdigest()}",
             "model.path": [self.model_path, _files_of(self.model_path)],
@@ -125,18 +125,15 @@ class _Prompts:
         """Prompts of a batch."""
         return min(self.config.data.batch_size, self.count - batch * self.config.data.batch_size)
 
-    def requests(self, batch: int, params: SamplingParams) -> Iterator[Request]:
-        """`n_samples` for every prompt of the batch, in order."""
+    def rows(self, batch: int) -> DataProto:
+        """`n_samples` rows for every prompt of the batch, in order."""
         first = batch * self.config.data.batch_size
-        for row in range(first, first + self.size(batch)):
-            ids, uid = self._ids(row), self._tokens.uid(row)
-            for index in range(self.config.data.n_samples):
-                key = sample_keys(self.config.rollout.seed, 0, uid, index)
-                yield Request(f"{row}/{index}", ids, replace(params, key=key), group=str(row))
+        numbers = range(first, first + self.size(batch))
+        return prompt_rows([*map(self._ids, numbers)], [*map(self._tokens.uid, numbers)], self.config.data.n_samples)
 
-    def _ids(self, row: int) -> list[int]:
+    def _ids(self, row: int) -> np.ndarray:
         data = self.config.data
-        return truncated(self._tokens.tokens[row], data.max_prompt_length, data.truncation).tolist()
+        return truncated(self._tokens.tokens[row], data.max_prompt_length, data.truncation)
 
 
 def _answer(config: GenerationConfig, prompts: _Prompts, store: AnswerStore, missing: list[int]) -> None:
@@ -144,43 +141,46 @@ def _answer(config: GenerationConfig, prompts: _Prompts, store: AnswerStore, mis
     n = config.data.n_samples
     status = StatusLine(prompts.batches, prompts.batches - len(missing))
     with _engine(config, prompts.model_path) as rollout, progress_bar(status.standing), status.phase("rollout"):
-        temperature = config.rollout.temperature
-        params = sampling_params(rollout.config, {}, prompts.ends, temperature=temperature)
-        batches = ((number, list(prompts.requests(number, params))) for number in missing)
+        host = EngineHost(rollout)
+        host.start(_JOB, {"eos_token_id": prompts.ends}, temperature=config.rollout.temperature)
+        batches = ((number, prompts.rows(number)) for number in missing)
         expect(n * sum(map(prompts.size, missing)))
-        for number, outputs in _as_completed(rollout, batches, 2 * config.rollout.max_num_seqs):
-            texts = prompts.tokenizer.batch_decode([output.token_ids for output in outputs], skip_special_tokens=True)
+        for number, responses in _completed_batches(host, batches, 2 * config.rollout.max_num_seqs):
+            texts = prompts.tokenizer.batch_decode(responses, skip_special_tokens=True)
             store.keep(number, [texts[first : first + n] for first in range(0, len(texts), n)])
             status.step_done()
 
 
-def _as_completed(
-    rollout: BaseRollout, batches: Iterator[tuple[int, list[Request]]], enough: int
-) -> Iterator[tuple[int, list[Output]]]:
-    """Batches as they are whole. More are begun while fewer than `enough` requests are unfinished: no engine idles."""
-    finished: queue.SimpleQueue[int] = queue.SimpleQueue()
-    under_way: dict[int, list[Future[Output]]] = {}
-    left: dict[int, int] = {}
-    waiting = True
-    while waiting or left:
-        while waiting and sum(left.values()) < enough:
-            number, requests = next(batches, (-1, []))
-            waiting = number >= 0
-            if waiting:
-                under_way[number], left[number] = rollout.submit(requests), len(requests)
-                for future in under_way[number]:
-                    future.add_done_callback(partial(_say, finished, number))
-        if left:
-            number = finished.get()
-            tick()
-            left[number] -= 1
-            if not left[number]:
-                del left[number]
-                yield number, [future.result() for future in under_way.pop(number)]
+def _completed_batches(
+    host: EngineHost, batches: Iterator[tuple[int, DataProto]], capacity: int
+) -> Iterator[tuple[int, list[list[int]]]]:
+    """Yield (batch number, response tokens of its rows in order) as batches are completed.
 
-
-def _say(finished: queue.SimpleQueue[int], number: int, _: Future[Output]) -> None:
-    finished.put(number)
+    The next batch is submitted when fewer than `capacity` rows are in flight: the engine stays full, and only started
+    batches are in memory.
+    """
+    in_flight: dict[str, tuple[int, int]] = {}  # by trajectory: its batch and row
+    responses: dict[int, dict[int, list[int]]] = {}
+    sizes: dict[int, int] = {}
+    waiting = next(batches, None)
+    while waiting is not None or in_flight:
+        while waiting is not None and len(in_flight) < capacity:
+            number, rows = waiting
+            in_flight |= {one.name: (number, row) for row, one in enumerate(trajectories_from_prompts(rows))}
+            responses[number], sizes[number] = {}, len(rows)
+            host.submit(_JOB, rows)
+            waiting = next(batches, None)
+        reply, _ = host.collect(host.id, _COLLECT_S, with_partials=False)
+        host.require_sound()
+        if reply.headers is None:
+            continue
+        tick(len(reply.headers.names))
+        for index, name in enumerate(reply.headers.names):
+            number, row = in_flight.pop(name)
+            responses[number][row] = reply.headers.last_tokens(index).tolist()
+        for number in [number for number, size in sizes.items() if len(responses[number]) == size]:
+            done = responses.pop(number)
+            yield number, [done[row] for row in range(sizes.pop(number))]
 
 
 def _engine(config: GenerationConfig, model_path: str) -> BaseRollout:

@@ -33,6 +33,10 @@ class Headers:
     token_offsets: np.ndarray
     """[trajectories + 1]: where the tokens of each begin."""
 
+    def last_tokens(self, number: int) -> np.ndarray:
+        """Response tokens of the last row of trajectory `number`."""
+        return self.tokens[self.token_offsets[number] : self.token_offsets[number + 1]]
+
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> Headers:
         """The headers of these trajectories."""

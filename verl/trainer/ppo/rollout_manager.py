@@ -556,7 +556,7 @@ def _trajectories(reply: HostReply, rows: StoredRows) -> list[FinishedTrajectory
             headers.statuses[number],
             headers.scores[number],
             headers.versions[number],
-            headers.tokens[headers.token_offsets[number] : headers.token_offsets[number + 1]],
+            headers.last_tokens(number),
             part,
             int(first_rows[number]),
             int(headers.row_counts[number]),

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from verl.config import SFTConfig
-from verl.protocol import DataProto, object_array
+from verl.protocol import DataProto
 from verl.trainer.common.answer_ends import answer_ends
 from verl.trainer.evaluation import reward_rules, scored
 from verl.trainer.ppo.validator import sample_metrics
-from verl.utils.counter_noise import sample_keys
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.files import find_files
 from verl.utils.dataset.problems import DataError, chat_rule, ground_truth_of, refuse_problems
@@ -21,6 +20,7 @@ from verl.utils.dataset.rows import Rows, value_at
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager.scorer import Sample
+from verl.workers.rollout.prompts import prompt_rows
 
 __all__ = ["AnswerCheck"]
 
@@ -60,12 +60,10 @@ class AnswerCheck:
         return sample_metrics(columns | {"reward": [score.value for score in scores]}, judged=False)
 
     def _batch(self) -> DataProto:
-        """`val_n` rows for every prompt; a row's noise depends on its prompt and number, not on what else is asked."""
-        n, seed = self._config.data.val_n, self._config.rollout.seed
-        ids = [self._prompts.tokens[row].tolist() for row in range(self._count) for _ in range(n)]
-        keys = [sample_keys(seed, 0, self._prompts.uid(row), index) for row in range(self._count) for index in range(n)]
-        columns = {"prompt_ids": object_array(ids), "noise_key": object_array(keys)}
-        return DataProto.from_dict({}, columns, {"eos_token_id": self._ends}, auto_padding=True)
+        """`val_n` rows per prompt. Their sampling noise depends on the prompt and the sample index only."""
+        numbers = range(self._count)
+        prompts, uids = [self._prompts.tokens[row] for row in numbers], [*map(self._prompts.uid, numbers)]
+        return prompt_rows(prompts, uids, self._config.data.val_n, {"eos_token_id": self._ends})
 
     def _sample(self, number: int, text: str) -> Sample:
         row = self._rows[number]

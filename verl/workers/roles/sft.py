@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,16 +9,15 @@ import torch
 from verl.config import ModelConfig, RolloutConfig, SFTConfig, as_config, load_config
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.types.request import Request
 from verl.utils.field_errors import keys_under
 from verl.utils.fs import resolve_model_path
-from verl.utils.progress import expect, tick
+from verl.utils.progress import expect
 from verl.workers.engine.base import Counts
 from verl.workers.roles.engines import inferred
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.supervised import SupervisedWorker
+from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.placement import open_rollout
-from verl.workers.rollout.prompts import sampling_params
 from verl.workers.sharding_manager.in_process import InProcessTransfer
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -93,21 +91,14 @@ class SFTWorker(SupervisedWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
     @phase_memory("sft_answers")
     def answer(self, data: DataProto) -> DataProto:
-        """`answer`, token ids, to each of `prompt_ids`; between `begin_answers` and `end_answers`."""
+        """Generate one response per row and return its token ids in the column `answer`. Call it between
+        `begin_answers` and `end_answers`."""
         if not self.engine.collects:
             return DataProto()
-        expect(len(data))
-        given = sampling_params(self._rollout.config, data.meta_info, temperature=self.config.rollout.temperature)
-        columns = zip(data.non_tensor_batch["prompt_ids"], data.non_tensor_batch["noise_key"], strict=True)
-        requests = [
-            Request(str(row), list(ids), replace(given, key=int(noise)), group=str(row))
-            for row, (ids, noise) in enumerate(columns)
-        ]
-        answers = []
-        for future in self._rollout.submit(requests):
-            answers.append(list(future.result().token_ids))
-            tick()
-        return DataProto.from_dict({}, {"answer": object_array(answers)})
+        host = EngineHost(self._rollout)
+        generated = host.generate_batch(data, {"temperature": self.config.rollout.temperature}).batch
+        pairs = zip(generated["responses"], generated["response_mask"].bool(), strict=True)
+        return DataProto.from_dict({}, {"answer": object_array([ids[mask].tolist() for ids, mask in pairs])})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_answers(self) -> None:
