@@ -160,7 +160,8 @@ class EngineClient:
         return _token_output(output)
 
     def first_outputs(self, records: Iterable[Record]) -> dict[Record, Output]:
-        """Partial outputs of trajectories in their first model call, as last reported.
+        """Partial outputs of trajectories in their first model call, as last reported: what a request resumes from if
+        its replica is lost. Later reports only append to them, also after a loss and a weight sync.
 
         Later calls depend on the state of a loop and its tools, which cannot be restored.
         """
@@ -168,7 +169,7 @@ class EngineClient:
         for record in records:
             request, replica = self._first_calls.get(record, (None, None))
             if request is not None and replica is not None:
-                output = _joined(request, replica.partials.get(request.id))
+                output = _resume_point(request, replica.partials.get(request.id))
                 if output.token_ids:
                     outputs[record] = output
         return outputs
@@ -211,7 +212,7 @@ class EngineClient:
             try:
                 return await self._send(replica, request)
             except EngineLostError:
-                known = resumable(_joined(request, replica.partials.pop(request.id, None)))
+                known = _resume_point(request, replica.partials.pop(request.id, None))
             finally:
                 self._first_calls.pop(record, None)
             so_far = known if known.token_ids else request.resume_from
@@ -366,9 +367,10 @@ async def _fetch_outputs(replica: _Replica, request_ids: Sequence[str]) -> dict[
         return {}
 
 
-def _joined(request: Request, new: Output | None) -> Output:
-    """All tokens of a request that are known: those it was resumed from, then the reported ones."""
-    return join_outputs(request.resume_from, new or Output(), len(request.prompt_ids))
+def _resume_point(request: Request, reported: Output | None) -> Output:
+    """The tokens that a lost request resumes from: those it was resumed from before, then the reported ones without
+    the last, which may have been the end of the answer."""
+    return join_outputs(request.resume_from, resumable(reported or Output()), len(request.prompt_ids))
 
 
 def _flush(replica: _Replica) -> None:
