@@ -214,7 +214,8 @@ class EngineClient:
             except EngineLostError:
                 known = _resume_point(request, replica.partials.pop(request.id, None))
             finally:
-                self._first_calls.pop(record, None)
+                if is_first:
+                    self._first_calls.pop(record, None)
             so_far = known if known.token_ids else request.resume_from
             if so_far is not None and is_first:
                 record.note(list(request.prompt_ids), so_far)
