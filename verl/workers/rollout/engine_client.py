@@ -109,6 +109,7 @@ class EngineClient:
         self._serial = itertools.count()
         self._turn = first
         self._renewed = asyncio.Event()
+        self._closed = False
         self._first_calls: dict[Record, tuple[Request, _Replica]] = {}
         self.generating = 0
         """Number of requests that are waited for."""
@@ -196,9 +197,11 @@ class EngineClient:
         self._renewed = asyncio.Event()
 
     def close(self) -> None:
-        """Cancel all requests."""
+        """Cancel all requests; later ones fail with EngineLostError."""
+        self._closed = True
         for replica in self._replicas:
             self._disconnect(replica)
+        self._renewed.set()
 
     # ---------------------------------------------------------------- requests
 
@@ -221,6 +224,8 @@ class EngineClient:
                 record.note(list(request.prompt_ids), so_far)
             request = replace(request, id=self._new_id(), resume_from=so_far)
             while all(each.lost is not None for each in self._replicas):
+                if self._closed:
+                    raise EngineLostError("generation has ended")
                 await self._renewed.wait()
 
     async def _send(self, replica: _Replica, request: Request) -> Output:
