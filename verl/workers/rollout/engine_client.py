@@ -42,6 +42,8 @@ _SETTABLE = {field.name for field in fields(SamplingParams)} - {"key"}
 _COLLECT_S = 2.0
 # A replica without progress for this long is named if the run hangs.
 _SILENT_S = 10.0
+# A replica that does not return its current outputs within this time is left out of a checkpoint.
+_FETCH_S = 10.0
 # Interval in which replicas report partial outputs.
 _PARTIALS_S = 2.0
 # A replica with this many requests more than the least loaded one is still used for a group whose prompt it has.
@@ -365,11 +367,12 @@ class EngineClient:
 
 
 async def _fetch_outputs(replica: _Replica, request_ids: Sequence[str]) -> dict[str, Output]:
-    """Whole outputs so far. Of a replica that is lost there are none: `_collect_outputs` handles its loss."""
+    """Whole outputs so far; none of a replica that is lost, which `_collect_outputs` handles, or does not respond."""
+    call = asyncio.to_thread(replica.handle.ask, "host.current_outputs", request_ids)
     try:
-        return await asyncio.to_thread(replica.handle.ask, "host.current_outputs", request_ids)
-    except WorkerError as error:
-        logger.warning("partial outputs of %s could not be read: %s", replica.handle, error)
+        return await asyncio.wait_for(call, _FETCH_S)
+    except (WorkerError, asyncio.TimeoutError) as error:  # not TimeoutError before Python 3.11
+        logger.warning("partial outputs of %s could not be read: %r", replica.handle, error)
         return {}
 
 
