@@ -105,15 +105,21 @@ class AgentHost(LoopHost):
     async def _renew(self, replicas: Sequence[RankHandle]) -> None:
         self._client.renew(replicas)
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
+        """End all jobs as `close` does, without waiting for the clean-up of tools."""
         super().close()
+
+    def close(self) -> None:
+        """End all jobs and wait until the tools of their trajectories are released."""
+        self.interrupt()
         self._run(self._end())
 
     async def _end(self) -> None:
-        left = [*self._running.values(), self._pulsing]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        for task, running in self._running.items():
+            if not task.cancelled:  # a second cancellation would interrupt the clean-up of tools
+                task.cancelled = running.cancel()
+        self._pulsing.cancel()
+        await asyncio.gather(*self._running.values(), self._pulsing, return_exceptions=True)
         self._client.close()
 
     # ---------------------------------------------------------------- trajectories
@@ -126,8 +132,9 @@ class AgentHost(LoopHost):
 
     async def _create(self, job: RolloutJob, tasks: Sequence[RolloutTask]) -> None:
         for task in tasks:
-            running = self._running[task] = asyncio.create_task(self._trajectory(job, task))
-            running.add_done_callback(partial(self._forget, task))
+            if not (self._closed or task.cancelled):
+                running = self._running[task] = asyncio.create_task(self._trajectory(job, task))
+                running.add_done_callback(partial(self._forget, task))
 
     def _forget(self, task: RolloutTask, running: asyncio.Task[None]) -> None:
         self._running.pop(task)

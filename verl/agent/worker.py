@@ -81,7 +81,7 @@ class AgentLoopWorker(Worker):
         """As of every worker; trajectories end where they wait."""
         cancelled = super().cancel()
         if cancelled and (host := self._batch_host) is not None:
-            host.close()
+            host.interrupt()
         return cancelled
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
