@@ -9,28 +9,26 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.support.engine_clients import RequestEngine, engine_client
 from verl.agent.loop import AgentLoopOutput
 from verl.agent.outputs import Limits, trajectory_of
-from verl.workers.rollout.call_record import Record, recording
-from verl.agent.server_manager import ServerManager
 from verl.types.request import Output, Request, SamplingParams
+from verl.workers.rollout.call_record import Record, recording
+from verl.workers.rollout.engine_client import EngineClient
 from verl.workers.rollout.output import rows_from_trajectories
 
 BUDGET, WINDOW = 40, 160
 END = 1
 
 
-@dataclass
-class Replica:
-    """Answers with unused tokens; `lengths` are the lengths that the model would choose."""
+class UnusedTokens(RequestEngine):
+    """Generates unused tokens; `lengths` are the lengths that the model would choose."""
 
-    lengths: random.Random
-    load: int = 0
-    lost: bool = False
-    serial: int = 1000
-    limits: list[int] = field(default_factory=list)
+    def __init__(self, lengths: random.Random) -> None:
+        super().__init__(self.output)
+        self.lengths, self.serial, self.limits = lengths, 1000, list[int]()
 
-    async def answer(self, request: Request) -> Output:
+    def output(self, request: Request) -> Output:
         most, wanted = request.params.max_new_tokens, self.lengths.randint(1, 25)
         self.limits.append(most)
         count = min(most, wanted)
@@ -80,7 +78,7 @@ class Agent:
 
     def __init__(self, seed: int, steps: int) -> None:
         self.rng, self.steps = random.Random(seed), steps
-        self.replica = Replica(random.Random(seed + 1))
+        self.engine = UnusedTokens(random.Random(seed + 1))
         self.record = Record(group="p")
         self.contexts: list[Context] = []
         self.answers: list[tuple[list[int], list[int]]] = []
@@ -93,14 +91,14 @@ class Agent:
 
     def run(self) -> None:
         params = SamplingParams(max_new_tokens=BUDGET, eos_token_ids=frozenset([END]))
-        manager = ServerManager([self.replica], params, WINDOW, "test")
 
         async def play() -> None:
             with recording(self.record):
-                await self.ask(manager, self.start(self.new_tokens(5)))
-                for _ in range(self.steps):
-                    context = self.rng.choice([self.proceed, self.proceed, self.rewrite, self.branch])()
-                    await self.ask(manager, context)
+                async with engine_client(self.engine, params=params, max_model_len=WINDOW) as client:
+                    await self.generate(client, self.start(self.new_tokens(5)))
+                    for _ in range(self.steps):
+                        context = self.rng.choice([self.proceed, self.proceed, self.rewrite, self.branch])()
+                        await self.generate(client, context)
 
         asyncio.run(play())
         for context in self.contexts[1:]:  # other rows may continue the first one
@@ -146,12 +144,12 @@ class Agent:
         forked.append(self.new_tokens(2), 0)
         return forked
 
-    async def ask(self, manager: ServerManager, context: Context) -> None:
+    async def generate(self, client: EngineClient, context: Context) -> None:
         left = min(BUDGET - len(context.response), WINDOW - len(context.ids))
-        asked = len(self.replica.limits)
+        known = len(self.engine.limits)
         for _ in range(self.rng.choice([1, 1, 2])):  # an earlier answer of two is thrown away
-            answer = await manager.generate("one", prompt_ids=context.ids, sampling_params={})
-        assert self.replica.limits[asked:] == [left] * (len(self.replica.limits) - asked)
+            answer = await client.generate("one", prompt_ids=context.ids, sampling_params={})
+        assert self.engine.limits[known:] == [left] * (len(self.engine.limits) - known)
         assert (left > 0) == bool(answer.token_ids)
         context.reason = answer.extra_fields["finish_reason"]
         context.answer = len(answer.token_ids)
@@ -180,17 +178,18 @@ def test_budgets_reasons_turns_and_rows_are_those_of_each_context(seed):
 
 
 def test_a_rewritten_context_that_begins_with_an_earlier_prompt_has_a_budget_of_its_own():
-    replica, record = Replica(random.Random(0)), Record(group="p")
-    manager = ServerManager([replica], SamplingParams(max_new_tokens=BUDGET), 512, "test")
+    engine, record = UnusedTokens(random.Random(0)), Record(group="p")
 
-    async def ask() -> None:
-        with recording(record):
-            for rewritten in range(4):
-                prompt = [7, 8, *range(50, 50 + 15 * rewritten)]
-                await manager.generate("one", prompt_ids=prompt, sampling_params={})
+    async def generate() -> None:
+        params = SamplingParams(max_new_tokens=BUDGET)
+        async with engine_client(engine, params=params, max_model_len=512) as client:
+            with recording(record):
+                for rewritten in range(4):
+                    prompt = [7, 8, *range(50, 50 + 15 * rewritten)]
+                    await client.generate("one", prompt_ids=prompt, sampling_params={})
 
-    asyncio.run(ask())
-    assert replica.limits == [BUDGET] * 4
+    asyncio.run(generate())
+    assert engine.limits == [BUDGET] * 4
 
 
 @pytest.mark.parametrize(

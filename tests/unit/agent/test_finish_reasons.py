@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from tests.support.chat_models import chat_tokenizer
+from tests.support.engine_clients import engine_client
 from tests.support.script_runner import scripted_engine
 from verl.agent.chat import Chat
 from verl.agent.gateway.agent import GatewayAgentLoop
 from verl.agent.loop import AgentLoopBase, AgentLoopOutput
 from verl.agent.outputs import Limits, trajectory_of
-from verl.workers.rollout.call_record import Record, recording
 from verl.agent.search_loop import SearchAgentLoop
-from verl.agent.server_manager import ServerManager
 from verl.agent.single_turn import SingleTurnAgentLoop
 from verl.agent.tool_loop import ToolAgentLoop
 from verl.agent.toolbox import CallLimits, Toolbox
@@ -29,19 +28,13 @@ from verl.interactions.box import InteractionBox
 from verl.trainer.ppo.advantage import cut_answers
 from verl.types.request import SamplingParams
 from verl.types.trajectory import Trajectory
+from verl.workers.rollout.call_record import Record, recording
 from verl.workers.rollout.output import rows_from_trajectories
 
 TOKENIZER = chat_tokenizer("qwen2_5")
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 WORD, OTHER = (TOKENIZER(text, add_special_tokens=False)["input_ids"][0] for text in ("a", "b"))
 QUESTION = [{"role": "user", "content": "How warm is it?"}]
-
-
-class EngineReplica:
-    """The engine in this process."""
-
-    def __init__(self, engine: Any) -> None:
-        self.answer, self.load, self.lost = engine.generate, 0, False
 
 
 @functools.cache
@@ -67,18 +60,19 @@ def play(
         toolbox = Toolbox([], CallLimits(0.5, 256, "middle"), interactions=InteractionBox({}, 5.0))
         loop.init_class(config, TOKENIZER, None, toolbox=toolbox, **keywords)
         params = SamplingParams(max_new_tokens=room, eos_token_ids=frozenset([END]))
-        manager, record = ServerManager([EngineReplica(engine)], params, max_model_len, "test"), Record(group="uid")
-        agent = loop(
-            config=config,
-            rollout_config=config.actor_rollout_ref.rollout,
-            server_manager=manager,
-            tokenizer=TOKENIZER,
-            toolbox=toolbox,
-            **keywords,
-        )
+        record = Record(group="uid")
         sampling = {"max_new_tokens": room, "temperature": 1.0, "stop": [], "stop_token_ids": []}
-        with recording(record):
-            outputs = await agent.run(sampling, raw_prompt=QUESTION, prompt_ids=[WORD] * prompt, uid="uid")
+        async with engine_client(engine, params=params, max_model_len=max_model_len) as client:
+            agent = loop(
+                config=config,
+                rollout_config=config.actor_rollout_ref.rollout,
+                server_manager=client,
+                tokenizer=TOKENIZER,
+                toolbox=toolbox,
+                **keywords,
+            )
+            with recording(record):
+                outputs = await agent.run(sampling, raw_prompt=QUESTION, prompt_ids=[WORD] * prompt, uid="uid")
         return trajectory_of(outputs, record, "uid", 0, Limits(room, max_model_len))
 
     engine = scripted_engine(speak, max_model_len, tokenizer=TOKENIZER)

@@ -20,9 +20,9 @@ from verl.agent.loop import (
     read_loop_file,
     register,
 )
-from verl.workers.rollout.call_record import Record, current, recording
 from verl.agent.single_turn import SingleTurnAgentLoop
 from verl.utils.counter_noise import sample_keys
+from verl.workers.rollout.call_record import Record, current, recording
 
 
 def test_loops_are_found_by_name_by_decorator_by_place_and_by_list(tmp_path: Path):

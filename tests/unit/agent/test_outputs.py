@@ -10,9 +10,9 @@ import pytest
 
 from verl.agent.loop import AgentLoopMetrics, AgentLoopOutput
 from verl.agent.outputs import Limits, failed_trajectory, trajectory_of
-from verl.workers.rollout.call_record import Call, Record
 from verl.types.request import Output
 from verl.types.trajectory import Trajectory
+from verl.workers.rollout.call_record import Call, Record
 from verl.workers.rollout.output import rows_from_trajectories
 
 

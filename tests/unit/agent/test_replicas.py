@@ -8,14 +8,14 @@ import time
 from typing import Any
 
 import pytest
+from verl.agent.replicas import Replica
+from verl.workers.roles.requests import Collected
 
 from verl.agent import replicas
-from verl.agent.replicas import Replica
 from verl.single_controller.base.beat import Heart
 from verl.single_controller.base.handle import RankHandle
 from verl.types.request import Request, SamplingParams
 from verl.utils.helper_processes import silent_peer
-from verl.workers.roles.requests import Collected
 
 
 class Stuck(RankHandle):

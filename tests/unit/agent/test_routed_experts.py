@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from verl.agent.answering import trained_rows
+from verl.trainer.asynchronous.asked import Asked, from_plain, to_plain
 
 from tests.support.agents import ROLLOUT, House, house, prompts_of
 from tests.support.mixture_runs import mixture_task
 from tests.support.router_cases import EXPERTS, LAYERS, UNKNOWN
-from verl.agent.answering import trained_rows
 from verl.inference.model_runner import ModelRunner
 from verl.models.routing import note_routes, routers
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import WorkerDiedError
 from verl.single_controller.base.handle import RankHandle
-from verl.trainer.asynchronous.asked import Asked, from_plain, to_plain
 from verl.types.request import Output, SamplingParams
 from verl.types.trajectory import Trajectory
 from verl.utils.plain_store import load_plain, save_plain

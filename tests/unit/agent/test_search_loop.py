@@ -12,17 +12,17 @@ import functools
 import pytest
 
 from tests.support.chat_models import chat_tokenizer
+from tests.support.engine_clients import engine_client
 from tests.support.script_runner import log_prob, scripted_engine
 from tests.support.search_server import serving, write_corpus
 from verl.agent.outputs import trajectory_of
-from verl.workers.rollout.call_record import Record, recording
 from verl.agent.search_loop import SearchAgentLoop
 from verl.agent.search_protocol import FAILED, INVALID, Action, Information, parse_action
-from verl.agent.server_manager import ServerManager
 from verl.config import load_config
 from verl.search.retriever import open_retriever
 from verl.search.searcher import LocalSearcher, as_information, open_searcher
 from verl.types.request import SamplingParams
+from verl.workers.rollout.call_record import Record, recording
 
 pytest.importorskip("bm25s")
 TOKENIZER = chat_tokenizer("qwen2_5")
@@ -37,13 +37,6 @@ def encode(text):
 
 def told(text, start="<information>", end="</information>"):
     return encode(f"\n\n{start}") + encode(text) + encode(f"{end}\n\n")
-
-
-class EngineReplica:
-    """The engine in this process."""
-
-    def __init__(self, engine):
-        self.answer, self.load, self.lost = engine.generate, 0, False
 
 
 @functools.cache
@@ -74,16 +67,17 @@ def play(conversation, searcher, *changes, room=400, **sampling):
     async def run():
         record = Record.of(0, 0, "uid", 0)
         params = SamplingParams(max_new_tokens=room)
-        manager = ServerManager([EngineReplica(engine)], params, 1024, "test")
+        own = {"max_new_tokens": room, "temperature": 1.0, **sampling}
         SearchAgentLoop.searcher = searcher()
-        loop = SearchAgentLoop(
-            config=config,
-            rollout_config=config.actor_rollout_ref.rollout,
-            server_manager=manager,
-            tokenizer=TOKENIZER,
-        )
-        with recording(record):
-            output = await loop.run({"max_new_tokens": room, "temperature": 1.0, **sampling}, prompt_ids=list(PROMPT))
+        async with engine_client(engine, params=params, max_model_len=1024) as client:
+            loop = SearchAgentLoop(
+                config=config,
+                rollout_config=config.actor_rollout_ref.rollout,
+                server_manager=client,
+                tokenizer=TOKENIZER,
+            )
+            with recording(record):
+                output = await loop.run(own, prompt_ids=list(PROMPT))
         await SearchAgentLoop.searcher.close()
         return trajectory_of(output, record, "uid", 0)
 

@@ -8,11 +8,11 @@ import weakref
 from dataclasses import dataclass, field
 
 import pytest
+from verl.agent.server_manager import ServerManager
 
 from verl.agent import server_manager
-from verl.workers.rollout.call_record import Record, recording
-from verl.agent.server_manager import ServerManager
 from verl.types.request import Output, Request, SamplingParams
+from verl.workers.rollout.call_record import Record, recording
 
 
 @dataclass

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from tests.support.chat_models import chat_tokenizer
+from tests.support.engine_clients import engine_client
 from tests.support.script_runner import answers, log_prob, scripted_engine
 from verl.agent.chat import Chat
 from verl.agent.outputs import trajectory_of
-from verl.workers.rollout.call_record import Record, recording
-from verl.agent.server_manager import ServerManager
 from verl.agent.tool_loop import ToolAgentLoop
 from verl.agent.toolbox import CallLimits, Toolbox
 from verl.config import load_config
@@ -24,6 +23,7 @@ from verl.interactions.box import InteractionBox
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.types.request import SamplingParams
+from verl.workers.rollout.call_record import Record, recording
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 QUESTION = [{"role": "user", "content": "How warm is it?"}]
@@ -91,13 +91,6 @@ class Counting(BaseTool):
         del self.live[instance_id]
 
 
-class EngineReplica:
-    """The engine in this process."""
-
-    def __init__(self, engine):
-        self.answer, self.load, self.lost = engine.generate, 0, False
-
-
 @functools.cache
 def config_of(*changes):
     lengths = ("data.max_prompt_length=8", "data.max_response_length=8")
@@ -144,16 +137,16 @@ class Played:
     async def _run(self, config, tokenizer, room, max_model_len):
         ToolAgentLoop.init_class(config, tokenizer, None, toolbox=self.toolbox, end_token_ids=self.ends)
         params = SamplingParams(max_new_tokens=room, eos_token_ids=frozenset(self.ends))
-        manager = ServerManager([EngineReplica(self.engine)], params, max_model_len, "test")
-        loop = ToolAgentLoop(
-            config=config,
-            rollout_config=config.actor_rollout_ref.rollout,
-            server_manager=manager,
-            tokenizer=tokenizer,
-            toolbox=self.toolbox,
-        )
-        with recording(self.record):
-            return await loop.run({"max_new_tokens": room, "temperature": 1.0}, **self.row)
+        async with engine_client(self.engine, params=params, max_model_len=max_model_len) as client:
+            loop = ToolAgentLoop(
+                config=config,
+                rollout_config=config.actor_rollout_ref.rollout,
+                server_manager=client,
+                tokenizer=tokenizer,
+                toolbox=self.toolbox,
+            )
+            with recording(self.record):
+                return await loop.run({"max_new_tokens": room, "temperature": 1.0}, **self.row)
 
     @property
     def said(self):

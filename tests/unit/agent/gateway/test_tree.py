@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from verl.agent.gateway.agent import outputs_of
 from verl.agent.gateway.tree import Tree
 from verl.agent.outputs import trajectory_of
-from verl.workers.rollout.call_record import Record
 from verl.types.request import Output
+from verl.workers.rollout.call_record import Record
 
 USER = {"role": "user", "content": "How warm is it in Bonn?"}
 NEXT = {"role": "user", "content": "And in Rome?"}
