@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,19 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tests.support.training_harness import overrides
+from verl.agent.host import AgentHost
 from verl.agent.loop import AgentLoopBase, AgentLoopOutput
 from verl.agent.tool_files import ToolFiles
 from verl.agent.worker import AgentLoopWorker
 from verl.config import PPOConfig, load_config
+from verl.inference.model_runner import ModelRunner
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.base.errors import WorkerDiedError
 from verl.single_controller.base.handle import RankHandle
 from verl.single_controller.local import LocalWorkerGroup
+from verl.types.rollout import HostReply
+from verl.types.trajectory import Trajectory
 from verl.utils import hf_tokenizer
 from verl.workers.roles.policy import ActorRolloutRefWorker
+from verl.workers.rollout.output import trajectories_from_rows
 
 ROLLOUT = "actor_rollout_ref.rollout"
 TOOL = [70, 71, 72]
@@ -142,12 +150,58 @@ class Noting(RankHandle):
     prompts: list[list[int]] = field(default_factory=list)
 
     def tell(self, method: str, *args: Any) -> None:
-        if method == "submit_requests":
+        if method == "host.submit_requests":
             self.prompts += [list(request.prompt_ids) for request in args[1]]
         self.inner.tell(method, *args)
 
     def ask(self, method: str, *args: Any) -> Any:
         return self.inner.ask(method, *args)
+
+    def ask_rows(self, method: str, *args: Any) -> Any:
+        return self.inner.ask_rows(method, *args)
+
+
+class Mortal(Noting):
+    """A replica that dies when it has reported more than `lives` tokens of unfinished outputs; None: it does not.
+
+    `resumed`: number of tokens that its requests were resumed from.
+    """
+
+    lives: int | None = 10
+    dead, resumed, reported = False, 0, 0
+
+    def tell(self, method: str, *args: Any) -> None:
+        if not self.dead:
+            if method == "host.submit_requests":
+                self.resumed += sum(len(each.resume_from.token_ids) for each in args[1] if each.resume_from)
+            super().tell(method, *args)
+
+    def ask(self, method: str, *args: Any) -> Any:
+        if self.dead:
+            raise WorkerDiedError("worker process died", self.role, self.rank, "here", method)
+        reply = super().ask(method, *args)
+        if method == "host.collect_outputs":
+            self.reported += sum(len(piece.token_ids) for piece in reply.partials.values())
+            self.dead |= self.lives is not None and self.reported > self.lives
+        return reply
+
+
+class Slow:
+    """Engines that wait 5 ms per step, and stop after `steps` steps until `go_on` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int = 10**6) -> None:
+        self.steps, self.reached, self.go_on = steps, threading.Event(), threading.Event()
+        launch = ModelRunner.launch
+
+        def launch_slowly(runner: ModelRunner, plan: Any) -> Any:
+            self.steps -= 1
+            time.sleep(0.005)
+            if self.steps <= 0 and not self.go_on.is_set():
+                self.reached.set()
+                self.go_on.wait(0.2)
+            return launch(runner, plan)
+
+        monkeypatch.setattr(ModelRunner, "launch", launch_slowly)
 
 
 @dataclass
@@ -161,6 +215,29 @@ class House:
     @property
     def handles(self) -> list[Noting]:
         return [Noting(replica.handle(0)) for replica in self.replicas]
+
+    @property
+    def host(self) -> AgentHost:
+        """The open host of the loop worker."""
+        host = self.agents._host._workers[self.agents.role].host
+        assert isinstance(host, AgentHost)
+        return host
+
+    def start(self, prompts: DataProto, handles: Sequence[RankHandle] | None = None, job: str = "job", **partials: Any):
+        """Open the host of the loop worker and submit these rows as a job."""
+        self.agents.open_host(handles or self.handles)
+        self.host.start(job, prompts.meta_info)
+        self.host.submit(job, prompts, **partials)
+
+    def collect(self, count: int, job: str = "job") -> list[Trajectory]:
+        """The next `count` finished trajectories, all of this job."""
+        finished: list[Trajectory] = []
+        while len(finished) < count:
+            reply, rows = self.host.collect(self.host.id, 30.0, False)
+            assert (reply.lost_replica, reply.failure, reply.closed) == (None, None, False)
+            finished += trajectories_of(reply, rows)
+            assert reply.job in (job, None)
+        return finished
 
     def answer(self, prompts: DataProto, handles: Sequence[RankHandle] | None = None) -> DataProto:
         with self.open_engines():
@@ -216,6 +293,18 @@ def prompts_of(task: dict[str, str], count: int, name: str | None = None, sample
         },
         {"step": 3, "seed": 7, "eos_token_id": [1], **meta},
     )
+
+
+def trajectories_of(reply: HostReply, rows: DataProto | None) -> list[Trajectory]:
+    """The finished trajectories of a reply, with all their columns."""
+    if rows is None:
+        return []
+    whole = DataProto.from_dict(dict(rows.batch.items()), reply.objects)
+    return trajectories_from_rows(whole)
+
+
+def tokens_by_name(trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
+    return {trajectory.name: trajectory.last_tokens.tolist() for trajectory in trajectories}
 
 
 def tokens_of(answers: DataProto) -> dict[str, list[Any]]:

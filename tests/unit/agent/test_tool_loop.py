@@ -137,7 +137,8 @@ class Played:
     async def _run(self, config, tokenizer, room, max_model_len):
         ToolAgentLoop.init_class(config, tokenizer, None, toolbox=self.toolbox, end_token_ids=self.ends)
         params = SamplingParams(max_new_tokens=room, eos_token_ids=frozenset(self.ends))
-        async with engine_client(self.engine, params=params, max_model_len=max_model_len) as client:
+        reached = {"params": params, "max_model_len": max_model_len, "on_lost": self.on_lost}
+        async with engine_client(self.engine, **reached) as client:
             loop = ToolAgentLoop(
                 config=config,
                 rollout_config=config.actor_rollout_ref.rollout,
@@ -147,6 +148,9 @@ class Played:
             )
             with recording(self.record):
                 return await loop.run({"max_new_tokens": room, "temperature": 1.0}, **self.row)
+
+    def on_lost(self, why):
+        raise AssertionError(why)
 
     @property
     def said(self):
@@ -454,11 +458,14 @@ def test_tools_are_released_when_the_model_is_lost():
 
     class Lost(Played):
         async def _run(self, *args):
-            running = asyncio.create_task(super()._run(*args))
+            self.running = asyncio.create_task(super()._run(*args))
             while not counting.live or not self.engine.unfinished:
                 await asyncio.sleep(0)
             self.engine.fail(RuntimeError("device lost"))
-            return await running
+            return await self.running
+
+        def on_lost(self, why):
+            self.running.cancel()  # as a batch does; otherwise the request waits for another engine
 
     with pytest.raises(RuntimeError, match="device lost"):
         Lost([call("count"), "x" * 1900], tools=[counting])
