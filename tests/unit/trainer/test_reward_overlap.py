@@ -1,88 +1,92 @@
-"""Finished answers reach the reward manager while the generation runs; whoever cannot take them is left alone."""
+"""RewardOverlap: finished responses reach the reward manager while the generation runs."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import torch
 
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.generator import RewardOverlap
-
-
-class Group:
-    """Two ranks, one of which has an answer by the time it is asked."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.told = [[(1, np.array([5, 6]))], None]
-
-    def finished_samples(self):
-        """What `ask` asks the ranks for."""
-
-    def ask(self, method, within):
-        assert method == "finished_samples"
-        told, self.told = self.told, [[], []]
-        self.asked.set()
-        return told
+from verl.trainer.ppo.rollout_manager import FinishedTrajectory
 
 
 class Manager:
-    """Keeps what it is given."""
+    """Stores the responses it receives. Like the real one, it does not lock."""
 
     def __init__(self) -> None:
-        self.given, self.submitted, self.arrived = [], 0, threading.Event()
+        self.received: list[Any] = []
+        self.submitted = 0
 
     def score_ahead(self, columns):
         self.columns = columns
         return self
 
     def add(self, finished) -> None:
-        self.given += finished
-        self.submitted += len(finished)
-        self.arrived.set()
+        self.received += finished
+        before = self.submitted
+        threading.Event().wait(0.001)  # another thread runs
+        self.submitted = before + len(finished)
 
 
-def request(rows: int = 4) -> DataProto:
-    return DataProto.from_dict({"input_ids": torch.zeros(rows, 2)}, {"uid": object_array(list("abcd")[:rows])})
+def prompts(rows: int = 4) -> DataProto:
+    names = {"uid": object_array(list("abcd")[:rows]), "sample_index": object_array([0] * rows)}
+    return DataProto.from_dict({"input_ids": torch.zeros(rows, 2)}, names)
 
 
-def test_answers_arrive_while_the_generation_runs():
-    overlap, manager, group, sent = RewardOverlap(True), Manager(), Group(), request()
-    batch = request()
-    with overlap(manager, group, sent, batch):
-        assert manager.arrived.wait(30), "before the generation is over"
-        assert sent.meta_info["tell_finished"]
-        assert sent.non_tensor_batch["row"].tolist() == [0, 1, 2, 3]
-        assert batch.non_tensor_batch["row"].tolist() == [0, 1, 2, 3], "its answers are found again by this"
-    assert [(row, tokens.tolist()) for row, tokens in manager.given] == [(1, [5, 6])]
+def finished(uid: str, status: Any = "finished", score: float | None = None) -> FinishedTrajectory:
+    part: Any = None
+    return FinishedTrajectory(f"{uid}/0", uid, 0, status, score, (0,), np.array([5, 6]), part, 0, 1)
+
+
+def test_responses_are_scored_before_the_generation_ends():
+    overlap, manager, batch = RewardOverlap(True), Manager(), prompts()
+    with overlap(manager, batch) as on_finished:
+        on_finished([finished("b")])
+        assert [(row, tokens.tolist()) for row, tokens in manager.received] == [(1, [5, 6])]
+        assert batch.non_tensor_batch["row"].tolist() == [0, 1, 2, 3], "the scores are found again by it"
     assert overlap.share == 0.25
 
 
-def test_a_rank_that_cannot_tell_costs_the_overlap_and_not_the_generation():
-    class Broken(Group):
-        def ask(self, method, within):
-            self.asked.set()
-            raise RuntimeError("gone")
+def test_failed_trajectories_and_those_with_a_score_are_not_scored():
+    overlap, manager = RewardOverlap(True), Manager()
+    with overlap(manager, prompts()) as on_finished:
+        on_finished([finished("a", "failed"), finished("b", "aborted"), finished("c", score=1.0), finished("d")])
+    assert [row for row, _ in manager.received] == [3]
+    assert overlap.share == 0.25
 
-    overlap, manager, group = RewardOverlap(True), Manager(), Broken()
-    with overlap(manager, group, request(), request()):
-        assert group.asked.wait(30)
+
+def test_hosts_that_report_concurrently_are_all_counted():
+    overlap, manager = RewardOverlap(True), Manager()
+    with overlap(manager, prompts()) as on_finished:
+        threads = [threading.Thread(target=on_finished, args=([finished(uid)],)) for uid in "abcd"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(row for row, _ in manager.received) == [0, 1, 2, 3]
+    assert overlap.share == 1.0
+
+
+def test_an_error_of_the_reward_manager_ends_the_overlap_and_not_the_generation(caplog):
+    class Broken(Manager):
+        def add(self, finished) -> None:
+            raise RuntimeError("the pool is closed")
+
+    overlap = RewardOverlap(True)
+    with overlap(Broken(), prompts()) as on_finished:
+        on_finished([finished("a")])
     assert overlap.share == 0.0
+    assert "the pool is closed" in caplog.text
 
 
-def test_nothing_is_asked_where_nobody_would_listen():
-    class NotWatched:
-        """A worker of the user's own."""
-
-    sent = request()
-    for enabled, manager, group in (
-        (False, Manager(), Group()),
-        (True, lambda data, return_dict=False: None, Group()),
-        (True, Manager(), NotWatched()),
-    ):
-        overlap = RewardOverlap(enabled)
-        with overlap(manager, group, sent, request()):
-            assert "tell_finished" not in sent.meta_info
+def test_without_a_manager_that_scores_single_responses_nothing_changes():
+    for enabled, manager in ((False, Manager()), (True, lambda data, return_dict=False: None)):
+        overlap, batch = RewardOverlap(enabled), prompts()
+        with overlap(manager, batch) as on_finished:
+            on_finished([finished("a")])
         assert overlap.share is None
+        assert "row" not in batch.non_tensor_batch
+        assert not getattr(manager, "received", None)

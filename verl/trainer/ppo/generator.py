@@ -4,6 +4,7 @@ greedy baselines and dynamic sampling are part of it."""
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -265,14 +266,18 @@ class RewardOverlap:
         names = zip(columns["uid"], columns["sample_index"], strict=True)
         numbers = {f"{uid}/{index}": number for number, (uid, index) in enumerate(names)}
         columns[ROW] = object_array(list(range(len(batch))))
-        seen = 0
+        lock, seen = threading.Lock(), 0  # hosts report concurrently
 
         def score(finished: Sequence[FinishedTrajectory]) -> None:
             nonlocal seen
-            seen += len(finished)
-            if seen < len(batch):  # the last ones have no generation to overlap with
-                unscored = (one for one in finished if one.status == "finished" and one.score is None)
-                ahead.add([(numbers[one.name], one.last_tokens) for one in unscored])
+            unscored = [one for one in finished if one.status == "finished" and one.score is None]
+            try:
+                with lock:
+                    seen += len(finished)
+                    if seen < len(batch):  # the last ones have no generation to overlap with
+                        ahead.add([(numbers[one.name], one.last_tokens) for one in unscored])
+            except Exception as error:  # noqa: BLE001 - logged; these are scored after the generation
+                logger.warning("responses are not scored while others are generated: %r", error)
 
         try:
             yield score
