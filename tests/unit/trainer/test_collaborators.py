@@ -17,6 +17,7 @@ from verl.trainer.ppo.groups import WorkerGroups
 from verl.trainer.ppo.prompts import make_dataloader
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import load_reward_manager
+from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.weight_sync import WeightSync
 from verl.utils import hf_tokenizer
@@ -115,7 +116,7 @@ def test_the_parts_generate_score_and_learn_without_a_trainer(task, tmp_path):
     pools, tokenizer = runner.init_resource_pool_mgr(config), hf_tokenizer(config.actor_rollout_ref.model.path)
     groups = WorkerGroups(config, runner.role_worker_mapping, pools, LocalWorkerGroup, "cpu")
     reward_fn = load_reward_manager(config, tokenizer)
-    generator = Generator(config, tokenizer, groups, reward_fn, groups.infer)
+    generator = Generator(config, tokenizer, groups, RolloutManager(config, groups), reward_fn, groups.infer)
     dataset = create_rl_dataset(config.data.train_files, config.data, tokenizer, None)
     state = TrainerState(config, runner.role_worker_mapping, None)
     state.draw_from(make_dataloader(dataset, config.data))
@@ -125,7 +126,8 @@ def test_the_parts_generate_score_and_learn_without_a_trainer(task, tmp_path):
         WeightSync(groups).sync(state.policy_version)
         metrics: dict[str, float] = {}
         rows = generator.answer_rows(state.prompts.take(8))
-        batch = generator.score(generator.answer(rows, 1, False, reward_fn), metrics, step=1)
+        answered = generator.answer(rows, 1, False, reward_fn, retry=lambda call: call())
+        batch = generator.score(answered, metrics, step=1)
         batch = batch.union(groups.infer(groups.actor.compute_log_prob, batch, "actor"))
         batch.batch["advantages"] = torch.ones_like(batch.batch["old_log_probs"])
         learned = groups.update(groups.actor.update_actor, batch, "actor", step=1)

@@ -13,6 +13,7 @@ from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.engine_probe import EngineMismatchError, EngineProbe
 from verl.trainer.ppo.groups import WorkerGroups
+from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.weight_sync import WeightSync
 from verl.utils import hf_tokenizer
 
@@ -29,7 +30,8 @@ def groups(tmp_path_factory) -> Iterator[tuple[WorkerGroups, EngineProbe]]:
     pools = runner.init_resource_pool_mgr(config)
     groups = WorkerGroups(config, runner.role_worker_mapping, pools, LocalWorkerGroup, "cpu")
     groups.start()
-    yield groups, EngineProbe(config, hf_tokenizer(config.actor_rollout_ref.model.path), groups, wanted=True)
+    tokenizer, rollouts = hf_tokenizer(config.actor_rollout_ref.model.path), RolloutManager(config, groups)
+    yield groups, EngineProbe(config, tokenizer, groups, rollouts, wanted=True)
     pools.release()
 
 
@@ -90,4 +92,4 @@ def test_an_engine_that_is_not_the_policy_ends_the_run(groups, monkeypatch, wron
 def test_the_coarser_precision_says_what_rounding_explains(tmp_path, more, limit):
     task = {"train": "a/b", "val": "a/b", "model": "a/b", "reward": "a.py"}
     config = load_config(None, overrides(task, tmp_path, *SAMPLING, *more), check_files=False)
-    assert EngineProbe(config, None, None).limit == pytest.approx(limit)
+    assert EngineProbe(config, None, None, None).limit == pytest.approx(limit)

@@ -14,23 +14,23 @@ import numpy as np
 import pytest
 
 from tests.fixtures.async_checkpoint import values
-from verl.trainer.asynchronous.asked import asked_for as read_made_with
-from verl.trainer.asynchronous.asked import prompts_of as read_prompts
-from verl.trainer.asynchronous.asked import restore
 from verl.trainer.asynchronous.buffer import Buffer
+from verl.trainer.asynchronous.group_state import group_shape as read_made_with
+from verl.trainer.asynchronous.group_state import load_buffer
+from verl.trainer.asynchronous.group_state import prompts_of as read_prompts
 from verl.utils.plain_store import load_plain
 
 FILE = Path(values.__file__).parent / "trainer.pt"
 RENAMED: dict[str, str] = {}
 """Field name in the file -> attribute name today, for fields that were renamed since."""
-ENTRY = {"name": "name", "prompt": "prompt", "step": "step", "made": "made", "partials": "partials"}
+ENTRY = {"name": "name", "prompt": "prompt", "step": "step", "made": "finished", "partials": "partials"}
 """Field name in a group's `rows` in the file -> attribute name today."""
 
 
 def restored(state: dict[str, Any]) -> tuple[Buffer, dict[int, Any]]:
     """The buffer after a restart, and its groups by serial."""
     buffer = Buffer(groups_per_batch=2, max_staleness=2, strategy="drop")
-    restore(buffer, state["answers"]["buffer"])
+    load_buffer(buffer, state["answers"]["buffer"])
     return buffer, {group.serial: group for group in (*buffer.in_flight(), *buffer.ready())}
 
 

@@ -20,12 +20,12 @@ from tests.support.router_cases import CHOSEN, LAYERS, UNKNOWN
 from tests.support.trained_prompts import Notes
 from tests.support.training_harness import close, make_task, make_trainer, overrides, run_training
 from verl.agent.outputs import failed_trajectory
-from verl.workers.rollout.call_record import Record
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.engine import Engine
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.idle import IdleTime
 from verl.trainer.asynchronous.trainer import AsyncPPOTrainer
+from verl.workers.rollout.call_record import Record
 
 ROLLOUT = "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "trainer.total_training_steps=3")
@@ -258,10 +258,12 @@ def test_a_batch_whose_agents_all_failed_has_the_column_of_experts(tmp_path: Pat
         trainer.init_workers()
         stream = trainer.stream
         group = stream._new_group(trainer.prompts.take(1))
-        for number in range(2):
-            failed = failed_trajectory(KeyError("x"), Record(), group.rows.name, number, [5, 6, 7], 8)
-            group.rows.made[failed.name] = failed
-        batch = stream.answers(stream._prompts([group]))
+        failed = [
+            failed_trajectory(KeyError("x"), Record(), group.rows.name, number, [5, 6, 7], 8) for number in range(2)
+        ]
+        restored = trainer.rollouts.restore(failed, trainer.generator.meta(1, validate=False))
+        group.rows.finished = {one.name: one for one in restored}
+        batch = stream.responses(stream._prompts([group]))
     finally:
         close(trainer)
     experts = batch.batch["routed_experts"]
