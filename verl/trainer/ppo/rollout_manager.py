@@ -11,6 +11,7 @@ import itertools
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -105,8 +106,7 @@ class _Job:
     meta: Mapping[str, Any]
     on_finished: OnFinished
     rows: dict[str, _Row] = field(default_factory=dict)
-    inbox: queue.SimpleQueue[list[FinishedTrajectory] | Exception | None] = field(default_factory=queue.SimpleQueue)
-    """Finished trajectories, errors of hosts, None: a host needs attention (`open`)."""
+    inbox: queue.SimpleQueue[list[FinishedTrajectory] | _HostLoss] = field(default_factory=queue.SimpleQueue)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,10 +114,17 @@ class _Host:
     kind: Kind
     handle: RankHandle
     id: str
-    load: int = 0
-    """Number of unfinished rows."""
-    closed: bool = False
+    closed: bool = True
+    """No thread collects from it: it is not started yet, lost or closed."""
     pulses: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _HostLoss:
+    """A host failed with this error; None: it reported a lost engine, whose error `require_engines` raises."""
+
+    host: _Host
+    error: Exception | None
 
 
 class RolloutManager:
@@ -133,7 +140,7 @@ class RolloutManager:
         self._calls: list[OpenCall] = []
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
-        """Protects the loads of hosts, which collector threads change, too."""
+        """Held while a reply is applied, and while hosts are closed: no reply of a closed host is applied."""
 
     # ---------------------------------------------------------------- opening and closing
 
@@ -148,6 +155,15 @@ class RolloutManager:
             return
         if self._hosts:
             self._groups.require_engines()
+        self._needs_open = False  # a loss from here on sets it again
+        try:
+            self._connect()
+        except Exception:
+            self._needs_open = True
+            raise
+
+    def _connect(self) -> None:
+        """Open hosts, start those that are new, and send the rows that have none."""
         replicas = self._groups.open_generation()
         known = {host.id: host for host in self._hosts if not host.closed}
         hosts = [self._host(known, "engine", handle, host_id) for handle, host_id in replicas]
@@ -157,7 +173,7 @@ class RolloutManager:
             handle = agents.handle(rank)
             hosts.append(self._host(known, "agent", handle, handle.ask("open_host", handles)))
         lost = [host for host in self._hosts if host not in hosts]
-        self._hosts, self._needs_open = hosts, False
+        self._hosts = hosts
         self._forget(lost)
         for host in hosts:
             if host.id not in known:
@@ -178,8 +194,9 @@ class RolloutManager:
 
     def abandon(self, hosts: Sequence[_Host] | None = None) -> None:
         """Collect no further replies: the run has failed."""
-        for host in self._hosts if hosts is None else hosts:
-            host.closed = True
+        with self._lock:
+            for host in self._hosts if hosts is None else hosts:
+                host.closed = True
 
     def cancel_waiting(self) -> None:
         """Let the thread that waits for trajectories raise CallCancelled. From any thread."""
@@ -234,7 +251,7 @@ class RolloutManager:
                 inbox.put(event)  # raised by the next call: these are not lost
                 break
             else:
-                self._raise(event)
+                self._raise_loss(event)
             if inbox.empty():
                 break
             event = inbox.get()
@@ -259,7 +276,6 @@ class RolloutManager:
         for name in ids:
             row = self._jobs[job].rows.pop(name, None)
             if row is not None and row.host is not None:
-                self._add_load(row.host, -1)
                 by_host.setdefault(row.host, []).append(name)
         for host, names in by_host.items():
             self._ask(host, "host.cancel", job, names)
@@ -341,6 +357,8 @@ class RolloutManager:
             retry(self.open)
             ids = self._submit_by_position(job, rows)
             finished: dict[str, FinishedTrajectory] = retry(partial(self._wait, job, len(ids), {}))
+            if not was_open:
+                retry(self.close)  # a worker that is lost only now costs no trajectory
         finally:
             if was_open:
                 self.finish(job)
@@ -428,13 +446,13 @@ class RolloutManager:
     def _start(self, host: _Host) -> None:
         for job in self._jobs.values():
             host.handle.ask("host.start", job.name, job.meta)
+        host.closed = False
         threading.Thread(target=self._collect_from, args=(host,), name="rollout-collect", daemon=True).start()
 
     def _forget(self, lost: Sequence[_Host]) -> None:
         """The rows of lost hosts are to be sent again, from their last partial outputs."""
-        for host in lost:
-            host.closed = True
-        for row in (row for job in self._jobs.values() for row in list(job.rows.values())):
+        self.abandon(lost)
+        for row in self._unfinished():
             if row.host in lost:
                 row.host = None
                 row.partial = None if row.partial is None else resumable(row.partial)
@@ -448,14 +466,15 @@ class RolloutManager:
         if not self._hosts:
             return
         rows = {name: row for name in names if (row := job.rows.get(name)) is not None}
+        loads = Counter(row.host for row in self._unfinished())
         homes: dict[tuple[Kind, str], _Host] = {}
         by_host: dict[tuple[int, int], tuple[_Host, DataProto, list[str]]] = {}
         for name, row in rows.items():
             group = row.kind, name.rpartition("/")[0]
             if group not in homes:
-                homes[group] = self._choose(row.kind, replica)
+                homes[group] = self._choose(row.kind, replica, loads)
             host = row.host = homes[group]
-            self._add_load(host, 1)
+            loads[host] += 1
             by_host.setdefault((id(host), id(row.batch)), (host, row.batch, []))[2].append(name)
         for host, batch, chosen in by_host.values():
             part = batch if len(chosen) == len(batch) else batch.select_idxs(np.array([rows[n].index for n in chosen]))
@@ -465,33 +484,36 @@ class RolloutManager:
             partials = {name: partial for name in chosen if (partial := rows[name].partial) is not None}
             self._ask(host, "host.submit", job.name, part, {name: p for name, p in partials.items() if p.token_ids})
 
-    def _add_load(self, host: _Host, rows: int) -> None:
-        with self._lock:
-            host.load += rows
+    def _unfinished(self) -> list[_Row]:
+        """The unfinished rows of all jobs."""
+        return [row for job in self._jobs.values() for row in list(job.rows.values())]
 
-    def _choose(self, kind: Kind, replica: int | None) -> _Host:
+    def _choose(self, kind: Kind, replica: int | None, loads: Mapping[_Host | None, int]) -> _Host:
+        """`loads`: number of unfinished rows of each host."""
         if replica is not None:
             return self._hosts[replica]
-        return min((host for host in self._hosts if host.kind == kind), key=lambda host: host.load)
+        return min((host for host in self._hosts if host.kind == kind), key=lambda host: loads.get(host, 0))
 
     def _ask(self, host: _Host, method: str, *args: Any) -> None:
         """A control call of a host; its loss is raised by the next `collect`, or repaired by the next `open`."""
         try:
             host.handle.ask(method, *args)
         except WorkerError as error:
-            self._lose(error)
+            self._lose(host, error)
 
-    def _lose(self, error: Exception | None) -> None:
+    def _lose(self, host: _Host, error: Exception | None) -> None:
         """Wake all jobs: a host was lost with this error, or reported a lost engine (None)."""
         self._needs_open = True
         for job in list(self._jobs.values()):
-            job.inbox.put(error)
+            job.inbox.put(_HostLoss(host, error))
 
-    def _raise(self, event: Exception | None) -> None:
+    def _raise_loss(self, loss: _HostLoss) -> None:
         """In the trainer's thread: raise the error of a lost engine, which tells more than that of a host."""
         self._groups.require_engines()
-        if event is not None:
-            raise event
+        # All jobs, and all hosts of a group, report a loss that is recovered once: later reports are outdated.
+        outdated = isinstance(loss.error, WorkerError) and loss.host not in self._hosts
+        if loss.error is not None and not outdated:
+            raise loss.error
 
     def _check_cancelled(self) -> None:
         if self._cancelled.is_set():
@@ -507,34 +529,35 @@ class RolloutManager:
         while not host.closed:
             try:
                 reply, rows = host.handle.ask_rows("host.collect", host.id, _COLLECT_S, keep_partials)
-                if host.closed:
-                    return  # its rows are submitted again, or their results are not wanted
                 self._receive(host, reply, rows)
             except Exception as error:  # noqa: BLE001 - raised in the trainer's thread
                 if not host.closed:
                     host.closed = True
-                    self._lose(error)
+                    self._lose(host, error)
                 return
-            if reply.failure is not None or reply.closed:
+            if (reply.failure is not None or reply.closed) and not host.closed:
                 host.closed = True
-                self._lose(None)
-                return
+                self._lose(host, None)
 
     def _receive(self, host: _Host, reply: HostReply, rows: StoredRows | None) -> None:
         if reply.pulses != host.pulses:
             host.pulses = reply.pulses
             pulse()
-        for name, pieces in reply.partials.items():
-            if (job := self._jobs.get(name)) is not None:
-                _add_partials(job, pieces)
-        if reply.headers is not None and rows is not None and (job := self._jobs.get(reply.job or "")) is not None:
-            finished = [one for one in _trajectories(reply, rows) if job.rows.pop(one.name, None) is not None]
-            self._add_load(host, -len(finished))
-            if finished:
-                job.on_finished(finished)
-                job.inbox.put(finished)
+        finished: list[FinishedTrajectory] = []
+        with self._lock:
+            if host.closed:
+                return  # its rows are submitted again, or their results are not wanted
+            for name, pieces in reply.partials.items():
+                if (other := self._jobs.get(name)) is not None:
+                    _add_partials(other, pieces)
+            job = self._jobs.get(reply.job or "")
+            if job is not None and rows is not None:
+                finished = [one for one in _trajectories(reply, rows) if job.rows.pop(one.name, None) is not None]
+        if job is not None and finished:
+            job.on_finished(finished)
+            job.inbox.put(finished)
         if reply.lost_replica is not None:
-            self._lose(None)
+            self._lose(host, None)
 
 
 def _add_partials(job: _Job, pieces: Mapping[str, Output]) -> None:
