@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.protocol import DataProto
+from verl.types.rollout import Headers
 from verl.types.schema import COLUMNS
 from verl.types.trajectory import Row, Trajectory, Turn
-from verl.workers.rollout.output import rows_from_trajectories
+from verl.workers.rollout.output import rows_from_trajectories, trajectories_from_rows
 
 PAD = 0
 
@@ -224,3 +227,81 @@ def test_experts_stand_beside_the_tokens_they_are_of_and_are_said_to_be_unknown_
     assert unknown.shape == (1, unknown.shape[1], *told.shape[1:])
     assert (unknown == 255).all(), "rows of agents that failed can be joined with others"
     assert "routed_experts" not in rows_from_trajectories(trajectories, PAD, with_experts=False).batch.keys()
+
+
+# ---------------------------------------------------------------- rows back to trajectories
+
+
+@st.composite
+def model_turns(draw: st.DrawFn, start: int, rewards: bool) -> Turn:
+    """A model turn whose first token is at `start`; log-probs, versions and experts may be unknown."""
+    tokens, known = draw(TOKENS), draw(st.booleans())
+    turn = model(tokens, draw(st.integers(0, 3)), draw(st.sampled_from(["stop", "length", "abort"])))
+    if not known:
+        turn.log_probs = turn.versions = None
+    if draw(st.booleans()):
+        turn.drawn_log_probs = [-0.25] * len(tokens)
+    if draw(st.booleans()) and tokens:
+        rows = start + len(tokens) - draw(st.integers(1, 2))
+        turn.routed_experts = (np.arange(max(0, rows) * 4, dtype=np.uint8) % 7).reshape(-1, 2, 2)
+    turn.reward = draw(st.none() | st.just(0.5)) if rewards and tokens else None
+    return turn
+
+
+@st.composite
+def agent_rows(draw: st.DrawFn) -> Row:
+    prompt = draw(st.lists(st.integers(1, 99), min_size=1, max_size=4))
+    turns: list[Turn] = []
+    for by_model in draw(st.lists(st.booleans(), max_size=4)):
+        if by_model:
+            turns.append(draw(model_turns(len(prompt) + sum(len(turn.token_ids) for turn in turns), rewards=True)))
+        else:
+            reward = draw(st.none() | st.just(0.25)) if (tokens := draw(TOKENS)) else None
+            turns.append(environment(tokens, name=draw(st.none() | st.just("search")), reward=reward))
+    return Row(prompt, turns, draw(st.none() | st.just([{"role": "user", "content": "x"}])))
+
+
+@st.composite
+def single_turn_rows(draw: st.DrawFn) -> Row:
+    prompt = draw(st.lists(st.integers(1, 99), min_size=1, max_size=4))
+    return Row(prompt, [draw(model_turns(len(prompt), rewards=False))])
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[Trajectory]:
+    """Trajectories of agents, with one to three rows each, or single-turn responses."""
+    by_agents, trajectories = draw(st.booleans()), []
+    for number in range(draw(st.integers(1, 4))):
+        rows = draw(st.lists(agent_rows(), min_size=1, max_size=3)) if by_agents else [draw(single_turn_rows())]
+        extra = {"num_turns": len(rows), "agent_metrics": {"tool_s": 0.5}, "own": number} if by_agents else {}
+        status, score = draw(st.sampled_from(["finished", "aborted", "failed"])), draw(st.none() | st.just(0.75))
+        score = score if by_agents else None
+        trajectories.append(Trajectory(f"u/{number // 2}", number % 2, rows, status, score, extra))
+    return trajectories
+
+
+@given(batches(), st.booleans(), st.booleans(), st.integers(0, 2))
+def test_trajectories_from_rows_give_the_same_rows_again(trajectories, with_drawn, with_experts, room):
+    width = max(row.response_length for one in trajectories for row in one.rows) + room
+    options: dict[str, Any] = {"pad_token_id": 100, "response_length": width, "with_drawn": with_drawn}
+    options |= {"no_experts": np.empty((0, 2, 2), np.uint8) if with_experts else None, "with_experts": with_experts}
+    rows = rows_from_trajectories(trajectories, **options)
+    read = [
+        replace(one, status=before.status, score=before.score)
+        for one, before in zip(trajectories_from_rows(rows), trajectories, strict=True)
+    ]
+    again = rows_from_trajectories(read, **options)
+    assert {name: values.tolist() for name, values in again.non_tensor_batch.items()} == {
+        name: values.tolist() for name, values in rows.non_tensor_batch.items()
+    }
+    assert set(again.batch.keys()) == set(rows.batch.keys())
+    for name in rows.batch.keys():
+        torch.testing.assert_close(again.batch[name], rows.batch[name], rtol=0, atol=0, equal_nan=True, msg=name)
+    first, second = Headers.of(trajectories), Headers.of(read)
+    assert (second.names, second.versions, second.row_counts.tolist()) == (
+        first.names,
+        first.versions,
+        first.row_counts.tolist(),
+    )
+    assert second.tokens.tolist() == first.tokens.tolist()
+    assert second.token_offsets.tolist() == first.token_offsets.tolist()
