@@ -25,7 +25,7 @@ def rows_wanted(trajectory: Trajectory) -> int:
 class AgentRollout(HFRollout):
     """Samples every turn with the engine; each row has two turns with the environment's words between them."""
 
-    def generate_sequences(self, prompts: DataProto, on_finished: Any = None, **overrides: Any) -> DataProto:
+    def generate_sequences(self, prompts: DataProto, **overrides: Any) -> DataProto:
         params = sampling_params(self.config, prompts.meta_info, self.eos_token_ids, **overrides)
         params = replace(params, max_new_tokens=3)
         trajectories = trajectories_from_prompts(prompts)

@@ -11,8 +11,9 @@ from typing import Any
 from verl.config.names import ROLLOUTS
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.types.rollout import HostReply
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
-from verl.workers.roles.requests import Collected
+from verl.workers.rollout.engine_host import CollectedOutputs, EngineHost
 
 
 def arm(model_path: str, where: str) -> None:
@@ -40,20 +41,28 @@ class FragileWorker(ActorRolloutRefWorker):
 
             self.rollout.load_bucket = load_and_die
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
-    def generate_sequences(self, prompts: DataProto, **sampling: Any) -> DataProto:
-        def answered(place: int, output: Any) -> None:
+    def _new_host(self) -> EngineHost:
+        host = super()._new_host()
+        on_finished, collect, collect_outputs = host._on_finished, host.collect, host.collect_outputs
+
+        def die_on_finished(*args: Any) -> None:
             self._die_if_armed("generate")
+            on_finished(*args)
 
-        self.rollout.resume()
-        return self.rollout.generate_sequences(prompts, on_finished=answered, **sampling)
+        def die_before_reply(*args: Any) -> tuple[HostReply, DataProto | None]:
+            reply, rows = collect(*args)
+            if reply.headers is not None:
+                self._die_if_armed("answer")  # finished, and not reported yet
+            return reply, rows
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
-    def collect_outputs(self, client: str, within: float, pieces: bool = False) -> Collected:
-        collected = super().collect_outputs(client, within, pieces)
-        if collected.answers:
-            self._die_if_armed("answer")  # before anybody hears of them
-        return collected
+        def die_before_outputs(*args: Any) -> CollectedOutputs:
+            collected = collect_outputs(*args)
+            if collected.outputs:
+                self._die_if_armed("answer")
+            return collected
+
+        host._on_finished, host.collect, host.collect_outputs = die_on_finished, die_before_reply, die_before_outputs
+        return host
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -80,10 +89,16 @@ class HostedWorker(FragileWorker):
         ROLLOUTS["native"] = replace(ROLLOUTS["native"], package="torch")
         super().init_model()
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
-    def generate_sequences(self, prompts: DataProto, **sampling: Any) -> DataProto:
-        self._die_if_armed("generate")  # later, all answers may be there already
-        return super().generate_sequences(prompts, **sampling)
+    def _new_host(self) -> EngineHost:
+        host = super()._new_host()
+        begin = host._begin
+
+        def die_on_begin(*args: Any) -> None:
+            self._die_if_armed("generate")  # later, the engine may have finished all rows already
+            begin(*args)
+
+        host._begin = die_on_begin
+        return host
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def pid(self) -> int:

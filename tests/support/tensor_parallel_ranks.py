@@ -14,7 +14,7 @@ from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.tensor_parallel import FollowingEngine
 from verl.protocol import DataProto, object_array
 from verl.utils.weight_fingerprint import fingerprints
-from verl.workers.roles.requests import OpenRequests
+from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
 
@@ -46,13 +46,13 @@ def generated(rollout: NativeRollout) -> dict[str, torch.Tensor] | None:
 def asked(rollout: NativeRollout, weights: dict[str, torch.Tensor]) -> list[list[int]] | None:
     """The same answers by requests, as agents ask; all ranks come to rest together. Meanwhile they stand still, while
     the ranks do something else together and the engine gets its `weights` again."""
-    prompts, requests = make_prompts(), OpenRequests(rollout)
+    prompts, host = make_prompts(), EngineHost(rollout)
     trajectories = trajectories_from_prompts(prompts)
     if isinstance(rollout._loop, FollowingEngine):
         found = None
     else:
         sent = requests_of(trajectories, prompts, sampling_params(rollout.config, {}, rollout.eos_token_ids), seed=5)
-        requests.submit("agents", sent)
+        host.submit_requests("agents", sent)
     rollout.pause_generation("keep")
     rollout.rest()
     dist.barrier()
@@ -61,10 +61,10 @@ def asked(rollout: NativeRollout, weights: dict[str, torch.Tensor]) -> list[list
     if not isinstance(rollout._loop, FollowingEngine):
         answers: dict[str, list[int]] = {}
         while len(answers) < len(sent):
-            told = requests.collect("agents", within=60).answers
-            answers |= {answer.id: answer.output.token_ids for answer in told if answer.output is not None}
+            collected = host.collect_outputs("agents", timeout=60).outputs
+            answers |= {one.id: one.output.token_ids for one in collected if one.output is not None}
         found = [answers[request.id] for request in sent]
-    requests.close()
+    host.close()
     rollout.rest()
     return found
 
