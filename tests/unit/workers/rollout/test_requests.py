@@ -300,16 +300,6 @@ def test_an_idle_engine_has_no_thread(start):
     assert threading.active_count() == before
 
 
-def test_a_batch_tells_of_its_answers_as_they_are_finished(start, make_prompts):
-    engine = start()
-    told: dict[int, list[int]] = {}
-    batch = engine.generate_sequences(
-        make_prompts(rows=5), on_finished=lambda row, out: told.update({row: out.token_ids})
-    )
-    lengths = batch.batch["response_mask"].sum(1).tolist()
-    assert told == {row: batch.batch["responses"][row, :length].tolist() for row, length in enumerate(lengths)}
-
-
 @pytest.mark.parametrize("asked", [{"presence_penalty": 1.0}, {"logit_bias": ((1, 2.0),)}, {"prompt_log_probs": True}])
 @pytest.mark.parametrize("engine_name", ["hf"])
 def test_what_only_the_native_engine_does_is_not_left_out_in_silence(start, asked):
