@@ -166,8 +166,14 @@ class LoopHost(ABC):
             self._jobs[job] = RolloutJob(job, meta, params, seed, self._pad_token_id)
 
     def submit(self, job: str, rows: DataProto, partials: Mapping[str, Output] | None = None) -> None:
-        """Start to generate these rows, some of them from partial outputs (by trajectory)."""
-        known = self._jobs[job]
+        """Start to generate these rows, some of them from partial outputs (by trajectory).
+
+        Ignored if this host does not have the job: it has ended, or its rows were meant for an earlier host of this
+        process, whose loss the manager is about to handle.
+        """
+        known = self._jobs.get(job)
+        if known is None:
+            return
         tasks = known.tasks(rows, partials or {}, self.passes_columns)
         with self._changed:
             if self._closed:
