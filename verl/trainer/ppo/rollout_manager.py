@@ -23,7 +23,7 @@ import ray
 
 from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
-from verl.single_controller.base.errors import CallCancelled, WorkerError
+from verl.single_controller.base.errors import CallCancelled, WorkerDiedError, WorkerError
 from verl.single_controller.base.handle import RankHandle
 from verl.single_controller.base.open_calls import OpenCall
 from verl.single_controller.ray.batch_ref import BatchRef
@@ -508,11 +508,16 @@ class RolloutManager:
             job.inbox.put(_HostLoss(host, error))
 
     def _raise_loss(self, loss: _HostLoss) -> None:
-        """In the trainer's thread: raise the error of a lost engine, which tells more than that of a host."""
+        """In the trainer's thread: raise the error of a lost engine, which tells more than that of a host.
+
+        A loss is reported to all jobs, by all hosts of a group, and recovered once: later reports are outdated. So is
+        the death of a rank that was restarted meanwhile, for example by a weight sync.
+        """
+        if loss.host not in self._hosts and (loss.error is None or isinstance(loss.error, WorkerError)):
+            return
         self._groups.require_engines()
-        # All jobs, and all hosts of a group, report a loss that is recovered once: later reports are outdated.
-        outdated = isinstance(loss.error, WorkerError) and loss.host not in self._hosts
-        if loss.error is not None and not outdated:
+        was_restarted = loss.host.kind == "engine" and isinstance(loss.error, WorkerDiedError)
+        if loss.error is not None and not was_restarted:
             raise loss.error
 
     def _check_cancelled(self) -> None:
