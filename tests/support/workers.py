@@ -299,3 +299,36 @@ class OnDevice(Worker):
         dist.all_reduce(total)
         data.batch["total"] = (total / 2 if "total" in data.batch else total).expand(len(data)).clone()
         return data
+
+
+class RowSource:
+    """An attribute of a worker whose methods are called by path."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def double(self, value: int) -> int:
+        return 2 * value
+
+    def rows(self, seeds: list[int]) -> tuple[str, DataProto | None]:
+        """Return a value and a batch; no seeds: no batch."""
+        return f"{len(seeds)} rows", rollout_batch(seeds, 8, 16, 99) if seeds else None
+
+    def fail(self) -> tuple[str, DataProto | None]:
+        raise LookupError("no rows here")
+
+    def die(self) -> tuple[str, DataProto | None]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+
+class WithRowSource(Worker):
+    """Its rows are read by `RankHandle.ask_rows("source.rows", …)`."""
+
+    def __init__(self) -> None:
+        self.source = RowSource()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def look(self, data: DataProto) -> DataProto:
+        """The columns as this rank received them."""
+        return DataProto.from_dict({name: value.clone() for name, value in data.batch.items()})
