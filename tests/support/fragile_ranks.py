@@ -26,7 +26,8 @@ def _file(model_path: str, where: str) -> Path:
 
 
 class FragileWorker(ActorRolloutRefWorker):
-    """Dies after its first finished answer, with the first weights in place, or in the reference's pass."""
+    """Dies after its first finished row, before a reply, when a batch has ended, with the first weights in place, or in
+    the reference's pass."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -63,6 +64,11 @@ class FragileWorker(ActorRolloutRefWorker):
 
         host._on_finished, host.collect, host.collect_outputs = die_on_finished, die_before_reply, die_before_outputs
         return host
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_generation(self) -> None:
+        self._die_if_armed("end")
+        super().end_generation()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
