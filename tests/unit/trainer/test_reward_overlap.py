@@ -32,7 +32,7 @@ class Manager:
 
 
 def prompts(rows: int = 4) -> DataProto:
-    names = {"uid": object_array(list("abcd")[:rows]), "sample_index": object_array([0] * rows)}
+    names = {"uid": object_array(list("abcde")[:rows]), "sample_index": object_array([0] * rows)}
     return DataProto.from_dict({"input_ids": torch.zeros(rows, 2)}, names)
 
 
@@ -52,22 +52,32 @@ def test_responses_are_scored_before_the_generation_ends():
 
 def test_failed_trajectories_and_those_with_a_score_are_not_scored():
     overlap, manager = RewardOverlap(True), Manager()
-    with overlap(manager, prompts()) as on_finished:
+    with overlap(manager, prompts(5)) as on_finished:
         on_finished([finished("a", "failed"), finished("b", "aborted"), finished("c", score=1.0), finished("d")])
     assert [row for row, _ in manager.received] == [3]
+    assert overlap.share == 0.2
+
+
+def test_the_last_responses_are_scored_after_the_generation():
+    """There is no generation left to overlap with, and decoding them first would delay the batch."""
+    overlap, manager = RewardOverlap(True), Manager()
+    with overlap(manager, prompts()) as on_finished:
+        on_finished([finished("a")])
+        on_finished([finished(uid) for uid in "bcd"])
+    assert [row for row, _ in manager.received] == [0]
     assert overlap.share == 0.25
 
 
 def test_hosts_that_report_concurrently_are_all_counted():
     overlap, manager = RewardOverlap(True), Manager()
-    with overlap(manager, prompts()) as on_finished:
+    with overlap(manager, prompts(5)) as on_finished:
         threads = [threading.Thread(target=on_finished, args=([finished(uid)],)) for uid in "abcd"]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert sorted(row for row, _ in manager.received) == [0, 1, 2, 3]
-    assert overlap.share == 1.0
+    assert overlap.share == 0.8
 
 
 def test_an_error_of_the_reward_manager_ends_the_overlap_and_not_the_generation(caplog):
