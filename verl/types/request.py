@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 __all__ = ["Output", "Request", "SamplingParams", "TokenOutput", "TopLogProbs", "check_request"]
@@ -72,6 +72,15 @@ class SamplingParams:
             "a tuple of strings that are not empty",
         )
 
+    def with_key(self, key: int) -> SamplingParams:
+        """The same parameters with another noise key. Unlike `replace`, it does not check them again: a batch has
+        thousands."""
+        copy = object.__new__(SamplingParams)
+        for name in _OTHER_THAN_KEY:
+            object.__setattr__(copy, name, getattr(self, name))
+        object.__setattr__(copy, "key", key)
+        return copy
+
     @property
     def greedy(self) -> bool:
         return not self.do_sample or self.temperature == 0
@@ -96,6 +105,9 @@ class SamplingParams:
     def ends(self) -> frozenset[int]:
         """The tokens that end this answer."""
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_token_ids
+
+
+_OTHER_THAN_KEY = tuple(each.name for each in fields(SamplingParams) if each.name != "key")
 
 
 @dataclass(frozen=True, slots=True)

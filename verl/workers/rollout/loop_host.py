@@ -84,6 +84,8 @@ class RolloutJob:
         self.unfinished: dict[str, RolloutTask] = {}
         self.finished: list[RolloutTask] = []
         self.prompt_width = 0
+        self._variants: dict[tuple[bool, int], SamplingParams] = {}
+        """Parameters of rows by (sampled, limit), without noise key."""
 
     def tasks(self, rows: DataProto, partials: Mapping[str, Output], with_columns: bool) -> list[RolloutTask]:
         """The tasks of these rows; ValueError for a row with invalid columns. `with_columns`: for agent loops."""
@@ -105,14 +107,14 @@ class RolloutJob:
     def request(self, task: RolloutTask, limit: int) -> Request:
         """The request of a task's first model call, of at most `limit` tokens. Its sampling noise depends on the seed,
         the step, the uid and the sample index."""
-        uid, minimum = task.trajectory.uid, self.params.min_new_tokens
-        params = replace(
-            self.params,
-            key=sample_keys(self.seed, task.step, uid, task.trajectory.sample_index),
-            do_sample=task.sampled,
-            max_new_tokens=limit,
-            min_new_tokens=min(limit, minimum) if self.by_agents else minimum,
-        )
+        uid, variant = task.trajectory.uid, (task.sampled, limit)
+        if variant not in self._variants:
+            minimum = self.params.min_new_tokens
+            minimum = min(limit, minimum) if self.by_agents else minimum
+            self._variants[variant] = replace(
+                self.params, do_sample=task.sampled, max_new_tokens=limit, min_new_tokens=minimum
+            )
+        params = self._variants[variant].with_key(sample_keys(self.seed, task.step, uid, task.trajectory.sample_index))
         return Request(new_request_id(task.name), task.prompt_ids, params, uid, task.partial)
 
     def pack(self, trajectories: Sequence[Trajectory], no_experts: np.ndarray | None) -> DataProto:
