@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,20 +9,17 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from verl.agent.answering import trained_rows
-from verl.trainer.asynchronous.asked import Asked, from_plain, to_plain
 
-from tests.support.agents import ROLLOUT, House, house, prompts_of
+from tests.support.agents import ROLLOUT, House, Mortal, Slow, house, prompts_of
 from tests.support.mixture_runs import mixture_task
 from tests.support.router_cases import EXPERTS, LAYERS, UNKNOWN
-from verl.inference.model_runner import ModelRunner
 from verl.models.routing import note_routes, routers
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import WorkerDiedError
-from verl.single_controller.base.handle import RankHandle
-from verl.types.request import Output, SamplingParams
+from verl.trainer.asynchronous.group_state import GroupState, from_plain, to_plain
+from verl.types.request import Output
 from verl.types.trajectory import Trajectory
 from verl.utils.plain_store import load_plain, save_plain
+from verl.workers.rollout.output import rows_from_trajectories
 
 DENSE = 1
 """The layer of the task's model that has no experts."""
@@ -55,43 +50,17 @@ def two(task: dict[str, str], models: list[Any], tmp_path: Path) -> Iterator[Hou
     made = house(task, tmp_path, *more, replicas=2)
     with made.open_engines():
         yield made
-        made.agents.end_stream()
-
-
-class Slow:
-    """Engines that take their time, and stand still after so many steps until they may go on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-        self.steps, self.reached, self.go_on = steps, threading.Event(), threading.Event()
-        launch = ModelRunner.launch
-
-        def slowly(runner: ModelRunner, plan: Any) -> Any:
-            self.steps -= 1
-            time.sleep(0.005)
-            if self.steps <= 0 and not self.go_on.is_set():
-                self.reached.set()
-                self.go_on.wait(0.2)
-            return launch(runner, plan)
-
-        monkeypatch.setattr(ModelRunner, "launch", slowly)
+        made.agents.close_host()
 
 
 def update(two: House, models: list[Any], number: int) -> None:
     two.engine(number).update_weights(models[1].state_dict().items())
 
 
-def collected(two: House, count: int) -> list[Trajectory]:
-    made: list[Trajectory] = []
-    while len(made) < count:
-        (told,) = two.agents.collect_trajectories(30.0)
-        made += told.trajectories
-    return made
-
-
 def assert_experts(models: list[Any], made: list[Trajectory]) -> int:
     """Every token's experts are those of the version that sampled the next one; returns of how many trajectories the
     tokens are of several versions."""
-    rows = trained_rows(made, 1, SamplingParams(max_new_tokens=TOKENS), {}, 0, None)
+    rows = rows_from_trajectories(made, pad_token_id=0)
     width = rows.batch["responses"].shape[1]
     versions_of = torch.cat([torch.full_like(rows.batch["prompts"], -1), rows.batch["rollout_versions"]], dim=1)
     mixed = 0
@@ -130,72 +99,51 @@ def prompts(task: dict[str, str], name: str) -> DataProto:
 
 @pytest.mark.parametrize("loop", ["single_turn_agent", "tests.support.agents.TwoTurns"])
 def test_answers_go_on_through_an_update(two: House, task: dict[str, str], models: list[Any], monkeypatch, loop: str):
-    """Also those of which partial answers were noted, which ends and resumes them; and turns of one conversation."""
+    """Also outputs that were read while they were generated, and later turns of a conversation."""
     slow = Slow(monkeypatch, steps=8)
     asked = prompts(task, loop)
-    two.agents.begin_stream(two.handles, asked.meta_info)
-    two.agents.add_rows(asked, {})
+    two.start(asked)
     assert slow.reached.wait(30)
-    two.agents.partial_answers()
+    two.host.partials("job")
     for number in range(2):
         update(two, models, number)
     slow.go_on.set()
-    assert assert_experts(models, collected(two, len(asked))) > 0
+    assert assert_experts(models, two.collect(len(asked))) > 0
 
 
-def test_partial_answers_of_a_checkpoint_keep_their_experts(
+def test_partial_outputs_of_a_checkpoint_keep_their_experts(
     two: House, task: dict[str, str], models: list[Any], tmp_path: Path, monkeypatch
 ):
-    """They are saved, loaded, and taken up by engines that have newer weights."""
+    """They are saved, loaded, and resumed by engines that have newer weights."""
     slow = Slow(monkeypatch, steps=8)
     asked = prompts(task, "single_turn_agent")
-    two.agents.begin_stream(two.handles, asked.meta_info)
-    two.agents.add_rows(asked, {})
+    two.start(asked)
     assert slow.reached.wait(30)
+    partials = two.host.partials("job")
     slow.go_on.set()
-    (partials,) = two.agents.partial_answers()
-    two.agents.end_stream()
+    two.agents.close_host()
     assert partials
-    group = Asked("group", asked[:1], 3, partials=partials)
-    save_plain(to_plain(group), tmp_path / "answers.pt")
+    group = GroupState("group", asked[:1], 3, partials=partials)
+    save_plain(to_plain(group, {}), tmp_path / "answers.pt")
     saved: dict[str, Output] = from_plain(load_plain(tmp_path / "answers.pt")).partials
     for number in range(2):
         update(two, models, number)
-    two.agents.begin_stream(two.handles, asked.meta_info)
-    two.agents.add_rows(asked, saved)
-    made = collected(two, len(asked))
-    assert assert_experts(models, made) == len(partials)
-
-
-class Mortal(RankHandle):
-    """A replica that dies when it has reported some tokens of unfinished answers."""
-
-    def __init__(self, inner: RankHandle) -> None:
-        self.inner, self.told, self.dead, self.role, self.rank = inner, 0, False, inner.role, inner.rank
-
-    def tell(self, method: str, *args: Any) -> None:
-        if not self.dead:
-            self.inner.tell(method, *args)
-
-    def ask(self, method: str, *args: Any) -> Any:
-        if self.dead:
-            raise WorkerDiedError("worker process died", "rollout", 0, "here", method)
-        collected = self.inner.ask(method, *args)
-        self.told += sum(len(piece.token_ids) for piece in collected.pieces.values())
-        self.dead |= self.told > 10
-        return collected
+    two.start(asked, partials=saved)
+    assert assert_experts(models, two.collect(len(asked))) == len(partials)
 
 
 def test_answers_of_a_lost_replica_keep_the_experts_of_what_it_had_reported(
     two: House, task: dict[str, str], models: list[Any], monkeypatch
 ):
-    """The other one, which goes on with them, has newer weights."""
-    monkeypatch.setattr("verl.agent.replicas._PIECES_S", 0.0)
-    monkeypatch.setattr("verl.agent.replicas._STANDING_S", 0.005)
-    Slow(monkeypatch, steps=10**6)
+    """The other one, which resumes them, has newer weights."""
+    monkeypatch.setattr("verl.workers.rollout.engine_client._PARTIALS_S", 0.0)
+    monkeypatch.setattr("verl.workers.rollout.engine_client._COLLECT_S", 0.005)
+    slow = Slow(monkeypatch, steps=16)
     update(two, models, 1)
     asked = prompts(task, "single_turn_agent")
     first, second = (replica.handle(0) for replica in two.replicas)
-    two.agents.begin_stream([Mortal(first), second], asked.meta_info)
-    two.agents.add_rows(asked, {})
-    assert assert_experts(models, collected(two, len(asked))) > 0
+    two.start(asked, [Mortal(first), second])
+    while two.host.collect(two.host.id, 30.0, False)[0].lost_replica is None:
+        pass
+    slow.go_on.set()
+    assert assert_experts(models, two.collect(len(asked))) > 0
