@@ -19,6 +19,7 @@ from verl.config.names import ROLLOUTS
 from verl.trainer.answer_store import AnswerStore
 from verl.trainer.main_generation import main, run_generation
 from verl.utils.dataset.problems import DataError
+from verl.workers.rollout.engine_host import EngineHost
 
 ROWS = [
     {
@@ -73,6 +74,37 @@ def test_every_row_gets_n_answers_and_keeps_its_columns(generate, tmp_path):
     # Also those to a prompt that comes twice: every answer has noise of its own.
     assert len(set(answers)) == 16
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers.parquet", "prompts.parquet"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_rows_in_flight_are_bounded(generate, monkeypatch, batch_size):
+    in_flight, submit = [], EngineHost.submit
+
+    def recorded(host, job, rows, partials=None):
+        in_flight.append((len(host._jobs[job].unfinished), len(rows)))
+        submit(host, job, rows, partials)
+
+    monkeypatch.setattr(EngineHost, "submit", recorded)
+    generate(max_num_seqs=2, data={"batch_size": batch_size})
+    assert sum(rows for _, rows in in_flight) == 16
+    assert max(before for before, _ in in_flight) < 2 * 2
+
+
+def test_the_error_of_a_failing_engine_ends_generation_and_completed_batches_stay(generate, monkeypatch, tmp_path):
+    changes, collect = {"max_new_tokens": 30, "data": {"batch_size": 1}}, EngineHost.collect
+
+    def failing(host, *args):
+        reply = collect(host, *args)
+        if any((tmp_path / "answers.parquet.parts").glob("0*.parquet")):
+            host._rollout._loop.fail(RuntimeError("the device failed"))
+        return reply
+
+    expected = generate("whole.parquet", **changes)
+    with monkeypatch.context() as patched:
+        patched.setattr(EngineHost, "collect", lambda host, *args, **keys: failing(host, *args, *keys.values()))
+        with pytest.raises(RuntimeError, match="the device failed"):
+            generate(**changes, max_num_seqs=2)
+    assert generate(**changes) == expected
 
 
 @pytest.mark.slow
