@@ -49,20 +49,21 @@ def resolve_asynchronous(config: PPOConfig, report: Report) -> None:
         trainer.overlap = not ahead_of(trainer).partial
 
 
-def count_loops(config: PPOConfig, report: Report) -> None:
-    """Say where loop workers keep far fewer answers going than there may be, and than the engines could decode."""
+def check_loop_capacity(config: PPOConfig, report: Report) -> None:
+    """Report a value of agent.max_concurrent_requests that leaves most of the engines' capacity unused."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    if trainer.mode == "sync":
+    agent = rollout.agent
+    if trainer.mode == "sync" or agent.default_agent_loop == names.SINGLE_TURN:
         return
     batch = config.data.train_batch_size * rollout.n
-    decoded = layout_of(config, "rollout").dp_size * rollout.max_num_seqs
-    wanted, agent = min((ahead_of(trainer).max_staleness + 1) * batch, decoded), rollout.agent
-    if 2 * agent.num_workers * agent.max_concurrent_requests < wanted:
-        each = math.ceil(wanted / agent.num_workers)
+    slots = layout_of(config, "rollout").dp_size * rollout.max_num_seqs
+    usable = min((ahead_of(trainer).max_staleness + 1) * batch, slots)
+    conversations = agent.num_workers * agent.max_concurrent_requests
+    if 2 * conversations < usable:
         report.notice(
             f"{ROLLOUT}.agent.max_concurrent_requests = {agent.max_concurrent_requests}: {agent.num_workers} loop"
-            f" workers keep {agent.num_workers * agent.max_concurrent_requests} answers going, of {wanted} that could"
-            f" be decoded at once. Set it to {each}, or a larger {ROLLOUT}.agent.num_workers."
+            f" workers run {conversations} conversations concurrently; the engines could decode {usable}. Set it to"
+            " null (automatic), or raise it."
         )
 
 

@@ -215,8 +215,11 @@ class AgentLoop:
     at: str
 
 
+# The loop with one model call per trajectory: its rows need no loop worker.
+SINGLE_TURN = "single_turn_agent"
+
 AGENT_LOOPS = {
-    "single_turn_agent": AgentLoop("verl.agent.single_turn:SingleTurnAgentLoop"),
+    SINGLE_TURN: AgentLoop("verl.agent.single_turn:SingleTurnAgentLoop"),
     "tool_agent": AgentLoop("verl.agent.tool_loop:ToolAgentLoop"),
     "search_agent": AgentLoop("verl.agent.search_loop:SearchAgentLoop"),
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.config import names
 from verl.config.actor import ActorConfig
-from verl.config.asynchronous import count_loops, resolve_asynchronous, stands_still
+from verl.config.asynchronous import check_loop_capacity, resolve_asynchronous, stands_still
 from verl.config.devices import visible_gpus
 from verl.config.layout import ACTOR, BLOCK_OF_ROLE, ROLLOUT, layout_of, shares_devices
 from verl.config.ppo import PPOConfig
@@ -20,6 +20,10 @@ from verl.config.trainer import RunConfig
 GLOBAL_POOL, REWARD_POOL, ROLLOUT_POOL = "global_pool", "reward_pool", "rollout_pool"
 DEFAULT_GROUP_SIZE = 4
 DEFAULT_MICRO_BATCH = 4
+# Conversations of all loop workers per sequence that the engines can decode: with two, engines stay full while
+# conversations spend up to half of their time in tools. A waiting conversation is a coroutine and costs little.
+CONVERSATIONS_PER_SLOT = 2
+MIN_CONCURRENT_REQUESTS = 128  # per loop worker: slow tools need many conversations even with a small engine
 # Validation answers to look at: a tracker has room for more than a console.
 TRACKED_ANSWERS, CONSOLE_ANSWERS = 20, 5
 
@@ -45,7 +49,7 @@ def resolve(config: PPOConfig, report: Report) -> None:
     _generation_batches(config, report)
     _lengths(config)
     _agents(config)
-    count_loops(config, report)
+    check_loop_capacity(config, report)
     # A reward model with another tokenizer or chat template writes the messages anew; agents go on with them.
     judged = config.reward_model.enable or config.reward_model.url is not None
     wanted = judged or config.actor_rollout_ref.rollout.mode == "async"
@@ -97,8 +101,12 @@ def _sampling(config: PPOConfig, report: Report) -> None:
 def _agents(config: PPOConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.agent.default_agent_loop is None:
-        with_tools = "tool_agent" if rollout.multi_turn.enable else "single_turn_agent"
+        with_tools = "tool_agent" if rollout.multi_turn.enable else names.SINGLE_TURN
         rollout.agent.default_agent_loop = "search_agent" if config.do_search else with_tools
+    if rollout.agent.max_concurrent_requests is None:
+        slots = layout_of(config, "rollout").dp_size * rollout.max_num_seqs
+        per_worker = math.ceil(CONVERSATIONS_PER_SLOT * slots / rollout.agent.num_workers)
+        rollout.agent.max_concurrent_requests = max(MIN_CONCURRENT_REQUESTS, per_worker)
 
 
 def _clip_bounds(config: PPOConfig, report: Report) -> None:

@@ -52,7 +52,11 @@ class MultiTurnConfig(Block):
 @dataclass(kw_only=True, slots=True)
 class AgentConfig(Block):
     num_workers: int = key("Processes that run the agents' turns.", min=1)
-    max_concurrent_requests: int = key("Conversations each of them keeps going at a time.", min=1)
+    max_concurrent_requests: int = key(
+        "Conversations that each of them runs concurrently; rows of single_turn_agent are not limited.",
+        null="2 × replicas × max_num_seqs / num_workers, at least 128",
+        min=1,
+    )
     default_agent_loop: str = key(
         "Loop of rows without agent_name: a name, pkg.module.Class or file.py:Class.",
         null="single_turn_agent; tool_agent with multi_turn.enable, search_agent with do_search",

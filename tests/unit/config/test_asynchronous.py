@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 
@@ -27,16 +28,44 @@ def test_the_modes_are_one_mechanism():
     assert any("rollout.mode is async" in notice for notice in config.notices)
 
 
-def test_loop_workers_that_are_too_few_for_the_pool_are_said():
-    """Four of 128 answers each, by default; a replica decodes 1,024."""
-    pool = ("trainer.mode=async", "data.train_batch_size=512", f"{ROLLOUT}.n=8")
-    pool += (f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=8")
-    (said,) = [notice for notice in load(*pool).notices if "loop workers keep" in notice]
-    assert "keep 512 answers going, of 8192 that" in said
-    assert "Set it to 2048" in said
-    enough = (*pool, f"{ROLLOUT}.agent.max_concurrent_requests=2048")
-    for fine in (enough, (*pool, "trainer.mode=sync"), (*pool, "data.train_batch_size=128", f"{ROLLOUT}.n=4")):
-        assert not any("loop workers keep" in notice for notice in load(*fine).notices)
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), 512),  # 2 x 1,024 sequences of one replica, over 4 workers
+        (("agent.num_workers=1",), 2048),
+        (("agent.num_workers=3",), 683),
+        (("max_num_seqs=16",), 128),
+        (("nnodes=2", "n_gpus_per_node=8"), 8192),
+        (("nnodes=2", "n_gpus_per_node=8", "tensor_model_parallel_size=4"), 2048),
+        (("agent.max_concurrent_requests=7",), 7),
+    ],
+)
+def test_agents_fill_the_engines_by_default_and_an_explicit_number_is_kept(overrides, expected):
+    config = load("trainer.mode=async", *(f"{ROLLOUT}.{override}" for override in overrides))
+    assert config.actor_rollout_ref.rollout.agent.max_concurrent_requests == expected
+    assert config.to_dict()["actor_rollout_ref"]["rollout"]["agent"]["max_concurrent_requests"] == expected
+
+
+@pytest.mark.parametrize("wrong", ["num_workers=0", "max_concurrent_requests=0"])
+def test_fewer_than_one_loop_worker_or_conversation_is_refused(wrong):
+    with pytest.raises(ConfigError, match=f"agent.{wrong.replace('=', ' = ')}"):
+        load("trainer.mode=async", f"{ROLLOUT}.agent.{wrong}")
+
+
+def test_an_explicit_number_far_below_the_engines_capacity_is_reported_for_agents_only():
+    pool = ("trainer.mode=async", "data.train_batch_size=512", f"{ROLLOUT}.n=8", f"{ROLLOUT}.nnodes=1")
+    pool += (f"{ROLLOUT}.n_gpus_per_node=8", f"{ROLLOUT}.mode=async", f"{ROLLOUT}.multi_turn.enable=True")
+    low = f"{ROLLOUT}.agent.max_concurrent_requests=128"
+
+    def notices(*overrides):
+        return [notice for notice in load(*pool, *overrides).notices if "max_concurrent_requests" in notice]
+
+    (notice,) = notices(low)
+    assert {"128", "512", "8192"} <= set(re.findall(r"\d+", notice))
+    small = ("data.train_batch_size=128", f"{ROLLOUT}.n=4")
+    for fine in ((), (f"{ROLLOUT}.agent.max_concurrent_requests=2048",), (low, "trainer.mode=sync"), (low, *small)):
+        assert not notices(*fine)
+    assert not notices(low, f"{ROLLOUT}.multi_turn.enable=False")  # single-turn rows do not run in loop workers
 
 
 def test_scripts_of_other_versions_mean_the_same():

@@ -71,7 +71,7 @@ DEFAULTS = {
     "actor_rollout_ref.rollout.top_k": -1,
     "actor_rollout_ref.rollout.max_new_tokens": 512,
     "actor_rollout_ref.rollout.agent.num_workers": 4,
-    "actor_rollout_ref.rollout.agent.max_concurrent_requests": 128,
+    "actor_rollout_ref.rollout.agent.max_concurrent_requests": 512,
     "actor_rollout_ref.rollout.multi_turn.enable": False,
     "actor_rollout_ref.rollout.multi_turn.max_user_turns": 16,
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": 16,

@@ -45,7 +45,7 @@ class Setup(NamedTuple):
     reached: int
     """The largest staleness that was trained."""
     loops_limit: bool = False
-    """Answers waited for a loop worker that the engines could have decoded."""
+    """Agents' conversations waited for a loop worker although the engines had capacity."""
     evenness: float = 0.0
     """Mean length of a batch's answers over its longest."""
 
@@ -137,7 +137,7 @@ def _faster_training(run: Setup) -> str:
 
 def _faster_generation(run: Setup) -> str:
     if run.loops_limit:
-        return f"more conversations at once ({ROLLOUT}.agent.max_concurrent_requests, {ROLLOUT}.agent.num_workers)"
+        return f"more concurrent conversations ({ROLLOUT}.agent.max_concurrent_requests=null, which is automatic)"
     if run.own_devices:
         return f"more devices for it ({ROLLOUT}.n_gpus_per_node, {ROLLOUT}.nnodes)"
     return f"more room for answers at once ({ROLLOUT}.gpu_memory_utilization, {ROLLOUT}.max_num_seqs)"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.config import names
 from verl.config.asynchronous import ahead_of
 from verl.config.layout import shares_devices
 from verl.protocol import DataProto
@@ -80,7 +81,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
         batch = super()._collect_rollouts(self.stream.take(self.config.data.train_batch_size), metrics)
         metrics |= self.stream.metrics()
         # Of conversations with tools tokens say nothing of the time.
-        if self.config.actor_rollout_ref.rollout.agent.default_agent_loop == "single_turn_agent":
+        if self.config.actor_rollout_ref.rollout.agent.default_agent_loop == names.SINGLE_TURN:
             lengths = batch.batch["response_mask"].sum(dim=-1)
             self._evenness.append(float(lengths.float().mean() / lengths.max().clamp(min=1)))
         return batch

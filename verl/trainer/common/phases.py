@@ -89,7 +89,7 @@ _REMEDIES = {
 
 # The same for generation whose agents wait for tools more than for the model.
 _IN_TOOLS = (
-    "faster tools, more trajectories at once (actor_rollout_ref.rollout.agent.num_workers, max_concurrent_requests), a"
+    "faster tools, more concurrent conversations (a larger actor_rollout_ref.rollout.agent.max_concurrent_requests), a"
     " shorter actor_rollout_ref.rollout.multi_turn.tool_timeout"
 )
 

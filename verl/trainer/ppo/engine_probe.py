@@ -11,7 +11,7 @@ from verl.config import PPOConfig, names
 from verl.config.layout import ROLLOUT
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.guard import TrainingStoppedError
-from verl.trainer.ppo.groups import SINGLE_TURN, WorkerGroups, local_columns
+from verl.trainer.ppo.groups import WorkerGroups, local_columns
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.utils.model import compute_position_id_with_mask
 
@@ -122,6 +122,6 @@ class EngineProbe:
         names = {
             "uid": object_array([f"probe-{number}" for number in range(len(rows))]),
             "sample_index": object_array([0] * len(rows)),
-            "agent_name": object_array([SINGLE_TURN] * len(rows)),
+            "agent_name": object_array([names.SINGLE_TURN] * len(rows)),
         }
         return DataProto.from_dict(tensors, names, {**about, **sampling, **ending})

@@ -16,7 +16,7 @@ import numpy as np
 from verl.agent.loop import LoopSpec, imported_class, listed_loops
 from verl.agent.tool_files import read_tool_files
 from verl.agent.worker import AgentLoopWorker
-from verl.config import PPOConfig
+from verl.config import PPOConfig, names
 from verl.config.layout import BLOCK_OF_ROLE, ROLLOUT, layout_of
 from verl.planning.engines import beside
 from verl.protocol import DataProto
@@ -45,8 +45,6 @@ _LOAD_ORDER = (
     Role.ActorRollout,
     Role.ActorRolloutRef,
 )
-# The agent loop with one model call per trajectory.
-SINGLE_TURN = "single_turn_agent"
 # Beyond the time that tools have to release things.
 _CLOSE_S = 10.0
 # What they hold comes from files, or from the actor.
@@ -177,7 +175,7 @@ class WorkerGroups:
         if self.agents is None:
             return True
         ours = self._agent_class is AgentLoopWorker and agent_name not in self._listed_loops
-        return ours and agent_name == SINGLE_TURN
+        return ours and agent_name == names.SINGLE_TURN
 
     @cached_property
     def overrides_generate_sequences(self) -> bool:
