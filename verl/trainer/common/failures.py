@@ -29,7 +29,10 @@ FOLDER = "trainer.default_local_dir"
 _FATAL = (WorkerDiedError, HangError, ConfigError, TrainingStoppedError, FloatingPointError, RewardError)
 # Worker calls whose failure leaves all ranks ready for the next call: ranks generate independently, and all ranks learn
 # of a failed save. In other calls, ranks that did not fail may still wait in a collective for the one that did.
-_NON_FATAL_CALLS = ("generate_sequences", "save_checkpoint", "begin_save", "finish_save")
+_NON_FATAL_CALLS = (
+    *("generate_sequences", "require_engine", "end_generation"),
+    *("save_checkpoint", "begin_save", "finish_save"),
+)
 _NEXT = {
     SAVE: "Training goes on and saves again at the next step that is due",
     VALIDATION: "Training goes on; this step has no validation metrics",

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.config import ConfigError
+from verl.inference.engine import Engine
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import Failure, HangError, WorkerCallError, WorkerDiedError
 from verl.trainer.common.failures import SAVE, VALIDATION, NonFatalFailures, UnsavedRunError, is_fatal
 from verl.trainer.common.guard import NonFiniteError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.types.request import Output
 from verl.workers.reward_manager.naive import RewardError
 
 ODD_REWARD = """
@@ -134,26 +135,29 @@ def test_asked_to_stop_while_it_validates_a_run_saves_first(task, tmp_path):
     assert (tmp_path / "checkpoints" / "global_step_1").is_dir()
 
 
-def test_a_failed_generation_leaves_no_memory_taken_and_no_answers_behind(task, tmp_path, monkeypatch):
-    """The run may go on: training needs the memory, and the next generation must not be told of these answers."""
+def test_a_failed_generation_does_not_end_the_run_and_leaves_nothing_behind(task, tmp_path, monkeypatch):
+    """Training needs the memory of the KV cache, and the next generation must work."""
     trainer = make_trainer(grpo(task, tmp_path, "trainer.val_before_train=False"))
     try:
         trainer.init_workers()
         trainer._sync_weights()
         worker = trainer.actor_wg._host._workers[trainer.actor_wg.role]
-
-        def breaks(prompts, on_finished) -> None:
-            on_finished(0, Output([1, 2]))
-            raise ValueError("broken")
-
-        monkeypatch.setattr(worker.rollout, "generate_sequences", breaks)
         rows = DataProto.from_single_dict(next(iter(trainer.val_dataloader)))
-        with pytest.raises(WorkerCallError, match="broken"):
-            trainer._generate_rows(rows, validate=True)
+        with monkeypatch.context() as broken:
+            broken.setattr(Engine, "step", _fail)
+            with pytest.raises(WorkerCallError, match="broken") as raised:
+                trainer._generate_rows(rows, validate=True)
+        assert not is_fatal(raised.value)
         assert worker.rollout._released == {"kv_cache"}
-        assert worker.finished_samples() == []
+        assert worker.host.closed
+        assert not trainer.rollouts.is_open
+        assert len(trainer._generate_rows(rows, validate=True)) == len(rows)
     finally:
         close(trainer)
+
+
+def _fail(engine: Any) -> Any:
+    raise ValueError("broken")
 
 
 def failed_call(method: str) -> WorkerCallError:
