@@ -22,6 +22,7 @@ from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.counter_noise import sample_keys
 from verl.workers.rollout import loop_host
+from verl.workers.rollout.prompts import with_row_names
 
 META = {"step": 1, "seed": 7, "validate": False, "pad_token_id": 0}
 LIMIT = 12
@@ -205,6 +206,27 @@ def test_an_invalid_row_is_an_error_of_submit_and_leaves_nothing_behind(setup):
 
 def _refuse(requests: Any) -> Any:
     raise ValueError("the prompt is empty")
+
+
+def test_rows_without_names_are_named_by_their_prompts_and_numbered(setup):
+    run = setup()
+    run.drive()
+    rows = prompt_rows(["a", "a", "bb", "a"])
+    rows.pop(non_tensor_batch_keys=["uid", "sample_index"])
+    seen: list[FinishedTrajectory] = []
+    batch = run.manager.generate(rows, META, seen.extend)
+    one, two = (names(with_row_names(rows))[row] for row in (0, 2))
+    uid = one.rpartition("/")[0]
+    assert sorted(each.name for each in seen) == sorted([f"{uid}/0", f"{uid}/1", f"{uid}/2", two])
+    assert responses(batch) == [tokens_of(name) for name in (f"{uid}/0", f"{uid}/1", two, f"{uid}/2")]
+    assert "trajectory" not in batch.non_tensor_batch, "another batch may have the same names"
+    assert "uid" not in rows.non_tensor_batch
+
+
+def test_rows_with_the_same_name_are_an_error(setup):
+    run = setup()
+    with pytest.raises(ValueError, match="several rows are named 'a/0'"):
+        run.manager.generate(prompt_rows(["a", "b", "a"]), META)
 
 
 def test_cancelled_rows_are_not_collected(setup):

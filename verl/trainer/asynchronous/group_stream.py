@@ -33,7 +33,7 @@ from verl.trainer.ppo.arrange import concat_prompts
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.recovery import WorkerRecovery
-from verl.trainer.ppo.rollout_manager import FinishedTrajectory, RolloutManager
+from verl.trainer.ppo.rollout_manager import FinishedTrajectory, RolloutManager, trajectory_names
 
 __all__ = ["GroupStream"]
 
@@ -117,8 +117,8 @@ class GroupStream:
         """Return the responses to prompts that were taken; all rows of one prompt are adjacent."""
         groups = [self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]]
         rows = self._rows(groups)
-        names = zip(rows.non_tensor_batch["uid"], rows.non_tensor_batch["sample_index"], strict=True)
-        finished = [self._live[uid].rows.finished[f"{uid}/{number}"] for uid, number in names]
+        known = {name: one for group in groups for name, one in group.rows.finished.items()}
+        finished = [known[name] for name in trajectory_names(rows)]
         self._generator.scored_ahead(rows, [group.rows.scores for group in groups])
         return self._generator.joined(rows, self._rollouts.batch(finished), validate=False)
 
@@ -276,10 +276,7 @@ class GroupStream:
                 own = slice(place * group.answers, (place + 1) * group.answers)
                 columns = {name: values[own] for name, values in rows.non_tensor_batch.items()}
                 group.rows.scores = self._generator.score_ahead(columns)
-            names = [
-                f"{uid}/{number}"
-                for uid, number in zip(rows.non_tensor_batch["uid"], rows.non_tensor_batch["sample_index"], strict=True)
-            ]
+            names = trajectory_names(rows)
             finished = {name for group in chosen for name in group.rows.finished}
             missing = [row for row, name in enumerate(names) if name not in finished]
             self._in_flight.add(names[row] for row in missing)

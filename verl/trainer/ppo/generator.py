@@ -25,10 +25,11 @@ from verl.trainer.ppo.agents import require_some_finished, spread_fields
 from verl.trainer.ppo.dynamic_sampling import PromptSource, RollOut, fill_batch, own_groups
 from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
 from verl.trainer.ppo.reward import NoRewards, reward_metrics, say_right_of_step, score_answers, with_turn_rewards
-from verl.trainer.ppo.rollout_manager import FinishedTrajectory, OnFinished, RolloutManager
+from verl.trainer.ppo.rollout_manager import FinishedTrajectory, OnFinished, RolloutManager, trajectory_names
 from verl.trainer.ppo.utils import Role
 from verl.types.schema import columns_read_by
 from verl.workers.reward_manager.naive import ROW
+from verl.workers.rollout.prompts import with_row_names
 
 logger = logging.getLogger(__name__)
 
@@ -262,10 +263,8 @@ class RewardOverlap:
         if ahead is None:
             yield lambda finished: None
             return
-        columns = batch.non_tensor_batch
-        names = zip(columns["uid"], columns["sample_index"], strict=True)
-        numbers = {f"{uid}/{index}": number for number, (uid, index) in enumerate(names)}
-        columns[ROW] = object_array(list(range(len(batch))))
+        numbers = {name: number for number, name in enumerate(trajectory_names(with_row_names(batch)))}
+        batch.non_tensor_batch[ROW] = object_array(list(range(len(batch))))
         lock, seen = threading.Lock(), 0  # hosts report concurrently
 
         def score(finished: Sequence[FinishedTrajectory]) -> None:

@@ -43,9 +43,9 @@ from verl.utils.progress import expect, pulse, tick
 from verl.workers.rollout.loop_host import RolloutJob
 from verl.workers.rollout.output import empty_experts, trajectories_from_rows
 from verl.workers.rollout.partial_outputs import join_outputs, resumable
-from verl.workers.rollout.prompts import sampling_params
+from verl.workers.rollout.prompts import sampling_params, with_row_names
 
-__all__ = ["FinishedTrajectory", "RolloutManager"]
+__all__ = ["FinishedTrajectory", "RolloutManager", "trajectory_names"]
 
 logger = logging.getLogger(__name__)
 
@@ -223,8 +223,7 @@ class RolloutManager:
         Rows of one prompt go to the host with the fewest rows, or to host number `replica`. `partials`: outputs to
         resume from, by id. If no generation is open, `open` sends them.
         """
-        known, columns = self._jobs[job], rows.non_tensor_batch
-        names = [f"{uid}/{number}" for uid, number in zip(columns["uid"], columns["sample_index"], strict=True)]
+        known, names = self._jobs[job], trajectory_names(rows)
         lengths = rows.batch["attention_mask"].sum(-1).tolist()
         kinds = self._kinds(rows)
         for index, name in enumerate(names):
@@ -345,17 +344,19 @@ class RolloutManager:
         on_finished: OnFinished = lambda finished: None,
         retry: Callable[[Callable[[], Any]], Any] = lambda call: call(),
     ) -> DataProto:
-        """Generate one batch: all rows of each trajectory together, in the order of `rows`.
+        """Generate one batch: all rows of each trajectory together, in the order of `rows`. If these have no `uid` or
+        `sample_index`, the batch has no column `trajectory`.
 
         Rows are assigned to hosts by position. `retry(call)` calls again after it has restarted a lost worker.
         """
         if self._groups.overrides_generate_sequences:
             batch: DataProto = retry(partial(self._call_generate_sequences, rows, meta))
             return batch
+        named = with_row_names(rows)
         was_open, job = self.is_open, self.start(meta, on_finished)
         try:
             retry(self.open)
-            ids = self._submit_by_position(job, rows)
+            ids = self._submit_by_position(job, named)
             finished: dict[str, FinishedTrajectory] = retry(partial(self._wait, job, len(ids), {}))
             if not was_open:
                 retry(self.close)  # a worker that is lost only now costs no trajectory
@@ -364,7 +365,10 @@ class RolloutManager:
                 self.finish(job)
             else:
                 self.close()  # ends the job; the error of an engine tells more than what it did to its clients
-        return self.batch([finished[name] for name in ids])
+        generated = self.batch([finished[name] for name in ids])
+        if named is not rows:
+            generated.pop(non_tensor_batch_keys=["trajectory"])
+        return generated
 
     def _wait(self, job: str, count: int, finished: dict[str, FinishedTrajectory]) -> dict[str, FinishedTrajectory]:
         """All `count` trajectories of a job. After a WorkerError it can be called again with the same `finished`."""
@@ -378,9 +382,8 @@ class RolloutManager:
 
     def _submit_by_position(self, job: str, rows: DataProto) -> list[str]:
         """Neighbouring rows to each host, as evenly as they divide: results do not depend on timing."""
+        names, kinds = trajectory_names(rows), np.array(self._kinds(rows))
         expect(len(rows))
-        names: list[str] = []
-        kinds = np.array(self._kinds(rows))
         for kind in ("engine", "agent"):
             (places,) = np.nonzero(kinds == kind)
             hosts = [number for number, host in enumerate(self._hosts) if host.kind == kind]
@@ -388,8 +391,6 @@ class RolloutManager:
                 if len(chosen):
                     part = rows if len(chosen) == len(rows) else rows.select_idxs(chosen)
                     self.submit(job, part, replica=number)
-        columns = rows.non_tensor_batch
-        names += [f"{uid}/{number}" for uid, number in zip(columns["uid"], columns["sample_index"], strict=True)]
         return names
 
     def _call_generate_sequences(self, rows: DataProto, meta: Mapping[str, Any]) -> DataProto:
@@ -563,6 +564,16 @@ class RolloutManager:
             job.inbox.put(finished)
         if reply.lost_replica is not None:
             self._lose(host, None)
+
+
+def trajectory_names(rows: DataProto) -> list[str]:
+    """The ids of these rows, from their columns `uid` and `sample_index`; ValueError if two rows have the same."""
+    columns = rows.non_tensor_batch
+    names = [f"{uid}/{number}" for uid, number in zip(columns["uid"], columns["sample_index"], strict=True)]
+    if len(set(names)) < len(names):
+        repeated = next(name for name, count in Counter(names).items() if count > 1)
+        raise ValueError(f"rollout: several rows are named {repeated!r}. Give each its own uid or sample_index.")
+    return names
 
 
 def _add_partials(job: _Job, pieces: Mapping[str, Output]) -> None:
