@@ -1,14 +1,19 @@
-"""One greedy answer per prompt: asked for beside the sampled ones, taken out again as their baseline."""
+"""One greedy response per prompt: generated beside the sampled ones, and split off as their baseline."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support.requests import requests_of
+from tests.support.scripted_hosts import ScriptedEngine, scripted_config
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.generator import answer_rows, split_off_baselines
-from verl.types.request import Request, SamplingParams
+from verl.types.request import Output, Request
+from verl.workers.rollout.engine_host import EngineHost
 
 PROMPTS = DataProto.from_dict(
     {"input_ids": torch.tensor([[5], [6]]), "attention_mask": torch.ones(2, 1, dtype=torch.long)},
@@ -16,11 +21,24 @@ PROMPTS = DataProto.from_dict(
 )
 
 
-def requests_from(rows: DataProto, **params) -> list[Request]:
-    return requests_of(rows, SamplingParams(**params), seed=1)
+def requests_from(rows: DataProto, **sampling: Any) -> list[Request]:
+    """What a host submits to its engine for these rows."""
+    requests: list[Request] = []
+
+    class Engine(ScriptedEngine):
+        def submit(self, submitted: Sequence[Request]) -> list[Future[Output]]:
+            requests.extend(submitted)
+            return super().submit(submitted)
+
+    engine: Any = Engine(scripted_config().actor_rollout_ref.rollout)
+    host = EngineHost(engine)
+    host.start("job", {"step": 1, "seed": 1, **sampling})
+    host.submit("job", rows)
+    host.close()
+    return requests
 
 
-def test_each_prompt_is_asked_n_times_and_once_greedily():
+def test_each_prompt_is_sampled_n_times_and_decoded_greedily_once():
     rows = answer_rows(PROMPTS, n=2, greedy=True)
     assert rows.non_tensor_batch["uid"].tolist() == ["a", "a", "a", "b", "b", "b"]
     assert rows.non_tensor_batch["sample_index"].tolist() == [0, 1, 2, 0, 1, 2]
@@ -29,7 +47,7 @@ def test_each_prompt_is_asked_n_times_and_once_greedily():
     assert {request.params.temperature for request in requests} == {0.7}
 
 
-def test_without_a_baseline_nothing_is_greedy_and_the_sampled_answers_are_the_same():
+def test_without_a_baseline_no_request_is_greedy_and_the_sampled_ones_are_the_same():
     plain = requests_from(answer_rows(PROMPTS, n=2, greedy=False))
     beside = requests_from(answer_rows(PROMPTS, n=2, greedy=True))
     assert not any(request.params.greedy for request in plain)

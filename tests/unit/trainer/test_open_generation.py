@@ -1,4 +1,4 @@
-"""A generation that stays open: requests go on through hand-overs of weights, beside training and other generations."""
+"""Generation that stays open: requests continue through weight syncs, beside training and other generations."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ def trainer(tmp_path_factory):
 
 
 class Client:
-    """Asks as loop workers do, and remembers what it has heard of an answer."""
+    """Submits a request as an EngineClient does, and collects its partial outputs."""
 
     def __init__(self, replica: Any, name: str) -> None:
         self._replica, self._name = replica, name
-        self.heard: list[int] = []
-        self.answer: Output | None = None
+        self.tokens: list[int] = []
+        self.output: Output | None = None
 
-    def ask(self) -> None:
+    def submit(self) -> None:
         params = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True, key=7)
-        self._replica.tell("submit_requests", self._name, [Request(self._name, PROMPT, params)])
+        self._replica.tell("host.submit_requests", self._name, [Request(self._name, PROMPT, params)])
 
-    def listen(self, until: int, within: float = 200.0) -> None:
-        """Until so many tokens are known, or all."""
-        deadline = time.monotonic() + within
-        while len(self.heard) < until and self.answer is None and time.monotonic() < deadline:
-            collected = self._replica.ask("collect_outputs", self._name, 0.005, True)
-            for piece in collected.pieces.values():
-                self.heard += piece.token_ids
-            for answer in collected.answers:
-                self.answer = answer.output
+    def collect(self, until: int, timeout: float = 200.0) -> None:
+        """Until this number of tokens is known, or the output is complete."""
+        deadline = time.monotonic() + timeout
+        while len(self.tokens) < until and self.output is None and time.monotonic() < deadline:
+            collected = self._replica.ask("host.collect_outputs", self._name, 0.005, True)
+            for piece in collected.partials.values():
+                self.tokens += piece.token_ids
+            for finished in collected.outputs:
+                self.output = finished.output
 
 
-def trained(trainer) -> None:
-    """One update on answers that are generated meanwhile."""
+def train_once(trainer) -> None:
+    """One update on responses that are generated meanwhile."""
     answered = trainer._generate(trainer.prompts.take(4))
     batch = trainer._compute_advantage(trainer._compute_reward(answered))
     batch = batch.union(trainer.actor_wg.compute_log_prob(batch))
@@ -71,47 +71,47 @@ def trained(trainer) -> None:
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
-def test_an_answer_under_way_goes_on_through_training_and_weight_syncs(trainer, kv):
+def test_a_running_request_continues_through_training_and_weight_syncs(trainer, kv):
     sync, first = WeightSync(trainer.groups, kv=kv), trainer.groups.replicas.current
     sync.sync(first)
-    (replica,) = trainer.groups.open_generation()
-    client = Client(replica, kv)
-    client.ask()
+    trainer.rollouts.open()
+    client = Client(trainer.groups.rollout.handle(0), kv)
+    client.submit()
     for step in (1, 2):
-        client.listen(20 * step)
-        trained(trainer)
-        assert client.answer is None, "it was to be under way all the time"
+        client.collect(20 * step)
+        train_once(trainer)
+        assert client.output is None, "it runs all the time"
         sync.release_weights()
         sync.sync(first + step)
-    client.listen(LENGTH + 1)
-    trainer.groups.close_generation()
-    answer = client.answer
-    assert answer is not None
-    assert answer.token_ids[: len(client.heard)] == client.heard
-    assert sorted(set(answer.versions)) == [first, first + 1, first + 2]
-    assert answer.versions == sorted(answer.versions)
+    client.collect(LENGTH + 1)
+    trainer.rollouts.close()
+    output = client.output
+    assert output is not None
+    assert output.token_ids[: len(client.tokens)] == client.tokens
+    assert sorted(set(output.versions)) == [first, first + 1, first + 2]
+    assert output.versions == sorted(output.versions)
     model = tiny_model()
     model.load_state_dict(weights(trainer), strict=False)
     with torch.no_grad():
-        logits = model(torch.tensor([PROMPT + answer.token_ids])).logits[0, len(PROMPT) - 1 : -1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids).unsqueeze(1))[:, 0]
-    last = torch.tensor(answer.versions) == first + 2
-    off = float((expected - torch.tensor(answer.log_probs)).abs()[last].max())
-    assert off < 1e-3 if kv == "recompute" else off > 1e-2, "what it stands on is the new weights', or is kept"
+        logits = model(torch.tensor([PROMPT + output.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(output.token_ids).unsqueeze(1))[:, 0]
+    last = torch.tensor(output.versions) == first + 2
+    off = float((expected - torch.tensor(output.log_probs)).abs()[last].max())
+    assert off < 1e-3 if kv == "recompute" else off > 1e-2, "its KV is recomputed with the new weights, or kept"
 
 
-def test_what_is_held_stands_still_and_goes_on(trainer):
-    (replica,) = trainer.groups.open_generation()
-    client = Client(replica, "held")
-    client.ask()
-    client.listen(10)
+def test_a_paused_request_stops_and_continues(trainer):
+    trainer.rollouts.open()
+    client = Client(trainer.groups.rollout.handle(0), "held")
+    client.submit()
+    client.collect(10)
     trainer.groups.rollout.pause_rollout()
-    client.listen(LENGTH + 1, within=0.05)
-    known = len(client.heard)
-    client.listen(LENGTH + 1, within=0.2)
-    assert len(client.heard) == known < LENGTH
+    client.collect(LENGTH + 1, timeout=0.05)
+    known = len(client.tokens)
+    client.collect(LENGTH + 1, timeout=0.2)
+    assert len(client.tokens) == known < LENGTH
     trainer.groups.rollout.resume_rollout()
-    client.listen(LENGTH + 1)
-    trainer.groups.close_generation()
-    assert client.answer is not None
-    assert len(client.answer.token_ids) == LENGTH
+    client.collect(LENGTH + 1)
+    trainer.rollouts.close()
+    assert client.output is not None
+    assert len(client.output.token_ids) == LENGTH

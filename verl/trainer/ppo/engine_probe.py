@@ -119,9 +119,9 @@ class EngineProbe:
         }
         ending = {"max_new_tokens": min(_NEW_TOKENS, self._rollout.max_new_tokens), "ignore_eos": True, "stop": ()}
         about = {"step": 0, "seed": self._rollout.seed, "pad_token_id": self._tokenizer.pad_token_id}
-        names = {
+        columns = {
             "uid": object_array([f"probe-{number}" for number in range(len(rows))]),
             "sample_index": object_array([0] * len(rows)),
             "agent_name": object_array([names.SINGLE_TURN] * len(rows)),
         }
-        return DataProto.from_dict(tensors, names, {**about, **sampling, **ending})
+        return DataProto.from_dict(tensors, columns, {**about, **sampling, **ending})

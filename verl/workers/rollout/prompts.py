@@ -21,7 +21,7 @@ from verl.utils.dataset.tokens import left_padded
 __all__ = [
     "answer_limits",
     "new_request_id",
-    "requests_of",
+    "prompt_rows",
     "sampling_params",
     "trajectories_from_prompts",
     "with_row_names",
@@ -102,33 +102,6 @@ def with_row_names(prompts: DataProto) -> DataProto:
     named.non_tensor_batch["uid"] = object_array([one.uid for one in trajectories])
     named.non_tensor_batch["sample_index"] = object_array([one.sample_index for one in trajectories])
     return named
-
-
-def requests_of(
-    trajectories: Sequence[Trajectory], prompts: DataProto, params: SamplingParams, seed: int
-) -> list[Request]:
-    """A request for each row's first turn, in row order; noise belongs to (seed, step, uid, sample_index).
-
-    A column `do_sample` says for each row whether it is sampled; a column `max_new_tokens` (a number, or a list with
-    one per sample of the prompt) shortens single answers.
-    """
-    step = int(prompts.meta_info.get("step", 0))
-    sampled = prompts.non_tensor_batch.get("do_sample", [params.do_sample] * len(trajectories))
-    limits = answer_limits(prompts, trajectories, params.max_new_tokens)
-    return [
-        Request(
-            id=new_request_id(one.name),
-            prompt_ids=np.asarray(one.rows[0].prompt_ids).tolist(),
-            params=replace(
-                params,
-                key=sample_keys(seed, step, one.uid, one.sample_index),
-                do_sample=bool(one_sampled),
-                max_new_tokens=limit,
-            ),
-            group=one.uid,
-        )
-        for one, one_sampled, limit in zip(trajectories, sampled, limits, strict=True)
-    ]
 
 
 def new_request_id(name: str) -> str:
