@@ -330,6 +330,33 @@ def test_a_rank_that_dies_while_hosts_are_opened_costs_nothing(setup):
     assert run.groups.restarts == 1
 
 
+@pytest.mark.parametrize("when", ["before the batch", "in the batch"])
+def test_a_batch_can_be_generated_during_the_recovery_of_another(setup, when):
+    """As the engine probe does."""
+    run = setup()
+    run.drive()
+    probes: list[DataProto] = []
+
+    def retry(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except WorkerDiedError as error:
+            run.groups.restart(error.role)
+            probes.append(run.manager.generate(prompt_rows(["probe"]), META))
+            return retry(call)
+
+    rank = run.groups.rollout_ranks[0]
+    if when == "before the batch":
+        rank.die()
+    else:
+        rank.engine.advance = lambda *args: rank.engine.running and not rank.dead and rank.die()
+    rows = prompt_rows(["a", "b"], samples=2)
+    batch = run.manager.generate(rows, META, retry=retry)
+    assert [probe.non_tensor_batch["trajectory"].tolist() for probe in probes] == [["probe/0"]]
+    assert responses(batch) == [tokens_of(name) for name in names(rows)]
+    assert not run.groups.generation_open
+
+
 def test_a_rank_that_dies_after_the_last_trajectory_costs_nothing(setup):
     run = setup()
     run.drive()

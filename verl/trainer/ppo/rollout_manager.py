@@ -353,7 +353,9 @@ class RolloutManager:
             batch: DataProto = retry(partial(self._call_generate_sequences, rows, meta))
             return batch
         named = with_row_names(rows)
-        was_open, job = self.is_open, self.start(meta, on_finished)
+        # The engine probe generates during the recovery of another batch, whose job must stay.
+        was_open = self.is_open or bool(self._jobs)
+        job = self.start(meta, on_finished)
         try:
             retry(self.open)
             ids = self._submit_by_position(job, named)
