@@ -1,5 +1,5 @@
-"""Rollout hosts without a model: real EngineHosts over a scripted engine, in this process. Ranks can die and be restarted,
-replies can be delayed, and the test decides how far each request gets."""
+"""Rollout hosts without a model: real EngineHosts over a scripted engine, in this process. Ranks can die and be
+restarted, replies can be delayed, and the test decides how far each request gets."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ class ScriptedEngine:
         with self._lock:
             chosen = None if names is None else set(names)
             for request_id, sequence in list(self._running.items()):
-                if chosen is None or request_id.partition("#")[0] in chosen:
-                    if sequence.sample(tokens, self.version):
-                        self._end(request_id, "stop")
+                is_chosen = chosen is None or request_id.partition("#")[0] in chosen
+                if is_chosen and sequence.sample(tokens, self.version):
+                    self._end(request_id, "stop")
 
     def abort(self, ids: Iterable[str] | None = None) -> None:
         with self._lock:
