@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_without_a_budget_nothing_is_given_up():
 
 
 class PreemptedInGeneration(RayPPOTrainer):
-    """One generation would never end: the engine stands still. The signal comes then."""
+    """The signal comes during a generation that never ends: the engine is paused."""
 
     at = (2, False)
 
@@ -117,8 +118,8 @@ class PreemptedInGeneration(RayPPOTrainer):
         return super()._generate_rows(batch, validate)
 
     def _signal(self) -> None:
-        while self.rollout_wg.running() != ["generate_sequences"]:
-            continue
+        while not any(job.rows for job in self.rollouts._jobs.values()):
+            time.sleep(0.001)
         self.preempt("SIGTERM")
 
 
