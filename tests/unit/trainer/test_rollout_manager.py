@@ -17,7 +17,8 @@ from verl.protocol import DataProto
 from verl.single_controller.base.errors import CallCancelled, HangError, WorkerDiedError, WorkerError
 from verl.single_controller.base.open_calls import open_calls
 from verl.trainer.ppo import rollout_manager
-from verl.trainer.ppo.rollout_manager import FinishedTrajectory, RolloutManager
+from verl.trainer.ppo.finished_rows import FinishedTrajectory, join_rows, read_trajectories, store_trajectories
+from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.utils.counter_noise import sample_keys
@@ -290,9 +291,7 @@ def test_rows_of_a_lost_host_continue_from_their_partial_outputs(setup):
     resumed = [rank.engine.resumed_tokens for rank in run.groups.rollout_ranks]
     assert sum(resumed) > 0, "not from the beginning"
     assert [name for name in kept.engine.requests if name in mine] == mine, "the other host's rows are not sent again"
-    assert responses(run.manager.batch([finished[name] for name in names(rows)])) == [
-        tokens_of(name) for name in names(rows)
-    ]
+    assert responses(join_rows([finished[name] for name in names(rows)])) == [tokens_of(name) for name in names(rows)]
 
 
 def test_a_loss_is_recovered_once_however_many_hosts_and_jobs_report_it(setup):
@@ -537,7 +536,7 @@ def test_nothing_is_lost_or_doubled_whatever_dies_is_delayed_or_cancelled(setup,
         assert expected[job] - cancelled[job] <= set(received[job]) <= expected[job]
         order = sorted(parts[job])
         rng.shuffle(order)
-        batch = manager.batch([parts[job][name] for name in order])
+        batch = join_rows([parts[job][name] for name in order])
         assert batch.non_tensor_batch["trajectory"].tolist() == order
         assert responses(batch) == [tokens_of(name, step) for name in order]
     assert groups.restarts
@@ -548,6 +547,10 @@ def test_nothing_is_lost_or_doubled_whatever_dies_is_delayed_or_cancelled(setup,
 
 def model(tokens: list[int], **fields: Any) -> Turn:
     return Turn("model", tokens, [-token / 100 for token in tokens], [2] * len(tokens), "stop", **fields)
+
+
+def restore(manager: RolloutManager, trajectories: list[Trajectory]) -> list[FinishedTrajectory]:
+    return store_trajectories(trajectories, manager._config.actor_rollout_ref, META, use_ray=False)
 
 
 def agent_trajectory(uid: str, number: int, rows: int) -> Trajectory:
@@ -564,12 +567,12 @@ def test_a_batch_has_all_rows_of_each_trajectory_in_the_order_of_its_argument(se
     """The parts have rows of different widths, and rows that this batch does not take."""
     manager = setup().manager
     parts = [
-        manager.restore([agent_trajectory("a", number, rows) for number, rows in enumerate([2, 1, 3])], META),
-        manager.restore([agent_trajectory("b", number, rows) for number, rows in enumerate([1, 4])], META),
-        manager.restore([agent_trajectory("c", 0, 2)], META),
+        restore(manager, [agent_trajectory("a", number, rows) for number, rows in enumerate([2, 1, 3])]),
+        restore(manager, [agent_trajectory("b", number, rows) for number, rows in enumerate([1, 4])]),
+        restore(manager, [agent_trajectory("c", 0, 2)]),
     ]
     chosen = [parts[1][1], parts[0][2], parts[2][0], parts[0][0]]
-    batch = manager.batch(chosen)
+    batch = join_rows(chosen)
     assert batch.non_tensor_batch["trajectory"].tolist() == ["b/1"] * 4 + ["a/2"] * 3 + ["c/0"] * 2 + ["a/0"] * 2
     expected = [
         ([1] * (1 + row), [10 * row + number + 1] * (2 + row) + [9])
@@ -595,19 +598,19 @@ def test_trajectories_of_a_checkpoint_are_restored_as_they_were(setup):
     before: list[FinishedTrajectory] = []
     manager.generate(rows, META, before.extend)
     before = [next(one for one in before if one.name == name) for name in names(rows)]
-    before += manager.restore([agent_trajectory("c", 1, 3)], META)[:1]
+    before += restore(manager, [agent_trajectory("c", 1, 3)])[:1]
     singles, agents = before[:4], before[4:]
     for group in (singles, agents):
-        after = manager.restore(manager.trajectories(group), META)
+        after = restore(manager, read_trajectories(group))
         for one, other in zip(group, after, strict=True):
             for field in ("name", "uid", "sample_index", "status", "score", "versions", "row_count"):
                 assert getattr(one, field) == getattr(other, field), field
             assert np.array_equal(one.last_tokens, other.last_tokens)
-        first, second = manager.batch(group), manager.batch(after)
+        first, second = join_rows(group), join_rows(after)
         assert responses(first) == responses(second)
         for name in ("rollout_log_probs", "rollout_versions", "response_mask"):
             assert first.batch[name].tolist() == second.batch[name].tolist(), name
-    assert manager.trajectories([]) == manager.restore([], META) == []
+    assert read_trajectories([]) == restore(manager, []) == []
 
 
 def test_the_error_of_a_lost_worker_ends_a_batch_without_retry(setup):

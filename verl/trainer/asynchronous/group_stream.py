@@ -30,10 +30,11 @@ from verl.trainer.asynchronous.group_state import (
 from verl.trainer.asynchronous.idle import IdleTime
 from verl.trainer.asynchronous.in_flight import InFlight
 from verl.trainer.ppo.arrange import concat_prompts
+from verl.trainer.ppo.finished_rows import FinishedTrajectory, join_rows, read_trajectories, store_trajectories
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.recovery import WorkerRecovery
-from verl.trainer.ppo.rollout_manager import FinishedTrajectory, RolloutManager, trajectory_names
+from verl.trainer.ppo.rollout_manager import RolloutManager, trajectory_names
 
 __all__ = ["GroupStream"]
 
@@ -120,7 +121,7 @@ class GroupStream:
         known = {name: one for group in groups for name, one in group.rows.finished.items()}
         finished = [known[name] for name in trajectory_names(rows)]
         self._generator.scored_ahead(rows, [group.rows.scores for group in groups])
-        return self._generator.joined(rows, self._rollouts.batch(finished), validate=False)
+        return self._generator.joined(rows, join_rows(finished), validate=False)
 
     def reject(self, prompts: DataProto) -> None:
         """Prompts that were taken and are not trained on: they are used up, and others may be submitted."""
@@ -181,7 +182,7 @@ class GroupStream:
                 if (group := self._live.get(name.rpartition("/")[0])) is not None:
                     group.rows.partials[name] = output
         self._receive_all()
-        saved = save_buffer(self._buffer, self._rollouts.trajectories)
+        saved = save_buffer(self._buffer, read_trajectories)
         return {"buffer": saved, "versions": dict(self._steps), "asked_for": self._group_shape}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -201,7 +202,8 @@ class GroupStream:
         self._live = {group.rows.name: group for group in (*self._buffer.in_flight(), *self._buffer.ready())}
         states = [group.rows for group in self._live.values()]
         trajectories = [one for each in states for one in each.finished.values()]
-        finished = iter(self._rollouts.restore(trajectories, self._generator.meta(self._version + 1, validate=False)))
+        meta, policy = self._generator.meta(self._version + 1, validate=False), self._config.actor_rollout_ref
+        finished = iter(store_trajectories(trajectories, policy, meta, self._rollouts.uses_ray))
         for each in states:
             each.finished = {name: next(finished) for name in each.finished}
 

@@ -23,9 +23,10 @@ from verl.trainer.common.dumps import decode
 from verl.trainer.ppo.agent_metrics import ToolUse, agent_metrics
 from verl.trainer.ppo.agents import require_some_finished, spread_fields
 from verl.trainer.ppo.dynamic_sampling import PromptSource, RollOut, fill_batch, own_groups
+from verl.trainer.ppo.finished_rows import FinishedTrajectory
 from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
 from verl.trainer.ppo.reward import NoRewards, reward_metrics, say_right_of_step, score_answers, with_turn_rewards
-from verl.trainer.ppo.rollout_manager import FinishedTrajectory, OnFinished, RolloutManager, trajectory_names
+from verl.trainer.ppo.rollout_manager import OnFinished, RolloutManager, trajectory_names
 from verl.trainer.ppo.utils import Role
 from verl.types.schema import columns_read_by
 from verl.workers.reward_manager.naive import ROW

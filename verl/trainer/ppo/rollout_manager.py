@@ -1,5 +1,5 @@
 """RolloutManager: the trainer's interface to generation. Sync steps, async streams, validation and the engine probe are
-jobs: rows are submitted, finished trajectories collected, and batches of them are built without copying their columns.
+jobs: rows are submitted and finished trajectories collected; `join_rows` makes batches of them.
 
 Hosts execute the jobs: the leading rollout ranks for single-turn rows, loop workers for agents. The manager keeps the
 rows of each host with their last partial outputs, so that a host that dies loses nothing.
@@ -14,38 +14,27 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import ray
 
 from verl.config import PPOConfig
-from verl.protocol import DataProto, object_array
+from verl.protocol import DataProto
 from verl.single_controller.base.errors import CallCancelled, WorkerDiedError, WorkerError
 from verl.single_controller.base.handle import RankHandle
 from verl.single_controller.base.open_calls import OpenCall
-from verl.single_controller.ray.batch_ref import BatchRef
-from verl.single_controller.ray.stored import (
-    StoredRows,
-    bundle_rows,
-    concat_columns,
-    read_columns,
-    take_rows,
-    with_bundle,
-)
+from verl.single_controller.ray.stored import StoredRows
+from verl.trainer.ppo.finished_rows import FinishedTrajectory, finished_trajectories, join_rows
 from verl.trainer.ppo.groups import WorkerGroups, select_read_by
 from verl.types.request import Output
-from verl.types.rollout import Headers, HostReply
-from verl.types.trajectory import Status, Trajectory
+from verl.types.rollout import HostReply
 from verl.utils.progress import expect, pulse, tick
-from verl.workers.rollout.loop_host import RolloutJob
-from verl.workers.rollout.output import empty_experts, trajectories_from_rows
 from verl.workers.rollout.partial_outputs import join_outputs, resumable
-from verl.workers.rollout.prompts import sampling_params, with_row_names
+from verl.workers.rollout.prompts import with_row_names
 
-__all__ = ["FinishedTrajectory", "RolloutManager", "trajectory_names"]
+__all__ = ["OnFinished", "RolloutManager", "trajectory_names"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,33 +44,6 @@ _COLLECT_S = 2.0
 _WAKE_S = 0.5
 
 Kind = Literal["engine", "agent"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowsPart:
-    """The rows of the trajectories that a host reported together."""
-
-    stored: StoredRows
-    objects: Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FinishedTrajectory:
-    """Header of a finished trajectory, and where its rows are."""
-
-    name: str
-    uid: str
-    sample_index: int
-    status: Status
-    score: float | None
-    """The agent's score; None: not scored."""
-    versions: tuple[int, ...]
-    """Versions of the weights that sampled its tokens."""
-    last_tokens: np.ndarray
-    """Response tokens of its last row: what a score is given for."""
-    part: RowsPart
-    first_row: int
-    row_count: int
 
 
 OnFinished = Callable[[Sequence[FinishedTrajectory]], None]
@@ -297,45 +259,7 @@ class RolloutManager:
             if not host.closed:
                 _try(host, "host.finish", job)
 
-    # ---------------------------------------------------------------- batches
-
-    def batch(self, finished: Sequence[FinishedTrajectory]) -> DataProto:
-        """The training rows of these trajectories, in order. Columns stay in the object store."""
-        parts = list({id(one.part): one.part for one in finished}.values())
-        starts = np.cumsum([0, *(part.stored.rows for part in parts)])
-        first = {id(part): int(start) for part, start in zip(parts, starts[:-1], strict=True)}
-        spans = [(first[id(one.part)] + one.first_row, one.row_count) for one in finished]
-        index = np.concatenate([np.arange(start, start + count) for start, count in spans])
-        columns = take_rows(concat_columns([part.stored.columns for part in parts]), index)
-        objects = {name: _gathered(name, parts)[index] for part in parts[:1] for name in part.objects}
-        if isinstance(next(iter(columns.values())).refs[0].bundle, dict):  # without Ray they are in this process
-            return DataProto.from_dict(read_columns(columns), objects)
-        batch = BatchRef(columns, len(index), {})
-        for name, values in objects.items():
-            batch.non_tensor_batch[name] = values
-        return batch
-
-    def trajectories(self, finished: Sequence[FinishedTrajectory]) -> list[Trajectory]:
-        """Finished trajectories with all their tokens, read from the object store: for checkpoints."""
-        if not finished:
-            return []
-        batch = self.batch(finished)
-        rows = trajectories_from_rows(batch.fetch() if isinstance(batch, BatchRef) else batch)
-        return [replace(row, status=one.status, score=one.score) for row, one in zip(rows, finished, strict=True)]
-
-    def restore(self, trajectories: Sequence[Trajectory], meta: Mapping[str, Any]) -> list[FinishedTrajectory]:
-        """Trajectories of a checkpoint as if a host had just finished them; `meta` is that of their job."""
-        if not trajectories:
-            return []
-        policy = self._config.actor_rollout_ref
-        params = sampling_params(policy.rollout, meta)
-        rows = RolloutJob("restored", meta, params, 0, 0).pack(
-            trajectories, empty_experts(policy.model, policy.rollout)
-        )
-        objects = rows.pop(non_tensor_batch_keys=list(rows.non_tensor_batch)).non_tensor_batch
-        stored, bundle = bundle_rows(rows)
-        reply = HostReply("", headers=Headers.of(trajectories), objects=objects)
-        return _trajectories(reply, with_bundle(stored, ray.put(bundle) if self._groups.uses_ray else bundle))
+    # ---------------------------------------------------------------- one batch
 
     def generate(
         self,
@@ -367,7 +291,7 @@ class RolloutManager:
                 self.finish(job)
             else:
                 self.close()  # ends the job; the error of an engine tells more than what it did to its clients
-        generated = self.batch([finished[name] for name in ids])
+        generated = join_rows([finished[name] for name in ids])
         if named is not rows:
             generated.pop(non_tensor_batch_keys=["trajectory"])
         return generated
@@ -421,6 +345,11 @@ class RolloutManager:
             for call in self._calls:
                 call.close()
             self._calls = []
+
+    @property
+    def uses_ray(self) -> bool:
+        """Whether rows of finished trajectories are in Ray's object store; otherwise in this process."""
+        return self._groups.uses_ray
 
     @property
     def engine_count(self) -> int:
@@ -560,7 +489,9 @@ class RolloutManager:
                     _add_partials(other, pieces)
             job = self._jobs.get(reply.job or "")
             if job is not None and rows is not None:
-                finished = [one for one in _trajectories(reply, rows) if job.rows.pop(one.name, None) is not None]
+                finished = [
+                    one for one in finished_trajectories(reply, rows) if job.rows.pop(one.name, None) is not None
+                ]
         if job is not None and finished:
             job.on_finished(finished)
             job.inbox.put(finished)
@@ -582,38 +513,6 @@ def _add_partials(job: _Job, pieces: Mapping[str, Output]) -> None:
     for name, piece in pieces.items():
         if (row := job.rows.get(name)) is not None:
             row.partial = join_outputs(row.partial, piece, row.prompt_length)
-
-
-def _trajectories(reply: HostReply, rows: StoredRows) -> list[FinishedTrajectory]:
-    headers = reply.headers
-    assert headers is not None
-    part = RowsPart(rows, {name: values for name, values in reply.objects.items() if name not in _OWN})
-    first_rows = np.cumsum([0, *headers.row_counts])
-    return [
-        FinishedTrajectory(
-            name,
-            headers.uids[number],
-            int(headers.sample_indices[number]),
-            headers.statuses[number],
-            headers.scores[number],
-            headers.versions[number],
-            headers.last_tokens(number),
-            part,
-            int(first_rows[number]),
-            int(headers.row_counts[number]),
-        )
-        for number, name in enumerate(headers.names)
-    ]
-
-
-# The batch has these columns already, from its prompts.
-_OWN = ("uid", "sample_index")
-
-
-def _gathered(name: str, parts: Sequence[RowsPart]) -> np.ndarray:
-    """An object column of all parts; None where a part does not have it."""
-    columns = [part.objects.get(name, object_array([None] * part.stored.rows)) for part in parts]
-    return np.concatenate(columns)
 
 
 def _try(host: _Host, method: str, *args: Any) -> None:

@@ -25,6 +25,7 @@ from verl.inference.engine import Engine
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.idle import IdleTime
 from verl.trainer.asynchronous.trainer import AsyncPPOTrainer
+from verl.trainer.ppo.finished_rows import store_trajectories
 from verl.workers.rollout.call_record import Record
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -261,7 +262,9 @@ def test_a_batch_whose_agents_all_failed_has_the_column_of_experts(tmp_path: Pat
         failed = [
             failed_trajectory(KeyError("x"), Record(), group.rows.name, number, [5, 6, 7], 8) for number in range(2)
         ]
-        restored = trainer.rollouts.restore(failed, trainer.generator.meta(1, validate=False))
+        restored = store_trajectories(
+            failed, trainer.config.actor_rollout_ref, trainer.generator.meta(1, validate=False), use_ray=False
+        )
         group.rows.finished = {one.name: one for one in restored}
         batch = stream.responses(stream._prompts([group]))
     finally:
