@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from verl.utils.progress import pulses
 from verl.workers.rollout.errors import EngineDiedError
 from verl.workers.rollout.loop_host import LoopHost, RolloutJob, RolloutTask
 from verl.workers.rollout.partial_outputs import unfinished_part
-
-if TYPE_CHECKING:
-    from verl.workers.rollout.base import BaseRollout
 
 __all__ = ["CollectedOutputs", "EngineHost", "RequestOutput"]
 
@@ -60,11 +57,25 @@ class CollectedOutputs:
     """On request, by request id: tokens sampled since the last report."""
 
 
+class RequestEngine(Protocol):
+    """The part of `BaseRollout` that generates."""
+
+    config: RolloutConfig
+    eos_token_ids: frozenset[int]
+    pad_token_id: int
+
+    def submit(self, requests: Sequence[Request]) -> list[Future[Output]]: ...
+
+    def abort(self, ids: Iterable[str] | None = None) -> None: ...
+
+    def since(self, positions: Mapping[str, int]) -> dict[str, Output]: ...
+
+
 class EngineHost(LoopHost):
     """The engine's side of generation. Rows of a job are submitted to the engine at once; its thread only stores
     results, and the thread that collects packs them. No coroutine, thread or RPC per row."""
 
-    def __init__(self, rollout: BaseRollout, no_experts: Callable[[], np.ndarray | None] = lambda: None) -> None:
+    def __init__(self, rollout: RequestEngine, no_experts: Callable[[], np.ndarray | None] = lambda: None) -> None:
         super().__init__(rollout.config, rollout.eos_token_ids, rollout.pad_token_id, no_experts)
         self._rollout = rollout
         self._error: BaseException | None = None
