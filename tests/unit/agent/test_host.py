@@ -103,6 +103,26 @@ def test_jobs_with_different_sampling_parameters_run_at_the_same_time(two: House
     assert {len(tokens) for tokens in finished["train"].values()} == {TOKENS}
 
 
+def test_finished_trajectories_are_reported_while_others_run(two: House, task: dict[str, str]):
+    """Each once, with the tokens to score; a later job gets nothing of it."""
+    prompts = prompts_of(task, 3, f"{HERE}.TwoTurns")
+    expected = whole_outputs(two, prompts)
+    prompts.non_tensor_batch["agent_name"][2] = f"{HERE}.Waiting"  # sample 0: does not end
+    two.start(prompts)
+    headers: dict[str, list[int]] = {}
+    while len(headers) < len(prompts) - 1:
+        reply, _ = two.host.collect(two.host.id, 30.0, False)
+        assert reply.headers is not None
+        offsets = reply.headers.token_offsets
+        for number, name in enumerate(reply.headers.names):
+            assert name not in headers
+            headers[name] = reply.headers.tokens[offsets[number] : offsets[number + 1]].tolist()
+    assert headers == {name: tokens for name, tokens in expected.items() if name != "p1/0"}
+    two.host.finish("job")
+    two.start(prompts_of(task, 1, f"{HERE}.TwoTurns"), job="next")
+    assert {one.name for one in two.collect(2, "next")} == {"p0/0", "p0/1"}
+
+
 def test_rows_are_added_at_any_time_and_resumed_outputs_equal_uninterrupted_ones(
     two: House, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
