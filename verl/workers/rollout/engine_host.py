@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,6 +85,7 @@ class EngineHost(LoopHost):
         self._requests: dict[RolloutTask, Request] = {}
         """Requests of unfinished rows."""
         self._outputs: dict[str, list[RequestOutput]] = defaultdict(list)
+        self._conditions: dict[str, threading.Condition] = {}
         self._reported: dict[str, dict[str, int]] = defaultdict(dict)
         """By client and request: the number of tokens that the client knows."""
 
@@ -123,7 +125,7 @@ class EngineHost(LoopHost):
         Called by one thread of a client at a time.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or bool(self._outputs.get(client)), timeout)
+            self._client_changed(client).wait_for(lambda: self._closed or bool(self._outputs.get(client)), timeout)
         partials = self._partials_of_client(client) if with_partials else {}
         with self._changed:
             outputs = self._outputs.pop(client, [])
@@ -175,7 +177,13 @@ class EngineHost(LoopHost):
     def _store(self, client: str, output: RequestOutput) -> None:
         with self._changed:
             self._outputs[client].append(output)
-            self._changed.notify_all()
+            self._client_changed(client).notify_all()
+
+    def _client_changed(self, client: str) -> threading.Condition:
+        """A condition of its own for each client, with the host's lock: an output wakes only the client it is for."""
+        if client not in self._conditions:
+            self._conditions[client] = threading.Condition(self._lock)
+        return self._conditions[client]
 
     # ---------------------------------------------------------------- single-turn rows
 
@@ -290,6 +298,8 @@ class EngineHost(LoopHost):
         """End all jobs and requests; raise the error that failed the engine, if there is one."""
         super().close()
         with self._changed:
+            for condition in self._conditions.values():
+                condition.notify_all()
             left = dict(self._futures)
         self._rollout.abort(left)
         wait(left.values())

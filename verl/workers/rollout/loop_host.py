@@ -150,7 +150,8 @@ class LoopHost(ABC):
         self.id = uuid.uuid4().hex
         self._config, self._end_token_ids, self._pad_token_id = config, frozenset(end_token_ids), pad_token_id
         self._no_experts = functools.cache(no_experts)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._jobs: dict[str, RolloutJob] = {}
         self._failure: str | None = None
         self._lost_replica: str | None = None
@@ -353,7 +354,8 @@ class LoopHost(ABC):
                 return
             task.result = result
             job.finished.append(task)
-            self._changed.notify_all()
+            if len(job.finished) == 1 or not job.unfinished:  # else the collector is awake, or waits for more
+                self._changed.notify_all()
 
     def _fail(self, why: str) -> None:
         """Report that this host cannot finish its rows."""
