@@ -60,7 +60,7 @@ class LoopContext(Protocol):
 class AgentHost(LoopHost):
     """Rows become trajectories by coroutines that generate through an EngineClient."""
 
-    passes_columns = True
+    thread_name, passes_columns = "agent-loops", True
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from verl.utils.activity import Activity, current_activity
+from verl.utils.background_work import current_work
 from verl.utils.helper_processes import Standing, silent_peer, standing_helper
 from verl.utils.progress import pulses
 from verl.utils.stacks import Stack, own_stacks, users_frame
@@ -28,7 +29,7 @@ class Beat:
     """Of one process."""
 
     method: str | None = None
-    """The compute call that runs."""
+    """The compute call that runs, or the work beside them (`verl.utils.background_work`)."""
     seconds: float = 0.0
     """Since when it runs."""
     done: int = 0
@@ -80,14 +81,23 @@ class Heart:
 
     def beat(self, every_thread: bool) -> Beat:
         """From any thread. The stacks of all threads take milliseconds, that of the compute thread does not."""
-        if (running := self._running) is None:
-            return Beat(done=pulses())
+        running = self._running or _background()
+        if running is None:
+            return Beat(done=pulses(), helper=standing_helper())
         method, start, thread, done = running
         stacks = own_stacks(None if every_thread else thread)
         shown, activity = telling_stacks(stacks, thread), current_activity()
         units = done() + pulses()
         seconds = time.monotonic() - start
         return Beat(method, seconds, units, thread, shown, standing_helper(), silent_peer(), activity)
+
+
+def _background() -> tuple[str, float, int, Callable[[], int]] | None:
+    """Work beside compute calls, as if it was one; its units are the pulses of the process."""
+    if (work := current_work()) is None:
+        return None
+    threads = {thread.name: thread.ident or 0 for thread in threading.enumerate()}
+    return work.name, work.since, threads.get(work.thread, 0), lambda: 0
 
 
 def telling_stacks(stacks: dict[int, Stack], thread: int) -> tuple[Stack, ...]:

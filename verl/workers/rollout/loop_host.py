@@ -24,6 +24,7 @@ from verl.single_controller.base.errors import CallCancelled
 from verl.types.request import Output, Request, SamplingParams
 from verl.types.rollout import Headers, HostReply
 from verl.types.trajectory import Trajectory
+from verl.utils.background_work import Work, add_work, remove_work
 from verl.utils.counter_noise import sample_keys
 from verl.utils.progress import expect, pulses, tick
 from verl.workers.rollout.errors import EngineLostError
@@ -136,6 +137,8 @@ class RolloutJob:
 class LoopHost(ABC):
     """From the opening of generation to its end. All methods are thread-safe."""
 
+    thread_name = "rollout"
+    """Name of the thread that generates, for hang diagnosis."""
     passes_columns = False
     """Whether tasks get the object columns of their rows."""
 
@@ -157,6 +160,8 @@ class LoopHost(ABC):
         self._lost_replica: str | None = None
         self._closed = False
         self._coalesce_s = _COALESCE_S
+        self._busy_since: float | None = None
+        """When the host last got rows while it had none; None: it never had any."""
         self._next_partials = time.monotonic() + _PARTIALS_S
 
     # ---------------------------------------------------------------- control calls
@@ -181,6 +186,10 @@ class LoopHost(ABC):
         with self._changed:
             if self._closed:
                 return
+            if self._busy_since is None:
+                add_work(self._work)
+            if not any(each.unfinished for each in self._jobs.values()):
+                self._busy_since = time.monotonic()
             known.unfinished |= {task.name: task for task in tasks}
         try:
             self._begin(known, tasks)
@@ -255,6 +264,7 @@ class LoopHost(ABC):
         """End all jobs; `collect` then reports `closed`."""
         for job in list(self._jobs):
             self.finish(job)
+        remove_work(self._work)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -364,6 +374,11 @@ class LoopHost(ABC):
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- waiting
+
+    def _work(self) -> Work | None:
+        """Unfinished rows, for hang diagnosis."""
+        rows = sum(len(job.unfinished) for job in list(self._jobs.values()))
+        return Work(f"generation of {rows} rows", self._busy_since or 0.0, self.thread_name) if rows else None
 
     def _finished_job(self) -> RolloutJob | None:
         return next((job for job in self._jobs.values() if job.finished), None)

@@ -20,6 +20,7 @@ from tests.support.rollout_hosts import (
     wait_finished,
     wait_until,
 )
+from verl.single_controller.base.beat import Heart
 from verl.single_controller.base.errors import CallCancelled
 from verl.workers.rollout import loop_host
 from verl.workers.rollout.engine_host import EngineHost
@@ -203,3 +204,20 @@ def test_stream_batch_yields_every_row_and_aborts_the_rest_when_it_is_closed(eng
     assert next(stream)[0] == 0
     stream.close()
     wait_until(lambda: not engine._loop._everyone())
+
+
+def test_hang_diagnosis_sees_rows_like_a_compute_call(engine, make_prompts):
+    """While a rank generates rows it runs no compute call: its heartbeat must still show what it does, and where."""
+    heart = Heart()
+    rows = named_rows(make_prompts, rows=3)
+    host = open_host(engine, "a", rows)
+    try:
+        pause_with_tokens(engine, 1)
+        beat = heart.beat(every_thread=False)
+        assert beat.method == "generation of 3 rows"
+        assert any("async_engine" in frame.file for frame in beat.stacks[0])
+        with heart.running("update_actor", lambda: 7):
+            assert heart.beat(every_thread=False).method == "update_actor"
+    finally:
+        host.close()
+    assert heart.beat(every_thread=False).method is None
