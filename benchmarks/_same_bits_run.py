@@ -118,7 +118,7 @@ def recording(trainer_class: type, recorded: dict[str, Any]) -> type:
         def _compute_advantage(self, batch: Any, metrics: dict[str, float] | None = None) -> Any:
             batch = super()._compute_advantage(batch, metrics)
             recorded["columns"][str(self.global_steps)] = {
-                name: digest(batch.batch[name]) for name in batch.batch.keys()
+                name: digest(without_prompt_padding(name, batch)) for name in batch.batch.keys()
             }
             return batch
 
@@ -155,6 +155,15 @@ def exported_weights(step: Path) -> dict[str, str]:
     if not digests:
         raise FileNotFoundError(f"{step} has no *.safetensors")
     return digests
+
+
+def without_prompt_padding(name: str, batch: Any) -> Any:
+    """A column without the padding that all prompts have: the width of the padding is not a result."""
+    mask, value = batch.batch["attention_mask"], batch.batch[name]
+    prompt_width = mask.shape[1] - batch.batch["responses"].shape[1]
+    has_prompt = value.ndim > 1 and value.shape[1] in (mask.shape[1], prompt_width) and name != "responses"
+    padding = int((mask[:, :prompt_width].sum(0) == 0).sum())
+    return value[:, padding:] if has_prompt and value.shape[1] != batch.batch["responses"].shape[1] else value
 
 
 def digest(tensor: Any) -> str:

@@ -64,6 +64,8 @@ class RolloutTask:
     cancelled: bool = False
     result: Any = None
     """Set when it has finished; `LoopHost._finished_trajectory` converts it."""
+    key: str = ""
+    """Unique in its job; the trajectory's name unless the caller's batch has rows with equal names."""
 
     @property
     def name(self) -> str:
@@ -97,7 +99,7 @@ class RolloutJob:
         self.prompt_width = max(self.prompt_width, rows.batch["input_ids"].shape[1])
         tasks = []
         for row, trajectory in enumerate(trajectories):
-            task = RolloutTask(trajectory, step, limits[row], bool(sampled[row]))
+            task = RolloutTask(trajectory, step, limits[row], bool(sampled[row]), key=trajectory.name)
             if with_columns:
                 task.columns = {name: values[row] for name, values in columns.items()}
             task.partial = partials.get(trajectory.name)
@@ -190,7 +192,7 @@ class LoopHost(ABC):
                 add_work(self._work)
             if not any(each.unfinished for each in self._jobs.values()):
                 self._busy_since = time.monotonic()
-            known.unfinished |= {task.name: task for task in tasks}
+            known.unfinished |= {task.key: task for task in tasks}
         try:
             self._begin(known, tasks)
         except ValueError:  # a row that can never be generated
@@ -303,7 +305,9 @@ class LoopHost(ABC):
         self.start(_BATCH, meta, **sampling)
         job = self._jobs[_BATCH]
         tasks = job.tasks(prompts, {}, self.passes_columns)
-        job.unfinished = {task.name: task for task in tasks}
+        for row, task in enumerate(tasks):
+            task.key = str(row)
+        job.unfinished = {task.key: task for task in tasks}
         self._begin(job, tasks)
         return job, tasks
 
@@ -360,7 +364,7 @@ class LoopHost(ABC):
     def _on_finished(self, job: RolloutJob, task: RolloutTask, result: Any) -> None:
         """Called by the engine's thread or the event loop: only stores the result."""
         with self._changed:
-            if task.cancelled or job.unfinished.pop(task.name, None) is None:
+            if task.cancelled or job.unfinished.pop(task.key, None) is None:
                 return
             task.result = result
             job.finished.append(task)
