@@ -268,6 +268,29 @@ def test_hang_detection_sees_and_ends_a_wait(setup):
     assert not [call for call in open_calls() if isinstance(call.group, Group)]
 
 
+def test_hang_detection_sees_a_wait_again_after_one_inside_it(setup):
+    """The engine probe waits for a batch during the recovery of a stream that waits."""
+
+    class Group:
+        processes = ()
+
+    run = setup()
+    run.groups.answering = (Group(),)
+
+    def watched_calls() -> list[Any]:
+        return [call for call in open_calls() if isinstance(call.group, Group)]
+
+    with run.manager.watched():
+        (outer,) = watched_calls()
+        with run.manager.watched():
+            assert len(watched_calls()) == 2
+        assert watched_calls() == [outer]
+        outer.given_up = HangError("generation hangs", "rollout", 0, "here", "collect")
+        with pytest.raises(HangError, match="generation hangs"):
+            run.manager.collect(run.manager.start(META), 0.0)
+    assert watched_calls() == []
+
+
 # ---------------------------------------------------------------- lost hosts
 
 

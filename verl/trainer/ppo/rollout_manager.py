@@ -338,13 +338,13 @@ class RolloutManager:
     def watched(self) -> Iterator[None]:
         """While the trainer waits inside, hang detection looks at the hosts, and can end the wait."""
         groups = [group for group in self._groups.answering if hasattr(group, "processes")]
-        self._calls = [OpenCall(group, "collect") for group in groups]
+        outer, self._calls = self._calls, [OpenCall(group, "collect") for group in groups]
         try:
             yield
         finally:
             for call in self._calls:
                 call.close()
-            self._calls = []
+            self._calls = outer  # of a stream, in whose recovery the engine probe generates
 
     @property
     def uses_ray(self) -> bool:
