@@ -253,8 +253,9 @@ class GroupStream:
     def _top_up(self) -> None:
         """Submit as many prompts as there is room for."""
         if (room := self._buffer.room(self._version)) > 0:
-            drawn = self._source().take(room)
+            drawn = self._source().take(room, prefetch=False)
             self._submit([self._new_group(drawn, row) for row in range(len(drawn))])
+            self._source().prefetch()  # its thread would delay the submission: the engines wait for that
 
     def _new_group(self, prompts: DataProto, row: int = 0) -> Group:
         """A group for the prompt at `row`."""

@@ -88,17 +88,22 @@ class PromptStream:
         """Prompts that were drawn or put back and are not handed out yet."""
         return 0 if self._waiting is None else len(self._waiting)
 
-    def take(self, count: int) -> DataProto:
-        """The next `count` prompts."""
+    def take(self, count: int, prefetch: bool = True) -> DataProto:
+        """The next `count` prompts; then begin to fetch the next batch, unless the caller calls `prefetch` later."""
         while self.waiting < count:
             drawn = self._draw()
             self._waiting = drawn if self._waiting is None else concat_prompts([self._waiting, drawn])
         assert self._waiting is not None
         taken, rest = self._waiting[:count], self._waiting[count:]
         self._waiting = rest if len(rest) else None
+        if prefetch:
+            self.prefetch()
+        return taken
+
+    def prefetch(self) -> None:
+        """Begin to fetch the next batch of the dataloader in a thread, if that is possible and not done yet."""
         if self._fetches_ahead and self._fetched is None:
             self._fetched = self._thread.submit(self._next_rows)
-        return taken
 
     def put_back(self, prompts: DataProto) -> None:
         """Prompts that were taken and are to be handed out again, before all others."""

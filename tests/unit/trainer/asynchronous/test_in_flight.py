@@ -31,10 +31,13 @@ class Prompts:
         self._serial = itertools.count()
         self._back: list[str] = []
 
-    def take(self, count: int) -> DataProto:
+    def take(self, count: int, prefetch: bool = True) -> DataProto:
         uids = [self._back.pop(0) if self._back else f"p{next(self._serial)}" for _ in range(count)]
         ids = torch.ones(count, 1, dtype=torch.long)
         return DataProto.from_dict({"input_ids": ids, "attention_mask": ids}, {"uid": object_array(uids)})
+
+    def prefetch(self) -> None:
+        """There is nothing to fetch."""
 
     def put_back(self, prompts: DataProto) -> None:
         self._back += [str(uid).partition("~")[0] for uid in prompts.non_tensor_batch["uid"]]
