@@ -24,6 +24,8 @@ _PAUSED_S = 10.0
 _OWN_ENDING_S = 5.0
 _ROLE = "TaskRunner"
 _STANDS = {"stopped": "stopped (SIGSTOP)", "traced": "stopped by a debugger"}
+# A stop signal waits this long for a new report.
+_FRESH_S = 2.0
 
 
 class ControllerPoll:
@@ -41,10 +43,23 @@ class ControllerPoll:
         """The last that came."""
 
     def before_first_step(self) -> bool:
-        """Whether the run has certainly not begun its first step; False if the runner does not report its status."""
+        """Whether the run has not begun its first step; False if the runner does not report its status.
+
+        The last report may be seconds old: if it says so, the runner is asked again, for `_FRESH_S` at most.
+        """
         if not hasattr(self._runner, "standing"):
             return False
+        if self.standing is None or getattr(self.standing, "starting", False):
+            self._refresh()
         return self.standing is None or getattr(self.standing, "starting", False)
+
+    def _refresh(self) -> None:
+        import ray
+
+        try:
+            self.standing = ray.get(self._runner.standing.remote(), timeout=_FRESH_S)
+        except ray.exceptions.RayError as error:
+            logger.debug("the controller did not report its status within %.0f s: %r", _FRESH_S, error)
 
     def look(self) -> None:
         """Ask, or see whether the answer is there; raises HangError once nothing is to be hoped for. Never waits."""
