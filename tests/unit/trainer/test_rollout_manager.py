@@ -333,6 +333,27 @@ def test_a_loss_is_recovered_once_however_many_hosts_and_jobs_report_it(setup):
     assert run.groups.restarts == 1
 
 
+def test_a_host_may_finish_rows_while_those_of_a_lost_one_are_sent_again(setup):
+    run = setup()
+    run.manager.open()
+    job = run.manager.start(META)
+    run.manager.submit(job, prompt_rows([f"p{number}" for number in range(8)]))
+    rows = run.manager._jobs[job].rows
+
+    class FinishesMeanwhile:
+        kind = "engine"
+
+        @property
+        def host(self) -> Any:
+            rows.popitem()  # as the thread of another host does
+            return run.manager._hosts[0]
+
+    rows["p0/0"] = FinishesMeanwhile()
+    run.manager._needs_open = True
+    run.manager.open()
+    assert 0 < len(rows) < 8
+
+
 def test_a_rank_that_dies_while_hosts_are_opened_costs_nothing(setup):
     """It answered `open_host` and not `host.start`."""
     run = setup()

@@ -141,7 +141,7 @@ class RolloutManager:
             if host.id not in known:
                 self._start(host)
         for job in self._jobs.values():
-            self._send(job, [name for name, row in job.rows.items() if row.host is None])
+            self._send(job, [name for name, row in list(job.rows.items()) if row.host is None])
 
     def close(self) -> None:
         """End all jobs and let the engines rest; raise the error that failed an engine, if there is one."""
