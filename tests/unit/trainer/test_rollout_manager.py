@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ import pytest
 from tests.support.scripted_hosts import ScriptedGroups, expected_tokens, prompt_rows, scripted_config
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import CallCancelled, HangError, WorkerDiedError, WorkerError
-from verl.single_controller.base.open_calls import open_calls
+from verl.single_controller.base.open_calls import OpenCall, open_calls
 from verl.trainer.ppo import rollout_manager
 from verl.trainer.ppo.finished_rows import FinishedTrajectory, join_rows, read_trajectories, store_trajectories
 from verl.trainer.ppo.rollout_manager import RolloutManager
@@ -266,6 +267,28 @@ def test_hang_detection_sees_and_ends_a_wait(setup):
     with pytest.raises(HangError, match="generation hangs"):
         run.manager.generate(prompt_rows(["a"]), META)
     assert not [call for call in open_calls() if isinstance(call.group, Group)]
+
+
+@pytest.mark.parametrize("kind", ["engine", "agent"])
+def test_a_batch_that_hangs_ends_without_another_call_of_its_hosts(setup, kind):
+    """A worker that hangs does not reply to the calls that close its host either."""
+    run = setup(engines=1, loops=1)
+    run.manager.open()
+    run.manager.close()
+    ranks = run.groups.rollout_ranks if kind == "engine" else run.groups.loop_ranks
+    never = threading.Event()
+    for rank in ranks:
+        rank.close_host = lambda: never.wait(30)
+    run.manager._calls = [OpenCall(None, "collect")]
+    run.manager._calls[0].given_up = HangError("generation hangs", "rollout", 0, "here", "collect")
+    run.manager.watched = contextlib.nullcontext
+    started = time.monotonic()
+    with pytest.raises(HangError):
+        run.manager.generate(prompt_rows(["a"], agents=["mine"]), META)
+    assert time.monotonic() - started < 10
+    for rank in ranks:
+        del rank.close_host
+    run.manager._calls[0].close()
 
 
 def test_hang_detection_sees_a_wait_again_after_one_inside_it(setup):

@@ -22,7 +22,7 @@ import numpy as np
 
 from verl.config import PPOConfig
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import CallCancelled, WorkerDiedError, WorkerError
+from verl.single_controller.base.errors import CallCancelled, HangError, WorkerDiedError, WorkerError
 from verl.single_controller.base.handle import RankHandle
 from verl.single_controller.base.open_calls import OpenCall
 from verl.single_controller.ray.stored import StoredRows
@@ -286,15 +286,23 @@ class RolloutManager:
             finished: dict[str, FinishedTrajectory] = retry(partial(self._wait, job, len(ids), {}))
             if not was_open:
                 retry(self.close)  # a worker that is lost only now costs no trajectory
-        finally:
-            if was_open:
-                self.finish(job)
-            else:
-                self.close()  # ends the job; the error of an engine tells more than what it did to its clients
+        except HangError:
+            self.abandon()  # a worker that hangs would not reply to further calls either
+            raise
+        except BaseException:
+            self._end_batch(job, was_open)
+            raise
+        self._end_batch(job, was_open)
         generated = join_rows([finished[name] for name in ids])
         if named is not rows:
             generated.pop(non_tensor_batch_keys=["trajectory"])
         return generated
+
+    def _end_batch(self, job: str, was_open: bool) -> None:
+        if was_open:
+            self.finish(job)
+        else:
+            self.close()  # ends the job; the error of an engine tells more than what it did to its clients
 
     def _wait(self, job: str, count: int, finished: dict[str, FinishedTrajectory]) -> dict[str, FinishedTrajectory]:
         """All `count` trajectories of a job. After a WorkerError it can be called again with the same `finished`."""
