@@ -467,6 +467,56 @@ def test_replies_of_an_earlier_host_are_not_taken(setup):
     assert sorted(seen) == ["a/0", "a/1"]
 
 
+@pytest.mark.parametrize("method", ["host.start", "host.submit", "host.cancel"])
+def test_a_call_that_is_lost_although_its_rank_lives_costs_nothing(setup, method):
+    """As in a network failure: the rank is alive when the trainer looks."""
+    run = setup(engines=2)
+    run.manager.open()
+    if method == "host.cancel":
+        before = run.manager.start(META)
+        run.manager.submit(before, prompt_rows(["before"]), replica=0)
+    rank, ask = run.groups.rollout_ranks[0], run.groups.rollout_ranks[0].ask
+
+    def lose_once(name: str, *args: Any) -> Any:
+        if name == method:
+            rank.ask = ask
+            raise WorkerDiedError("unavailable", "rollout", 0, "here", method)
+        return ask(name, *args)
+
+    rank.ask = lose_once
+    if method == "host.cancel":
+        run.manager.cancel(before, ["before/0"])
+    job = run.manager.start(META)
+    rows = prompt_rows(["a", "b"], samples=2)
+    run.manager.submit(job, rows)
+    run.drive()
+    finished = run.collect_all(job, len(rows))
+    assert responses(join_rows([finished[name] for name in names(rows)])) == [tokens_of(name) for name in names(rows)]
+    assert run.groups.restarts == 0
+
+
+def test_results_are_not_given_to_a_call_whose_caller_is_gone(setup):
+    """The reply to an earlier `collect` is lost: it must not take what finishes after the host was opened again."""
+    run = setup(engines=1)
+    run.manager.open()
+    rank = run.groups.rollout_ranks[0]
+    zombie: list[Any] = []
+    old = rank.host.id
+    thread = threading.Thread(target=lambda: zombie.append(rank.host.collect(old, 20.0, False)), daemon=True)
+    thread.start()
+    run.manager._hosts[0].closed = True
+    run.manager._needs_open = True
+    run.manager.open()
+    assert rank.host.id != old
+    thread.join(5)
+    ((reply, rows),) = zombie
+    assert (reply.closed, rows) == (True, None)
+    job = run.manager.start(META)
+    run.manager.submit(job, prompt_rows(["a"]))
+    run.drive()
+    assert len(run.collect_all(job, 1)) == 1
+
+
 def test_a_host_gives_nothing_to_a_call_for_an_earlier_host(setup):
     run = setup(engines=1)
     run.manager.open()

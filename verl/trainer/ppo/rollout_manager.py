@@ -127,18 +127,17 @@ class RolloutManager:
     def _connect(self) -> None:
         """Open hosts, start those that are new, and send the rows that have none."""
         replicas = self._groups.open_generation()
-        known = {host.id: host for host in self._hosts if not host.closed}
-        hosts = [self._host(known, "engine", handle, host_id) for handle, host_id in replicas]
+        hosts = [self._host("engine", handle, host_id) for handle, host_id in replicas]
         handles = [handle for handle, _ in replicas]
         agents = self._groups.agents
         for rank in range(0 if agents is None else agents.world_size):
             handle = agents.handle(rank)
-            hosts.append(self._host(known, "agent", handle, handle.ask("open_host", handles)))
+            hosts.append(self._host("agent", handle, handle.ask("open_host", handles)))
         lost = [host for host in self._hosts if host not in hosts]
         self._hosts = hosts
         self._forget(lost)
         for host in hosts:
-            if host.id not in known:
+            if host.closed:
                 self._start(host)
         for job in self._jobs.values():
             self._send(job, [name for name, row in list(job.rows.items()) if row.host is None])
@@ -380,8 +379,13 @@ class RolloutManager:
         single = {name: self._groups.is_single_turn(name) for name in set(names)}
         return ["engine" if single[name] else "agent" for name in names]
 
-    def _host(self, known: Mapping[str, _Host], kind: Kind, handle: RankHandle, host_id: str) -> _Host:
-        return known.get(host_id) or _Host(kind, handle, host_id)
+    def _host(self, kind: Kind, handle: RankHandle, host_id: str) -> _Host:
+        """The host with this id. If the connection to it was lost although its process lives, it is reset: what it got
+        is not known, and a call for results may still be under way."""
+        known = next((host for host in self._hosts if host.id == host_id), None)
+        if known is not None and not known.closed:
+            return known
+        return _Host(kind, handle, host_id if known is None else handle.ask("host.reset"))
 
     def _start(self, host: _Host) -> None:
         for job in self._jobs.values():
@@ -439,6 +443,7 @@ class RolloutManager:
         try:
             host.handle.ask(method, *args)
         except WorkerError as error:
+            host.closed = True  # also if it lives: it lacks what this call was to tell it
             self._lose(host, error)
 
     def _lose(self, host: _Host, error: Exception | None) -> None:

@@ -205,12 +205,12 @@ class LoopHost(ABC):
         Called by one thread at a time. `host_id`: a call that was meant for an earlier host of this process gets
         nothing. `with_partials`: also report tokens of unfinished trajectories, every few seconds.
         """
-        if host_id != self.id:
-            return HostReply(host_id, closed=True), None
         with self._changed:
-            self._changed.wait_for(self._has_news, timeout)
+            self._changed.wait_for(lambda: host_id != self.id or self._has_news(), timeout)
             if self._finished_job() is not None:
-                self._changed.wait_for(self._nothing_left, self._coalesce_s)
+                self._changed.wait_for(lambda: host_id != self.id or self._nothing_left(), self._coalesce_s)
+            if host_id != self.id:
+                return HostReply(host_id, closed=True), None
             job = self._finished_job()
             finished: list[RolloutTask] = []
             if job is not None:
@@ -261,6 +261,15 @@ class LoopHost(ABC):
             self.cancel(job, list(known.unfinished))
             with self._changed:
                 self._jobs.pop(job, None)
+
+    def reset(self) -> str:
+        """End all jobs and return a new id: calls for the old one, whose replies the caller lost, get nothing."""
+        with self._changed:
+            self.id = uuid.uuid4().hex
+            self._changed.notify_all()
+        for job in list(self._jobs):
+            self.finish(job)
+        return self.id
 
     def close(self) -> None:
         """End all jobs; `collect` then reports `closed`."""
