@@ -273,6 +273,8 @@ class ActorRolloutRefWorker(SavingWorker):
         self._make_room()
         self.rollout.revive()
         if self.host is not None and self.host.failed and not self.host.closed:
+            with suppress(Exception):  # the error of the engine that is gone
+                self.host.close()
             self.host = self._new_host()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
