@@ -162,12 +162,12 @@ class EngineHost(LoopHost):
         """Called by the engine's thread."""
         with self._changed:
             self._futures.pop(request_id, None)
-            self._reported[client].pop(request_id, None)
+            is_wanted = self._reported[client].pop(request_id, None) is not None
         if future.cancelled():
             return
         if (error := future.exception()) is not None:
             self._fail_request(client, request_id, error)
-        else:
+        elif is_wanted:  # else `abort_clients` was called: the output would stay here
             self._store(client, RequestOutput(request_id, replace(future.result(), raw_log_probs=[])))
 
     def _fail_request(self, client: str, request_id: str, error: BaseException) -> None:
@@ -206,9 +206,11 @@ class EngineHost(LoopHost):
         with self._changed:
             self._futures |= {request.id: future for (_, request), future in zip(requests, futures, strict=True)}
             self._requests |= dict(requests)
+            late = [task for task, _ in requests if task.cancelled or self._closed]
         started = time.monotonic()
         for (task, request), future in zip(requests, futures, strict=True):
             future.add_done_callback(partial(self._on_row_done, job, task, request.id, started))
+        self._abort(late)  # cancelled before there was a request to abort
 
     def _request(self, job: RolloutJob, task: RolloutTask) -> Request | None:
         """The request of a row; None: there is no room for an answer, which is finished."""

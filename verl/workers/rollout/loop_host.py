@@ -162,6 +162,8 @@ class LoopHost(ABC):
         self._lost_replica: str | None = None
         self._closed = False
         self._coalesce_s = _COALESCE_S
+        self._last_job: RolloutJob | None = None
+        """Whose trajectories were collected last."""
         self._busy_since: float | None = None
         """When the host last got rows while it had none; None: it never had any."""
         self._next_partials = time.monotonic() + _PARTIALS_S
@@ -215,6 +217,7 @@ class LoopHost(ABC):
             finished: list[RolloutTask] = []
             if job is not None:
                 finished, job.finished = job.finished, []
+                self._last_job = job
             lost, self._lost_replica = self._lost_replica, None
         partials: dict[str, dict[str, Output]] = {}
         if with_partials and time.monotonic() >= self._next_partials:
@@ -394,7 +397,9 @@ class LoopHost(ABC):
         return Work(f"generation of {rows} rows", self._busy_since or 0.0, self.thread_name) if rows else None
 
     def _finished_job(self) -> RolloutJob | None:
-        return next((job for job in self._jobs.values() if job.finished), None)
+        """A job with finished trajectories: if several have some, not the one that was served last."""
+        jobs = [job for job in self._jobs.values() if job.finished]
+        return next((job for job in jobs if job is not self._last_job), jobs[0] if jobs else None)
 
     def _has_news(self) -> bool:
         broken = self._failure is not None or self._lost_replica is not None

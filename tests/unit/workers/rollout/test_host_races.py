@@ -40,6 +40,7 @@ def test_rows_cancelled_while_they_are_submitted_do_not_stay_in_the_engine(engin
     engine.submit = submit_and_cancel
     host.submit("job", prompt_rows(["a", "b"]))
     assert engine.running == (["b/0"] if how == "cancel" else [])
+    host.close()
 
 
 def test_outputs_of_clients_that_are_gone_are_not_kept(engine):
@@ -63,6 +64,7 @@ def test_no_job_waits_for_the_end_of_another(engine):
         engine.advance()
         collected.append(host.collect(host.id, 0.0, False)[0].job)
     assert "validation" in collected[:2]
+    host.close()
 
 
 def test_a_host_whose_engine_is_restarted_leaves_no_unfinished_work(engine):
