@@ -31,7 +31,7 @@ from verl.trainer.ppo.groups import WorkerGroups, select_read_by
 from verl.types.request import Output
 from verl.types.rollout import HostReply
 from verl.utils.progress import expect, pulse, tick
-from verl.workers.rollout.partial_outputs import join_outputs, resumable
+from verl.workers.rollout.partial_outputs import join_parts, resumable
 from verl.workers.rollout.prompts import with_row_names
 
 __all__ = ["OnFinished", "RolloutManager", "trajectory_names"]
@@ -58,8 +58,13 @@ class _Row:
     index: int
     prompt_length: int
     kind: Kind
-    partial: Output | None = None
+    parts: list[Output] = field(default_factory=list)
+    """Consecutive parts of its output, as reported. Joining them with every report would cost their whole length."""
     host: _Host | None = None
+
+    @property
+    def partial(self) -> Output | None:
+        return join_parts(list(self.parts), self.prompt_length) if self.parts else None
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +193,9 @@ class RolloutManager:
         lengths = rows.batch["attention_mask"].sum(-1).tolist()
         kinds = self._kinds(rows)
         for index, name in enumerate(names):
-            known.rows[name] = _Row(rows, index, lengths[index], kinds[index], (partials or {}).get(name))
+            earlier = (partials or {}).get(name)
+            parts = [] if earlier is None else [earlier]
+            known.rows[name] = _Row(rows, index, lengths[index], kinds[index], parts)
         self._send(known, names, replica)
         return names
 
@@ -243,7 +250,7 @@ class RolloutManager:
     def partials(self, job: str) -> dict[str, Output]:
         """Current partial outputs of unfinished rows in their first model call, by id. Generation goes on."""
         rows = list(self._jobs[job].rows.items())
-        outputs = {name: resumable(row.partial) for name, row in rows if row.partial is not None}
+        outputs = {name: resumable(partial) for name, row in rows if (partial := row.partial) is not None}
         for host in self._hosts:
             try:
                 outputs |= host.handle.ask("host.partials", job)
@@ -399,7 +406,7 @@ class RolloutManager:
         for row in self._unfinished():
             if row.host in lost:
                 row.host = None
-                row.partial = None if row.partial is None else resumable(row.partial)
+                row.parts = [] if (partial := row.partial) is None else [resumable(partial)]
         if any(host.kind == "agent" for host in lost):  # loop workers are restarted together
             for host in self._hosts:
                 if host.kind == "engine":
@@ -525,7 +532,7 @@ def trajectory_names(rows: DataProto) -> list[str]:
 def _add_partials(job: _Job, pieces: Mapping[str, Output]) -> None:
     for name, piece in pieces.items():
         if (row := job.rows.get(name)) is not None:
-            row.partial = join_outputs(row.partial, piece, row.prompt_length)
+            row.parts.append(piece)
 
 
 def _try(host: _Host, method: str, *args: Any) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 from verl.types.request import Output, SamplingParams
 from verl.types.routed_experts import join_pieces
 
-__all__ = ["join_outputs", "output_since", "resumable", "unfinished_part"]
+__all__ = ["join_outputs", "join_parts", "output_since", "resumable", "unfinished_part"]
 
 
 def join_outputs(first: Output | None, then: Output, prompt: int | None = None) -> Output:
@@ -22,6 +25,41 @@ def join_outputs(first: Output | None, then: Output, prompt: int | None = None) 
         rows = prompt + len(first.token_ids) - 1
     joined.routed_experts = join_pieces(first.routed_experts, rows, then.routed_experts)
     return joined
+
+
+def join_parts(parts: Sequence[Output], prompt: int) -> Output:
+    """Join all consecutive parts of an output, from its first token on, in time linear in its length. `prompt`: the
+    prompt's length."""
+    if len(parts) == 1:
+        return parts[0]
+    joined = Output(
+        [token for part in parts for token in part.token_ids],
+        [value for part in parts for value in part.log_probs],
+        [version for part in parts for version in part.versions],
+    )
+    for part in parts:
+        joined.sampled_log_probs += part.sampled_log_probs
+        if part is not parts[-1]:
+            joined.sampled_log_probs += [math.nan] * (len(part.token_ids) - len(part.sampled_log_probs))
+    joined.routed_experts = _joined_experts(parts, prompt)
+    return joined
+
+
+def _joined_experts(parts: Sequence[Output], prompt: int) -> np.ndarray | None:
+    """[tokens, layers, k]; None if no part has any."""
+    pieces: list[np.ndarray] = []
+    tokens = rows = 0
+    for part in parts:
+        start = prompt + tokens - 1 if tokens else 0
+        tokens += len(part.token_ids)
+        if part.routed_experts is None:
+            continue
+        if rows != start:  # tokens whose experts are not known, or known again
+            known = join_pieces(np.concatenate(pieces) if pieces else None, start, part.routed_experts[:0])
+            pieces = [] if known is None else [known]
+        pieces.append(part.routed_experts)
+        rows = start + len(part.routed_experts)
+    return np.concatenate(pieces) if pieces else None
 
 
 def output_since(output: Output, start: int, prompt: int) -> Output:
