@@ -1,4 +1,4 @@
-"""EngineProbe: an engine of other make answers a few prompts, and training must find the same log-probs in them."""
+"""EngineProbe: compares log-probs that a third-party engine reports with those that training computes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ logger = logging.getLogger(__name__)
 
 _TEXTS = ("The capital of France is", "1, 2, 3, 5, 8,", "def add(a, b):\n", "Once upon a time there was a")
 _NEW_TOKENS = 16
-# Mean |difference| in a token's log-prob that rounding explains. Logits of models in use reach 20 to 30, and two
-# orders of the same sums part by about a rounding of that: 2^-9 of it in bfloat16, 2^-12 in float16, 2^-24 in float32.
-# Averaged over tokens that is 0.01 to 0.03, an eighth of it, and 1e-5. A wrong temperature, layer or weight moves the
-# mean by some tenths: the bounds lie between.
+# Upper bounds for the mean absolute difference of log-probs per token that rounding explains. Logits reach 20 to 30.
+# Summation in another order changes them by about one rounding error: 2^-9 relative in bfloat16, 2^-12 in float16,
+# 2^-24 in float32. The mean over tokens is then 0.01 to 0.03 in bfloat16, an eighth of that in float16, 1e-5 in
+# float32. A wrong temperature, layer or weight changes the mean by some tenths; the bounds are in between.
 _ROUNDING = {"bfloat16": 0.1, "bf16": 0.1, "float16": 0.02, "fp16": 0.02, "float32": 1e-3, "fp32": 1e-3}
 _QUANTIZED = 0.3
 
 
 class EngineMismatchError(TrainingStoppedError):
-    """What the engine says of its tokens is not what the policy says of them."""
+    """The engine's log-probs differ from the policy's by more than rounding."""
 
 
 class EngineProbe:
-    """Proves what no fingerprint can: that the weights are used as training uses them, at the training temperature."""
+    """Checks what weight fingerprints cannot: that the engine computes the same distribution as training, at the
+    training temperature."""
 
     def __init__(
         self,
@@ -42,35 +43,36 @@ class EngineProbe:
         rollouts: RolloutManager,
         wanted: bool | None = None,
     ) -> None:
-        """`wanted`: None for engines of other make; ours are proved by their tests."""
+        """`wanted`: whether to check the engine; None: only third-party engines (tests cover the others)."""
         self._config, self._tokenizer, self._groups, self._rollouts = config, tokenizer, groups, rollouts
         self._rollout = config.actor_rollout_ref.rollout
         self._wanted = names.ROLLOUTS[self._rollout.name].foreign if wanted is None else wanted
         self._proved = 0
 
     def __call__(self) -> None:
-        """After a weight sync: ask engines that were started since the last time; EngineMismatchError ends the run."""
+        """Call it after a weight sync: checks engines that were started since the last call. Raises
+        EngineMismatchError, which ends the run."""
         if not self._wanted or self._proved == self._groups.engine_starts:
             return
         difference, limit = self.measure(), self.limit
         if not difference <= limit:
             raise EngineMismatchError(
                 f"{ROLLOUT}.name = {self._rollout.name}: the log-probs it reports differ from training's by"
-                f" {difference:.3g} per token on average, and rounding explains {limit:.3g}"
-                f" ({self._precisions}, temperature {self._rollout.temperature:g}). It samples from another"
-                " distribution than the policy's. Likely causes: the engine computes this model otherwise (positions,"
-                " scaling, experts), keeps a copy of weights that the hand-over does not reach, or reports log-probs at"
-                f" another temperature. Try {ROLLOUT}.dtype=float32 to rule rounding out, another version of it, or"
-                f" {ROLLOUT}.name=native."
+                f" {difference:.3g} per token on average, but rounding explains {limit:.3g}"
+                f" ({self._precisions}, temperature {self._rollout.temperature:g}). It does not sample from the"
+                " policy's distribution. Likely causes: the engine computes this model differently (positions,"
+                " scaling, experts), keeps a copy of weights that the weight sync does not update, or reports log-probs"
+                f" at another temperature. Try {ROLLOUT}.dtype=float32 to exclude rounding, another version of the"
+                f" engine, or {ROLLOUT}.name=native."
             )
         self._proved = self._groups.engine_starts
         logger.info(
-            "%s: log-probs of %s are training's, but for %.2g a token (rounding: up to %.2g).",
+            "%s: log-probs of %s and of training differ by %.2g per token (rounding: up to %.2g).",
             *(ROLLOUT, self._rollout.name, difference, limit),
         )
 
     def measure(self) -> float:
-        """Mean |difference| of the two log-probs over the tokens of a few answers, of every replica."""
+        """Mean absolute difference of the two log-probs per token, over a few responses of every replica."""
         prompts = self._prompts()
         answers = self._rollouts.generate(prompts, prompts.meta_info)
         computed = self._groups.infer(self._groups.actor.compute_log_prob, answers, "actor")
@@ -81,13 +83,14 @@ class EngineProbe:
 
     @property
     def limit(self) -> float:
-        """Of that mean, what rounding explains: of the coarser side, stretched by a temperature below 1."""
+        """Largest value of `measure` that rounding explains: that of the coarser dtype, over the temperature if it is
+        below 1."""
         rounding = _QUANTIZED if self._quantization else max(_ROUNDING[kind] for kind in self._kinds)
         return rounding * max(1.0, 1.0 / self._rollout.temperature)
 
     @property
     def _quantization(self) -> str | None:
-        """As this run has asked for it: servers that run already are as they are, and are held to their dtype."""
+        """Quantization of the engine; ignored for running servers, whose limit depends on `dtype` alone."""
         return None if self._rollout.server_urls else self._rollout.quantization
 
     @property
@@ -101,11 +104,12 @@ class EngineProbe:
         return f"engine {self._quantization or engine}, training {trainer}"
 
     def _prompts(self) -> DataProto:
-        """The same few for every replica. Nothing is cut off: then every engine knows what training computes."""
+        """The same prompts for every replica, sampled without truncation (top-k, top-p, min-p): every engine then
+        reports the log-probs that training computes."""
         longest = self._config.data.max_prompt_length
         replicas, ranks = len(self._groups.replicas), self._groups.dp_sizes["actor"]
-        each = -(-ranks // (len(_TEXTS) * replicas))  # as many rows as training has ranks, or more
-        rows = [self._tokenizer.encode(text)[-longest:] for text in _TEXTS] * replicas * each
+        copies = -(-ranks // (len(_TEXTS) * replicas))  # at least as many rows as training has ranks
+        rows = [self._tokenizer.encode(text)[-longest:] for text in _TEXTS] * replicas * copies
         width = max(map(len, rows))
         ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])

@@ -28,8 +28,8 @@ from verl.workers.rollout.prompts import sampling_params
 
 __all__ = ["FinishedTrajectory", "finished_trajectories", "join_rows", "read_trajectories", "store_trajectories"]
 
-# The batch has these columns already, from its prompts.
-_OWN = ("uid", "sample_index")
+# Not taken from a host's reply: the batch has these columns from its prompts.
+_PROMPT_COLUMNS = ("uid", "sample_index")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,11 +39,12 @@ class RowsPart:
     stored: StoredRows
     """Tensor columns, in the object store."""
     objects: Mapping[str, np.ndarray]
+    """Object columns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedTrajectory:
-    """Header of a finished trajectory, and where its rows are."""
+    """Header of a finished trajectory, and the location of its rows: `row_count` rows of `part`, from `first_row`."""
 
     name: str
     uid: str
@@ -54,7 +55,7 @@ class FinishedTrajectory:
     versions: tuple[int, ...]
     """Versions of the weights that sampled its tokens."""
     last_tokens: np.ndarray
-    """Response tokens of its last row: what a score is given for."""
+    """Response tokens of its last row: the input of reward functions."""
     part: RowsPart
     first_row: int
     row_count: int
@@ -64,7 +65,7 @@ def finished_trajectories(reply: HostReply, rows: StoredRows) -> list[FinishedTr
     """The trajectories of a host's reply; `rows` are their tensor columns."""
     headers = reply.headers
     assert headers is not None
-    part = RowsPart(rows, {name: values for name, values in reply.objects.items() if name not in _OWN})
+    part = RowsPart(rows, {name: values for name, values in reply.objects.items() if name not in _PROMPT_COLUMNS})
     first_rows = np.cumsum([0, *headers.row_counts])
     return [
         FinishedTrajectory(
@@ -84,15 +85,16 @@ def finished_trajectories(reply: HostReply, rows: StoredRows) -> list[FinishedTr
 
 
 def join_rows(finished: Sequence[FinishedTrajectory]) -> DataProto:
-    """The training rows of these trajectories, in order. On Ray, tensor columns stay in the object store."""
-    parts = list({id(one.part): one.part for one in finished}.values())
+    """The training rows of these trajectories, in order. On Ray it is a BatchRef: tensor columns stay in the object
+    store."""
+    parts = list({id(trajectory.part): trajectory.part for trajectory in finished}.values())
     starts = np.cumsum([0, *(part.stored.rows for part in parts)])
-    first = {id(part): int(start) for part, start in zip(parts, starts[:-1], strict=True)}
-    spans = [(first[id(one.part)] + one.first_row, one.row_count) for one in finished]
+    start_of = {id(part): int(start) for part, start in zip(parts, starts[:-1], strict=True)}
+    spans = [(start_of[id(item.part)] + item.first_row, item.row_count) for item in finished]
     index = np.concatenate([np.arange(start, start + count) for start, count in spans])
     columns = take_rows(concat_columns([part.stored.columns for part in parts]), index)
     objects = {name: _join_objects(name, parts)[index] for name in parts[0].objects}
-    if isinstance(next(iter(columns.values())).refs[0].bundle, dict):  # without Ray they are in this process
+    if isinstance(next(iter(columns.values())).refs[0].bundle, dict):  # without Ray, the tensors are in this process
         return DataProto.from_dict(read_columns(columns), objects)
     batch = BatchRef(columns, len(index), {})
     for name, values in objects.items():
@@ -101,18 +103,20 @@ def join_rows(finished: Sequence[FinishedTrajectory]) -> DataProto:
 
 
 def read_trajectories(finished: Sequence[FinishedTrajectory]) -> list[Trajectory]:
-    """Finished trajectories with all their tokens, read from the object store: for checkpoints."""
+    """Read finished trajectories with all their tokens from the object store, for a checkpoint."""
     if not finished:
         return []
     batch = join_rows(finished)
-    rows = trajectories_from_rows(batch.fetch() if isinstance(batch, BatchRef) else batch)
-    return [replace(row, status=one.status, score=one.score) for row, one in zip(rows, finished, strict=True)]
+    trajectories = trajectories_from_rows(batch.fetch() if isinstance(batch, BatchRef) else batch)
+    pairs = zip(trajectories, finished, strict=True)
+    return [replace(trajectory, status=header.status, score=header.score) for trajectory, header in pairs]
 
 
 def store_trajectories(
     trajectories: Sequence[Trajectory], policy: ActorRolloutRefConfig, meta: Mapping[str, Any], use_ray: bool
 ) -> list[FinishedTrajectory]:
-    """Trajectories of a checkpoint as if a host had just finished them; `meta` is that of their job."""
+    """Put trajectories of a checkpoint into the object store, as if a host had just finished them; `meta` is that of
+    their job."""
     if not trajectories:
         return []
     job = RolloutJob("restored", meta, sampling_params(policy.rollout, meta), 0, 0)

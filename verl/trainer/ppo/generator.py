@@ -1,5 +1,7 @@
-"""Generator: prompts become scored answers. Those that are finished are scored while others are still generated;
-greedy baselines and dynamic sampling are part of it."""
+"""Generator: generates responses to prompts and scores them, with greedy baselines and dynamic sampling.
+
+Finished responses are scored while others are still generated.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,14 @@ from verl.workers.rollout.prompts import with_row_names
 
 logger = logging.getLogger(__name__)
 
-# A column of the generation request: False where a row is to be answered greedily.
+# Column of the generation request: False for rows that are generated greedily.
 SAMPLED = "do_sample"
 Retry = Callable[[Callable[[], Any]], Any]
 Infer = Callable[[Callable[..., Any], DataProto, str], DataProto]
 
 
 class Generator:
-    """Asks the rollout engines for answers and the reward functions, or a reward model, for their scores."""
+    """Generates with a RolloutManager; scores with reward functions and/or a reward model."""
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class Generator:
         reward_fn: Any,
         infer: Infer,
     ) -> None:
-        """`infer(method, batch, role)` makes a group's pass over a batch, as `WorkerGroups.infer` does."""
+        """`infer(method, batch, role)`: a forward pass of a worker group over a batch, like `WorkerGroups.infer`."""
         self._config, self._tokenizer, self._groups, self._infer = config, tokenizer, groups, infer
         self._rollouts = rollouts
         self._scores = config.distillation.scores_answers
@@ -66,24 +68,24 @@ class Generator:
         self._tool_use = ToolUse(config.actor_rollout_ref.rollout, config.do_search)
 
     def start(self) -> None:
-        """Find what ends an answer, and say it."""
+        """Determine the end tokens of responses, and log them."""
         policy, data = self._config.actor_rollout_ref, self._config.data
         template = data.apply_chat_template_kwargs
         self._end_token_ids = answer_ends(policy.model, policy.rollout, self._tokenizer, template)
 
     def answer_rows(self, prompts: DataProto) -> DataProto:
-        """The rows to be answered: `rollout.n` of each prompt, together; for some estimators one more, greedily."""
+        """The rows to generate: `rollout.n` adjacent rows per prompt, and for some estimators a greedy one."""
         return answer_rows(prompts, self._config.actor_rollout_ref.rollout.n, self._greedy)
 
     @property
     def answers_per_prompt(self) -> int:
-        """Rows that `answer_rows` gives for each."""
+        """Number of rows per prompt in `answer_rows`."""
         return self._config.actor_rollout_ref.rollout.n + self._greedy
 
     def answer(self, batch: DataProto, step: int, validate: bool, reward_fn: Any, retry: Retry) -> DataProto:
         """Return a response to every row; `reward_fn` scores finished ones while others are generated.
 
-        `retry(call)` calls again after it has restarted a lost worker.
+        `retry(call)` runs the call, and again after it has restarted a lost worker.
         """
         request = self.request(batch, step, validate)
         if self._groups.rollout is not self._groups.actor:
@@ -93,18 +95,18 @@ class Generator:
         return self.joined(batch, generated, validate)
 
     def request(self, batch: DataProto, step: int, validate: bool) -> DataProto:
-        """What goes to whoever answers these rows."""
-        request = self._request(batch)
+        """The generation request of these rows: the columns that generation reads, and `meta`."""
+        request = self._request_columns(batch)
         request.meta_info = self.meta(step, validate)
         return request
 
     def meta(self, step: int, validate: bool) -> dict[str, Any]:
-        """What is to be known of a generation, beside its rows."""
+        """`meta_info` of a generation: parameters common to all its rows."""
         return {
             "step": step,
             "seed": self._config.actor_rollout_ref.rollout.seed,
             "validate": validate,
-            # Generation batches are joined: their columns must be of one width.
+            # Dynamic sampling concatenates generated batches: their columns must have the same width.
             "pad_to_max": not validate and self._config.algorithm.filter_groups.enable,
             "eos_token_id": self._end_token_ids,
             "pad_token_id": self._tokenizer.pad_token_id,
@@ -112,9 +114,9 @@ class Generator:
         }
 
     def joined(self, batch: DataProto, generated: DataProto, validate: bool) -> DataProto:
-        """The answers with the columns of the rows that they answer."""
-        if not validate:  # a validation says itself what it could not measure
-            # Of a stream a batch may be the one prompt that is still missing, and that one may always fail.
+        """The generated rows with the columns of the rows of `batch` that they answer."""
+        if not validate:  # validation reports failed trajectories itself
+            # In async mode a batch may consist of a single prompt, all of whose trajectories fail: count over batches.
             enough = self._config.data.train_batch_size * self.answers_per_prompt
             self._unfinished = require_some_finished(generated, self._unfinished, enough)
         answers = generated.union(batch.select_idxs(answered_rows(batch, generated)).select([], None, []))
@@ -122,77 +124,82 @@ class Generator:
         return answers
 
     def score_ahead(self, columns: Mapping[str, np.ndarray]) -> Any:
-        """Where answers to rows with these object columns are scored as they are finished; None: after generation."""
+        """A scorer for responses to rows with these object columns, to be called as they finish; None: they are scored
+        after generation."""
         return self._overlap.ahead(self.reward_fn, columns)
 
     def scored_ahead(self, rows: DataProto, parts: Sequence[Any]) -> None:
-        """The rows' answers are to be scored; `parts` are of the prompts they answer, in order, from `score_ahead`."""
+        """Use the results of `parts`, the scorers of the prompts of `rows` in order (from `score_ahead`), for the next
+        `score`."""
         self._overlap.use(self.reward_fn, rows, parts, self.answers_per_prompt)
 
-    def _request(self, batch: DataProto) -> DataProto:
-        """What whoever answers reads: an engine a few columns, an agent all that its row has."""
+    def _request_columns(self, batch: DataProto) -> DataProto:
+        """The columns that generation reads: engines a few, agents all object columns of their row."""
         if self._groups.agents is not None:
             tensors = select_read_by(batch, "generate").batch.keys()
             return batch.select(list(tensors), None, [])
         if "agent_name" in batch.non_tensor_batch:
             raise ValueError(
-                f"{ROLLOUT}.mode: sync, and the data has a column 'agent_name': agents need every sample to proceed on"
-                f" its own. Set {ROLLOUT}.mode=async, or drop the column."
+                f"{ROLLOUT}.mode: sync, but the data has a column 'agent_name': agents run in loop workers."
+                f" Set {ROLLOUT}.mode=async, or drop the column."
             )
         return select_read_by(batch, "generate")
 
     def judged(self, batch: DataProto) -> DataProto:
-        """With the scores of the reward model, where there is one: it reads the last row of every trajectory."""
+        """The batch with `rm_scores` if the run has a reward model, which scores the last row of every trajectory."""
         if not self._has_judge:
             return batch
-        judge, whole = self._groups.reward_model.compute_rm_score, Trajectories.of(batch)
-        if whole.one_row_each:
-            return batch.union(self._infer(judge, batch, "reward_model"))
-        scores = self._infer(judge, batch.select_idxs(whole.last_rows), "reward_model").batch["rm_scores"]
-        of_rows = torch.zeros(len(batch), batch.batch["response_mask"].shape[1])
-        of_rows[torch.from_numpy(whole.last_rows), : scores.shape[1]] = scores
-        batch.batch["rm_scores"] = of_rows
+        compute_scores, trajectories = self._groups.reward_model.compute_rm_score, Trajectories.of(batch)
+        if trajectories.one_row_each:
+            return batch.union(self._infer(compute_scores, batch, "reward_model"))
+        last_rows = trajectories.last_rows
+        scores = self._infer(compute_scores, batch.select_idxs(last_rows), "reward_model").batch["rm_scores"]
+        rm_scores = torch.zeros(len(batch), batch.batch["response_mask"].shape[1])
+        rm_scores[torch.from_numpy(last_rows), : scores.shape[1]] = scores
+        batch.batch["rm_scores"] = rm_scores
         return batch
 
     def score(self, batch: DataProto, metrics: dict[str, float], step: int) -> DataProto:
-        """`token_level_scores`: the score of each answer on its last token, from a reward model and/or functions, plus
-        turn rewards; `answer_scores`: the score without turn rewards."""
+        """Add `token_level_scores`, the score of each response on its last token (from a reward model and/or functions)
+        plus turn rewards, and `answer_scores`, the score without turn rewards; update `metrics`."""
         batch = self.judged(batch)
         local = local_columns(batch, columns_read_by("reward"))
         mask = local.batch["response_mask"].clone()
         base_scores, extra = score_answers(local, self.reward_fn)
         scores = with_turn_rewards(base_scores, local)
-        scores = scores if self._scores else torch.zeros_like(scores)  # agents may have given some
-        metrics |= (of_agents := agent_metrics(local))
-        self._tool_use.see(of_agents, lambda: decode(self._tokenizer, local.batch["responses"][:1].tolist())[0])
+        scores = scores if self._scores else torch.zeros_like(scores)  # agents may have set scores
+        metrics |= (tool_metrics := agent_metrics(local))
+        self._tool_use.see(tool_metrics, lambda: decode(self._tokenizer, local.batch["responses"][:1].tolist())[0])
         if self._overlap.share is not None:
             metrics["reward/scored_while_generating"] = self._overlap.share
-        if again := getattr(self.reward_fn, "scored_again", 0):
-            metrics["reward/scored_again"] = float(again)
+        if scored_again := getattr(self.reward_fn, "scored_again", 0):
+            metrics["reward/scored_again"] = float(scored_again)
         batch.batch["token_level_scores"], batch.batch["answer_scores"] = scores, base_scores.sum(-1)
         if not torch.equal(mask, local.batch["response_mask"]):
-            batch.batch["response_mask"] = local.batch["response_mask"]  # samples that could not be scored
+            batch.batch["response_mask"] = local.batch["response_mask"]  # scoring masks samples that it could not score
         for name, values in extra.items():
             batch.non_tensor_batch[name] = object_array(list(values))
         if self._greedy:
             batch = split_off_baselines(batch)
-        whole = Trajectories.of(batch)
+        trajectories = Trajectories.of(batch)
         if self._greedy:
-            metrics["reward/greedy/mean"] = float(whole.at_end(batch.batch["reward_baselines"]).mean())
+            metrics["reward/greedy/mean"] = float(trajectories.at_end(batch.batch["reward_baselines"]).mean())
         say_right_of_step(batch, extra, self._config.data.reward_fn_key, self._degrees, step)
-        metrics |= reward_metrics({name: batch.non_tensor_batch[name][whole.last_rows].tolist() for name in extra})
+        last_rows = trajectories.last_rows
+        metrics |= reward_metrics({name: batch.non_tensor_batch[name][last_rows].tolist() for name in extra})
         return batch
 
     def fill(
         self, prompts: DataProto, metrics: dict[str, float], roll_out: RollOut, source: PromptSource, step: int
     ) -> DataProto:
-        """Dynamic sampling: as many prompts as the step wants whose answers differ, each asked by `roll_out`."""
+        """Dynamic sampling: fill the batch of the step with prompts whose responses differ in score; `roll_out`
+        generates and scores responses."""
         pad = self._tokenizer.pad_token_id
         return fill_batch(prompts, metrics, roll_out, source, self.reward_fn, self._config, step, pad)
 
 
 def answer_rows(prompts: DataProto, n: int, greedy: bool) -> DataProto:
-    """Each prompt `n` times, all its rows together and numbered by `sample_index`; with `greedy` once more, last."""
+    """`n` adjacent rows per prompt, numbered by `sample_index`; with `greedy`, followed by a greedy one."""
     copies = n + greedy
     if "uid" in prompts.non_tensor_batch:
         prompts = own_groups(prompts, Counter())
@@ -204,29 +211,29 @@ def answer_rows(prompts: DataProto, n: int, greedy: bool) -> DataProto:
     return rows
 
 
-def answered_rows(asked: DataProto, generated: DataProto) -> np.ndarray:
-    """[generated]: which of the rows asked each generated row answers. A trajectory has as many as it needed."""
+def answered_rows(requested: DataProto, generated: DataProto) -> np.ndarray:
+    """[generated]: index of the requested row that each generated row answers. A trajectory may have several rows."""
     if "trajectory" not in generated.non_tensor_batch:
-        return np.arange(len(asked))
-    names = zip(asked.non_tensor_batch["uid"], asked.non_tensor_batch["sample_index"], strict=True)
+        return np.arange(len(requested))
+    names = zip(requested.non_tensor_batch["uid"], requested.non_tensor_batch["sample_index"], strict=True)
     row_of = {f"{uid}/{number}": row for row, (uid, number) in enumerate(names)}
-    unasked = [name for name in generated.non_tensor_batch["trajectory"] if name not in row_of]
-    if unasked:
-        raise ValueError(f"rollout: trajectory {unasked[0]!r} answers none of the {len(asked)} rows that were asked.")
+    unknown = [name for name in generated.non_tensor_batch["trajectory"] if name not in row_of]
+    if unknown:
+        raise ValueError(f"rollout: trajectory {unknown[0]!r} answers none of the {len(requested)} requested rows.")
     return np.array([row_of[name] for name in generated.non_tensor_batch["trajectory"]])
 
 
 def split_off_baselines(batch: DataProto) -> DataProto:
-    """The sampled rows of a scored batch; `reward_baselines` [batch] is the score of their prompt's greedy answer.
+    """The sampled rows of a scored batch; `reward_baselines` [batch] is the score of their prompt's greedy response.
 
-    A greedy answer that could not be scored counts 0: any baseline that the samples do not influence is right, only not
-    equally good.
+    A greedy response that could not be scored counts as 0: every baseline that is independent of the samples is
+    unbiased, but has a different variance.
     """
     sampled = np.array(batch.pop(non_tensor_batch_keys=[SAMPLED]).non_tensor_batch[SAMPLED], dtype=bool)
     uids = np.asarray(batch.non_tensor_batch["uid"])
     scores = batch.batch["token_level_scores"].sum(-1).tolist()
     greedy_score: dict[str, float] = defaultdict(float)
-    for row in np.flatnonzero(~sampled):  # a trajectory's rows together
+    for row in np.flatnonzero(~sampled):  # sums over all rows of a trajectory
         greedy_score[uids[row]] += scores[row]
     kept = batch.select_idxs(sampled)
     kept.batch["reward_baselines"] = torch.tensor([greedy_score[uid] for uid in uids[sampled]])
@@ -234,20 +241,22 @@ def split_off_baselines(batch: DataProto) -> DataProto:
 
 
 class RewardOverlap:
-    """Around a generation. A manager of the user's own that scores whole batches only is left alone."""
+    """Scores trajectories while others are generated. Reward managers without `score_ahead` only score whole batches
+    after generation."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self.share: float | None = None
-        """Of the last generation's answers, those that were being scored when it ended; None: it was not watched."""
+        """Share of the last generation's responses that were submitted for scoring before it ended; None: disabled."""
 
     def ahead(self, reward_fn: Any, columns: Mapping[str, np.ndarray]) -> Any:
-        """Where answers to rows with these columns can be scored as they are finished; None where they cannot."""
-        can = self._enabled and hasattr(reward_fn, "score_ahead")
-        return reward_fn.score_ahead(columns) if can else None
+        """A scorer for responses to rows with these columns, to be called as they finish; None: overlap is disabled or
+        not supported."""
+        supported = self._enabled and hasattr(reward_fn, "score_ahead")
+        return reward_fn.score_ahead(columns) if supported else None
 
     def use(self, reward_fn: Any, batch: DataProto, parts: Sequence[Any], size: int) -> None:
-        """The batch to be scored next has been scored in `parts`, each of `size` rows."""
+        """Use the results of `parts`, scorers of `size` rows each, when `reward_fn` scores `batch`."""
         self.share = None
         if parts and all(part is not None for part in parts) and hasattr(reward_fn, "use_ahead"):
             batch.non_tensor_batch[ROW] = object_array(list(range(len(batch))))
@@ -255,9 +264,10 @@ class RewardOverlap:
 
     @contextmanager
     def __call__(self, reward_fn: Any, batch: DataProto) -> Iterator[OnFinished]:
-        """Around the generation of the rows of `batch`; the callback scores trajectories as they finish.
+        """Context of the generation of the rows of `batch`; the callback that it yields scores trajectories as they
+        finish.
 
-        The batch gets a column that numbers the rows: by it the reward manager finds what it has scored already.
+        Adds a column of row numbers to the batch, by which the reward manager looks up scores that exist already.
         """
         self.share = None
         ahead = self.ahead(reward_fn, batch.non_tensor_batch)
@@ -266,16 +276,16 @@ class RewardOverlap:
             return
         numbers = {name: number for number, name in enumerate(trajectory_names(with_row_names(batch)))}
         batch.non_tensor_batch[ROW] = object_array(list(range(len(batch))))
-        lock, seen = threading.Lock(), 0  # hosts report concurrently
+        lock, finished_count = threading.Lock(), 0  # collector threads call `score` concurrently
 
         def score(finished: Sequence[FinishedTrajectory]) -> None:
-            nonlocal seen
-            unscored = [one for one in finished if one.status == "finished" and one.score is None]
+            nonlocal finished_count
+            unscored = [item for item in finished if item.status == "finished" and item.score is None]
             try:
                 with lock:
-                    seen += len(finished)
-                    if seen < len(batch):  # the last ones have no generation to overlap with
-                        ahead.add([(numbers[one.name], one.last_tokens) for one in unscored])
+                    finished_count += len(finished)
+                    if finished_count < len(batch):  # nothing is generated any more beside the last ones
+                        ahead.add([(numbers[item.name], item.last_tokens) for item in unscored])
             except Exception as error:  # noqa: BLE001 - logged; these are scored after the generation
                 logger.warning("responses are not scored while others are generated: %r", error)
 

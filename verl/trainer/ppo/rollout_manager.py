@@ -1,8 +1,11 @@
-"""RolloutManager: the trainer's interface to generation. Sync steps, async streams, validation and the engine probe are
-jobs: rows are submitted and finished trajectories collected; `join_rows` makes batches of them.
+"""RolloutManager: the trainer's interface to generation.
 
-Hosts execute the jobs: the leading rollout ranks for single-turn rows, loop workers for agents. The manager keeps the
-rows of each host with their last partial outputs, so that a host that dies loses nothing.
+Each consumer (a sync step, an async stream, validation, the engine probe) opens a job, submits rows to it and collects
+finished trajectories; `finished_rows.join_rows` converts these to a batch.
+
+Hosts (`LoopHost`) execute the jobs: the first rollout rank of each replica generates single-turn rows, loop workers run
+agents. The manager keeps every unfinished row with its last reported partial output. If a host is lost, its rows are
+submitted to another one.
 """
 
 from __future__ import annotations
@@ -38,16 +41,16 @@ __all__ = ["OnFinished", "RolloutManager", "trajectory_names"]
 
 logger = logging.getLogger(__name__)
 
-# A call for finished trajectories blocks this long.
+# Timeout of one `host.collect` call of a collector thread.
 _COLLECT_S = 2.0
-# The trainer checks this often, while it waits, whether it was cancelled.
+# Interval in which a waiting trainer checks for cancellation.
 _WAKE_S = 0.5
 
 Kind = Literal["engine", "agent"]
 
 
 OnFinished = Callable[[Sequence[FinishedTrajectory]], None]
-"""Called by the thread of a host."""
+"""Called by the collector thread of a host."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,12 +58,14 @@ class _Row:
     """A submitted row that has not finished."""
 
     batch: DataProto
+    """The submitted batch; this row is at `index`."""
     index: int
     prompt_length: int
     kind: Kind
     parts: list[Output] = field(default_factory=list)
     """Consecutive parts of its output, as reported. Joining them with every report would cost their whole length."""
     host: _Host | None = None
+    """None: not sent yet, or its host was lost."""
 
     @property
     def partial(self) -> Output | None:
@@ -82,32 +87,36 @@ class _Host:
     handle: RankHandle
     id: str
     closed: bool = True
-    """No thread collects from it: it is not started yet, lost or closed."""
+    """No thread collects from it: not started yet, lost, or closed."""
     pulses: int = 0
+    """Progress counter of its last reply."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _HostLoss:
-    """A host failed with this error; None: it reported a lost engine, whose error `require_engines` raises."""
+    """A host was lost. `error` is None if it reported a lost engine: `require_engines` raises the engine's error."""
 
     host: _Host
     error: Exception | None
 
 
 class RolloutManager:
-    """For the trainer's thread; one collector thread per host. Only `open` and `close` use the ranks' compute lane."""
+    """Called by the trainer's thread; one collector thread per host receives replies.
+
+    Only `open` and `close` use the compute lane of the ranks.
+    """
 
     def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
         self._config, self._groups = config, groups
         self._hosts: list[_Host] = []
         self._needs_open = False
-        """A host or a replica was lost: `open` finds out which."""
+        """A host or a replica was lost; `open` determines which."""
         self._jobs: dict[str, _Job] = {}
         self._serial = itertools.count()
         self._calls: list[OpenCall] = []
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
-        """Held while a reply is applied, and while hosts are closed: no reply of a closed host is applied."""
+        """Held while a reply is processed and while hosts are closed: no reply of a closed host is processed."""
 
     # ---------------------------------------------------------------- opening and closing
 
@@ -116,8 +125,11 @@ class RolloutManager:
         return bool(self._hosts)
 
     def open(self) -> None:
-        """Let engines and loop workers generate until `close`. Call it again after a WorkerError: hosts that were
-        restarted get the rows of their predecessors, from the last partial outputs."""
+        """Open generation on engines and loop workers until `close`. No effect if it is open and no host was lost.
+
+        After a WorkerError and recovery, call it again: rows of lost hosts are submitted to the current ones and resume
+        from their last partial outputs.
+        """
         if self._hosts and not self._needs_open:
             return
         if self._hosts:
@@ -130,7 +142,7 @@ class RolloutManager:
             raise
 
     def _connect(self) -> None:
-        """Open hosts, start those that are new, and send the rows that have none."""
+        """Open all hosts, start the new ones, and send the rows without a host."""
         replicas = self._groups.open_generation()
         hosts = [self._host("engine", handle, host_id) for handle, host_id in replicas]
         handles = [handle for handle, _ in replicas]
@@ -140,7 +152,7 @@ class RolloutManager:
             hosts.append(self._host("agent", handle, handle.ask("open_host", handles)))
         lost = [host for host in self._hosts if host not in hosts]
         self._hosts = hosts
-        self._forget(lost)
+        self._release_rows(lost)
         for host in hosts:
             if host.closed:
                 self._start(host)
@@ -148,32 +160,33 @@ class RolloutManager:
             self._send(job, [name for name, row in list(job.rows.items()) if row.host is None])
 
     def close(self) -> None:
-        """End all jobs and let the engines rest; raise the error that failed an engine, if there is one."""
+        """End all jobs and close generation; raise the error of a failed engine, if there is one."""
         hosts, self._hosts = self._hosts, []
         self._jobs.clear()
         self.abandon(hosts)
         for host in hosts:
             if host.kind == "agent":
-                _try(host, "close_host")
+                _ask_if_alive(host, "close_host")
         if hosts or self._groups.generation_open:
             self._groups.close_generation()
 
     def abandon(self, hosts: Sequence[_Host] | None = None) -> None:
-        """Collect no further replies: the run has failed."""
+        """Process no further replies of these hosts (default: all), for example because the run has failed."""
         with self._lock:
             for host in self._hosts if hosts is None else hosts:
                 host.closed = True
 
     def cancel_waiting(self) -> None:
-        """Let the thread that waits for trajectories raise CallCancelled. From any thread."""
+        """Make `collect` raise CallCancelled from now on. Thread-safe."""
         self._cancelled.set()
 
     # ---------------------------------------------------------------- jobs
 
     def start(self, meta: Mapping[str, Any], on_finished: OnFinished = lambda finished: None) -> str:
-        """Open a job and return its id. `meta`: `meta_info` of the generation (seed, end tokens, sampling …).
+        """Open a job and return its id.
 
-        `on_finished` is called with trajectories as they arrive, in the thread of their host.
+        `meta`: `meta_info` of the generation (seed, end tokens, sampling parameters). `on_finished` is called with
+        trajectories as they arrive, in the collector thread of their host.
         """
         job = _Job(f"job-{next(self._serial)}", dict(meta), on_finished)
         self._jobs[job.name] = job
@@ -184,25 +197,25 @@ class RolloutManager:
     def submit(
         self, job: str, rows: DataProto, partials: Mapping[str, Output] | None = None, replica: int | None = None
     ) -> list[str]:
-        """Start to generate rows (columns `uid` and `sample_index` name them); return their ids.
+        """Submit rows for generation; return their ids, which the columns `uid` and `sample_index` define.
 
-        Rows of one prompt go to the host with the fewest rows, or to host number `replica`. `partials`: outputs to
-        resume from, by id. If no generation is open, `open` sends them.
+        All rows of a prompt go to the host with the fewest rows, or to host number `replica`. `partials`: outputs to
+        resume from, by id. If generation is not open, the next `open` sends the rows.
         """
-        known, names = self._jobs[job], trajectory_names(rows)
+        open_job, names = self._jobs[job], trajectory_names(rows)
         lengths = rows.batch["attention_mask"].sum(-1).tolist()
         kinds = self._kinds(rows)
         for index, name in enumerate(names):
             earlier = (partials or {}).get(name)
             parts = [] if earlier is None else [earlier]
-            known.rows[name] = _Row(rows, index, lengths[index], kinds[index], parts)
-        self._send(known, names, replica)
+            open_job.rows[name] = _Row(rows, index, lengths[index], kinds[index], parts)
+        self._send(open_job, names, replica)
         return names
 
     def collect(self, job: str, timeout: float) -> list[FinishedTrajectory]:
         """Return trajectories finished since the last call; block up to `timeout` seconds for the first.
 
-        Raises the WorkerError of a host or engine that was lost: after its recovery, `open` again and go on.
+        Raises the WorkerError of a lost host or engine. After recovery, call `open` and continue to collect.
         """
         self._check_cancelled()
         inbox = self._jobs[job].inbox
@@ -215,7 +228,7 @@ class RolloutManager:
             if isinstance(event, list):
                 finished += event
             elif finished:
-                inbox.put(event)  # raised by the next call: these are not lost
+                inbox.put(event)  # the next call raises it; this one returns the finished trajectories
                 break
             else:
                 self._raise_loss(event)
@@ -225,7 +238,7 @@ class RolloutManager:
         return finished
 
     def take_finished(self, job: str) -> list[FinishedTrajectory]:
-        """As `collect`, without waiting; errors are left for `collect`."""
+        """Like `collect`, but never blocks; errors stay in the queue for `collect`."""
         inbox, finished, errors = self._jobs[job].inbox, [], []
         while not inbox.empty():
             event = inbox.get()
@@ -248,13 +261,13 @@ class RolloutManager:
             self._ask(host, "host.cancel", job, names)
 
     def partials(self, job: str) -> dict[str, Output]:
-        """Current partial outputs of unfinished rows in their first model call, by id. Generation goes on."""
+        """Return current partial outputs of unfinished rows in their first model call, by id. Generation continues."""
         rows = list(self._jobs[job].rows.items())
         outputs = {name: resumable(partial) for name, row in rows if (partial := row.partial) is not None}
         for host in self._hosts:
             try:
                 outputs |= host.handle.ask("host.partials", job)
-            except WorkerError as error:  # the next `collect` raises it; the last reported outputs are used
+            except WorkerError as error:  # the next `collect` raises it; the last reported outputs are returned
                 logger.warning("current partial outputs of %s could not be read: %s", host.handle, error)
         return {name: output for name, output in outputs.items() if output.token_ids}
 
@@ -263,7 +276,7 @@ class RolloutManager:
         self._jobs.pop(job, None)
         for host in self._hosts:
             if not host.closed:
-                _try(host, "host.finish", job)
+                _ask_if_alive(host, "host.finish", job)
 
     # ---------------------------------------------------------------- one batch
 
@@ -274,16 +287,16 @@ class RolloutManager:
         on_finished: OnFinished = lambda finished: None,
         retry: Callable[[Callable[[], Any]], Any] = lambda call: call(),
     ) -> DataProto:
-        """Generate one batch: all rows of each trajectory together, in the order of `rows`. If these have no `uid` or
-        `sample_index`, the batch has no column `trajectory`.
+        """Generate one batch. Its trajectories are in the order of `rows`; all rows of a trajectory are adjacent.
 
-        Rows are assigned to hosts by position. `retry(call)` calls again after it has restarted a lost worker.
+        Rows are assigned to hosts by position. If `rows` has no `uid` or `sample_index`, the batch has no column
+        `trajectory`. `retry(call)` runs the call, and again after it has restarted a lost worker.
         """
         if self._groups.overrides_generate_sequences:
             batch: DataProto = retry(partial(self._call_generate_sequences, rows, meta))
             return batch
         named = with_row_names(rows)
-        # The engine probe generates during the recovery of another batch, whose job must stay.
+        # The engine probe generates during the recovery of another batch, whose job must stay open.
         was_open = self.is_open or bool(self._jobs)
         job = self.start(meta, on_finished)
         try:
@@ -291,7 +304,7 @@ class RolloutManager:
             ids = self._submit_by_position(job, named)
             finished: dict[str, FinishedTrajectory] = retry(partial(self._wait, job, len(ids), {}))
             if not was_open:
-                retry(self.close)  # a worker that is lost only now costs no trajectory
+                retry(self.close)  # all trajectories are here: a worker lost now does not affect the batch
         except HangError:
             self.abandon()  # a worker that hangs would not reply to further calls either
             raise
@@ -308,33 +321,34 @@ class RolloutManager:
         if was_open:
             self.finish(job)
         else:
-            self.close()  # ends the job; the error of an engine tells more than what it did to its clients
+            self.close()  # ends the job; raises the error of a failed engine, the cause of errors of its clients
 
     def _wait(self, job: str, count: int, finished: dict[str, FinishedTrajectory]) -> dict[str, FinishedTrajectory]:
-        """All `count` trajectories of a job. After a WorkerError it can be called again with the same `finished`."""
+        """Collect `count` trajectories of a job into `finished` and return it. After a WorkerError, call it again with
+        the same `finished`."""
         with self.watched():
             while len(finished) < count:
                 self.open()
                 new = self.collect(job, _WAKE_S)
-                finished |= {one.name: one for one in new}
+                finished |= {trajectory.name: trajectory for trajectory in new}
                 tick(len(new))
         return finished
 
     def _submit_by_position(self, job: str, rows: DataProto) -> list[str]:
-        """Neighbouring rows to each host, as evenly as they divide: results do not depend on timing."""
+        """Submit a contiguous, equal share of the rows to each host: the assignment does not depend on timing."""
         names, kinds = trajectory_names(rows), np.array(self._kinds(rows))
         expect(len(rows))
         for kind in ("engine", "agent"):
-            (places,) = np.nonzero(kinds == kind)
+            (indices,) = np.nonzero(kinds == kind)
             hosts = [number for number, host in enumerate(self._hosts) if host.kind == kind]
-            for number, chosen in zip(hosts, np.array_split(places, len(hosts)) if hosts else (), strict=True):
-                if len(chosen):
-                    part = rows if len(chosen) == len(rows) else rows.select_idxs(chosen)
+            for number, share in zip(hosts, np.array_split(indices, len(hosts)) if hosts else (), strict=True):
+                if len(share):
+                    part = rows if len(share) == len(rows) else rows.select_idxs(share)
                     self.submit(job, part, replica=number)
         return names
 
     def _call_generate_sequences(self, rows: DataProto, meta: Mapping[str, Any]) -> DataProto:
-        """A worker class of the user has its own `generate_sequences`: one batch, one call."""
+        """Generate a batch with one call of a `generate_sequences` that a user's worker class overrides."""
         request = rows.select()
         request.meta_info = dict(meta)
         if self._groups.agents is None:
@@ -350,7 +364,7 @@ class RolloutManager:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While the trainer waits inside, hang detection looks at the hosts, and can end the wait."""
+        """Context of a wait for trajectories: hang detection monitors the worker groups and can end the wait."""
         groups = [group for group in self._groups.answering if hasattr(group, "processes")]
         outer, self._calls = self._calls, [OpenCall(group, "collect") for group in groups]
         try:
@@ -358,7 +372,7 @@ class RolloutManager:
         finally:
             for call in self._calls:
                 call.close()
-            self._calls = outer  # of a stream, in whose recovery the engine probe generates
+            self._calls = outer  # nested: the engine probe generates during the recovery of a stream
 
     @property
     def uses_ray(self) -> bool:
@@ -379,7 +393,7 @@ class RolloutManager:
         return agent.max_concurrent_requests * sum(host.kind == "agent" for host in self._hosts)
 
     def _kinds(self, rows: DataProto) -> list[Kind]:
-        """Where each row is generated: single-turn rows by the engines' ranks, agents in loop workers."""
+        """The kind of host of each row: rollout ranks for single-turn rows, loop workers for agents."""
         agents = rows.non_tensor_batch.get("agent_name")
         default = self._config.actor_rollout_ref.rollout.agent.default_agent_loop
         names = [default] * len(rows) if agents is None else [str(name) for name in agents]
@@ -395,13 +409,14 @@ class RolloutManager:
         return _Host(kind, handle, host_id if known is None else handle.ask("host.reset"))
 
     def _start(self, host: _Host) -> None:
+        """Open all jobs on a new host, and start its collector thread."""
         for job in self._jobs.values():
             host.handle.ask("host.start", job.name, job.meta)
         host.closed = False
         threading.Thread(target=self._collect_from, args=(host,), name="rollout-collect", daemon=True).start()
 
-    def _forget(self, lost: Sequence[_Host]) -> None:
-        """The rows of lost hosts are to be sent again, from their last partial outputs."""
+    def _release_rows(self, lost: Sequence[_Host]) -> None:
+        """Unassign the rows of lost hosts; they will resume from their last partial outputs."""
         self.abandon(lost)
         for row in self._unfinished():
             if row.host in lost:
@@ -410,10 +425,10 @@ class RolloutManager:
         if any(host.kind == "agent" for host in lost):  # loop workers are restarted together
             for host in self._hosts:
                 if host.kind == "engine":
-                    _try(host, "host.abort_clients")
+                    _ask_if_alive(host, "host.abort_clients")
 
     def _send(self, job: _Job, names: Sequence[str], replica: int | None = None) -> None:
-        """Send rows to hosts, all rows of a prompt together; without open hosts they wait for `open`."""
+        """Send rows to hosts, all rows of a prompt to the same one. If generation is not open, `open` sends them."""
         if not self._hosts:
             return
         rows = {name: row for name in names if (row := job.rows.get(name)) is not None}
@@ -427,26 +442,27 @@ class RolloutManager:
             host = row.host = homes[group]
             loads[host] += 1
             by_host.setdefault((id(host), id(row.batch)), (host, row.batch, []))[2].append(name)
-        for host, batch, chosen in by_host.values():
-            part = batch if len(chosen) == len(batch) else batch.select_idxs(np.array([rows[n].index for n in chosen]))
-            if host.kind == "engine":  # reads few columns; agents get all of their row
+        for host, batch, ids in by_host.values():
+            part = batch if len(ids) == len(batch) else batch.select_idxs(np.array([rows[name].index for name in ids]))
+            if host.kind == "engine":  # reads few columns; agents get all columns of their row
                 part = select_read_by(part, "generate")
                 part.meta_info = batch.meta_info
-            partials = {name: partial for name in chosen if (partial := rows[name].partial) is not None}
-            self._ask(host, "host.submit", job.name, part, {name: p for name, p in partials.items() if p.token_ids})
+            outputs = {name: output for name in ids if (output := rows[name].partial) is not None and output.token_ids}
+            self._ask(host, "host.submit", job.name, part, outputs)
 
     def _unfinished(self) -> list[_Row]:
         """The unfinished rows of all jobs."""
         return [row for job in self._jobs.values() for row in list(job.rows.values())]
 
     def _choose(self, kind: Kind, replica: int | None, loads: Mapping[_Host | None, int]) -> _Host:
-        """`loads`: number of unfinished rows of each host."""
+        """Host number `replica`, or the host of this kind with the smallest of `loads` (numbers of unfinished rows)."""
         if replica is not None:
             return self._hosts[replica]
         return min((host for host in self._hosts if host.kind == kind), key=lambda host: loads.get(host, 0))
 
     def _ask(self, host: _Host, method: str, *args: Any) -> None:
-        """A control call of a host; its loss is raised by the next `collect`, or repaired by the next `open`."""
+        """Call a method of a host. If the host is lost, the next `collect` raises the error, unless `open` has replaced
+        the host by then."""
         try:
             host.handle.ask(method, *args)
         except WorkerError as error:
@@ -454,16 +470,16 @@ class RolloutManager:
             self._lose(host, error)
 
     def _lose(self, host: _Host, error: Exception | None) -> None:
-        """Wake all jobs: a host was lost with this error, or reported a lost engine (None)."""
+        """Report to all jobs that a host was lost with this error, or that it reported a lost engine (None)."""
         self._needs_open = True
         for job in list(self._jobs.values()):
             job.inbox.put(_HostLoss(host, error))
 
     def _raise_loss(self, loss: _HostLoss) -> None:
-        """In the trainer's thread: raise the error of a lost engine, which tells more than that of a host.
+        """Raise the error of a lost engine, if there is one, since it is the cause; otherwise that of the host.
 
-        A loss is reported to all jobs, by all hosts of a group, and recovered once: later reports are outdated. So is
-        the death of a rank that was restarted meanwhile, for example by a weight sync.
+        Every host of a lost group reports the loss, to all jobs, and it is recovered once: reports of hosts that were
+        replaced are ignored. So is the death of a rank that was restarted meanwhile, for example by a weight sync.
         """
         if loss.host not in self._hosts and (loss.error is None or isinstance(loss.error, WorkerError)):
             return
@@ -503,15 +519,14 @@ class RolloutManager:
         finished: list[FinishedTrajectory] = []
         with self._lock:
             if host.closed:
-                return  # its rows are submitted again, or their results are not wanted
+                return  # its rows are submitted again, or their results are discarded
             for name, pieces in reply.partials.items():
-                if (other := self._jobs.get(name)) is not None:
-                    _add_partials(other, pieces)
+                if (job_of_partials := self._jobs.get(name)) is not None:
+                    _add_partials(job_of_partials, pieces)
             job = self._jobs.get(reply.job or "")
             if job is not None and rows is not None:
-                finished = [
-                    one for one in finished_trajectories(reply, rows) if job.rows.pop(one.name, None) is not None
-                ]
+                received = finished_trajectories(reply, rows)
+                finished = [item for item in received if job.rows.pop(item.name, None) is not None]
         if job is not None and finished:
             job.on_finished(finished)
             job.inbox.put(finished)
@@ -520,12 +535,12 @@ class RolloutManager:
 
 
 def trajectory_names(rows: DataProto) -> list[str]:
-    """The ids of these rows, from their columns `uid` and `sample_index`; ValueError if two rows have the same."""
+    """The ids of these rows, from their columns `uid` and `sample_index`; ValueError if two rows have the same id."""
     columns = rows.non_tensor_batch
     names = [f"{uid}/{number}" for uid, number in zip(columns["uid"], columns["sample_index"], strict=True)]
     if len(set(names)) < len(names):
         repeated = next(name for name, count in Counter(names).items() if count > 1)
-        raise ValueError(f"rollout: several rows are named {repeated!r}. Give each its own uid or sample_index.")
+        raise ValueError(f"rollout: several rows are named {repeated!r}. Each needs its own uid or sample_index.")
     return names
 
 
@@ -535,8 +550,9 @@ def _add_partials(job: _Job, pieces: Mapping[str, Output]) -> None:
             row.parts.append(piece)
 
 
-def _try(host: _Host, method: str, *args: Any) -> None:
+def _ask_if_alive(host: _Host, method: str, *args: Any) -> None:
+    """Call a method that ends work; a lost host has none left."""
     try:
         host.handle.ask(method, *args)
-    except WorkerError as error:  # a host that is gone has nothing to end
+    except WorkerError as error:
         logger.debug("%s of %s: %s", method, host.handle, error)
