@@ -1,9 +1,11 @@
 """EngineClient: generates with the engine replicas of a run, for agent loops and the gateway.
 
-Turns of one `request_id` stay on one replica, whose prefix cache has their context; a first turn goes to the replica
-with the fewest requests, or to that of its group if it has hardly more. A request whose replica is lost resumes on
-another one from the tokens that were reported. Requests created in one iteration of the event loop are sent together,
-and outputs arrive by one open call per replica: no RPC per token or per request.
+All turns of a `request_id` go to the same replica, whose prefix cache has their context. A first turn goes to the
+replica with the fewest requests, or to that of its group if it has at most `_GROUP_EXTRA_LOAD` more. If a replica is
+lost, its requests resume on another one from the tokens that were reported.
+
+Requests created in one iteration of the event loop are sent in one call, and one pending call per replica returns
+outputs: there is no RPC per token or per request.
 """
 
 from __future__ import annotations
@@ -35,19 +37,20 @@ __all__ = ["EngineClient"]
 logger = logging.getLogger(__name__)
 
 _ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-# Accepted without effect: the engine always reports log-probs, and generates one answer.
+# Accepted without effect: the engine always reports log-probs, and generates one response per request.
 _IGNORED = frozenset({"logprobs", "n", "skip_special_tokens", "detokenize"})
 _SETTABLE = {field.name for field in fields(SamplingParams)} - {"key"}
-# A call for outputs blocks this long. Shorter than what hang detection calls long: each one shows progress.
+# Timeout of one call for outputs. Shorter than the limits of hang detection: every reply reports progress.
 _COLLECT_S = 2.0
-# A replica without progress for this long is named if the run hangs.
+# Hang reports name replicas without progress for this long.
 _SILENT_S = 10.0
-# A replica that does not return its current outputs within this time is left out of a checkpoint.
+# Timeout of reading current outputs for a checkpoint; a replica that does not respond is left out.
 _FETCH_S = 10.0
 # Interval in which replicas report partial outputs.
 _PARTIALS_S = 2.0
-# A replica with this many requests more than the least loaded one is still used for a group whose prompt it has.
-_NEARLY = 8
+# The replica of a group, which has its prompt in the prefix cache, may have this many more requests than the least
+# loaded one and still be chosen.
+_GROUP_EXTRA_LOAD = 8
 # Number of conversations, and of groups, whose replica is remembered.
 _REMEMBERED = 16_384
 
@@ -60,23 +63,27 @@ class _Replica:
     client: str
     """Name under which outputs are collected."""
     waiting: dict[str, asyncio.Future[Output]] = field(default_factory=dict)
+    """Unfinished requests of this client, by id."""
     unsent: list[Request] = field(default_factory=list)
+    """Requests of this iteration of the event loop."""
     partials: dict[str, Output] = field(default_factory=dict)
+    """Reported tokens of unfinished requests, by id."""
     others: int = 0
-    """Requests of other clients."""
+    """Number of requests of other clients and jobs."""
     pulses: int = 0
     last_progress: float = field(default_factory=time.monotonic)
     stopped_process: Standing | None = None
     closed: bool = False
     lost: str | None = None
-    """Why it cannot generate any more."""
+    """The reason why it cannot generate any more; None: it can."""
 
     @property
     def load(self) -> int:
         return self.others + len(self.waiting)
 
     def silence(self) -> str | None:
-        """For hang detection, from any thread: a description if requests wait and the engine makes no progress."""
+        """For hang detection: a description of the replica if it has requests and makes no progress, else None.
+        Thread-safe."""
         seconds = time.monotonic() - self.last_progress
         if not self.waiting or seconds < _SILENT_S:
             return None
@@ -87,7 +94,7 @@ class _Replica:
 
 
 class EngineClient:
-    """For the trajectories of one process; all methods but the constructor are for the event loop's thread."""
+    """Shared by all trajectories of a process. Methods must be called in the thread of the event loop."""
 
     def __init__(
         self,
@@ -100,21 +107,23 @@ class EngineClient:
         first: int = 0,
         vocabulary: int | None = None,
     ) -> None:
-        """`params` apply where neither the loop nor its job says otherwise. `client` must be unique among clients.
-        `on_lost(reason)` is called when a replica is lost: its requests resume on others, or wait for `renew`.
-        `first`: where to start among equally loaded replicas. `vocabulary`: size; larger token ids are rejected.
+        """`params` are defaults that the loop or its job may override. `client`: a unique name of this client.
+        `on_lost(reason)` is called when a replica is lost; its requests resume on others, or wait for `renew`.
+        `first`: number of the replica that is preferred first among equally loaded ones. `vocabulary`: its size; other
+        token ids are rejected.
         """
         self._params, self._max_model_len, self._client = params, max_model_len, client
         self._loop, self._on_lost, self._vocabulary = loop, on_lost, vocabulary
         self._home: OrderedDict[str, _Replica] = OrderedDict()
         self._group_home: OrderedDict[str, _Replica] = OrderedDict()
         self._serial = itertools.count()
-        self._turn = first
+        self._next_preferred = first
         self._renewed = asyncio.Event()
+        """Set, and replaced, by `renew`."""
         self._closed = False
         self._first_calls: dict[Record, tuple[Request, _Replica]] = {}
         self.generating = 0
-        """Number of requests that are waited for."""
+        """Number of unfinished requests."""
         self._replicas = [self._connect(handle, client) for handle in handles]
 
     async def generate(
@@ -128,12 +137,12 @@ class EngineClient:
     ) -> TokenOutput:
         """Generate a continuation of `prompt_ids`.
 
-        `sampling_params` has the names of `SamplingParams`. The answer is limited to what is left of
-        `rollout.max_new_tokens` since the context began, and of `max_model_len`; if nothing is left, it is empty with
-        finish reason `length`.
+        `sampling_params`: fields of `SamplingParams`. The response is limited to the rest of `rollout.max_new_tokens`,
+        which counts from the first prompt of the context, and of `max_model_len`. If nothing is left, the response is
+        empty with finish reason `length`.
         """
         if image_data is not None or video_data is not None:
-            raise ValueError("generate: images and videos are not for this engine. Leave them out.")
+            raise ValueError("generate: images and videos are not supported. Omit image_data and video_data.")
         prompt_ids = [int(token) for token in prompt_ids]
         self._check_tokens("prompt_ids", prompt_ids)
         record = current() or Record(key=sample_keys(0, 0, request_id, 0))
@@ -163,10 +172,10 @@ class EngineClient:
         return _token_output(output)
 
     def first_outputs(self, records: Iterable[Record]) -> dict[Record, Output]:
-        """Partial outputs of trajectories in their first model call, as last reported: what a request resumes from if
-        its replica is lost. Later reports only append to them, also after a loss and a weight sync.
+        """Return the last reported partial outputs of trajectories in their first model call, from which a request
+        resumes if its replica is lost. Later reports only append tokens, also after a loss and a weight sync.
 
-        Later calls depend on the state of a loop and its tools, which cannot be restored.
+        Later model calls are left out: they depend on the state of a loop and its tools, which cannot be restored.
         """
         outputs = {}
         for record in records:
@@ -178,7 +187,8 @@ class EngineClient:
         return outputs
 
     async def current_first_outputs(self, records: Iterable[Record]) -> dict[Record, Output]:
-        """Current partial outputs of trajectories in their first model call, to resume from. Generation goes on."""
+        """Read the current partial outputs of trajectories in their first model call, to resume from. Generation
+        continues."""
         calls = {record: self._first_calls[record] for record in records if record in self._first_calls}
         by_replica: dict[_Replica, dict[str, Record]] = {}
         for record, (request, replica) in calls.items():
@@ -192,9 +202,11 @@ class EngineClient:
         return {record: output for record, output in outputs.items() if output.token_ids}
 
     def renew(self, handles: Sequence[RankHandle]) -> None:
-        """Reconnect to replicas that were restarted, at these handles (one per replica); waiting requests resume."""
-        pairs = zip(self._replicas, handles, strict=True)
-        self._replicas = [replica if replica.lost is None else self._successor(replica, h) for replica, h in pairs]
+        """Reconnect to lost replicas, which were restarted; their requests resume. `handles`: one per replica."""
+        self._replicas = [
+            replica if replica.lost is None else self._successor(replica, handle)
+            for replica, handle in zip(self._replicas, handles, strict=True)
+        ]
         self._renewed.set()
         self._renewed = asyncio.Event()
 
@@ -208,7 +220,7 @@ class EngineClient:
     # ---------------------------------------------------------------- requests
 
     async def _output(self, request_id: str, request: Request, record: Record) -> Output:
-        """The whole output, however often its replica is lost."""
+        """The complete output of a request; if its replica is lost, the request resumes on another one."""
         is_first = request.params.key == record.key
         while True:
             replica = self._choose(request_id, record.group)
@@ -217,21 +229,21 @@ class EngineClient:
             try:
                 return await self._send(replica, request)
             except EngineLostError:
-                known = _resume_point(request, replica.partials.pop(request.id, None))
+                resume_point = _resume_point(request, replica.partials.pop(request.id, None))
             finally:
                 if is_first:
                     self._first_calls.pop(record, None)
-            so_far = known if known.token_ids else request.resume_from
-            if so_far is not None and is_first:
-                record.note(list(request.prompt_ids), so_far)
-            request = replace(request, id=self._new_id(), resume_from=so_far)
-            while all(each.lost is not None for each in self._replicas):
+            resume_from = resume_point if resume_point.token_ids else request.resume_from
+            if resume_from is not None and is_first:
+                record.note(list(request.prompt_ids), resume_from)
+            request = replace(request, id=self._new_id(), resume_from=resume_from)
+            while all(replica.lost is not None for replica in self._replicas):
                 if self._closed:
                     raise EngineLostError("generation has ended")
                 await self._renewed.wait()
 
     async def _send(self, replica: _Replica, request: Request) -> Output:
-        """The output of one replica. Cancelling the awaiting task aborts the request."""
+        """Send a request to a replica and return its output. Cancelling the awaiting task aborts the request."""
         if replica.lost is not None:
             raise EngineLostError(replica.lost)
         if not replica.waiting:
@@ -253,19 +265,19 @@ class EngineClient:
             replica.waiting.pop(request.id, None)
 
     def _choose(self, request_id: str, group: str) -> _Replica:
-        """The replica of earlier turns; for a first turn the least loaded one, or that of its group if it has hardly
-        more requests: answers of a group share their prompt."""
+        """The replica of earlier turns. For a first turn, the least loaded replica, or that of its group (requests of a
+        group share their prompt) if it has at most `_GROUP_EXTRA_LOAD` more requests."""
         home = self._home.get(request_id)
         if home is not None and home.lost is None:
             self._home.move_to_end(request_id)
             return home
-        living = [replica for replica in self._replicas if replica.lost is None] or self._replicas
-        order = [living[(self._turn + step) % len(living)] for step in range(len(living))]
-        self._turn += 1
-        least = min(order, key=lambda replica: replica.load)
-        neighbour = self._group_home.get(group, least)
-        near = neighbour.lost is None and neighbour.load <= least.load + _NEARLY
-        home = self._home[request_id] = self._group_home[group] = neighbour if near else least
+        alive = [replica for replica in self._replicas if replica.lost is None] or self._replicas
+        order = [alive[(self._next_preferred + step) % len(alive)] for step in range(len(alive))]
+        self._next_preferred += 1
+        least_loaded = min(order, key=lambda replica: replica.load)
+        of_group = self._group_home.get(group, least_loaded)
+        use_group = of_group.lost is None and of_group.load <= least_loaded.load + _GROUP_EXTRA_LOAD
+        home = self._home[request_id] = self._group_home[group] = of_group if use_group else least_loaded
         for homes in (self._home, self._group_home):
             if len(homes) > _REMEMBERED:
                 homes.popitem(last=False)
@@ -274,20 +286,20 @@ class EngineClient:
     def _new_id(self) -> str:
         return f"{self._client}/{next(self._serial)}"
 
-    def _merged(self, run_params: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    def _merged(self, run_params: SamplingParams, overrides: Mapping[str, Any]) -> SamplingParams:
         values: dict[str, Any] = {}
-        for name, value in given.items():
-            known = _ALIASES.get(name, name)
-            if known in _SETTABLE:
-                values[known] = _CONVERTED.get(known, lambda same: same)(value)
-            elif known not in _IGNORED:
+        for name, value in overrides.items():
+            parameter = _ALIASES.get(name, name)
+            if parameter in _SETTABLE:
+                values[parameter] = _CONVERTERS[parameter](value) if parameter in _CONVERTERS else value
+            elif parameter not in _IGNORED:
                 raise ValueError(f"generate: no sampling parameter {name!r}. There are {sorted(_SETTABLE)}.")
         self._check_tokens("logit_bias", [token for token, _ in values.get("logit_bias", ())])
         return replace(run_params, **values)
 
     def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < (self._vocabulary or 2**31):
-            raise ValueError(f"generate: {name} has tokens beyond the {self._vocabulary} that the model has.")
+            raise ValueError(f"generate: {name} has token ids outside of the vocabulary (size {self._vocabulary}).")
 
     # ---------------------------------------------------------------- replicas
 
@@ -298,7 +310,8 @@ class EngineClient:
         return replica
 
     def _successor(self, replica: _Replica, handle: RankHandle) -> _Replica:
-        """A connection to the restarted replica, under a new client name: late outputs of the old one are ignored."""
+        """A connection to a restarted replica, under a new client name, so that late outputs of the old connection are
+        ignored."""
         self._disconnect(replica)
         return self._connect(handle, f"{replica.client}'")
 
@@ -311,7 +324,7 @@ class EngineClient:
             future.cancel()
 
     def _collect_outputs(self, replica: _Replica) -> None:
-        """Thread of one replica."""
+        """Main function of the thread of a replica: pass collected outputs to the event loop."""
         reported = time.monotonic()
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             while not replica.closed:
@@ -322,7 +335,7 @@ class EngineClient:
                     collected: CollectedOutputs = replica.handle.ask(
                         "host.collect_outputs", replica.client, _COLLECT_S, with_partials
                     )
-                except Exception as error:  # noqa: BLE001 - waiting requests get it
+                except Exception as error:  # noqa: BLE001 - unfinished requests fail with it
                     self._loop.call_soon_threadsafe(self._lose, replica, f"{type(error).__name__}: {error}")
                     return
                 self._loop.call_soon_threadsafe(self._deliver, replica, collected)
@@ -356,18 +369,19 @@ class EngineClient:
         else:
             future.set_exception(EngineLostError(received.failed))
 
-    def _lose(self, replica: _Replica, why: str) -> None:
+    def _lose(self, replica: _Replica, reason: str) -> None:
         if replica.lost is not None:
             return
-        replica.lost = why
+        replica.lost = reason
         for future in replica.waiting.values():
             if not future.done():
-                future.set_exception(EngineLostError(why))
-        self._on_lost(why)
+                future.set_exception(EngineLostError(reason))
+        self._on_lost(reason)
 
 
 async def _fetch_outputs(replica: _Replica, request_ids: Sequence[str]) -> dict[str, Output]:
-    """Whole outputs so far; none of a replica that is lost, which `_collect_outputs` handles, or does not respond."""
+    """The outputs so far of these requests; empty if the replica is lost (see `_collect_outputs`) or does not
+    respond."""
     call = asyncio.to_thread(replica.handle.ask, "host.current_outputs", request_ids)
     try:
         return await asyncio.wait_for(call, _FETCH_S)
@@ -377,8 +391,8 @@ async def _fetch_outputs(replica: _Replica, request_ids: Sequence[str]) -> dict[
 
 
 def _resume_point(request: Request, reported: Output | None) -> Output:
-    """The tokens that a lost request resumes from: those it was resumed from before, then the reported ones without
-    the last, which may have been the end of the answer."""
+    """The output that a lost request resumes from: its own `resume_from`, then the reported tokens except the last,
+    which may have ended the response."""
     return join_outputs(request.resume_from, resumable(reported or Output()), len(request.prompt_ids))
 
 
@@ -412,7 +426,7 @@ def _biases(value: Mapping[Any, float] | Iterable[tuple[int, float]] | None) -> 
     return tuple((int(token), float(bias)) for token, bias in pairs)
 
 
-_CONVERTED: Mapping[str, Callable[[Any], Any]] = {
+_CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "eos_token_ids": _token_set,
     "stop_token_ids": _token_set,
     "stop": _texts,

@@ -1,4 +1,5 @@
-"""EngineHost: a LoopHost that generates with the engine of its process: single-turn rows, and requests of agents."""
+"""EngineHost: a LoopHost that generates single-turn rows with the engine of its process, and executes the requests of
+EngineClients, which agent loops use."""
 
 from __future__ import annotations
 
@@ -25,20 +26,20 @@ from verl.workers.rollout.partial_outputs import unfinished_part
 
 __all__ = ["CollectedOutputs", "EngineHost", "RequestOutput"]
 
-# Prompt and answer: what a single-turn agent counts.
+# `num_turns` of a single-turn row: prompt and response, as SingleTurnAgentLoop counts them.
 _SINGLE_TURNS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The result of one request of an EngineClient: an output, or why there is none."""
+    """The result of one request of an EngineClient: an output or an error message."""
 
     id: str
     output: Output | None
     refused: str | None = None
-    """The request is invalid."""
+    """Error message: the request is invalid."""
     failed: str | None = None
-    """The engine failed and cannot generate for any request; `EngineHost.close` raises the error."""
+    """Error message: the engine failed and cannot generate any more; `EngineHost.close` raises the error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +48,15 @@ class CollectedOutputs:
 
     outputs: list[RequestOutput]
     unfinished: int
-    """Number of requests of all clients and jobs that the engine has now."""
+    """Number of unfinished requests in the engine, of all clients and jobs."""
     pulses: int
-    """A number that changes as long as the engine's process makes progress."""
+    """Progress counter of the engine's process: it changes as long as there is progress."""
     closed: bool
-    """No further outputs will come."""
+    """The host is closed: there will be no further outputs."""
     stopped_process: Standing | None = None
-    """A process of the engine that is stopped."""
+    """A process of the engine that is stopped (by a signal or a debugger), for hang diagnosis."""
     partials: dict[str, Output] = field(default_factory=dict)
-    """On request, by request id: tokens sampled since the last report."""
+    """If requested: tokens sampled since the last report, by request id."""
 
 
 class RequestEngine(Protocol):
@@ -73,8 +74,8 @@ class RequestEngine(Protocol):
 
 
 class EngineHost(LoopHost):
-    """The engine's side of generation. Rows of a job are submitted to the engine at once; its thread only stores
-    results, and the thread that collects packs them. No coroutine, thread or RPC per row."""
+    """Submits all rows of a call to the engine at once. The engine's thread only stores results; the thread that calls
+    `collect` packs them. There is no coroutine, thread or RPC per row."""
 
     def __init__(self, rollout: RequestEngine, no_experts: Callable[[], np.ndarray | None] = lambda: None) -> None:
         super().__init__(rollout.config, rollout.eos_token_ids, rollout.pad_token_id, no_experts)
@@ -85,15 +86,15 @@ class EngineHost(LoopHost):
         self._requests: dict[RolloutTask, Request] = {}
         """Requests of unfinished rows."""
         self._outputs: dict[str, list[RequestOutput]] = defaultdict(list)
+        """By client: results that it has not collected."""
         self._conditions: dict[str, threading.Condition] = {}
         self._reported: dict[str, dict[str, int]] = defaultdict(dict)
-        """By client and request: the number of tokens that the client knows."""
+        """By client and unfinished request: the number of tokens reported to the client."""
 
     # ---------------------------------------------------------------- requests of EngineClients
 
     def submit_requests(self, client: str, requests: Sequence[Request]) -> None:
-        """Queue requests; `collect_outputs` of the same client returns their outputs. Never raises: an error is an
-        output, too."""
+        """Queue requests; `collect_outputs` of the same client returns their results, also errors. Never raises."""
         if self._closed:
             return  # `collect_outputs` reports it
         try:
@@ -111,18 +112,18 @@ class EngineHost(LoopHost):
             with self._changed:
                 self._futures |= {request.id: future for request, future in zip(requests, futures, strict=True)}
                 for request in requests:
-                    known = len(request.resume_from.token_ids) if request.resume_from else 0
-                    self._reported[client][request.id] = known
-                late = self._closed
+                    resumed_tokens = len(request.resume_from.token_ids) if request.resume_from else 0
+                    self._reported[client][request.id] = resumed_tokens
+                closed_meanwhile = self._closed
             for request, future in zip(requests, futures, strict=True):
                 future.add_done_callback(partial(self._on_request_done, client, request.id))
-            if late:
+            if closed_meanwhile:
                 self.abort_requests(request.id for request in requests)
 
     def collect_outputs(self, client: str, timeout: float, with_partials: bool = False) -> CollectedOutputs:
-        """Return outputs finished for this client since its last call; block up to `timeout` seconds for the first.
+        """Return results of this client's requests since its last call; block up to `timeout` seconds for the first.
 
-        Called by one thread of a client at a time.
+        Called by one thread per client at a time.
         """
         with self._changed:
             self._client_changed(client).wait_for(lambda: self._closed or bool(self._outputs.get(client)), timeout)
@@ -132,15 +133,15 @@ class EngineHost(LoopHost):
             return CollectedOutputs(outputs, len(self._futures), pulses(), self._closed, standing_helper(), partials)
 
     def current_outputs(self, ids: Sequence[str]) -> dict[str, Output]:
-        """Whole outputs so far of these requests, where they have tokens. Generation goes on."""
+        """Return the outputs so far of those of these requests that have tokens. Generation continues."""
         return self._since(dict.fromkeys(ids, 0))
 
     def abort_requests(self, ids: Iterable[str]) -> None:
-        """End these requests at the next token."""
+        """Abort these requests at the next token."""
         self._rollout.abort(list(ids))
 
     def abort_clients(self) -> None:
-        """Abort the requests of all clients: their processes are gone."""
+        """Abort the requests of all clients, whose processes have ended."""
         with self._changed:
             ids = [request_id for requests in self._reported.values() for request_id in requests]
             self._reported.clear()
@@ -180,7 +181,7 @@ class EngineHost(LoopHost):
             self._client_changed(client).notify_all()
 
     def _client_changed(self, client: str) -> threading.Condition:
-        """A condition of its own for each client, with the host's lock: an output wakes only the client it is for."""
+        """One condition per client, with the host's lock: an output wakes only its own client."""
         if client not in self._conditions:
             self._conditions[client] = threading.Condition(self._lock)
         return self._conditions[client]
@@ -196,7 +197,7 @@ class EngineHost(LoopHost):
                 raise
             if len(tasks) == 1:
                 self._on_finished(job, tasks[0], error)
-            else:  # like an agent's, an invalid row fails alone
+            else:  # only the invalid row fails, as with agent loops
                 for task in tasks:
                     self._begin(job, [task])
             return
@@ -213,7 +214,8 @@ class EngineHost(LoopHost):
         self._abort(late)  # cancelled before there was a request to abort
 
     def _request(self, job: RolloutJob, task: RolloutTask) -> Request | None:
-        """The request of a row; None: there is no room for an answer, which is finished."""
+        """The request of a row. None if the prompt leaves no room in the context: the row then finishes with an empty
+        response."""
         limit = task.limit
         if job.by_agents:
             limit = min(limit, self._config.max_model_len - len(task.trajectory.rows[0].prompt_ids))
@@ -281,7 +283,7 @@ class EngineHost(LoopHost):
     def _since(self, positions: Mapping[str, int]) -> dict[str, Output]:
         try:
             pieces = self._rollout.since(positions)
-        except EngineDiedError:  # its requests fail with the same error
+        except EngineDiedError:  # the engine's requests fail with this error: it is reported there
             return {}
         return {name: replace(piece, raw_log_probs=[]) for name, piece in pieces.items()}
 
@@ -289,22 +291,23 @@ class EngineHost(LoopHost):
 
     @property
     def failed(self) -> bool:
-        """The engine failed requests or rows."""
+        """Whether the engine has failed."""
         return self._error is not None
 
     def require_sound(self) -> None:
+        """Raise the engine's error, if it has failed."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """End all jobs and requests; raise the error that failed the engine, if there is one."""
+        """End all jobs and requests; raise the engine's error, if it has failed."""
         super().close()
         with self._changed:
             for condition in self._conditions.values():
                 condition.notify_all()
-            left = dict(self._futures)
-        self._rollout.abort(left)
-        wait(left.values())
+            unfinished = dict(self._futures)
+        self._rollout.abort(unfinished)
+        wait(unfinished.values())
         self.require_sound()
 
     def _fail_with(self, error: BaseException) -> None:
@@ -314,7 +317,7 @@ class EngineHost(LoopHost):
 
 
 def _packed_turn(output: Output) -> Turn:
-    """The turn of an output, with arrays: each list is converted once."""
+    """The turn of an output, with lists converted to arrays once, not once per use."""
     turn = Turn.sampled(output)
     turn.token_ids = np.asarray(output.token_ids, np.int32)
     versions = output.versions
@@ -324,7 +327,7 @@ def _packed_turn(output: Output) -> Turn:
 
 
 def _agent_metrics(output: Output, seconds: float) -> dict[str, Any]:
-    """Column `agent_metrics` of a single-turn row, with the names that agent loops report."""
+    """Column `agent_metrics` of a single-turn row, with the same keys as that of agent loops."""
     return {
         "generate_s": seconds,
         "tool_s": 0.0,
@@ -339,9 +342,9 @@ def _agent_metrics(output: Output, seconds: float) -> dict[str, Any]:
 
 
 def _with_keys(error: ValueError) -> str:
-    """The message with the user's configuration keys for the engine's fields."""
+    """The error message, with configuration keys in place of the engine's field names."""
     try:
         with keys_under("actor_rollout_ref.rollout", RolloutConfig):
             raise error
-    except ValueError as spelled:
-        return str(spelled)
+    except ValueError as error_with_keys:
+        return str(error_with_keys)

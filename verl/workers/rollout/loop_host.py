@@ -1,8 +1,8 @@
-"""LoopHost: executes rollout jobs in this process. Rows come in by `submit`, finished trajectories leave by `collect`.
+"""LoopHost: executes rollout jobs in this process: `submit` takes rows, `collect` returns finished trajectories.
 
-A job is a set of rows with its own sampling parameters. Several jobs can run at the same time: validation beside a
-stream of training rows. `EngineHost` generates single-turn rows with the engine of its process; `verl.agent.host`
-runs agent loops.
+A job is a set of rows with its own sampling parameters. Several jobs can run concurrently, for example validation and a
+stream of training rows. Subclasses: `EngineHost` generates single-turn rows with the engine of its process, `AgentHost`
+(`verl.agent.host`) runs agent loops.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from verl.workers.rollout.prompts import answer_limits, new_request_id, sampling
 
 __all__ = ["LoopHost", "RolloutJob", "RolloutTask"]
 
-# After the first trajectory has finished, `collect` waits this long for others, to report them together: longer where
-# packing takes longer, so that it takes at most a tenth of the time, which engine and event loop need, too.
-_COALESCE_S, _MOST_COALESCE_S = 0.02, 0.25
+# After the first trajectory has finished, `collect` waits this long for others, to report them together. The wait grows
+# with the packing time, up to the maximum, so that packing takes at most this share of the thread's time: engine and
+# event loop share its CPU.
+_COALESCE_S, _MAX_COALESCE_S = 0.02, 0.25
 _PACKING_SHARE = 0.1
 # Name of the job of `generate_batch`.
 _BATCH = "batch"
@@ -48,9 +49,9 @@ class RolloutTask:
     """One row to generate."""
 
     trajectory: Trajectory
-    """Its prompt, without turns."""
+    """The prompt; turns are added when it has finished."""
     step: int
-    """The training step whose sampling noise it gets."""
+    """The training step that its sampling noise depends on."""
     limit: int
     """Maximum number of response tokens of a context."""
     sampled: bool
@@ -60,12 +61,12 @@ class RolloutTask:
     partial: Output | None = None
     """An earlier partial output of its first model call, to resume from."""
     reported: int = 0
-    """Tokens of the first model call that the manager knows."""
+    """Number of tokens of the first model call that were reported to the manager."""
     cancelled: bool = False
     result: Any = None
-    """Set when it has finished; `LoopHost._finished_trajectory` converts it."""
+    """Set when the task has finished; `LoopHost._finished_trajectory` converts it to a trajectory."""
     key: str = ""
-    """Unique in its job; the trajectory's name unless the caller's batch has rows with equal names."""
+    """Unique in its job: the trajectory's name, or the row number in `generate_batch`, whose names may repeat."""
 
     @property
     def name(self) -> str:
@@ -83,15 +84,16 @@ class RolloutJob:
         self.name, self.meta, self.params, self.seed = name, meta, params, seed
         self.pad_token_id = pad if meta.get("pad_token_id") is None else int(meta["pad_token_id"])
         self.by_agents = bool(meta.get("agent_columns"))
-        """Rows have the columns of agents (`num_turns`, `agent_metrics`, …), also those of single-turn answers."""
+        """All rows have the columns of agents (`num_turns`, `agent_metrics`, …), including single-turn rows."""
         self.unfinished: dict[str, RolloutTask] = {}
         self.finished: list[RolloutTask] = []
         self.prompt_width = 0
         self._variants: dict[tuple[bool, int], SamplingParams] = {}
-        """Parameters of rows by (sampled, limit), without noise key."""
+        """Parameters of rows by (sampled, limit), without the noise key."""
 
     def tasks(self, rows: DataProto, partials: Mapping[str, Output], with_columns: bool) -> list[RolloutTask]:
-        """The tasks of these rows; ValueError for a row with invalid columns. `with_columns`: for agent loops."""
+        """The tasks of these rows; ValueError for a row with invalid columns. `with_columns`: tasks get the object
+        columns, for agent loops."""
         trajectories = trajectories_from_prompts(rows)
         limits = answer_limits(rows, trajectories, self.params.max_new_tokens)
         columns, step = rows.non_tensor_batch, int(rows.meta_info.get("step", self.meta.get("step", 0)))
@@ -108,8 +110,8 @@ class RolloutJob:
         return tasks
 
     def request(self, task: RolloutTask, limit: int) -> Request:
-        """The request of a task's first model call, of at most `limit` tokens. Its sampling noise depends on the seed,
-        the step, the uid and the sample index."""
+        """The request of a task's first model call, of at most `limit` tokens. Its sampling noise depends on seed,
+        step, uid and sample index."""
         uid, variant = task.trajectory.uid, (task.sampled, limit)
         if variant not in self._variants:
             minimum = self.params.min_new_tokens
@@ -129,7 +131,7 @@ class RolloutJob:
             pad_token_id=self.pad_token_id,
             prompt_length=max(longest, self.prompt_width),
             response_length=self.params.max_new_tokens if self.meta.get("pad_to_max") else None,
-            # Validation rows are not trained on, and their sampling parameters differ from training's.
+            # Validation rows are not trained on, and have other sampling parameters.
             with_drawn=self.params.reshaped and not validate,
             with_experts=not validate,
             no_experts=no_experts,
@@ -137,10 +139,10 @@ class RolloutJob:
 
 
 class LoopHost(ABC):
-    """From the opening of generation to its end. All methods are thread-safe."""
+    """Base class of hosts. A host exists while generation is open. All methods are thread-safe."""
 
     thread_name = "rollout"
-    """Name of the thread that generates, for hang diagnosis."""
+    """Name of the generating thread, for hang diagnosis."""
     passes_columns = False
     """Whether tasks get the object columns of their rows."""
 
@@ -151,7 +153,8 @@ class LoopHost(ABC):
         pad_token_id: int,
         no_experts: Callable[[], np.ndarray | None] = lambda: None,
     ) -> None:
-        """`no_experts()` is [0, layers, k] if rows always have the column `routed_experts`, else None."""
+        """`no_experts()` returns an empty array [0, layers, k] if rows always have the column `routed_experts`, else
+        None."""
         self.id = uuid.uuid4().hex
         self._config, self._end_token_ids, self._pad_token_id = config, frozenset(end_token_ids), pad_token_id
         self._no_experts = functools.cache(no_experts)
@@ -165,52 +168,53 @@ class LoopHost(ABC):
         self._last_job: RolloutJob | None = None
         """Whose trajectories were collected last."""
         self._busy_since: float | None = None
-        """When the host last got rows while it had none; None: it never had any."""
+        """Time at which the host last received rows while it was idle; None: it never had rows."""
         self._next_partials = time.monotonic() + _PARTIALS_S
 
     # ---------------------------------------------------------------- control calls
 
     def start(self, job: str, meta: Mapping[str, Any], **overrides: Any) -> None:
-        """Open a job. `meta` is `meta_info` of a generation: seed, step, validate, end tokens, sampling parameters."""
+        """Open a job. `meta`: `meta_info` of the generation (seed, step, validate, end tokens, sampling parameters)."""
         params = sampling_params(self._config, meta, self._end_token_ids, **overrides)
         seed = self._config.seed if meta.get("seed") is None else int(meta["seed"])
         with self._changed:
             self._jobs[job] = RolloutJob(job, meta, params, seed, self._pad_token_id)
 
     def submit(self, job: str, rows: DataProto, partials: Mapping[str, Output] | None = None) -> None:
-        """Start to generate these rows, some of them from partial outputs (by trajectory).
+        """Start to generate these rows. `partials`: outputs to resume from, by trajectory name.
 
-        Ignored if this host does not have the job: it has ended, or its rows were meant for an earlier host of this
-        process, whose loss the manager is about to handle.
+        Ignored if the host does not have this job: either it has ended, or the call was meant for an earlier host of
+        this process, whose loss the manager will handle. ValueError, and no row runs, if a row is invalid.
         """
-        known = self._jobs.get(job)
-        if known is None:
+        open_job = self._jobs.get(job)
+        if open_job is None:
             return
-        tasks = known.tasks(rows, partials or {}, self.passes_columns)
+        tasks = open_job.tasks(rows, partials or {}, self.passes_columns)
         with self._changed:
             if self._closed:
                 return
             if self._busy_since is None:
                 add_work(self._work)
-            if not any(each.unfinished for each in self._jobs.values()):
+            if not any(running.unfinished for running in self._jobs.values()):
                 self._busy_since = time.monotonic()
-            known.unfinished |= {task.key: task for task in tasks}
+            open_job.unfinished |= {task.key: task for task in tasks}
         try:
-            self._begin(known, tasks)
+            self._begin(open_job, tasks)
         except ValueError:  # a row that can never be generated
             self.cancel(job, [task.name for task in tasks])
             raise
 
     def collect(self, host_id: str, timeout: float, with_partials: bool) -> tuple[HostReply, DataProto | None]:
-        """Return trajectories finished since the last call, of one job; block up to `timeout` seconds for the first.
+        """Return trajectories of one job that finished since the last call, and the tensor columns of their rows; block
+        up to `timeout` seconds for the first trajectory.
 
-        Called by one thread at a time. `host_id`: a call that was meant for an earlier host of this process gets
-        nothing. `with_partials`: also report tokens of unfinished trajectories, every few seconds.
+        Called by one thread at a time. If `host_id` is that of an earlier host of this process, the reply is empty and
+        `closed`. `with_partials`: also report new tokens of unfinished trajectories, every `_PARTIALS_S` seconds.
         """
         with self._changed:
-            self._changed.wait_for(lambda: host_id != self.id or self._has_news(), timeout)
+            self._changed.wait_for(lambda: host_id != self.id or self._has_report(), timeout)
             if self._finished_job() is not None:
-                self._changed.wait_for(lambda: host_id != self.id or self._nothing_left(), self._coalesce_s)
+                self._changed.wait_for(lambda: host_id != self.id or self._all_finished(), self._coalesce_s)
             if host_id != self.id:
                 return HostReply(host_id, closed=True), None
             job = self._finished_job()
@@ -221,7 +225,7 @@ class LoopHost(ABC):
             lost, self._lost_replica = self._lost_replica, None
         partials: dict[str, dict[str, Output]] = {}
         if with_partials and time.monotonic() >= self._next_partials:
-            partials = {name: self._new_partials(each) for name, each in list(self._jobs.items())}
+            partials = {name: self._new_partials(running) for name, running in list(self._jobs.items())}
             self._next_partials = time.monotonic() + _PARTIALS_S
         reply = HostReply(
             self.id,
@@ -238,30 +242,30 @@ class LoopHost(ABC):
         rows = job.pack(trajectories, self._no_experts())
         objects = rows.pop(non_tensor_batch_keys=list(rows.non_tensor_batch)).non_tensor_batch
         packing_s = time.monotonic() - started
-        self._coalesce_s = min(_MOST_COALESCE_S, max(_COALESCE_S, packing_s / _PACKING_SHARE))
+        self._coalesce_s = min(_MAX_COALESCE_S, max(_COALESCE_S, packing_s / _PACKING_SHARE))
         return replace(reply, job=job.name, headers=Headers.of(trajectories), objects=objects), rows
 
     def cancel(self, job: str, names: Iterable[str]) -> None:
         """Cancel these trajectories and discard their results. Tool clean-up runs in the background."""
         with self._changed:
-            known = self._jobs.get(job)
-            if known is None:
+            open_job = self._jobs.get(job)
+            if open_job is None:
                 return
-            tasks = [task for name in names if (task := known.unfinished.pop(name, None)) is not None]
+            tasks = [task for name in names if (task := open_job.unfinished.pop(name, None)) is not None]
             for task in tasks:
                 task.cancelled = True
         self._abort(tasks)
 
     def partials(self, job: str) -> dict[str, Output]:
-        """The current output of the first model call of each unfinished trajectory, to resume from. Generation goes
-        on."""
-        known = self._jobs.get(job)
-        return {} if known is None else self._current_outputs(known)
+        """Return the current output of every unfinished trajectory in its first model call, to resume from. Generation
+        continues."""
+        open_job = self._jobs.get(job)
+        return {} if open_job is None else self._current_outputs(open_job)
 
     def finish(self, job: str) -> None:
         """End a job; its unfinished rows are cancelled."""
-        if (known := self._jobs.get(job)) is not None:
-            self.cancel(job, list(known.unfinished))
+        if (open_job := self._jobs.get(job)) is not None:
+            self.cancel(job, list(open_job.unfinished))
             with self._changed:
                 self._jobs.pop(job, None)
 
@@ -286,18 +290,18 @@ class LoopHost(ABC):
     # ---------------------------------------------------------------- one batch, in the caller's thread
 
     def generate_batch(self, prompts: DataProto, overrides: Mapping[str, Any] | None = None) -> DataProto:
-        """Generate all rows and return them in order. Nothing else may use this host."""
+        """Generate all rows and return them in order. The host must not be used for anything else meanwhile."""
         job, tasks = self._start_batch(prompts, overrides or {})
         expect(len(tasks))
         try:
             for _ in self._as_finished(job, len(tasks)):
                 tick()
         finally:
-            self.cancel(job.name, list(job.unfinished))  # if a row fails the call, the others must not go on
+            self.cancel(job.name, list(job.unfinished))  # after an error, stop the other rows
         return self._batch_rows(job, tasks, prompts)
 
     def stream_batch(self, prompts: DataProto, overrides: Mapping[str, Any]) -> Iterator[tuple[int, DataProto]]:
-        """(row, its sample as a batch of one) as each is finished. Closing the iterator aborts what is left."""
+        """Yield (row number, batch of one row) as rows finish. Closing the iterator cancels unfinished rows."""
         job, tasks = self._start_batch(prompts, overrides)
         return self._streamed(job, tasks, prompts)
 
@@ -324,9 +328,10 @@ class LoopHost(ABC):
         return job, tasks
 
     def _as_finished(self, job: RolloutJob, count: int) -> Iterator[RolloutTask]:
+        """Yield `count` tasks as they finish; raises if the engine fails or the host is closed."""
         while count:
             with self._changed:
-                self._changed.wait_for(self._has_news)
+                self._changed.wait_for(self._has_report)
                 self.require_sound()
                 if self._closed:
                     raise CallCancelled("the rollout host was closed")
@@ -335,9 +340,9 @@ class LoopHost(ABC):
             yield from finished
 
     def _batch_rows(self, job: RolloutJob, tasks: Sequence[RolloutTask], prompts: DataProto) -> DataProto:
-        """Training rows of finished tasks. `uid` and `sample_index` are the caller's already."""
+        """Training rows of finished tasks, without `uid` and `sample_index`, which the caller has."""
         rows = job.pack([self._finished_trajectory(job, task) for task in tasks], self._no_experts())
-        # Without names from the caller, another rank may give the same ones.
+        # Names that the caller did not give are not unique among ranks.
         named = {"uid", "sample_index"} <= prompts.non_tensor_batch.keys()
         rows.pop(non_tensor_batch_keys=["uid", "sample_index", *([] if named else ["trajectory"])])
         return rows
@@ -345,7 +350,7 @@ class LoopHost(ABC):
     # ---------------------------------------------------------------- for subclasses
 
     def require_sound(self) -> None:
-        """Raise the error because of which rows cannot be finished, if there is one."""
+        """Raise the error that prevents rows from finishing, if there is one."""
         if self._failure is not None or self._lost_replica is not None:
             raise EngineLostError(self._failure or self._lost_replica)
 
@@ -355,7 +360,7 @@ class LoopHost(ABC):
 
     @abstractmethod
     def _begin(self, job: RolloutJob, tasks: Sequence[RolloutTask]) -> None:
-        """Start these tasks; each ends with `_on_finished`, unless it is cancelled or the host fails."""
+        """Start these tasks; each ends with a call of `_on_finished`, unless it is cancelled or the host fails."""
 
     @abstractmethod
     def _abort(self, tasks: Sequence[RolloutTask]) -> None:
@@ -374,13 +379,13 @@ class LoopHost(ABC):
         """Whole outputs so far that can be resumed, by trajectory."""
 
     def _on_finished(self, job: RolloutJob, task: RolloutTask, result: Any) -> None:
-        """Called by the engine's thread or the event loop: only stores the result."""
+        """Store the result of a task. Called by the engine's thread or the event loop, so it does no other work."""
         with self._changed:
             if task.cancelled or job.unfinished.pop(task.key, None) is None:
                 return
             task.result = result
             job.finished.append(task)
-            if len(job.finished) == 1 or not job.unfinished:  # else the collector is awake, or waits for more
+            if len(job.finished) == 1 or not job.unfinished:  # otherwise the collector is already coalescing
                 self._changed.notify_all()
 
     def _fail(self, why: str) -> None:
@@ -401,9 +406,11 @@ class LoopHost(ABC):
         jobs = [job for job in self._jobs.values() if job.finished]
         return next((job for job in jobs if job is not self._last_job), jobs[0] if jobs else None)
 
-    def _has_news(self) -> bool:
+    def _has_report(self) -> bool:
+        """Whether `collect` has something to return."""
         broken = self._failure is not None or self._lost_replica is not None
         return self._closed or broken or self._finished_job() is not None
 
-    def _nothing_left(self) -> bool:
+    def _all_finished(self) -> bool:
+        """Whether waiting for further trajectories is pointless."""
         return self._closed or not any(job.unfinished for job in self._jobs.values())

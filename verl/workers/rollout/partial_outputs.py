@@ -1,4 +1,4 @@
-"""Partial outputs of requests: joined from consecutive parts, cut, and prepared for `Request.resume_from`."""
+"""Partial outputs of requests: join consecutive parts, cut, and prepare them for `Request.resume_from`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["join_outputs", "join_parts", "output_since", "resumable", "unfinishe
 
 
 def join_outputs(first: Output | None, then: Output, prompt: int | None = None) -> Output:
-    """Join two consecutive parts of an output. `prompt`: the prompt's length if `first` begins the output."""
+    """Join two consecutive parts of an output. `prompt`: the prompt's length, if `first` is the beginning of the
+    output."""
     if first is None:
         return then
     joined = Output(first.token_ids + then.token_ids, first.log_probs + then.log_probs, first.versions + then.versions)
@@ -72,17 +73,17 @@ def output_since(output: Output, start: int, prompt: int) -> Output:
 
 
 def unfinished_part(output: Output, params: SamplingParams) -> Output:
-    """A current output as one to resume from: without its last token if that may be the end of the answer."""
+    """The part of a current output that can be resumed: without its last token if that may end the response."""
     ends = output.token_ids[-1] in params.ends or len(output.token_ids) >= params.max_new_tokens
     return resumable(output) if ends or params.stop or params.grammar is not None else output
 
 
 def resumable(output: Output) -> Output:
-    """A reported partial output without its last token, which is sampled again: it may have been the end, and a
+    """A reported partial output without its last token, which is sampled again: it may have ended the response, and a
     finished output cannot be resumed."""
-    part = slice(0, max(0, len(output.token_ids) - 1))
-    known = Output(output.token_ids[part], output.log_probs[part], output.versions[part])
-    known.sampled_log_probs = output.sampled_log_probs[part]
-    if output.routed_experts is not None and known.token_ids:
-        known.routed_experts = output.routed_experts[:-1]
-    return known
+    kept = slice(0, max(0, len(output.token_ids) - 1))
+    part = Output(output.token_ids[kept], output.log_probs[kept], output.versions[kept])
+    part.sampled_log_probs = output.sampled_log_probs[kept]
+    if output.routed_experts is not None and part.token_ids:
+        part.routed_experts = output.routed_experts[:-1]
+    return part
