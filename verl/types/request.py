@@ -1,4 +1,4 @@
-"""The engine's question and answer: one request, one output, in token ids. Plain data, no torch."""
+"""Request and Output of an inference engine, in token ids. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -9,42 +9,43 @@ from typing import Any
 __all__ = ["Output", "Request", "SamplingParams", "TokenOutput", "TopLogProbs", "check_request"]
 
 TopLogProbs = list[tuple[int, float]]
-"""(token, log-prob) of the likeliest tokens of one position, the likeliest first."""
+"""(token, log-prob) of the most likely tokens at one position, in descending order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one answer is sampled, and when it ends."""
+    """Parameters of the sampling of one response, and of its end."""
 
     key: int = 0
     """Noise key of this sample (`counter_noise.sample_keys`)."""
     temperature: float = 1.0
-    """0 is greedy; log-probs are then reported at temperature 1."""
+    """0: greedy; log-probs are then reported at temperature 1."""
     top_k: int = -1
     top_p: float = 1.0
     min_p: float = 0.0
     do_sample: bool = True
     max_new_tokens: int = 16
     min_new_tokens: int = 0
-    """Tokens that end an answer are not drawn before it has this many; stop strings do not end it before."""
+    """End tokens are not sampled, and stop strings are ignored, before the response has this many tokens."""
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     stop: tuple[str, ...] = ()
-    """Strings that end an answer, at the token that completes one of them."""
+    """Strings that end a response at the token that completes one of them."""
     ignore_eos: bool = False
     presence_penalty: float = 0.0
-    """Taken off the logit of every token that the answer has already; `frequency_penalty` as often as it has it."""
+    """Subtracted from the logits of tokens in the response; `frequency_penalty` is subtracted once per occurrence."""
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    """Logits of tokens in the prompt or the answer are divided by it if positive, multiplied if negative."""
+    """Logits of tokens in the prompt or the response are divided by it if positive, multiplied if negative."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
+    """(token, value that is added to its logit)."""
     grammar: str | None = None
-    """What the answer must be (`verl.inference.grammar`): other tokens are not drawn, and it ends when it is whole."""
+    """Grammar of the response (`verl.inference.grammar`): other tokens are not sampled, and the response ends when it
+    is complete."""
     top_log_probs: int = 0
-    """How many of the likeliest tokens are told beside each token."""
+    """Number of most likely tokens to report for each token."""
     prompt_log_probs: bool = False
-    """The prompt's tokens get log-probs too; it is then computed whole, not found in the prefix cache."""
+    """Also report log-probs of the prompt's tokens; the prefix cache is then not used for the prompt."""
 
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
@@ -73,10 +74,10 @@ class SamplingParams:
         )
 
     def with_key(self, key: int) -> SamplingParams:
-        """The same parameters with another noise key. Unlike `replace`, it does not check them again: a batch has
-        thousands."""
+        """A copy with another noise key. Faster than `replace`, since it does not validate the fields again: a batch
+        has thousands of copies."""
         copy = object.__new__(SamplingParams)
-        for name in _OTHER_THAN_KEY:
+        for name in _FIELDS_WITHOUT_KEY:
             object.__setattr__(copy, name, getattr(self, name))
         object.__setattr__(copy, "key", key)
         return copy
@@ -87,72 +88,74 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        """Some tokens are never drawn."""
+        """Whether some tokens are never sampled (top-k, top-p, min-p)."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def penalised(self) -> bool:
-        """Tokens that are there already change the logits."""
+        """Whether the logits depend on earlier tokens."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
     @property
     def reshaped(self) -> bool:
-        """What is drawn from is not the whole distribution at the temperature: cut off, greedy, penalised …"""
+        """Whether tokens are sampled from another distribution than the full one at the temperature (greedy,
+        truncated, penalised …)."""
         changed = self.truncated or self.min_new_tokens > 0 or self.penalised or bool(self.logit_bias)
         return self.greedy or changed or self.grammar is not None
 
     @property
     def ends(self) -> frozenset[int]:
-        """The tokens that end this answer."""
+        """The tokens that end the response."""
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_token_ids
 
 
-_OTHER_THAN_KEY = tuple(each.name for each in fields(SamplingParams) if each.name != "key")
+_FIELDS_WITHOUT_KEY = tuple(item.name for item in fields(SamplingParams) if item.name != "key")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One answer to be sampled."""
+    """A request for one response."""
 
     id: str
-    """Unique among the requests an engine is working on; what `abort` takes."""
+    """Unique among the unfinished requests of an engine; argument of `abort`."""
     prompt_ids: Sequence[int]
     params: SamplingParams
     group: str = ""
-    """The prompt this answers (uid): requests of one group share their prompt."""
+    """The uid of the prompt: requests of a group share their prompt."""
     resume_from: Output | None = None
-    """An earlier output of the same request; its tokens count as generated and are returned again, first."""
+    """A partial output of the same request. Its tokens count as generated; the new output begins with them."""
 
 
 @dataclass(slots=True)
 class Output:
-    """What was sampled: one log-prob and one weight version per token."""
+    """The sampled tokens, with one log-prob and one weight version per token."""
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    """Of the full distribution at the request's temperature: what training computes."""
+    """Under the full distribution at the request's temperature, as training computes them."""
     versions: list[int] = field(default_factory=list)
     finish_reason: str = "abort"
-    """stop (an end token, or the token that completes a stop string, which is the last one here), length, or abort;
-    an aborted output can be resumed from."""
+    """`stop`: the last token is an end token or completes a stop string. `length`: the token limit was reached.
+    `abort`: incomplete; it can be resumed."""
     raw_log_probs: list[float] = field(default_factory=list)
-    """At temperature 1, nothing cut off; empty from engines that do not know it."""
+    """At temperature 1, without truncation; empty if the engine does not report them."""
     sampled_log_probs: list[float] = field(default_factory=list)
-    """Under the distribution really sampled from: temperature, penalties, top-k, top-p, min-p, bans. Empty if not
-    known."""
+    """Under the distribution that was sampled from, after temperature, penalties, top-k, top-p, min-p and bans. Empty
+    if unknown."""
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
-    """Per token, where asked for: the likeliest ones, at temperature 1."""
+    """If requested, for each token: the most likely tokens, at temperature 1."""
     prompt_log_probs: list[float] = field(default_factory=list)
-    """Where asked for: of the prompt's tokens from the second on, at temperature 1; likewise the likeliest ones."""
+    """If requested: of the prompt's tokens from the second on, at temperature 1."""
     prompt_top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    """If requested: the most likely tokens at the same positions."""
     cached_tokens: int = field(default=0, compare=False)
-    """Of the prompt, those whose KV was there already."""
+    """Number of prompt tokens whose KV was in the prefix cache."""
     preemptions: int = field(default=0, compare=False)
-    """How often its KV made room for others' and was computed again; only the native engine tells."""
+    """Number of times its KV was evicted and recomputed; only reported by the native engine."""
     routed_experts: Any = field(default=None, compare=False)
-    """[prompt and response tokens but the last, layers, k]: experts of a mixture that each token went through when the
-    token after it was sampled, as an array; None where the engine does not return them. Rows missing at the end
-    are unknown. A part of a streamed output holds the rows that its own tokens added."""
+    """Array [prompt and response tokens except the last, layers, k]: experts of each token in the forward pass that
+    sampled the next token; None if the engine does not return them. Missing rows at the end are unknown. A part of a
+    streamed output has the rows of its own tokens."""
 
 
 @dataclass(slots=True)
@@ -162,14 +165,15 @@ class TokenOutput:
     token_ids: list[int]
     log_probs: list[float] | None = None
     stop_reason: str | None = None
-    """completed or aborted; the tokens of an aborted request are those sampled before the abort."""
+    """`completed`, or `aborted`: the tokens are those sampled before the abort."""
     num_preempted: int = 0
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    """`versions`: version of the weights, one per token; `finish_reason`: stop, length or abort."""
+    """`versions`: weight versions, one per token; `finish_reason`: stop, length or abort."""
 
 
 def check_request(request: Request, max_model_len: int, grammars: bool = False) -> None:
-    """Raise ValueError for a request that no engine of this length can answer, if it has no `grammars` one with it."""
+    """Raise ValueError for a request that an engine with this `max_model_len` cannot execute. `grammars`: whether the
+    engine supports grammars."""
     if request.params.grammar is not None and not grammars:
         raise ValueError(f"request {request.id!r}: this engine knows no grammars. Leave it out, or use the native one.")
     if not request.prompt_ids:

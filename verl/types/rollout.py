@@ -1,4 +1,4 @@
-"""What a rollout host reports to the rollout manager. Plain data, no torch."""
+"""Replies of a rollout host (`LoopHost`) to the RolloutManager. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Headers", "HostReply"]
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """Finished trajectories without their large columns; one entry per trajectory in each field."""
+    """Finished trajectories without their rows. Fields have one entry per trajectory, unless stated otherwise."""
 
     names: list[str]
     """`Trajectory.name`: uid and sample index."""
@@ -23,15 +23,16 @@ class Headers:
     sample_indices: np.ndarray
     statuses: list[Status]
     scores: list[float | None]
-    """Scores that agents gave; None: not scored."""
+    """Scores set by agents; None: not scored."""
     row_counts: np.ndarray
-    """Rows of each trajectory in the batch of rows that comes with the headers; they stand together, in order."""
+    """Number of rows of each trajectory in the batch that accompanies the headers, where they are adjacent and in the
+    order of the headers."""
     versions: list[tuple[int, ...]]
     """Versions of the weights that sampled tokens of the trajectory, ascending."""
     tokens: np.ndarray
-    """int32: response tokens of each trajectory's last row, one trajectory after the other."""
+    """int32, concatenated: response tokens of the last row of each trajectory."""
     token_offsets: np.ndarray
-    """[trajectories + 1]: where the tokens of each begin."""
+    """[trajectories + 1]: offsets of each trajectory in `tokens`."""
 
     def last_tokens(self, number: int) -> np.ndarray:
         """Response tokens of the last row of trajectory `number`."""
@@ -56,22 +57,23 @@ class Headers:
 
 @dataclass(frozen=True, slots=True)
 class HostReply:
-    """One reply of a host to `collect`; the tensor columns of the finished rows come beside it."""
+    """Reply of a host to `collect`. The tensor columns of finished rows are returned beside it."""
 
     host: str
-    """Id of the host: a process that was restarted has another one."""
+    """Id of the host; a restarted process has a host with another id."""
     job: str | None = None
-    """The job that the headers belong to; None: nothing finished."""
+    """The job of the headers; None: no trajectory finished."""
     headers: Headers | None = None
     objects: dict[str, np.ndarray] = field(default_factory=dict)
     """Object columns of the finished rows."""
     partials: dict[str, dict[str, Output]] = field(default_factory=dict)
     """By job and trajectory: tokens sampled since the last report, of trajectories in their first model call."""
     failure: str | None = None
-    """Why this host cannot finish its rows: its engine failed."""
+    """Error message of the engine's failure: this host cannot finish its rows."""
     lost_replica: str | None = None
-    """Why an engine replica was lost, reported once; its requests wait for `renew_replicas`."""
+    """From an AgentHost, once per loss: error message of a lost engine replica. Its requests resume on another replica,
+    or wait for `AgentHost.renew_replicas`."""
     closed: bool = False
-    """The host was closed: no further replies have content."""
+    """The host is closed: later replies are empty."""
     pulses: int = 0
-    """A number that changes as long as the host's process makes progress."""
+    """Progress counter of the host's process: it changes as long as there is progress."""

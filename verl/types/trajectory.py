@@ -1,4 +1,4 @@
-"""Trajectory: what an answer is, whoever made it: an engine in one turn, or an agent in many. Plain data, no torch."""
+"""Trajectory: one response to a prompt, from an engine (one turn) or an agent (several turns). Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ Status: TypeAlias = Literal["finished", "aborted", "failed"]
 
 @dataclass(slots=True)
 class Turn:
-    """Tokens that stand together in a row and come from one source. Only a model's have log-probs and versions."""
+    """Consecutive tokens of a row from one source. Only turns of the model have log-probs and versions."""
 
     source: Literal["model", "environment"]
     token_ids: TokenIds
     log_probs: Sequence[float] | np.ndarray | None = None
-    """One per token, of the full distribution at the temperature; NaN where it is not known. None: all of them."""
+    """One per token, under the full distribution at the temperature; NaN: unknown. None: all unknown."""
     versions: Sequence[int] | np.ndarray | None = None
-    """Of the weights that sampled each token; -1 where it is not known. None: all of them."""
+    """Version of the weights that sampled each token; -1: unknown. None: all unknown."""
     finish_reason: str | None = None
-    """What ended a model's turn: stop, length (it was cut) or abort."""
+    """Finish reason of a model's turn: stop, length (truncated) or abort."""
     reward: float | None = None
-    """What this turn earned by itself, besides the trajectory's score."""
+    """Reward of this turn, in addition to the trajectory's score."""
     routed_experts: Any = None
-    """[tokens, layers, k]: experts that the tokens of the row went through when the token after each was sampled, from
-    the row's first token up to this turn's last."""
+    """[tokens, layers, k]: experts of each token in the forward pass that sampled the next token, from the first token
+    of the row up to the last of this turn."""
     drawn_log_probs: Sequence[float] | np.ndarray | None = None
-    """Under the distribution really drawn from; 0 where it was greedy."""
+    """One per token, under the distribution that was sampled from, after truncation and penalties; 0 if greedy."""
     name: str | None = None
-    """Who of the environment speaks: the tools that answer, a simulated user. For people."""
+    """Display name of the source in the environment: tools, or a simulated user."""
 
     def __post_init__(self) -> None:
         for name in ("log_probs", "versions", "drawn_log_probs"):
@@ -48,7 +48,7 @@ class Turn:
 
     @classmethod
     def sampled(cls, output: Output) -> Turn:
-        """The model's turn that is an engine's answer."""
+        """The model turn of an engine's output."""
         return cls(
             "model",
             output.token_ids,
@@ -69,54 +69,54 @@ def _distinct(versions: Sequence[int] | np.ndarray) -> set[int]:
 
 @dataclass(slots=True)
 class Row:
-    """One context: a prompt and the turns that were appended to it, none of them changed later."""
+    """One context: a prompt and the turns appended to it. Turns are never changed: a rewritten context is a new row."""
 
     prompt_ids: TokenIds
     turns: list[Turn]
     messages: list[dict[str, Any]] | None = None
-    """The row as messages, up to the model's last answer; None unless a reward model scores the run."""
+    """The row as chat messages, up to the model's last response; None unless a reward model scores the run."""
 
     @property
     def response_length(self) -> int:
-        """Tokens of all turns."""
+        """Number of tokens of all turns."""
         return sum(len(turn.token_ids) for turn in self.turns)
 
     @property
     def finish_reason(self) -> str | None:
-        """Of the last model turn."""
+        """Finish reason of the last model turn."""
         return next((turn.finish_reason for turn in reversed(self.turns) if turn.source == "model"), None)
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """One answer to a prompt. It has several rows when its context was rewritten on the way."""
+    """One response to a prompt. It has several rows if an agent rewrote its context."""
 
     uid: str
-    """The prompt it answers."""
+    """Id of the prompt."""
     sample_index: int
-    """Which of that prompt's answers."""
+    """Number among the responses to the prompt."""
     rows: list[Row]
     status: Status = "finished"
-    """Aborted ones can be gone on with. Only finished ones are learned from."""
+    """Aborted trajectories can be resumed. Only finished ones are trained on."""
     score: float | None = None
     """None: not scored yet."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What an agent says of it: `num_turns`, `agent_metrics`, and names of its own."""
+    """Fields set by agents: `num_turns`, `agent_metrics`, and `extra_fields` of their outputs."""
 
     @property
     def name(self) -> str:
-        """Unique within a batch: what the column `trajectory` holds."""
+        """Unique within a batch: the value of the column `trajectory`."""
         return f"{self.uid}/{self.sample_index}"
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Versions of the weights that sampled its tokens, ascending; unknown ones (-1) are left out."""
+        """Versions of the weights that sampled its tokens, ascending, without unknown ones (-1)."""
         turns = (turn for row in self.rows for turn in row.turns if turn.source == "model")
         sets = (_distinct(turn.versions) for turn in turns if turn.versions is not None)
         return tuple(sorted(version for version in set().union(*sets) if version >= 0))
 
     @property
     def last_tokens(self) -> np.ndarray:
-        """Of its last row's response: what a score is given for."""
+        """Response tokens of the last row: the input of reward functions."""
         turns = self.rows[-1].turns
         return np.concatenate([np.empty(0, np.int32), *(np.asarray(turn.token_ids, np.int32) for turn in turns)])
