@@ -1,4 +1,4 @@
-"""AgentHost: a LoopHost that runs agent loops, many at a time in one event loop; each trajectory fails on its own."""
+"""AgentHost: a LoopHost that runs agent loops concurrently in one event loop. An error fails only its trajectory."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Interval of progress reports.
 _PULSE_S = 1.0
-# A trajectory may wait for a tool this long before hang detection counts it.
+# While trajectories run tools, the host reports progress for this long after the last change: a hang is reported later.
 _TOOL_WAIT_S = 3600.0
 
 
 class LoopContext(Protocol):
-    """What all trajectories of a loop worker share."""
+    """Objects shared by all trajectories of a loop worker."""
 
     config: PPOConfig
     rollout_config: RolloutConfig
@@ -54,11 +55,11 @@ class LoopContext(Protocol):
     def rank(self) -> int: ...
 
     def loop_class(self, name: str) -> tuple[type[AgentLoopBase], Mapping[str, Any]]:
-        """The class of a loop and its own keywords."""
+        """The class of a loop and the keywords of its configuration entry."""
 
 
 class AgentHost(LoopHost):
-    """Rows become trajectories by coroutines that generate through an EngineClient."""
+    """Runs one coroutine per row, which generates with a shared EngineClient."""
 
     thread_name, passes_columns = "agent-loops", True
 
@@ -69,7 +70,7 @@ class AgentHost(LoopHost):
         loop: asyncio.AbstractEventLoop,
         no_experts: Callable[[], np.ndarray | None] = lambda: None,
     ) -> None:
-        """`loop` runs in another thread."""
+        """`replicas`: the leading rank of each engine replica. `loop`: an event loop that runs in another thread."""
         rollout, ends = context.rollout_config, context.end_tokens
         super().__init__(rollout, ends.ids, context.tokenizer.pad_token_id, no_experts)
         self._context, self._loop = context, loop
@@ -106,7 +107,7 @@ class AgentHost(LoopHost):
         self._client.renew(replicas)
 
     def interrupt(self) -> None:
-        """End all jobs as `close` does, without waiting for the clean-up of tools."""
+        """End all jobs like `close`, but do not wait for the clean-up of tools."""
         super().close()
 
     def close(self) -> None:
@@ -127,20 +128,20 @@ class AgentHost(LoopHost):
     def _begin(self, job: RolloutJob, tasks: Sequence[RolloutTask]) -> None:
         names = {self._agent_name(task) for task in tasks}
         for name in sorted(names):
-            self._context.loop_class(name)  # an unknown loop is an error of the call
+            self._context.loop_class(name)  # raises for an unknown loop
         self._run(self._create(job, tasks))
 
     async def _create(self, job: RolloutJob, tasks: Sequence[RolloutTask]) -> None:
         for task in tasks:
             if not (self._closed or task.cancelled):
                 running = self._running[task] = asyncio.create_task(self._trajectory(job, task))
-                running.add_done_callback(partial(self._forget, task))
+                running.add_done_callback(partial(self._on_done, task))
 
-    def _forget(self, task: RolloutTask, running: asyncio.Task[None]) -> None:
+    def _on_done(self, task: RolloutTask, running: asyncio.Task[None]) -> None:
         self._running.pop(task)
         self._records.pop(task, None)
         if not running.cancelled():
-            running.exception()  # of a cancelled trajectory: marks it as retrieved
+            running.exception()  # marks the exception as retrieved: asyncio would log it otherwise
 
     def _abort(self, tasks: Sequence[RolloutTask]) -> None:
         if tasks:
@@ -152,8 +153,9 @@ class AgentHost(LoopHost):
                 running.cancel()
 
     async def _trajectory(self, job: RolloutJob, task: RolloutTask) -> None:
-        context, begun = self._context, task.trajectory
-        record = self._records[task] = Record.of(job.seed, task.step, begun.uid, begun.sample_index)
+        """Run the agent loop of a task and report its trajectory; if the loop fails, a failed trajectory."""
+        context, row = self._context, task.trajectory
+        record = self._records[task] = Record.of(job.seed, task.step, row.uid, row.sample_index)
         record.most, record.params, record.prompt_ids = task.limit, job.params, task.prompt_ids
         if task.partial is not None:
             record.note(task.prompt_ids, task.partial)
@@ -173,10 +175,10 @@ class AgentHost(LoopHost):
                         **keywords,
                     )
                     outputs = await agent.run(_loop_params(job, task), **_loop_columns(job, task))
-                most = Limits(task.limit, context.rollout_config.max_model_len)
-                trajectory = trajectory_of(outputs, record, begun.uid, begun.sample_index, most)
+                limits = Limits(task.limit, context.rollout_config.max_model_len)
+                trajectory = trajectory_of(outputs, record, row.uid, row.sample_index, limits)
                 self._set_messages(trajectory, task, record)
-            except (Exception, asyncio.CancelledError) as error:  # fails its own trajectory, and is counted
+            except (Exception, asyncio.CancelledError) as error:  # fails only this trajectory; counted in metrics
                 if self._closed or task.cancelled:
                     raise
                 trajectory = self._failed(job, task, record, error)
@@ -208,10 +210,8 @@ class AgentHost(LoopHost):
         if not self._failures[kind]:
             logger.warning("agent loop of trajectory %s failed: %s", task.name, kind, exc_info=error)
         self._failures[kind] += 1
-        begun = task.trajectory
-        return failed_trajectory(
-            error, record, begun.uid, begun.sample_index, task.prompt_ids, job.params.max_new_tokens
-        )
+        row = task.trajectory
+        return failed_trajectory(error, record, row.uid, row.sample_index, task.prompt_ids, job.params.max_new_tokens)
 
     # ---------------------------------------------------------------- partial outputs
 
@@ -235,20 +235,20 @@ class AgentHost(LoopHost):
         return self._client.first_outputs(records)
 
     def _first_calls(self, job: RolloutJob) -> dict[Record, RolloutTask]:
-        """Trajectories that have no complete model call yet."""
+        """Records and tasks of trajectories without a finished model call."""
         with self._changed:
             tasks = list(job.unfinished.values())
         return {record: task for task in tasks if (record := self._records.get(task)) is not None and not record.calls}
 
     # ---------------------------------------------------------------- event loop
 
-    def _on_replica_lost(self, why: str) -> None:
+    def _on_replica_lost(self, reason: str) -> None:
         with self._changed:
-            self._lost_replica = self._lost_replica or why
+            self._lost_replica = self._lost_replica or reason
             self._changed.notify_all()
 
     async def _keep_pulsing(self) -> None:
-        """While a trajectory waits for something other than the model, this process is not hanging."""
+        """Report progress while a trajectory waits for something other than the model, for example a tool."""
         generating = -1
         while True:
             await asyncio.sleep(_PULSE_S)
@@ -262,7 +262,7 @@ class AgentHost(LoopHost):
 
 
 def _loop_params(job: RolloutJob, task: RolloutTask) -> dict[str, Any]:
-    """The job's sampling parameters as a loop gets them, to pass on or change."""
+    """The job's sampling parameters as argument of `AgentLoopBase.run`, which may change them."""
     params = job.params
     return {
         "temperature": params.temperature,
@@ -279,7 +279,7 @@ def _loop_params(job: RolloutJob, task: RolloutTask) -> dict[str, Any]:
 
 
 def _loop_columns(job: RolloutJob, task: RolloutTask) -> dict[str, Any]:
-    """The row's columns as keywords of `AgentLoopBase.run`."""
+    """The row's columns as keyword arguments of `AgentLoopBase.run`."""
     columns = {name: value for name, value in task.columns.items() if name != "sampling_params"}
     if columns.get("raw_prompt") is not None:
         columns["raw_prompt"] = list(columns["raw_prompt"])

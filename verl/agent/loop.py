@@ -1,6 +1,7 @@
-"""AgentLoopBase: how one trajectory comes about. A loop asks the model, answers it, and says which tokens were whose.
+"""AgentLoopBase: base class of agent loops. A loop calls the model and its environment, and returns the tokens of the
+trajectory with a mask of those that the model sampled.
 
-Loops are found by name: ours in a table, users' by `@register`, by a YAML list, or by where their class is.
+Loops are chosen by name: included ones, those registered with `@register` or listed in a YAML file, or an import path.
 """
 
 from __future__ import annotations
@@ -39,47 +40,49 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(slots=True)
 class AgentLoopMetrics:
-    """What a trajectory took, in seconds, and what happened in it. Generation is measured where it is asked for."""
+    """Times (in seconds) and counts of a trajectory."""
 
     generate_sequences: float = 0.0
+    """Seconds of generation; 0: measured by the EngineClient."""
     tool_calls: float = 0.0
     """Seconds in tools."""
     compute_score: float = 0.0
     num_preempted: int = 0
     tool_call_counts: int = 0
     failures: dict[str, int] = field(default_factory=dict)
-    """How often what went wrong: malformed, unknown, arguments, exception, timeout, limit …"""
+    """Number of failures by kind: malformed, unknown, arguments, exception, timeout, limit …"""
     tools: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of each tool `calls`, `errors`, `seconds`."""
+    """By tool: `calls`, `errors`, `seconds`."""
 
 
 @dataclass(slots=True)
 class AgentLoopOutput:
-    """One context of a trajectory: a prompt, and what the model and its environment appended to it."""
+    """One context of a trajectory: a prompt, and the tokens that the model and its environment appended."""
 
     prompt_ids: list[int]
     response_ids: list[int]
     response_mask: list[int]
     """1 on tokens that the model sampled."""
     response_logprobs: list[float] | None = None
-    """One per response token; None: those that the server told."""
+    """One per response token; None: those that the engine reported."""
     reward_score: float | None = None
-    """Set: the trajectory is not scored any further. Of several outputs the last one's counts."""
+    """Score of the trajectory, of the last output if there are several. If set, reward functions are not called."""
     num_turns: int = 0
-    """Turns that this output adds to its trajectory. If 0 in all outputs, prompts, answers and replies are counted."""
+    """Turns that this output adds to its trajectory. If 0 in all outputs, they are counted: prompts, responses and
+    replies of the environment."""
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     """Columns of the trajectory's rows."""
     multi_modal_data: dict[str, Any] | None = None
     response_versions: list[int] | None = None
-    """Of the weights, one per response token; None: those that the server told."""
+    """Weight versions, one per response token; None: those that the engine reported."""
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
-    """(number of response tokens by then, reward): what turns earned by themselves."""
+    """Rewards of single turns: (number of response tokens up to the turn's end, reward)."""
     finish_reason: str | None = None
-    """What ended the row: stop, length or abort; None: the engine's finish reason of its last call."""
+    """Finish reason of the row: stop, length or abort; None: that of its last model call."""
     messages: list[dict[str, Any]] | None = None
-    """The conversation of this context up to the model's last answer, with tool calls and tool results, for a reward
-    model that has its own chat template. None: derived from the tokens, and from calls of `apply_chat_template`."""
+    """The conversation of this context up to the model's last response, with tool calls and tool results, for a reward
+    model that has its own chat template. None: derived from the tokens and from calls of `apply_chat_template`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.metrics, Mapping):
@@ -94,7 +97,7 @@ class AgentLoopOutput:
 
 
 class TrajectoryFailed(Travels):
-    """What a loop raises to be counted under a name: `kind` is that of the metric `agent_loop/failures/<kind>`."""
+    """Raised by a loop to fail its trajectory; counted in the metric `agent_loop/failures/<kind>`."""
 
     def __init__(self, message: str, kind: str = "loop") -> None:
         super().__init__(message)
@@ -102,7 +105,7 @@ class TrajectoryFailed(Travels):
 
 
 class _TokenIds(list[int]):
-    """Token ids that may be awaited too: some loops call `apply_chat_template` with `await`, others without."""
+    """Token ids that can also be awaited: some loops call `apply_chat_template` with `await`, others without."""
 
     def __await__(self) -> Generator[None, None, list[int]]:
         yield from ()
@@ -110,14 +113,15 @@ class _TokenIds(list[int]):
 
 
 class AgentLoopBase(ABC):
-    """One trajectory's loop: an instance for each, all of a worker's in one event loop, so that `run` may not block.
+    """The loop of one trajectory: each has its own instance. All instances of a worker share an event loop, so `run`
+    must not block.
 
-    Constructors of subclasses take the keywords they know and pass the others on.
+    Constructors of subclasses take their own keywords and pass the others to `super().__init__`.
     """
 
     user_objects: ClassVar[tuple[str, ...]] = ()
-    """Keywords that name something of the user's own (`file.py:name`): read where the run starts, so that it travels,
-    and given as an `ImportPath`."""
+    """Keywords whose values name objects in the user's files (`file.py:name`). The files are read where the run starts
+    and sent to the workers; the constructor receives an `ImportPath`."""
 
     def __init__(
         self,
@@ -131,7 +135,8 @@ class AgentLoopBase(ABC):
         loop: asyncio.AbstractEventLoop | None = None,
         **own: Any,
     ) -> None:
-        """`server_manager` generates; `toolbox` has the tools; `own` are keywords of `agent_loop_config_path`."""
+        """`server_manager`: the EngineClient, which generates. `toolbox`: the tools. `own`: keywords of the entry in
+        `agent_loop_config_path` that no subclass took (TypeError)."""
         self.config, self.rollout_config = config, rollout_config
         self.server_manager, self.tokenizer, self.processor, self.toolbox = (
             server_manager,
@@ -147,13 +152,14 @@ class AgentLoopBase(ABC):
 
     @classmethod  # noqa: B027 - a hook
     def init_class(cls, config: PPOConfig, tokenizer: Any, processor: Any, **own: Any) -> None:
-        """Called once in each process, before the first instance: for what all trajectories share."""
+        """Hook: called once per process, before the first instance, to set up what all trajectories share."""
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """The trajectory of one row, whose columns are keywords (`raw_prompt`: the chat, `prompt_ids`: its tokens).
+        """Generate the trajectory of one row, whose columns are keywords (`raw_prompt`: the chat, `prompt_ids`: its
+        tokens).
 
-        Several outputs are several training rows of one trajectory: each time the context was rewritten.
+        A list of outputs is one trajectory with several training rows: one for each time the context was rewritten.
         """
 
     def apply_chat_template(
@@ -161,13 +167,15 @@ class AgentLoopBase(ABC):
     ) -> list[int]:
         """Token ids of the messages with the generation prompt.
 
-        `remove_system_prompt` leaves out what the template writes before the first message by itself.
+        `remove_system_prompt` removes the text that the template inserts before the first message.
         """
         ids = self._templated(list(messages), tools, add_generation_prompt=True, **template_kwargs)
         if remove_system_prompt:
-            once, twice = ([{"role": "user", "content": ""}] * times for times in (1, 2))
-            first, second = (self._templated(some, None, **template_kwargs) for some in (once, twice))
-            ids = ids[2 * len(first) - len(second) :]
+            # Two equal messages are as long as one plus the message itself: the difference is the system prompt.
+            one, two = (
+                self._templated([{"role": "user", "content": ""}] * count, None, **template_kwargs) for count in (1, 2)
+            )
+            ids = ids[2 * len(one) - len(two) :]
         if (record := current()) is not None:
             record.templated[tuple(ids)] = [dict(message) for message in messages]
         return _TokenIds(ids)
@@ -184,30 +192,31 @@ register = AGENT_LOOPS.register
 
 @dataclass(frozen=True, slots=True)
 class LoopSpec:
-    """A loop by name: where its class is (users' files by content: they travel), keywords for its constructor."""
+    """A configured loop: the import path of its class (with the contents of a user's file), and keywords of its
+    constructor."""
 
     path: ImportPath
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
 
 def listed_loops(agent: AgentConfig) -> dict[str, LoopSpec]:
-    """What the configuration says of loops: the list of `agent_loop_config_path`, and a default that is a file's."""
-    found = {} if agent.agent_loop_config_path is None else read_loop_file(agent.agent_loop_config_path)
+    """The configured loops by name: entries of `agent_loop_config_path`, and the default loop if it is in a file."""
+    specs = {} if agent.agent_loop_config_path is None else read_loop_file(agent.agent_loop_config_path)
     default = agent.default_agent_loop
-    if default not in found and ":" in default:
-        found[default] = LoopSpec(_read_path("actor_rollout_ref.rollout.agent.default_agent_loop", default))
-    return found
+    if default not in specs and ":" in default:
+        specs[default] = LoopSpec(_read_path("actor_rollout_ref.rollout.agent.default_agent_loop", default))
+    return specs
 
 
 def read_loop_file(path: str) -> dict[str, LoopSpec]:
-    """The YAML list of `{name, _target_, …constructor keywords}` by name."""
+    """The loops by name in a YAML list of `{name, _target_, …constructor keywords}`."""
     import yaml
 
     key = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
     entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     if not isinstance(entries, list):
         raise ValueError(f"{key}: {path} holds a {type(entries).__name__}. Write a list of {{name, _target_, …}}.")
-    found = {}
+    specs = {}
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():
             raise ValueError(f"{key}: entry {number} of {path} has no name or no _target_ (found: {entry!r}).")
@@ -216,13 +225,13 @@ def read_loop_file(path: str) -> dict[str, LoopSpec]:
         target = _read_path(place, str(entry["_target_"]))
         objects = imported_class(place, target, AgentLoopBase).user_objects
         own |= {name: _read_path(f"{place}: {name}", str(own[name])) for name in objects if name in own}
-        found[str(entry["name"])] = LoopSpec(target, own)
-    return found
+        specs[str(entry["name"])] = LoopSpec(target, own)
+    return specs
 
 
 def find_loop(name: str, listed: Mapping[str, LoopSpec]) -> tuple[type[AgentLoopBase], Mapping[str, Any]]:
-    """The class under a name and its own keywords: as listed, as registered, or where the name itself says it is
-    (`pkg.module.Class`, `file.py:Class`)."""
+    """The class of a loop and the keywords of its configuration entry. `name`: an entry of `listed`, a registered name,
+    or an import path (`pkg.module.Class`, `file.py:Class`)."""
     if name in listed:
         return imported_class(f"agent_name {name!r}", listed[name].path, AgentLoopBase), listed[name].keywords
     if name not in AGENT_LOOPS and ("." in name or ":" in name):
@@ -231,15 +240,16 @@ def find_loop(name: str, listed: Mapping[str, LoopSpec]) -> tuple[type[AgentLoop
 
 
 def imported_class(key: str, place: str | ImportPath, base: type[Any]) -> type[Any]:
-    """The subclass of `base` at `pkg.module.Class` or `file.py:Class`, which `key` says."""
+    """Import the subclass of `base` at `place` (`pkg.module.Class` or `file.py:Class`). Errors name the configuration
+    key `key`."""
     path = _read_path(key, place) if isinstance(place, str) else place
     try:
-        found = path.load()
+        cls = path.load()
     except (ValueError, FileNotFoundError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{key}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, base)):
+    if not (isinstance(cls, type) and issubclass(cls, base)):
         raise ValueError(f"{key}: {path} is no subclass of {base.__module__}.{base.__name__}.")
-    return found
+    return cls
 
 
 def _read_path(key: str, place: str) -> ImportPath:

@@ -1,4 +1,8 @@
-"""SingleTurnAgentLoop: one question, one answer; with `rollout.mode=async` what `sync` does with a whole batch."""
+"""SingleTurnAgentLoop: one model call per trajectory.
+
+The trainer sends rows of this loop directly to the engines, with the same columns (`WorkerGroups.is_single_turn`). The
+loop itself runs with a user's loop worker class, and in `AgentLoopWorker.generate_sequences`.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,17 @@ __all__ = ["SingleTurnAgentLoop"]
 
 
 class SingleTurnAgentLoop(AgentLoopBase):
-    """Answers the prompt as the dataset has tokenised it."""
+    """Generates a response to the tokenized prompt of the dataset."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         prompt_ids = list(row["prompt_ids"])
-        answer = await self.server_manager.generate(
+        output = await self.server_manager.generate(
             request_id=uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params
         )
         return AgentLoopOutput(
             prompt_ids=prompt_ids,
-            response_ids=answer.token_ids,
-            response_mask=[1] * len(answer.token_ids),
-            response_logprobs=answer.log_probs,
+            response_ids=output.token_ids,
+            response_mask=[1] * len(output.token_ids),
+            response_logprobs=output.log_probs,
             num_turns=2,
         )

@@ -29,10 +29,11 @@ __all__ = ["AgentLoopWorker"]
 
 
 class AgentLoopWorker(Worker):
-    """One of `rollout.agent.num_workers` processes. Its event loop lives as long as it does: tools keep connections."""
+    """One of `rollout.agent.num_workers` processes. It has one event loop for its lifetime, so that tools can keep
+    connections open between batches."""
 
     def __init__(self, config: Any, loops: Mapping[str, LoopSpec], tools: ToolFiles | None = None) -> None:
-        """`loops` are the entries of `agent_loop_config_path`; `tools` what tools and simulated users are made of."""
+        """`loops`: entries of `agent_loop_config_path`. `tools`: files that define tools and simulated users."""
         self.config = as_config(PPOConfig, config)
         self.rollout_config = self.config.actor_rollout_ref.rollout
         model = self.config.actor_rollout_ref.model
@@ -53,23 +54,23 @@ class AgentLoopWorker(Worker):
         threading.Thread(target=self._loop.run_forever, name="agent-loops", daemon=True).start()
         configure(CodeSettings.of(self.config.sandbox, self.config.sandbox_fusion))
         self.toolbox = Toolbox.load(self.rollout_config.multi_turn, tools)
-        # What is wrong with the tools or the loop is said now.
+        # Report invalid tools or loops at start.
         asyncio.run_coroutine_threadsafe(self.toolbox.check(), self._loop).result()
         self.loop_class(self.rollout_config.agent.default_agent_loop)
 
     @register(dispatch_mode=SPLIT_ROWS)
     def generate_sequences(self, prompts: DataProto, replicas: Sequence[RankHandle]) -> DataProto:
-        """Run one batch: a trajectory for every row, all rows of a trajectory together, in order.
+        """Generate one batch: a trajectory per row, in order; the rows of a trajectory are adjacent.
 
-        `replicas` are the engines, between `begin_generation` and `end_generation`. Reads the columns that
-        `BaseRollout.generate_sequences` reads. A subclass (`agent.agent_loop_manager_class`) may override it for
-        `trainer.mode=sync`.
+        `replicas`: engines with open generation (see `begin_generation`). Reads the same columns as
+        `BaseRollout.generate_sequences`. The trainer calls it only if a subclass (`agent.agent_loop_manager_class`)
+        overrides it, in `trainer.mode=sync`; otherwise rows go to `host`.
         """
         if not len(prompts):
             return DataProto()
         host = self._batch_host = AgentHost(self, replicas, self._loop, self._empty_experts)
         try:
-            self.check_cancelled()  # a cancel that came before there was a host to close
+            self.check_cancelled()  # `cancel` may have been called before the host existed
             return host.generate_batch(prompts)
         finally:
             self._batch_host = None
@@ -78,7 +79,7 @@ class AgentLoopWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def cancel(self) -> bool:
-        """As of every worker; trajectories end where they wait."""
+        """Cancel the running call, as in every worker; its trajectories are cancelled."""
         cancelled = super().cancel()
         if cancelled and (host := self._batch_host) is not None:
             host.interrupt()
@@ -86,7 +87,7 @@ class AgentLoopWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def open_host(self, replicas: Sequence[RankHandle]) -> str:
-        """Open `host` for rollout jobs, or reconnect an open one to replicas that were restarted; return its id."""
+        """Open `host` for rollout jobs, or reconnect an open host to restarted replicas; return its id."""
         if self.host is None or self.host.closed:
             self.host = AgentHost(self, replicas, self._loop, self._empty_experts)
         else:
@@ -101,14 +102,14 @@ class AgentLoopWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def close(self) -> None:
-        """At the end of a run: tools release what they still hold, and MCP servers of its own end."""
+        """Call it at the end of a run: releases resources of tools, and stops MCP servers that the worker started."""
         asyncio.run_coroutine_threadsafe(self.toolbox.close(), self._loop).result()
 
     def loop_class(self, name: str) -> tuple[type[AgentLoopBase], Mapping[str, Any]]:
-        """The class of a loop and its own keywords; the class is made ready when it is first asked for."""
-        found, keywords = find_loop(name, self._loops)
-        if found not in self._ready:
+        """The class of a loop and the keywords of its configuration entry. Calls `init_class` on first use."""
+        cls, keywords = find_loop(name, self._loops)
+        if cls not in self._ready:
             shared = {"toolbox": self.toolbox, "end_token_ids": self.end_tokens.turn_ids}
-            found.init_class(self.config, self.tokenizer, self.processor, **shared, **keywords)
-            self._ready.add(found)
-        return found, keywords
+            cls.init_class(self.config, self.tokenizer, self.processor, **shared, **keywords)
+            self._ready.add(cls)
+        return cls, keywords

@@ -1,4 +1,4 @@
-"""Work that a process does beside its compute calls, such as a rollout job: hang diagnosis reports it like a call."""
+"""Work of a process outside of compute calls, such as a rollout job, which hang diagnosis reports like a call."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ class Work:
     """Unfinished work of this process."""
 
     name: str
-    """As hang reports show it."""
+    """Text in hang reports."""
     since: float
     """`time.monotonic()` of its start."""
     thread: str
-    """Name of the thread that does it."""
+    """Name of the thread that does the work."""
 
 
 Source = Callable[[], Work | None]
-"""The current work, from any thread; None: there is none."""
+"""Returns the current work, or None. Thread-safe."""
 
 _sources: list[Source] = []
 
 
 def add_work(source: Source) -> None:
-    """Let hang diagnosis ask `source` from now on."""
+    """Register a source of work for hang diagnosis."""
     _sources.append(source)
 
 
 def remove_work(source: Source) -> None:
-    """End `add_work`; unknown sources are ignored."""
+    """Unregister a source; unknown sources are ignored."""
     if source in _sources:
         _sources.remove(source)
 
