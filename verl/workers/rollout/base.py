@@ -34,7 +34,7 @@ def _counted(meaning: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What an engine does now and has done so far; None where it does not say."""
+    """Current load and totals of an engine; None where the engine does not report a value."""
 
     requests_running: int | None = _counted("Requests that have their first token and are not finished.")
     requests_waiting: int | None = _counted("Requests without a token yet.")
@@ -46,42 +46,42 @@ class Load:
 
 
 class BaseRollout(ABC):
-    """A rollout engine. Engines implement the request primitive and the weight hand-over; the rest is here.
-
-    Every method may be called from any thread.
-    """
+    """A rollout engine. Subclasses implement requests, weight updates and memory release. All methods are
+    thread-safe."""
 
     config: RolloutConfig
     weight_dtype: torch.dtype
-    """Floating-point type of the engine's weights; fingerprints are taken in it."""
+    """Floating-point type of the engine's weights; fingerprints are computed in it."""
     eos_token_ids: frozenset[int]
     pad_token_id: int
     leads: bool = True
-    """False: requests go to the first of the ranks that share an engine, and this is another one."""
+    """Whether this rank takes requests: True for the first of the ranks that share an engine."""
 
     @property
     @abstractmethod
     def version(self) -> int:
-        """Version of the weights that generate now."""
+        """Version of the current weights."""
 
     # ---------------------------------------------------------------- requests: the primitive
 
     @abstractmethod
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
-        """Queue requests, all at once; a cancelled future aborts its request."""
+        """Queue all requests; cancelling a future aborts its request. ValueError, and none is queued, if a request is
+        invalid."""
 
     async def generate(self, request: Request) -> Output:
-        """The answer to one request. Cancelling the awaiting task aborts it."""
+        """Return the output of one request. Cancelling the awaiting task aborts it."""
         return await asyncio.wrap_future(self.submit([request])[0])
 
     @abstractmethod
     def abort(self, ids: Iterable[str] | None = None) -> None:
-        """End these requests (None: all) at the next token; their outputs carry what there is, reason `abort`."""
+        """Abort these requests (None: all) at the next token; their outputs have the tokens so far and finish reason
+        `abort`."""
 
     def since(self, positions: Mapping[str, int]) -> dict[str, Output]:
-        """Of those of these requests that are under way: their tokens from a position on, where there are any.
+        """Return the new tokens of unfinished requests: `positions` maps request ids to the first token to return.
 
-        An engine that does not tell before the end says nothing.
+        Requests without new tokens are left out. Engines that only return finished outputs return nothing.
         """
         return {}
 
@@ -89,27 +89,28 @@ class BaseRollout(ABC):
     def pause_generation(self, mode: str = "keep", kv: str = "recompute") -> None:
         """Stop sampling, and return when it has stopped; later requests wait for `resume_generation`.
 
-        `finish` completes what was submitted before, `keep` leaves it where it is, `abort` ends it with what there is.
-        What is left goes on after an update of the weights with its KV computed again, or, with kv="keep", with that
-        of the old weights: cheaper, and another distribution. Released KV is always computed again.
+        `mode`, for requests submitted before: `finish` completes them, `keep` suspends them, `abort` ends them with
+        their tokens so far. `kv`, for suspended requests after a weight update: `recompute` computes their KV with the
+        new weights; `keep` continues with the KV of the old weights, which is cheaper but samples from the distribution
+        of neither version. Released KV is always recomputed.
         """
 
     @abstractmethod
     def resume_generation(self) -> None:
-        """Go on after a pause."""
+        """Resume sampling after `pause_generation`."""
 
     @abstractmethod
     def rest(self) -> None:
-        """Return when no step is under way. Ranks that share an engine call it together."""
+        """Block until no engine step is running. All ranks that share an engine must call it."""
 
     # ---------------------------------------------------------------- batches
 
     def generate_sequences(self, prompts: DataProto, **sampling_overrides: Any) -> DataProto:
-        """Generate one answer per row, rows in order. `pad_to_max=True` pads responses to max_new_tokens.
+        """Generate one response per row; rows keep their order. `pad_to_max=True` pads responses to `max_new_tokens`.
 
-        Reads `input_ids`, `attention_mask` [batch, prompt]; `uid`, `sample_index`; and of meta_info `step`, `seed`,
-        `validate`, `eos_token_id`, `pad_token_id`, `pad_to_max` and sampling parameters. Of ranks that share an engine
-        the first one returns the rows, the others nothing.
+        Reads the columns `input_ids` and `attention_mask` [batch, prompt], `uid`, `sample_index`; and from `meta_info`
+        `step`, `seed`, `validate`, `eos_token_id`, `pad_token_id`, `pad_to_max` and sampling parameters. Of the ranks
+        that share an engine, the first returns the rows, the others an empty batch.
         """
         try:
             return EngineHost(self).generate_batch(prompts, sampling_overrides) if self.leads else DataProto()
@@ -118,39 +119,41 @@ class BaseRollout(ABC):
                 self.rest()  # the following ranks wait for the leader
 
     def stream(self, prompts: DataProto, **sampling_overrides: Any) -> Iterator[tuple[int, DataProto]]:
-        """(row, its sample as a batch of one) as each is finished. Closing the iterator aborts what is left."""
+        """Yield (row number, batch of one row) as rows finish. Closing the iterator cancels unfinished rows."""
         return EngineHost(self).stream_batch(prompts, sampling_overrides)
 
     # ---------------------------------------------------------------- weights
 
     @abstractmethod
     def begin_update(self, version: int, manifest: Manifest | None) -> None:
-        """Sampling stands still from here to `finish_update`. A manifest that does not fit the model is refused."""
+        """Begin a weight update: sampling pauses until `finish_update`. WeightMismatchError if the manifest does not
+        match the model."""
 
     def wanted(self) -> Wanted | None:
-        """The rows of each weight that this rank's engine takes; it then takes `TensorSlice`s too. None: all, whole."""
+        """The rows of each weight that this rank's engine needs; `load_bucket` then also accepts `TensorSlice`s. None:
+        whole tensors of all weights."""
         return None
 
     @abstractmethod
     def load_bucket(self, tensors: Bucket) -> None:
-        """Copy these HF-named tensors, or rows of them, into place."""
+        """Copy these tensors (by HF name), or slices of them, into the engine's weights."""
 
     @abstractmethod
     def finish_update(self, fingerprint: Mapping[str, int]) -> None:
-        """Check that every weight arrived and is the trainer's, bit for bit; then sampling goes on with `version`.
+        """Verify that all weights arrived and are bit-identical to the trainer's; then resume sampling with the new
+        version. Raises WeightMismatchError.
 
-        `fingerprint`, by name, is of what was sent here: of a whole tensor, or of those rows of it that are `wanted`.
-
-        Sequences that were under way continue; a pause says what becomes of their KV. Raises WeightMismatchError.
+        `fingerprint`, by name: of the whole tensor, or of its `wanted` rows. Running requests continue;
+        `pause_generation` determines what happens to their KV.
         """
 
     @abstractmethod
     def fail_update(self, error: Exception) -> None:
-        """Instead of `finish_update`, where what was begun has failed: nobody may wait for an answer in vain."""
+        """End a failed update, instead of `finish_update`: unfinished requests fail with `error`."""
 
     @also_spelled(iterator="weights")
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> None:
-        """All weights as (HF name, tensor) pairs; the version counts up unless it is given."""
+        """Update all weights from (HF name, tensor) pairs. `version` defaults to the current one plus 1."""
         self.begin_update(self.version + 1 if version is None else version, None)
         sums: dict[str, torch.Tensor] = {}
         for name, tensor in weights:
@@ -161,29 +164,30 @@ class BaseRollout(ABC):
     # ---------------------------------------------------------------- memory and life
 
     def load(self) -> Load:
-        """What there is to do, for whoever watches."""
+        """The current load, for monitoring."""
         return Load(weight_version=self.version)
 
     @abstractmethod
     def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
-        """Give device memory back while training: `kv_cache`, `weights`. With `rollout.free_weights` the weights are
-        gone, and a hand-over must come before the next request."""
+        """Release device memory (`kv_cache`, `weights`) during training. With `rollout.free_weights`, weights are
+        discarded, and a weight update must precede the next request."""
 
     @abstractmethod
     def resume(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
-        """Take it again."""
+        """Allocate released memory again."""
 
     def watch_processes(self, on_end: Callable[[str], None]) -> None:
-        """Tell of the first of the processes that the engine has started that ends, in a thread of its own."""
+        """Call `on_end` in a background thread when the first of the engine's processes ends."""
         watch_workers(on_end)
 
     def revive(self) -> bool:
-        """After an EngineDiedError: start the engine anew. False: it lives, as one in this process always does."""
+        """After an EngineDiedError, restart the engine. Return False if it is alive; an engine in this process always
+        is."""
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """End the engine; waiting requests fail."""
+        """Shut down the engine; unfinished requests fail."""
 
     def __enter__(self) -> BaseRollout:
         return self

@@ -1,7 +1,8 @@
-"""Record: every answer that the model gave within a trajectory, kept beside the loop that asked for it.
+"""Record: the model calls of one trajectory, with their outputs.
 
-It is found by context: whatever tasks a loop starts write to their own trajectory's. Noise belongs to the number of the
-call in its trajectory, so that a run gives the same tokens again, whatever names a loop gives its requests.
+`current()` returns the record of the running trajectory from a context variable, which asyncio tasks of an agent loop
+inherit. The sampling noise of a call depends on its number in the trajectory, not on its `request_id`, so that a run is
+reproducible.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Call", "Context", "Partial", "Record", "current", "recording"]
 
 @dataclass(slots=True)
 class Call:
-    """One answer of the model: what it read, what it said."""
+    """One model call: its prompt and output."""
 
     prompt_ids: list[int]
     output: Output
@@ -34,7 +35,7 @@ class Call:
 
 @dataclass(slots=True)
 class Partial:
-    """What there is of an answer that is not finished."""
+    """The partial output of an unfinished model call."""
 
     prompt_ids: list[int]
     output: Output
@@ -53,8 +54,9 @@ class Context:
 
 
 class _Contexts:
-    """Start of each call's context, by the prefix that later prompts of the context have: the call's prompt and the
-    first token of its answer (the end of an answer may be edited). If the answer is empty, the prefix is the prompt.
+    """The contexts of a trajectory. A prompt belongs to the context of an earlier call if it begins with that call's
+    prefix: its prompt and the first token of its response (a loop may edit the rest). If the response is empty, the
+    prefix is the prompt alone.
 
     Prefixes are stored as digests, so that a lookup takes one pass over the prompt for any number of calls.
     """
@@ -63,9 +65,10 @@ class _Contexts:
         self._lengths: list[int] = []
         """Lengths of the prefixes, ascending, without duplicates."""
         self._starts: dict[bytes, int] = {}
+        """`Context.start` by the digest of a prefix."""
 
     def of(self, prompt_ids: Sequence[int]) -> Context:
-        """The longest prefix counts; a prompt without one begins a new context."""
+        """The context with the longest matching prefix, or a new one."""
         digest, hashed, start = hashlib.blake2b(digest_size=16), 0, len(prompt_ids)
         tokens = memoryview(array("i", prompt_ids))
         for length in self._lengths:
@@ -87,18 +90,20 @@ class _Contexts:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """The calls of one trajectory, in the order in which they were answered."""
+    """The model calls of one trajectory, in the order in which they finished."""
 
     key: int = 0
-    """Noise of the first call, as of an answer without a loop."""
+    """Noise key of the first call, equal to that of a single-turn row."""
     group: str = ""
-    """The prompt (uid): first calls of a group share theirs."""
+    """The uid of the prompt: first calls of a group share their prompt."""
     calls: list[Call] = field(default_factory=list)
+    """Finished calls."""
     asked: int = 0
+    """Number of calls that were started: of `next_key` calls."""
     most: int | None = None
-    """Response tokens that this trajectory's contexts may have, where that is less than the run's limit."""
+    """Maximum number of response tokens of a context, if less than the run's limit."""
     partial: Partial | None = None
-    """Of the first answer, while it was under way, as last noted, or as another process left it."""
+    """Partial output of the first call, to resume from: of a lost replica, or of an earlier process."""
     prompt_ids: list[int] | None = None
     """The row's prompt: only a first call with this prompt can be resumed by another process. None: any prompt."""
     params: SamplingParams | None = None
@@ -113,12 +118,12 @@ class Record:
 
     @classmethod
     def of(cls, seed: int, step: int, uid: str, sample_index: int) -> Record:
-        """Of one answer to a prompt in a step of a run."""
+        """An empty record of the trajectory `sample_index` of a prompt in a step."""
         return cls(sample_keys(seed, step, uid, sample_index), uid)
 
     @property
     def generate_s(self) -> float:
-        """Seconds that its answers took, all together."""
+        """Total seconds of its calls."""
         return sum(call.seconds for call in self.calls)
 
     @property
@@ -126,12 +131,13 @@ class Record:
         return sum(call.output.preemptions for call in self.calls)
 
     def context_of(self, prompt_ids: Sequence[int]) -> Context:
-        """The context of an earlier call if `prompt_ids` begin with its prompt and the first token of its answer.
-        Otherwise a new one, also if they begin with an earlier prompt."""
+        """The context of an earlier call, if `prompt_ids` begin with its prompt and the first token of its response;
+        otherwise a new context, even if they begin with an earlier prompt."""
         return self._contexts.of(prompt_ids)
 
     def left(self, context: Context, most: int) -> int:
-        """The number of response tokens that remain after the prompt of `context`, of `most` per context."""
+        """The number of response tokens that may follow the prompt of `context`, at `most` response tokens per
+        context."""
         most = most if self.most is None else min(most, self.most)
         return most - (context.length - context.start)
 
@@ -143,26 +149,27 @@ class Record:
         end_ids: frozenset[int] = frozenset(),
         context: Context | None = None,
     ) -> None:
-        """Append an answered call. `end_ids` are the tokens at which the engine stops; `context` is that of
-        `prompt_ids`, if it is known."""
+        """Append a finished call. `end_ids`: tokens at which the engine stops. `context`: that of `prompt_ids`, if the
+        caller has it."""
         self.calls.append(Call(prompt_ids, output, seconds, end_ids))
         self._contexts.add(context or self.context_of(prompt_ids), output.token_ids)
 
     def add_without_room(self, prompt_ids: list[int]) -> None:
-        """Append a call that got no tokens, because its context or its token budget was full."""
+        """Append a call without output tokens, because its context or its token budget was full."""
         self.add(prompt_ids, Output(finish_reason="length"))
 
     def note(self, prompt_ids: list[int], output: Output) -> None:
-        """So much there is of the first answer, which is to this prompt."""
+        """Store the partial output of the first call, whose prompt is `prompt_ids`."""
         self.partial = Partial(prompt_ids, output)
 
     def resumed(self, prompt_ids: list[int]) -> Output | None:
-        """What the call that `next_key` was last for goes on from. A later one to the same prompt is another draw."""
+        """The partial output that the call of the last `next_key` resumes from: only the first call has one. A later
+        call with the same prompt is a new sample."""
         partial = self.partial if self.asked == 1 else None
         return partial.output if partial is not None and partial.prompt_ids == prompt_ids else None
 
     def next_key(self) -> int:
-        """Noise key of the next call: a new one each time, the same in each run."""
+        """Noise key of the next call: different for every call, and the same in every run."""
         number, self.asked = self.asked, self.asked + 1
         if number == 0:
             return self.key
@@ -174,13 +181,13 @@ _CURRENT: ContextVar[Record | None] = ContextVar("verl_agent_record", default=No
 
 
 def current() -> Record | None:
-    """The record of the trajectory that this code runs for; None outside of one."""
+    """The record of the running trajectory; None outside of a trajectory."""
     return _CURRENT.get()
 
 
 @contextmanager
 def recording(record: Record) -> Iterator[Record]:
-    """What is generated inside, also by tasks that are started inside, goes to this record."""
+    """Context in which `current()` is this record, also in tasks that are started inside."""
     token = _CURRENT.set(record)
     try:
         yield record

@@ -1,4 +1,4 @@
-"""EmbeddedRollout: what engines of this process share: a thread for requests, weights in place, memory given back."""
+"""EmbeddedRollout: base class of engines in this process: requests, in-place weight updates, memory release."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ class WeightStore(Protocol):
     """An engine's weights. Its methods are called while no step runs, by one thread at a time."""
 
     def check_manifest(self, manifest: Manifest | None) -> None:
-        """Refuse a trainer whose model is another one, before anything is overwritten; None: nothing is known of it."""
+        """WeightMismatchError if the trainer's model does not match, before weights are overwritten; None: unknown."""
 
     def wanted(self) -> Wanted | None:
-        """The rows of each weight that this engine takes. None: it takes all, and whole tensors only."""
+        """The rows of each weight that this engine needs. None: whole tensors of all weights."""
 
     def begin(self) -> None:
-        """An update begins: nothing has come of it."""
+        """Begin an update."""
 
     def load(self, tensors: Bucket) -> None:
-        """Take these. They are there during the call only: their memory is the next bucket's."""
+        """Copy these tensors. They are valid during the call only: the next bucket reuses their memory."""
 
     def verify(self, expected: Mapping[str, int]) -> None:
-        """Every weight has come, and the fingerprints of what was received are these, or WeightMismatchError.
+        """Raise WeightMismatchError unless all weights arrived with these fingerprints.
 
-        An engine that has something to do at the end of an update does it here.
+        It is the last call of an update, so engines that post-process their weights do it here.
         """
 
     def offload(self) -> None:
-        """Give the device's memory back."""
+        """Release the device memory."""
 
     def onload(self) -> None:
-        """Take it again."""
+        """Allocate it again."""
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the device that they take now."""
+        """Device memory in use."""
 
 
 class KVStore(Protocol):
-    """An engine's KV memory, given back and taken again while no step runs and nothing in it is needed."""
+    """An engine's KV memory. It is released and restored while no step runs and no request needs its contents."""
 
     def release(self) -> None: ...
 
@@ -62,11 +62,12 @@ class KVStore(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the device that it takes now."""
+        """Device memory in use."""
 
 
 class EmbeddedRollout(BaseRollout):
-    """An engine in this process, from its parts. Sampling stands still for updates, and while memory is given back."""
+    """An engine in this process, composed of request loop, weights and KV memory. Sampling is halted during weight
+    updates and while memory is released."""
 
     def __init__(
         self,
@@ -86,8 +87,8 @@ class EmbeddedRollout(BaseRollout):
         self._weights = weights
         self._kv = kv
         self._released: set[str] = set()
-        # Why no token may be sampled: no weights yet, or weights that are not the trainer's.
         self._unfit: str | None = None
+        """Reason why the weights cannot be used: none yet, or a failed update; None: they can."""
         if config.load_format == "dummy":
             self._unfit = "load_format=dummy: the first weights come from the trainer, by an update."
         self._pending_version: int | None = None
@@ -131,12 +132,12 @@ class EmbeddedRollout(BaseRollout):
 
     def _require_ready(self) -> None:
         if self._pending_version is not None:
-            return  # the loop is halted: the request waits for the new weights, or fails with the update
+            return  # the loop is halted: the request waits for the new weights, or fails if the update fails
         if self._unfit:
             raise RuntimeError(f"rollout: the engine has no weights to generate with. {self._unfit}")
         if "weights" in self._released and self.config.free_weights:
             if isinstance(self._loop, AsyncEngine) and self._loop.paused:
-                return  # whoever asks waits for what ends the pause, after a hand-over
+                return  # the request waits for the end of the pause, which follows a weight sync
             raise RuntimeError(
                 "rollout: the weights were let go (rollout.free_weights). Hand them over again before generating."
             )
@@ -148,7 +149,7 @@ class EmbeddedRollout(BaseRollout):
     def begin_update(self, version: int, manifest: Manifest | None) -> None:
         self._weights.check_manifest(manifest)
         self._loop.halt("update")
-        self._take({"weights"})
+        self._restore({"weights"})
         self._pending_version = version
         try:
             self._weights.begin()
@@ -179,7 +180,7 @@ class EmbeddedRollout(BaseRollout):
         self._loop.go("update")
 
     def fail_update(self, error: Exception) -> None:
-        """Half of the weights may be new: whoever waits for an answer gets the error instead."""
+        """Some weights may be new already: unfinished requests fail with `error`."""
         self._unfit = f"The update to version {self._pending_version} failed: {error}"
         self._pending_version = None
         self._loop.fail(error)
@@ -188,42 +189,41 @@ class EmbeddedRollout(BaseRollout):
     # ---------------------------------------------------------------- memory and life
 
     def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
-        """Give memory back; weights wait in host memory, or are gone until the next update (`free_weights`).
-
-        What was under way goes on afterwards.
-        """
-        new = _known(tags) - self._released
+        """Release memory. Weights move to host memory, or are discarded until the next update (`free_weights`).
+        Unfinished requests continue after `resume`."""
+        new = _checked_tags(tags) - self._released
         self._loop.halt("release")
         if "kv_cache" in new:
             self._loop.recompute()
             if self._kv is not None:
                 self._kv.release()
-        # Host memory is where a CPU's weights are already.
+        # On a CPU, weights are in host memory already.
         if "weights" in new and (self.config.free_weights or self.device.type != "cpu"):
             self._weights.offload()
         self._released |= new
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        logger.debug("rollout: gave back %s; it holds %s", sorted(new), self.held_bytes())
+        logger.debug("rollout: released %s; in use: %s", sorted(new), self.held_bytes())
 
     def resume(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
-        """Take it again, but for weights that were let go: those come with an update."""
-        self._take(_known(tags) - ({"weights"} if self.config.free_weights else set()))
+        """Allocate released memory again, except discarded weights (`free_weights`), which an update restores."""
+        self._restore(_checked_tags(tags) - ({"weights"} if self.config.free_weights else set()))
 
-    def _take(self, tags: set[str]) -> None:
-        here = tags & self._released
-        if "weights" in here:
+    def _restore(self, tags: set[str]) -> None:
+        restored = tags & self._released
+        if "weights" in restored:
             self._weights.onload()
-        if "kv_cache" in here and self._kv is not None:
+        if "kv_cache" in restored and self._kv is not None:
             self._kv.restore()
-        self._released -= here
-        if here and self.device.type == "cuda" and not self.config.free_cache_engine:
-            torch.cuda.current_stream(self.device).synchronize()  # steps run on another stream than this thread's
+        self._released -= restored
+        if restored and self.device.type == "cuda" and not self.config.free_cache_engine:
+            torch.cuda.current_stream(self.device).synchronize()  # engine steps run on another stream
         if not self._released:
             self._loop.go("release")
 
     def held_bytes(self) -> dict[str, int]:
-        """Device memory of the engine by what it is for. Tables and captured graphs come on top, and stay for life."""
+        """Device memory of the engine by purpose. Tables and captured graphs, which are never released, are not
+        included."""
         return {"weights": self._weights.held_bytes, "kv_cache": 0 if self._kv is None else self._kv.held_bytes}
 
     def load(self) -> Load:
@@ -241,14 +241,14 @@ class EmbeddedRollout(BaseRollout):
         )
 
     def _kv_used(self) -> float | None:
-        """The share that requests under way hold, where the engine says it."""
+        """Share of the KV cache that unfinished requests use; None if the engine does not report it."""
         return None
 
     def close(self) -> None:
         self._loop.close()
 
 
-def _known(tags: Iterable[str]) -> set[str]:
+def _checked_tags(tags: Iterable[str]) -> set[str]:
     if isinstance(tags, str) or not set(tags) <= set(RELEASE_TAGS):
         raise ValueError(f"release/resume: tags {tags!r}; give a list out of {RELEASE_TAGS}.")
     return set(tags)

@@ -6,12 +6,13 @@ __all__ = ["EngineBrokenError", "EngineDiedError", "EngineLostError"]
 
 
 class EngineDiedError(RuntimeError):
-    """The engine's own process or server is gone with all its state; `revive` starts it again, without weights."""
+    """The engine's own process or server has ended, with all its state; `BaseRollout.revive` starts it again, without
+    weights."""
 
 
 class EngineBrokenError(RuntimeError):
-    """The engine failed inside a step and cannot be used any more: an engine in its own process exits."""
+    """The engine failed inside a step and cannot be used any more. An engine in its own process then exits."""
 
 
 class EngineLostError(RuntimeError):
-    """A replica cannot generate for this client any more."""
+    """A replica was lost, or generation has ended: it cannot finish this request."""

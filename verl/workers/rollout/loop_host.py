@@ -350,7 +350,7 @@ class LoopHost(ABC):
     # ---------------------------------------------------------------- for subclasses
 
     def require_sound(self) -> None:
-        """Raise the error that prevents rows from finishing, if there is one."""
+        """Raise the error that prevents rows from finishing, if there is one: EngineLostError."""
         if self._failure is not None or self._lost_replica is not None:
             raise EngineLostError(self._failure or self._lost_replica)
 

@@ -1,4 +1,4 @@
-"""The one assembler: trajectories of any engine or agent become the rows that training reads."""
+"""Conversion of trajectories, of any engine or agent, to the rows that training reads, and back."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ def rows_from_trajectories(
     with_experts: bool = True,
     no_experts: np.ndarray | None = None,
 ) -> DataProto:
-    """The generated batch, on the CPU: every trajectory's rows together, in order.
+    """The generated batch, on the CPU: trajectories in order, the rows of each adjacent.
 
-    Prompts are padded on the left to the longest one or to `prompt_length`, responses on the right to the longest one
-    or to `response_length`. `response_mask` is 1 exactly on tokens that the model sampled (end tokens included) in
-    trajectories that are finished, `attention_mask` also on the environment's. Log-probs that a sampled token lacks are
-    NaN, versions -1; on other tokens they are 0 and -1. `with_drawn` adds `rollout_drawn_log_probs`, under the
-    distribution really drawn from. `with_experts` adds `routed_experts` where any turn says them, or where `no_experts`
-    [0, layers, k] tells what the column is like that nobody knows anything for. Trajectories with an `extra` are
-    agents': see `_of_agents`.
+    Prompts are left-padded to the longest one or to `prompt_length`, responses right-padded to the longest one or to
+    `response_length`. `response_mask` is 1 exactly on tokens that the model sampled (including end tokens) in finished
+    trajectories; `attention_mask` also on tokens of the environment. Unknown log-probs of sampled tokens are NaN,
+    unknown versions -1; on other tokens they are 0 and -1.
+
+    `with_drawn` adds `rollout_drawn_log_probs`: log-probs under the distribution that was sampled from, after
+    truncation and penalties. `with_experts` adds `routed_experts` if a turn has them, or if `no_experts` [0, layers, k]
+    defines the shape and dtype of a column of unknown values. If a trajectory has an `extra`, the batch has the columns
+    of agents (`_agent_columns`).
     """
     owners = [trajectory for trajectory in trajectories for _ in trajectory.rows]
     rows = [row for trajectory in trajectories for row in trajectory.rows]
@@ -74,7 +76,7 @@ def rows_from_trajectories(
         "sample_index": [owner.sample_index for owner in owners],
         "trajectory": [owner.name for owner in owners],
         "finish_reason": [row.finish_reason for row in rows],
-        **(_of_agents(owners, rows) if by_agents else {}),
+        **(_agent_columns(owners, rows) if by_agents else {}),
     }
     return DataProto.from_dict(
         {name: torch.as_tensor(column) for name, column in columns.items()},
@@ -83,8 +85,10 @@ def rows_from_trajectories(
 
 
 def trajectories_from_rows(batch: DataProto) -> list[Trajectory]:
-    """The inverse of `rows_from_trajectories`, for batches without padding by `response_length`: rows of a trajectory
-    are adjacent. `status` and `score` are not set; consecutive turns of the model cannot be told apart."""
+    """The inverse of `rows_from_trajectories`, for batches in which the rows of each trajectory are adjacent.
+
+    `status` and `score` are not set. Without agent columns, a row has a single turn of the model.
+    """
     columns = batch.non_tensor_batch
     width = batch.batch["responses"].shape[1]
     real = batch.batch["attention_mask"].bool().numpy()
@@ -113,7 +117,7 @@ _BY_TOKEN = ("responses", "rollout_log_probs", "rollout_versions", "rollout_draw
 
 
 def _turns_from_row(tokens: Mapping[str, np.ndarray], described: Sequence[Any] | None) -> list[Turn]:
-    """The turns of a row, from what `_of_agents` says of them; a row of no agent is one turn of the model."""
+    """The turns of a row. `described`: its `agent_turns` (see `_agent_columns`); None: one turn of the model."""
     length = len(tokens["responses"])
     spans: Sequence[Any] = described if described is not None else [("model", length, None, None)] if length else []
     turns, start = [], 0
@@ -129,7 +133,7 @@ def _turns_from_row(tokens: Mapping[str, np.ndarray], described: Sequence[Any] |
 
 
 def _restore_end(turns: list[Turn], finish_reason: str | None) -> None:
-    """Set the finish reason of the last model turn; a row without one had an empty turn."""
+    """Set the finish reason of the last model turn; a row without a model turn gets an empty one."""
     last = next((turn for turn in reversed(turns) if turn.source == "model"), None)
     if last is None:
         last = Turn("model", [], [], [])
@@ -145,7 +149,7 @@ def _extra_from_row(columns: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def empty_experts(model: ModelConfig, rollout: RolloutConfig) -> np.ndarray | None:
-    """[0, layers, k] in the type of the column `routed_experts`; None if the rollout does not return experts."""
+    """An empty array [0, layers, k] of the dtype of `routed_experts`; None if the rollout does not return experts."""
     if not rollout.return_routed_experts:
         return None
     folder = resolve_model_path(model.path, "actor_rollout_ref.model.path")
@@ -153,16 +157,16 @@ def empty_experts(model: ModelConfig, rollout: RolloutConfig) -> np.ndarray | No
 
 
 def _sampled_columns(turns: Sequence[Turn], sampled: np.ndarray, with_drawn: bool) -> dict[str, np.ndarray]:
-    """What the model says of its tokens; `sampled` [rows, response] is where they stand."""
+    """Log-probs and versions of the model's tokens, which are at the positions `sampled` [rows, response]."""
     turns = [turn for turn in turns if turn.source == "model"]
-    said: dict[str, list[Any]] = {
+    values_by_turn: dict[str, list[Any]] = {
         "rollout_log_probs": [turn.log_probs for turn in turns],
         "rollout_versions": [turn.versions for turn in turns],
     }
     if with_drawn:
-        said["rollout_drawn_log_probs"] = [turn.drawn_log_probs for turn in turns]
+        values_by_turn["rollout_drawn_log_probs"] = [turn.drawn_log_probs for turn in turns]
     columns = {}
-    for name, values in said.items():
+    for name, values in values_by_turn.items():
         unknown = -1 if name == "rollout_versions" else np.nan
         known = (
             [unknown] * len(turn.token_ids) if value is None else value
@@ -173,8 +177,8 @@ def _sampled_columns(turns: Sequence[Turn], sampled: np.ndarray, with_drawn: boo
 
 
 def _routed_experts(rows: Sequence[Row], like: np.ndarray, prompt_width: int, width: int) -> np.ndarray:
-    """[rows, width, layers, k]: the experts of each token in the pass that sampled the next one; the largest value of
-    the dtype where they are not known."""
+    """[rows, width, layers, k]: the experts of each token in the forward pass that sampled the next token; the largest
+    value of the dtype where they are unknown."""
     table = unknown_experts(like, len(rows) * width).reshape(len(rows), width, *like.shape[1:])
     for place, row in zip(table, rows, strict=True):
         experts, start = None, len(row.prompt_ids)
@@ -188,13 +192,13 @@ def _routed_experts(rows: Sequence[Row], like: np.ndarray, prompt_width: int, wi
 
 
 def _finished(owners: Sequence[Trajectory]) -> np.ndarray:
-    """[rows, 1] bool: rows of what went through to its end."""
+    """[rows, 1] bool: whether the trajectory of each row is finished."""
     return np.array([owner.status == "finished" for owner in owners], dtype=np.bool_).reshape(-1, 1)
 
 
 def _turn_rewards(trajectories: Sequence[Trajectory], sampled: np.ndarray) -> np.ndarray:
-    """[rows, response]: each turn's reward on the last token that the model had sampled by its end, in whichever row of
-    the trajectory; before any, on the first one it samples."""
+    """[rows, response]: the reward of each turn, on the last token that the model sampled up to its end, in any row of
+    the trajectory; if there is none yet, on the first token that the model samples."""
     table = np.zeros(sampled.shape, dtype=np.float32)
     if all(turn.reward is None for trajectory in trajectories for row in trajectory.rows for turn in row.turns):
         return table
@@ -210,10 +214,10 @@ def _turn_rewards(trajectories: Sequence[Trajectory], sampled: np.ndarray) -> np
     return table
 
 
-def _of_agents(owners: Sequence[Trajectory], rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Columns that agents' rows always have, so that those of several workers can be joined: what the trajectory says
-    of itself, the same on each of its rows, and how each row is made of turns. Names that are not in the table of
-    columns are together in `extra_fields`."""
+def _agent_columns(owners: Sequence[Trajectory], rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """Columns that rows of agents always have, so that rows of several workers can be joined: metadata of the
+    trajectory, repeated on each of its rows, and the turns of each row. Other keys of `Trajectory.extra` are together
+    in `extra_fields`."""
     known = ("num_turns", "agent_metrics")
     return {
         **{name: [owner.extra.get(name) for owner in owners] for name in known},
@@ -236,7 +240,7 @@ def _check_lengths(owners: Sequence[Trajectory], lengths: np.ndarray, max_model_
 
 
 def _places(name: str, lengths: Sequence[int], width: int | None) -> np.ndarray:
-    """[rows, width] bool: the first `lengths` columns of each row."""
+    """[rows, width] bool: True in the first `lengths` columns of each row."""
     longest = max(lengths, default=0)
     width = longest if width is None else width
     if longest > width:
@@ -245,7 +249,7 @@ def _places(name: str, lengths: Sequence[int], width: int | None) -> np.ndarray:
 
 
 def _table(places: np.ndarray, values: np.ndarray, fill: float) -> np.ndarray:
-    """Values in reading order at the places, `fill` elsewhere."""
+    """An array with the values, in row-major order, where `places` is True, and `fill` elsewhere."""
     table = np.full(places.shape, fill, dtype=values.dtype)
     table[places] = values
     return table

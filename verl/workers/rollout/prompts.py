@@ -1,4 +1,4 @@
-"""Prompts of a generation: rows from token ids, the trajectories they start, and their sampling parameters."""
+"""Input of a generation: prompt rows, their trajectories without turns, and sampling parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _SERIAL = itertools.count()
-_OTHER_SPELLINGS = {"response_length": "max_new_tokens", "eos_token_id": "eos_token_ids"}
+_ALIASES = {"response_length": "max_new_tokens", "eos_token_id": "eos_token_ids"}
 _SETTABLE = {field.name for field in fields(SamplingParams)} - {"key"}
 _FROM_CONFIG = _SETTABLE & {field.name for field in fields(RolloutConfig)}
 
@@ -36,7 +36,8 @@ _FROM_CONFIG = _SETTABLE & {field.name for field in fields(RolloutConfig)}
 def sampling_params(
     config: RolloutConfig, meta_info: Mapping[str, Any], default_eos: Iterable[int] = (), **overrides: Any
 ) -> SamplingParams:
-    """The configuration's parameters (validation's when `meta_info["validate"]`), then the batch's, then overrides."""
+    """Sampling parameters of a generation. In order of increasing precedence: the configuration (with `val_kwargs` if
+    `meta_info["validate"]`), `meta_info`, `overrides`. ValueError for an unknown override."""
     values: dict[str, Any] = {name: config[name] for name in _FROM_CONFIG} | {"eos_token_ids": default_eos}
     if meta_info.get("validate"):
         values |= {name: config.val_kwargs[name] for name in config.val_kwargs if name != "n"}
@@ -44,10 +45,10 @@ def sampling_params(
         values["eos_token_ids"] = meta_info["eos_token_id"]
     values |= {name: meta_info[name] for name in _SETTABLE if meta_info.get(name) is not None}
     for name, value in overrides.items():
-        known = _OTHER_SPELLINGS.get(name, name)
-        if known not in _SETTABLE:
+        parameter = _ALIASES.get(name, name)
+        if parameter not in _SETTABLE:
             raise ValueError(f"generate_sequences: no sampling parameter {name!r}. There are {sorted(_SETTABLE)}.")
-        values[known] = value
+        values[parameter] = value
     for name in ("eos_token_ids", "stop_token_ids"):
         ids = values[name]
         values[name] = frozenset([ids] if isinstance(ids, int) else (int(i) for i in ids or ()))
@@ -80,9 +81,10 @@ def prompt_rows(
 
 
 def trajectories_from_prompts(prompts: DataProto) -> list[Trajectory]:
-    """What the rows begin: a trajectory each, with its prompt and no turn yet.
+    """One trajectory per row, with its prompt and without turns.
 
-    Without `sample_index`, rows of one uid are numbered in order; without `uid`, a prompt's tokens stand for it.
+    Without a column `sample_index`, the rows of a uid are numbered in order; without `uid`, it is a hash of the
+    prompt's tokens.
     """
     masks = prompts.batch["attention_mask"].cpu().numpy() != 0
     tokens = [ids[mask] for ids, mask in zip(prompts.batch["input_ids"].cpu().numpy(), masks, strict=True)]
@@ -99,34 +101,36 @@ def with_row_names(prompts: DataProto) -> DataProto:
     if {"uid", "sample_index"} <= prompts.non_tensor_batch.keys():
         return prompts
     named, trajectories = prompts.select(), trajectories_from_prompts(prompts)
-    named.non_tensor_batch["uid"] = object_array([one.uid for one in trajectories])
-    named.non_tensor_batch["sample_index"] = object_array([one.sample_index for one in trajectories])
+    named.non_tensor_batch["uid"] = object_array([trajectory.uid for trajectory in trajectories])
+    named.non_tensor_batch["sample_index"] = object_array([trajectory.sample_index for trajectory in trajectories])
     return named
 
 
 def new_request_id(name: str) -> str:
-    """A request id that no other request of this process has."""
+    """A request id that is unique in this process."""
     return f"{name}#{next(_SERIAL)}"
 
 
 def answer_limits(prompts: DataProto, trajectories: Sequence[Trajectory], most: int) -> list[int]:
-    """How many tokens each row's answer may have, by its column `max_new_tokens`; never above `most`."""
-    given = prompts.non_tensor_batch.get("max_new_tokens", [None] * len(trajectories))
-    return [_limit(limit, one.sample_index, most) for one, limit in zip(trajectories, given, strict=True)]
+    """Maximum number of response tokens of each row: its column `max_new_tokens`, but at most `most`."""
+    limits = prompts.non_tensor_batch.get("max_new_tokens", [None] * len(trajectories))
+    pairs = zip(trajectories, limits, strict=True)
+    return [_limit(limit, trajectory.sample_index, most) for trajectory, limit in pairs]
 
 
-def _limit(given: Any, index: int, most: int) -> int:
-    """How many tokens sample number `index` of a prompt may have, by the row's `max_new_tokens`; never above `most`."""
-    if given is None:
+def _limit(value: Any, index: int, most: int) -> int:
+    """Maximum number of response tokens of sample number `index` of a prompt. `value`: the row's `max_new_tokens`, one
+    number for all samples or one per sample."""
+    if value is None:
         return most
-    if isinstance(given, Sequence | np.ndarray):
-        if index >= len(given):
+    if isinstance(value, Sequence | np.ndarray):
+        if index >= len(value):
             raise ValueError(
-                f"column 'max_new_tokens': a row has {len(given)} limits, and there is a sample number {index}. Give"
+                f"column 'max_new_tokens': a row has {len(value)} limits, but there is a sample number {index}. Give"
                 " one number, or as many as a prompt has samples."
             )
-        given = given[index]
-    return min(most, int(given))
+        value = value[index]
+    return min(most, int(value))
 
 
 def _uid_of(token_ids: np.ndarray) -> str:
@@ -134,10 +138,10 @@ def _uid_of(token_ids: np.ndarray) -> str:
 
 
 def _occurrence(uids: list[str]) -> list[int]:
-    """For each entry, how many equal ones came before it."""
-    seen: Counter[str] = Counter()
+    """The number of equal entries before each entry."""
+    counts: Counter[str] = Counter()
     numbers = []
     for uid in uids:
-        numbers.append(seen[uid])
-        seen[uid] += 1
+        numbers.append(counts[uid])
+        counts[uid] += 1
     return numbers
