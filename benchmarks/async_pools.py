@@ -28,7 +28,7 @@ from _pool_clock import Costs, Pool
 from _report import report
 
 from verl.trainer.asynchronous.buffer import Buffer, Group
-from verl.trainer.asynchronous.idle import IdleTime, Setup, verdict
+from verl.trainer.asynchronous.utilization import Setup, Utilization, tuning_advice
 
 TRACES = Path(__file__).parent / "traces"
 COSTS = TRACES / "qwen2.5-0.5b_h200.json"
@@ -119,20 +119,20 @@ class Asynchronous:
         self._serial = -1
         self._left: dict[int, int] = {}
         self._at_once = rollout * slots
-        self._idle = self._clocked()
+        self._utilization = self._clocked()
 
     def run(self, steps: int, warm_up: int) -> Result:
         samples, begun, ages = 0, 0.0, []
         for version in range(warm_up + steps):
             if version == warm_up:
-                begun, self._idle = self._now, self._clocked()
-                self._idle.under_way(self._pool.load)
+                begun, self._utilization = self._now, self._clocked()
+                self._utilization.set_in_flight(self._pool.load)
             batch, seconds = self._step(version)
             if version >= warm_up:
-                self._idle.step(seconds)
+                self._utilization.step(seconds)
                 samples += sum(group.answers for group in batch)
                 ages.append(self._buffer.metrics(version)["async/staleness/mean"])
-        shares = self._idle.shares()
+        shares = self._utilization.shares()
         assert shares is not None
         setup = Setup(
             self._mode, self._staleness, self._mode == "async", own_devices=True, reached=self._buffer.reached
@@ -143,11 +143,11 @@ class Asynchronous:
             shares.rollout,
             sum(ages) / len(ages),
             sum(value for name, value in self._buffer.counts.items() if name.startswith("dropped")),
-            verdict(shares, setup),
+            tuning_advice(shares, setup),
         )
 
-    def _clocked(self) -> IdleTime:
-        return IdleTime(lambda: self._now, self._at_once)
+    def _clocked(self) -> Utilization:
+        return Utilization(lambda: self._now, self._at_once)
 
     def _step(self, version: int) -> tuple[list[Group], dict[str, float]]:
         begun = self._now
@@ -183,11 +183,11 @@ class Asynchronous:
             self._left[group.serial] = len(lengths)
             answers += [(tokens, group) for tokens in lengths]
         self._pool.add(answers, self._now)
-        self._idle.under_way(self._pool.load)
+        self._utilization.set_in_flight(self._pool.load)
 
     def _finish(self, version: int) -> None:
         self._now, group = self._pool.finish()
-        self._idle.under_way(self._pool.load)
+        self._utilization.set_in_flight(self._pool.load)
         self._left[group.serial] -= 1
         if not self._left[group.serial]:
             del self._left[group.serial]

@@ -27,8 +27,8 @@ from verl.trainer.asynchronous.group_state import (
     prompts_of,
     save_buffer,
 )
-from verl.trainer.asynchronous.idle import IdleTime
 from verl.trainer.asynchronous.in_flight import InFlight
+from verl.trainer.asynchronous.utilization import Utilization
 from verl.trainer.ppo.arrange import concat_prompts
 from verl.trainer.ppo.finished_rows import FinishedTrajectory, join_rows, read_trajectories, store_trajectories
 from verl.trainer.ppo.generator import Generator
@@ -66,7 +66,7 @@ class GroupStream:
         self._buffer = Buffer(
             data.train_batch_size, ahead.max_staleness, ahead.strategy, ahead.in_order, surplus, total_steps
         )
-        self.idle = IdleTime()
+        self.utilization = Utilization()
         self._job: str | None = None
         self._loops_are_fewer = False
         """Loop workers run fewer trajectories than the engines could decode concurrently."""
@@ -80,7 +80,7 @@ class GroupStream:
         self._dropped: set[str] = set()
         """The `uid` of prompts that were put back: late results must not be taken for those of the next attempt."""
         self._taken: list[Group] = []
-        self._in_flight = InFlight(self.idle.under_way)
+        self._in_flight = InFlight(self.utilization.set_in_flight)
         self._is_waiting = False
         """The trainer waits for groups."""
 
@@ -156,7 +156,7 @@ class GroupStream:
     @property
     def loops_limit(self) -> bool:
         """Trajectories waited for a loop worker although the engines had capacity."""
-        return self._loops_are_fewer and self.idle.was_full
+        return self._loops_are_fewer and self.utilization.was_full
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the batch of this step, and of groups that were dropped or rejected."""
@@ -241,11 +241,11 @@ class GroupStream:
             rollout = self._config.actor_rollout_ref.rollout
             engines = self._rollouts.engine_count * rollout.max_num_seqs
             loops = self._rollouts.loop_capacity
-            self.idle.at_once, self._loops_are_fewer = (
+            self.utilization.at_once, self._loops_are_fewer = (
                 min(engines, loops or engines),
                 loops is not None and loops < engines,
             )
-            self._in_flight = in_flight = InFlight(self.idle.under_way)
+            self._in_flight = in_flight = InFlight(self.utilization.set_in_flight)
             meta = self._generator.meta(self._version + 1, validate=False)
             self._job = self._rollouts.start(meta, lambda finished: self._on_finished(in_flight, finished))
             self._submit(self._buffer.in_flight())

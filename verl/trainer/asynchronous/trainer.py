@@ -14,7 +14,7 @@ from verl.config.layout import shares_devices
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import WorkerError
 from verl.trainer.asynchronous.group_stream import GroupStream
-from verl.trainer.asynchronous.idle import Setup, verdict
+from verl.trainer.asynchronous.utilization import Setup, tuning_advice
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 __all__ = ["AsyncPPOTrainer"]
@@ -42,7 +42,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
         self._evenness: list[float] = []
 
     def _train(self) -> None:
-        self.stream.idle.begin()
+        self.stream.utilization.begin()
         try:
             super()._train()
         except BaseException:
@@ -52,11 +52,11 @@ class AsyncPPOTrainer(RayPPOTrainer):
             self.stream.close()
         except WorkerError as error:  # nobody needs the engines any more
             logger.warning("the stream of answers did not end well: %s", error)
-        if (shares := self.stream.idle.shares()) is not None:
+        if (shares := self.stream.utilization.shares()) is not None:
             ahead, own = ahead_of(self.config.trainer), not shares_devices(self.config)
             limits = (self.stream.reached, self.stream.loops_limit, float(np.mean(self._evenness or 0.0)))
             setup = Setup(self.config.trainer.mode, ahead.max_staleness, ahead.partial, own, *limits)
-            logger.info("Who waited for whom: %s.", verdict(shares, setup))
+            logger.info("Who waited for whom: %s.", tuning_advice(shares, setup))
 
     @property
     def _prompt_source(self) -> GroupStream:
@@ -97,7 +97,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
         return found
 
     def _flow_metrics(self) -> dict[str, float]:
-        return self.stream.idle.step(self.phases.seconds)
+        return self.stream.utilization.step(self.phases.seconds)
 
     def _waits_for_answers(self) -> AbstractContextManager[None]:
         """Before a validation, after the step, it is a part of that: no time of the step, and given up with it."""

@@ -74,7 +74,7 @@ class Run:
         parts: Any = (config, self.rollouts, Generator(), lambda: source, 100, waiting, recovery)
         self.stream = GroupStream(*parts)
         self.reported = 0
-        self.stream.idle.under_way = self._report  # type: ignore[method-assign]
+        self.stream.utilization.set_in_flight = self._report  # type: ignore[method-assign]
         self._receive, self.stream._receive = self.stream._receive, self._finish_a_group  # type: ignore[method-assign]
         self._dropped = self.stream._buffer.dropped
         self.stream._buffer.dropped = self._drop_while_trajectories_finish  # type: ignore[method-assign]

@@ -23,8 +23,8 @@ from verl.agent.outputs import failed_trajectory
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.engine import Engine
 from verl.protocol import DataProto
-from verl.trainer.asynchronous.idle import IdleTime
 from verl.trainer.asynchronous.trainer import AsyncPPOTrainer
+from verl.trainer.asynchronous.utilization import Utilization
 from verl.trainer.ppo.finished_rows import store_trajectories
 from verl.workers.rollout.call_record import Record
 
@@ -174,13 +174,13 @@ def test_what_is_answered_during_an_update_is_known_before_anything_is_dropped(t
     """The long answer ends in the second update: it is too old then, but finished. It is asked again and trained."""
     task, gate, under_way = task_with_a_long_answer(tmp_path / "task"), Gate(), [0]
     gate.put_into(monkeypatch)
-    count = IdleTime.under_way
+    count = Utilization.set_in_flight
 
-    def counted(idle: IdleTime, answers: int) -> None:
-        count(idle, answers)
+    def counted(utilization: Utilization, answers: int) -> None:
+        count(utilization, answers)
         under_way.append(answers)
 
-    monkeypatch.setattr(IdleTime, "under_way", counted)
+    monkeypatch.setattr(Utilization, "set_in_flight", counted)
 
     class Waiting(Noting):
         def _after_step(self, batch: DataProto, metrics: dict[str, float]) -> None:

@@ -1,50 +1,50 @@
-"""Idle shares of trainer and rollout, and the key that the verdict names."""
+"""Idle shares of trainer and rollout, and the configuration key that `tuning_advice` names."""
 
 from __future__ import annotations
 
 import pytest
 
-from verl.trainer.asynchronous.idle import Idle, IdleTime, Setup, verdict
+from verl.trainer.asynchronous.utilization import IdleShares, Setup, Utilization, tuning_advice
 
 
 def test_shares_are_the_waiting_phases_and_the_load_beside_the_largest_one():
     now = [0.0]
-    idle = IdleTime(lambda: now[0])
-    idle.under_way(8)
+    utilization = Utilization(lambda: now[0])
+    utilization.set_in_flight(8)
     now[0] = 2.0
-    idle.under_way(4)  # 8 for 2 s, then 4 for 2 s: 24 of 32 answer seconds
+    utilization.set_in_flight(4)  # 8 for 2 s, then 4 for 2 s: 24 of 32 answer seconds
     now[0] = 4.0
-    metrics = idle.step({"step": 4.0, "gen": 1.0, "update_actor": 3.0})
+    metrics = utilization.step({"step": 4.0, "gen": 1.0, "update_actor": 3.0})
     assert metrics == pytest.approx({"trainer/idle_ratio": 0.25, "rollouter/idle_ratio": 0.25})
-    idle.under_way(0)
+    utilization.set_in_flight(0)
     now[0] = 8.0  # a second step in which nothing is generated
-    metrics = idle.step({"step": 4.0, "gen": 1.0, "reward": 2.0})
+    metrics = utilization.step({"step": 4.0, "gen": 1.0, "reward": 2.0})
     assert metrics == pytest.approx({"trainer/idle_ratio": 0.75, "rollouter/idle_ratio": 1.0})
-    assert idle.shares() == Idle(pytest.approx(0.5), pytest.approx(1 - 24 / 64))
+    assert utilization.shares() == IdleShares(pytest.approx(0.5), pytest.approx(1 - 24 / 64))
 
 
 def test_loading_models_and_a_first_validation_are_no_idle_time_of_the_rollout():
     now = [0.0]
-    idle = IdleTime(lambda: now[0])
+    utilization = Utilization(lambda: now[0])
     now[0] = 300.0
-    idle.begin()
-    idle.under_way(8)
+    utilization.begin()
+    utilization.set_in_flight(8)
     now[0] = 304.0
-    assert idle.step({"step": 4.0})["rollouter/idle_ratio"] == pytest.approx(0.0)
-    assert idle.shares() == Idle(0.0, pytest.approx(0.0))
+    assert utilization.step({"step": 4.0})["rollouter/idle_ratio"] == pytest.approx(0.0)
+    assert utilization.shares() == IdleShares(0.0, pytest.approx(0.0))
 
 
 def test_answers_that_wait_for_their_turn_do_not_make_the_rollout_busier():
     now = [0.0]
-    idle = IdleTime(lambda: now[0], at_once=4)
-    assert idle.shares() is None, "no step, no verdict"
-    for seconds, under_way in enumerate((100, 50, 4, 2)):
+    utilization = Utilization(lambda: now[0], at_once=4)
+    assert utilization.shares() is None, "no step yet"
+    for seconds, in_flight in enumerate((100, 50, 4, 2)):
         now[0] = float(seconds)
-        assert idle.was_full is (seconds > 0)
-        idle.under_way(under_way)
+        assert utilization.was_full is (seconds > 0)
+        utilization.set_in_flight(in_flight)
     now[0] = 4.0
-    idle.step({"step": 4.0})
-    shares = idle.shares()
+    utilization.step({"step": 4.0})
+    shares = utilization.shares()
     assert shares is not None
     assert shares.rollout == pytest.approx(1 - (4 + 4 + 4 + 2) / 16)
 
@@ -72,7 +72,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
         (0.4, 0.4, OWN._replace(reached=1), "trainer.n_gpus_per_node up"),
     ],
 )
-def test_the_verdict_names_the_key_that_would_help(trainer: float, rollout: float, run: Setup, named: str):
-    said = verdict(Idle(trainer, rollout), run)
-    assert named in said
-    assert f"{trainer:.0%}" in said
+def test_the_advice_names_the_key_that_would_help(trainer: float, rollout: float, run: Setup, named: str):
+    advice = tuning_advice(IdleShares(trainer, rollout), run)
+    assert named in advice
+    assert f"{trainer:.0%}" in advice
