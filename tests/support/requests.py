@@ -10,4 +10,4 @@ from verl.workers.rollout.loop_host import RolloutJob
 def requests_of(prompts: DataProto, params: SamplingParams, seed: int) -> list[Request]:
     """One request per row, in order."""
     job = RolloutJob("test", prompts.meta_info, params, seed, pad=0)
-    return [job.request(task, task.limit) for task in job.tasks(prompts, {})]
+    return [job.request(task, task.limit) for task in job.tasks(prompts, {}, with_columns=False)]
