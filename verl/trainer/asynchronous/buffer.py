@@ -1,12 +1,14 @@
-"""Buffer: which prompt groups are out, which have come back, which make the next batch; none is older than allowed.
+"""Buffer: bookkeeping of prompt groups: which are in flight, which are finished, which form the next batch.
 
-A version is a trained batch: the trainer takes one at every version. A group whose first request left at version `v`
-may be trained at `v + max_staleness` at the latest. That is promised by admission: groups that are out, finished or in
-the batch being trained are never more than `max_staleness + 1` batches, which also bounds memory; and none goes out
-while two batches are answered: where training is the slower one, answers do not grow old in the queue. What finishes
-early goes first. `wait` holds a batch back as soon as what is still out could not all be trained in time any more;
-`drop` sends prompts of what became too old back to the stream, each once: the next time it is waited for, or long
-answers would never be trained.
+A version is the number of trained batches; the trainer takes one batch per version. A group sent at version `v` is
+trained at version `v + max_staleness` at the latest. Admission guarantees it: groups in flight, finished or in the
+current batch never exceed `max_staleness + 1` batches, which also bounds memory. No prompt is sent while two batches
+are finished or being trained: if training is the bottleneck, responses do not age in the queue. Groups that finish
+early are trained early.
+
+`wait` delays a batch if the groups in flight could otherwise not all be trained in time. `drop` returns prompts of
+groups that became too old to the source. Each prompt is dropped once: batches wait for its second group, or long
+responses would never be trained.
 """
 
 from __future__ import annotations
@@ -19,38 +21,39 @@ from typing import Any
 __all__ = ["Buffer", "Group"]
 
 IN_FLIGHT, FINISHED, SURPLUS = "in_flight", "finished", "surplus"
-"""Why a group was dropped as too old: it was not finished; it was, and batches were full; over-sampling sent it."""
+"""Reasons why a too old group was dropped: not finished; finished, but batches were full; sent by over-sampling."""
 STALE = "stale_samples"
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The answers to one prompt, on their way through the run."""
+    """The responses to one prompt, from submission to training."""
 
     serial: int
-    """Its place in the run's stream: a prompt that is sent again has a new one."""
+    """Number in the order of submission; a prompt that is sent again gets a new one."""
     uid: str
     answers: int
+    """Number of responses."""
     sent_at: int
-    """The version at which its first request left."""
+    """The version at which it was submitted."""
     oldest: int | None = None
     """Version of its oldest sampled token; None until it is finished."""
     partial: int = 0
-    """Answers whose tokens are of several versions."""
+    """Number of responses with tokens of several weight versions."""
     rows: Any = None
-    """Whatever the trainer keeps for it."""
+    """Data of the caller."""
     promised: bool = False
-    """It will be trained in time: batches wait for it."""
+    """Guaranteed to be trained in time: batches wait for it."""
 
     @property
     def born(self) -> int:
-        """The version its age is counted from."""
+        """The version from which its staleness counts."""
         return self.sent_at if self.oldest is None else self.oldest
 
 
 @dataclass(frozen=True, slots=True)
 class _Used:
-    """What is remembered of a group that is being trained."""
+    """Data of a group that is being trained, for metrics."""
 
     staleness: int
     answers: int
@@ -58,7 +61,7 @@ class _Used:
 
 
 class Buffer:
-    """Plain bookkeeping: no clock, no threads, no tensors. See the file's first lines for what it promises."""
+    """Plain bookkeeping without clock, threads or tensors. The module docstring states its guarantees."""
 
     def __init__(
         self,
@@ -69,28 +72,29 @@ class Buffer:
         surplus: int = 0,
         batches: int | None = None,
     ) -> None:
-        """`in_order`: groups leave in the order in which they were sent. `surplus`: groups that may be out beyond what
-        batches need, because some will be rejected. `batches`: the run's last version; nothing is sent for later ones.
+        """`in_order`: groups are trained in the order of submission. `surplus`: number of additional groups in flight,
+        because dynamic sampling rejects some. `batches`: number of batches of the run; nothing is sent beyond it.
         """
         self._per_batch, self._max_staleness, self._in_order = groups_per_batch, max_staleness, in_order
         self._waits, self._surplus, self._batches = strategy == "wait", surplus, batches
         self._out: dict[int, Group] = {}
         self._finished: dict[int, Group] = {}
         self._promised = 0
-        """How many of both are promised: sending a batch does not look at all of them for each of its prompts."""
+        """Number of promised groups in `_out` and `_finished`, counted here so that `sent` takes constant time."""
         self._last_serial = -1
         self._again: set[str] = set()
-        """Prompts that were dropped for their age and not sent again yet."""
+        """The `uid` of dropped prompts that were not sent again yet."""
         self._batch_of = -1
         self._batch: dict[int, _Used] = {}
         self.counts: Counter[str] = Counter()
-        """Since the run began: `dropped/<why>`, `rejected`, `stale_samples`."""
-        self._told: Counter[str] = Counter()
+        """Totals of the run: `dropped/<reason>`, `rejected`, `stale_samples`."""
+        self._reported: Counter[str] = Counter()
+        """`counts` at the last call of `metrics`."""
         self.reached = 0
         """The largest staleness that was trained."""
 
     def room(self, version: int) -> int:
-        """Prompts that may go out now."""
+        """Number of prompts that may be sent now."""
         batches = self._max_staleness + 1
         if self._batches is not None:
             batches = min(batches, self._batches - version)
@@ -98,41 +102,43 @@ class Buffer:
             return 0
         answered = len(self._finished) + len(self._training(version))
         most = batches * self._per_batch - len(self._out)
-        # What waits beside the next batch only grows old: nothing is asked for ahead of that.
+        # Finished groups beyond the next batch only age, so no more prompts are sent.
         return max(0, min(most, 2 * self._per_batch) + self._surplus - answered)
 
     def sent(self, group: Group) -> None:
-        """A prompt went out."""
+        """Add a group that was submitted."""
         if group.serial <= self._last_serial:
             raise ValueError(f"group {group.serial}: sent after {self._last_serial}. Number groups as they are sent.")
         self._last_serial = group.serial
-        before = group.uid in self._again
+        was_dropped = group.uid in self._again
         self._again.discard(group.uid)
-        # No more is promised than the batches hold that are filled before the group is too old.
+        # Promised groups must fit into the batches up to the last one that may train this group.
         promised = self._promised + len(self._training(group.sent_at))
-        group.promised = (self._waits or before) and promised < (self._max_staleness + 1) * self._per_batch
+        group.promised = (self._waits or was_dropped) and promised < (self._max_staleness + 1) * self._per_batch
         self._promised += group.promised
         self._out[group.serial] = group
 
     def finished(self, group: Group, oldest: int, partial: int = 0, rows: Any = None) -> None:
-        """All its answers are there."""
+        """Mark a group as finished. `oldest`: version of its oldest token. `partial`: see `Group.partial`."""
         del self._out[group.serial]
-        # Versions whose update was skipped have the same weights: tokens cannot be older than the request.
+        # After a skipped update two versions have the same weights, but tokens cannot be older than the request.
         group.oldest, group.partial = max(oldest, group.sent_at), partial
         group.rows = group.rows if rows is None else rows
         self._finished[group.serial] = group
 
     def dropped(self, version: int) -> list[Group]:
-        """Groups that have become too old, in flight or not; their prompts go back to the stream. Once per version."""
+        """Remove and return groups that have become too old, finished or not; the caller puts their prompts back. Call
+        it once per version."""
         old = [group for group in self._all() if version - group.born > self._max_staleness]
         for group in old:
-            why = FINISHED if group.serial in self._finished else IN_FLIGHT
-            self.give_up(group, SURPLUS if self._waits or self._in_order else why)
+            reason = FINISHED if group.serial in self._finished else IN_FLIGHT
+            self.give_up(group, SURPLUS if self._waits or self._in_order else reason)
             self._again.add(group.uid)
         return old
 
     def take(self, version: int, count: int | None = None) -> list[Group] | None:
-        """The version's batch, or what it still lacks, in serial order; None: wait for groups that are out."""
+        """Take the groups that the batch of this version still needs (or `count`), in serial order; None: wait for
+        groups in flight."""
         count = self._per_batch - len(self._training(version)) if count is None else count
         if len(self._finished) < count:
             return None
@@ -153,7 +159,8 @@ class Buffer:
         return chosen
 
     def reject(self, groups: Iterable[Group]) -> None:
-        """Finished groups, taken or not, that are not trained: their prompts are used up, others may go out instead."""
+        """Exclude finished groups, taken or not, from training. They are not sent again; other prompts may be sent
+        instead."""
         for group in groups:
             if self._finished.pop(group.serial, None) is not None:
                 self._promised -= group.promised
@@ -162,46 +169,46 @@ class Buffer:
             self.counts["rejected"] += 1
 
     def give_up(self, group: Group, why: str) -> None:
-        """A group that is lost: the caller puts its prompt back."""
+        """Remove a group, finished or in flight; the caller puts its prompt back. `why`: reason in `counts`."""
         (self._finished if group.serial in self._finished else self._out).pop(group.serial)
         self._promised -= group.promised
         self.counts[f"dropped/{why}"] += 1
 
     def in_flight(self) -> list[Group]:
-        """Groups that are out."""
+        """Groups that are not finished."""
         return list(self._out.values())
 
     def ready(self) -> list[Group]:
-        """Finished groups that no batch took yet."""
+        """Finished groups that were not taken yet."""
         return sorted(self._finished.values(), key=lambda group: group.serial)
 
     def metrics(self, version: int) -> dict[str, float]:
-        """Of the batch that this version took; what was dropped and rejected since this was last asked."""
+        """Metrics of the batch of this version, and of groups dropped and rejected since the last call."""
         used = list(self._training(version).values())
-        answers = sum(each.answers for each in used)
-        partial = sum(each.partial for each in used) / max(1, answers)
-        found = {
+        answers = sum(group.answers for group in used)
+        partial = sum(group.partial for group in used) / max(1, answers)
+        metrics = {
             "async/queue_depth": float(len(self._finished)),
             "async/in_flight": float(len(self._out)),
-            "async/staleness/mean": sum(each.staleness * each.answers for each in used) / max(1, answers),
-            "async/staleness/max": float(max((each.staleness for each in used), default=0)),
+            "async/staleness/mean": sum(group.staleness * group.answers for group in used) / max(1, answers),
+            "async/staleness/max": float(max((group.staleness for group in used), default=0)),
             "async/partial_share": partial,
             "fully_async/partial/partial_ratio": partial,
             "fully_async/count/stale_samples_processed": float(self.counts[STALE]),
         }
         for age in range(self._max_staleness + 1):
-            of_age = sum(each.answers for each in used if each.staleness == age)
-            found[f"async/staleness/share_{age}"] = of_age / max(1, answers)
-        since = self.counts - self._told
-        self._told = self.counts.copy()
-        reasons = ["rejected", *(f"dropped/{why}" for why in (IN_FLIGHT, FINISHED, SURPLUS)), *since]
-        return found | {f"async/{name}": float(since[name]) for name in reasons if name != STALE}
+            of_age = sum(group.answers for group in used if group.staleness == age)
+            metrics[f"async/staleness/share_{age}"] = of_age / max(1, answers)
+        new = self.counts - self._reported
+        self._reported = self.counts.copy()
+        reasons = ["rejected", *(f"dropped/{why}" for why in (IN_FLIGHT, FINISHED, SURPLUS)), *new]
+        return metrics | {f"async/{name}": float(new[name]) for name in reasons if name != STALE}
 
     def state(self) -> dict[str, Any]:
-        """Plain data but for what the trainer keeps for groups (`rows`). Between versions: a batch being trained is not
-        in it."""
+        """The state for a checkpoint between versions: plain data, except the caller's data of groups (`rows`). Groups
+        of the batch being trained are not included."""
         return {
-            "groups": [{each.name: getattr(group, each.name) for each in fields(group)} for group in self._all()],
+            "groups": [{item.name: getattr(group, item.name) for item in fields(group)} for group in self._all()],
             "finished": list(self._finished),
             "last_serial": self._last_serial,
             "again": sorted(self._again),
@@ -209,23 +216,23 @@ class Buffer:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. What is not in its `finished` is in flight: the caller sends it again, as the
-        same group."""
-        groups, finished = [Group(**each) for each in state["groups"]], set(state["finished"])
+        """Restore a `state`. Groups that are not in its `finished` are in flight: the caller submits them again, as the
+        same groups."""
+        groups, finished = [Group(**saved) for saved in state["groups"]], set(state["finished"])
         self._out = {group.serial: group for group in groups if group.serial not in finished}
         self._finished = {group.serial: group for group in groups if group.serial in finished}
-        for group in self._out.values():  # also one whose answers could not be saved
+        for group in self._out.values():  # including finished groups whose trajectories could not be saved
             group.oldest, group.partial = None, 0
         self._promised = sum(group.promised for group in groups)
         self._last_serial, self._again = state["last_serial"], set(state["again"])
         self._batch_of, self._batch = -1, {}
-        self.counts, self._told = Counter(state["counts"]), Counter(state["counts"])
+        self.counts, self._reported = Counter(state["counts"]), Counter(state["counts"])
 
     def _all(self) -> list[Group]:
         return sorted([*self._out.values(), *self._finished.values()], key=lambda group: group.serial)
 
     def _training(self, version: int) -> dict[int, _Used]:
-        """Groups of the batch that this version took."""
+        """Groups of the batch of this version, by serial."""
         return self._batch if self._batch_of == version else {}
 
     def _use(self, chosen: Iterable[Group], version: int) -> None:
@@ -239,10 +246,11 @@ class Buffer:
             self.reached = max(self.reached, used.staleness)
 
     def _required(self, fresh: list[Group], version: int, count: int) -> set[Group] | None:
-        """Finished groups without which promises would be broken; None where such a group is still out.
+        """Finished groups that the batch must have so that all promised groups are trained in time; None if such a
+        group is still in flight.
 
-        Earliest deadline first: by every later version, what must be trained until then has to fit into the batches
-        that are left.
+        Earliest deadline first: for every later version, the promised groups due by then must fit into the remaining
+        batches.
         """
         promised = [group for group in fresh if group.promised]
         chosen: set[Group] = set()

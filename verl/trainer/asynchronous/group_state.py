@@ -1,5 +1,5 @@
-"""GroupState: what the stream keeps for a prompt group (prompt, finished trajectories, partial outputs), and its form
-in checkpoints, which store trajectories, turns and outputs by field name."""
+"""GroupState: the stream's data of a prompt group (prompt, finished trajectories, partial outputs), and its checkpoint
+format, which stores trajectories, turns and outputs by field name."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class GroupState:
     """State of one group (`Group.rows`)."""
 
     name: str
-    """The `uid` of its rows: unique among groups in flight and those whose results may still arrive."""
+    """The `uid` of its rows: unique among groups in flight and dropped groups whose results may still arrive."""
     source: DataProto
-    """Prompts as they came from the data; its own is at `row`."""
+    """A batch of prompts from the data; the group's prompt is at `row`."""
     step: int
-    """The step in which it was first submitted: its sampling noise, also if it is submitted again."""
+    """The step in which it was first submitted. Its sampling noise depends on it, also if it is submitted again."""
     finished: dict[str, Any] = field(default_factory=dict)
-    """Its finished trajectories by name: `FinishedTrajectory`; after `from_plain`, `Trajectory`."""
+    """Its finished trajectories by name: `FinishedTrajectory`, or `Trajectory` after `from_plain`."""
     partials: dict[str, Output] = field(default_factory=dict)
-    """Partial outputs of other trajectories, as last read."""
+    """Partial outputs of its unfinished trajectories by name, as last read."""
     scores: Any = None
-    """Scores its trajectories as they arrive, if rewards overlap generation."""
+    """Scorer of its trajectories (`Generator.score_ahead`); None: they are scored with the batch."""
     row: int = 0
 
     @property
@@ -69,27 +69,28 @@ class GroupState:
 
 
 def join_prompts(states: Sequence[GroupState]) -> DataProto:
-    """The prompts of these groups, in order. Neighbours of one source are taken together: no copy per prompt."""
+    """The prompts of these groups, in order. Adjacent groups of one source are selected at once, for speed."""
     parts = []
     for _, run in groupby(states, key=lambda state: id(state.source)):
-        neighbours = list(run)
-        parts.append(neighbours[0].source.select_idxs(np.array([state.row for state in neighbours])))
+        adjacent = list(run)
+        parts.append(adjacent[0].source.select_idxs(np.array([state.row for state in adjacent])))
     return concat_prompts(parts)
 
 
 def ages(versions: Iterable[Sequence[int]], steps: Mapping[int, int], default: int) -> tuple[int, int]:
-    """The step at which the oldest token was sampled, and the number of trajectories with tokens of several versions.
+    """Return the step at which the oldest token was sampled, and the number of trajectories with several versions.
 
-    `versions`: of each trajectory. `steps`: the last step at which the rollout had each version.
+    `versions`: weight versions of each trajectory. `steps`: the last step at which the rollout had each version.
+    `default`: the step of versions that `steps` does not have.
     """
-    sets = [set(each) for each in versions]
-    oldest = min((steps.get(version, default) for each in sets for version in each), default=default)
-    return oldest, sum(len(each) > 1 for each in sets)
+    sets = [set(of_trajectory) for of_trajectory in versions]
+    oldest = min((steps.get(version, default) for of_trajectory in sets for version in of_trajectory), default=default)
+    return oldest, sum(len(of_trajectory) > 1 for of_trajectory in sets)
 
 
 def to_plain(state: GroupState, trajectories: Mapping[str, Trajectory]) -> dict[str, Any]:
-    """For a checkpoint; `trajectories` are the finished ones. Those that cannot be stored are left out: they are
-    generated again."""
+    """The state as plain data, for a checkpoint. `trajectories`: the finished ones by name; those that cannot be stored
+    are left out, and generated again after a restart."""
     prompt = state.prompt
     return {
         "name": state.name,
@@ -112,12 +113,15 @@ def from_plain(saved: Mapping[str, Any]) -> GroupState:
 
 
 def save_buffer(buffer: Buffer, trajectories: Callable[[list[Any]], list[Trajectory]]) -> dict[str, Any]:
-    """A buffer whose groups have a GroupState, for a checkpoint. `trajectories` reads finished trajectories."""
+    """The state of a buffer whose groups have a GroupState, as plain data. `trajectories(finished)` reads finished
+    trajectories from the object store."""
     saved = buffer.state()
-    finished = [one for group in saved["groups"] for one in group["rows"].finished.values()]
-    by_name = dict(zip((one.name for one in finished), trajectories(finished), strict=True))
-    whole = {group.serial for group in buffer.ready() if all(_is_plain(by_name[name]) for name in group.rows.finished)}
-    saved["finished"] = [serial for serial in saved["finished"] if serial in whole]
+    finished = [header for group in saved["groups"] for header in group["rows"].finished.values()]
+    by_name = dict(zip((header.name for header in finished), trajectories(finished), strict=True))
+    storable = {
+        group.serial for group in buffer.ready() if all(_is_plain(by_name[name]) for name in group.rows.finished)
+    }
+    saved["finished"] = [serial for serial in saved["finished"] if serial in storable]
     saved["groups"] = [
         group | {"rows": to_plain(group["rows"], {name: by_name[name] for name in group["rows"].finished})}
         for group in saved["groups"]
@@ -127,21 +131,22 @@ def save_buffer(buffer: Buffer, trajectories: Callable[[list[Any]], list[Traject
 
 def load_buffer(buffer: Buffer, saved: Mapping[str, Any]) -> None:
     """Restore a buffer from `save_buffer`; the finished trajectories of its groups are `Trajectory` objects."""
-    groups = [each | {"rows": from_plain(each["rows"])} for each in saved["groups"]]
+    groups = [group | {"rows": from_plain(group["rows"])} for group in saved["groups"]]
     buffer.load({**saved, "groups": groups})
 
 
 def group_shape(state: Mapping[str, Any]) -> dict[str, int]:
-    """What made a group complete in a saved stream; an older one only has the number of answers."""
-    if (known := state.get("asked_for")) is not None:
-        return dict(known)
+    """Settings of the groups in a saved stream (`GroupStream._group_shape`); old checkpoints only have the number of
+    responses per prompt."""
+    if (settings := state.get("asked_for")) is not None:
+        return dict(settings)
     groups = state["buffer"]["groups"]
     return {"answers to a prompt": groups[0]["answers"]} if groups else {}
 
 
 def prompts_of(state: Mapping[str, Any]) -> list[DataProto]:
-    """The prompts of all groups in a saved stream, in order: for a run without a stream."""
-    return [_prompt(each["rows"]) for each in state["buffer"]["groups"]]
+    """The prompts of all groups in a saved stream, in order: for runs that cannot use its responses."""
+    return [_prompt(group["rows"]) for group in state["buffer"]["groups"]]
 
 
 def _prompt(saved: Mapping[str, Any]) -> DataProto:
@@ -149,7 +154,7 @@ def _prompt(saved: Mapping[str, Any]) -> DataProto:
 
 
 def _is_plain(one: Trajectory) -> bool:
-    """Whether it can be stored: agents may return objects that cannot."""
+    """Whether a trajectory can be stored: agents may return objects that cannot."""
     return is_plain(one.extra) and all(is_plain(row.messages) for row in one.rows)
 
 
@@ -174,7 +179,7 @@ def _trajectory(saved: Mapping[str, Any]) -> Trajectory:
 
 
 def _packed(tokens: Turn | Output) -> dict[str, Any]:
-    """Its fields, numbers per token as arrays: copying them one by one would block training."""
+    """Its fields, with per-token lists as arrays, which are faster to copy: saving blocks training."""
     values = _fields(tokens)
     return values | {
         name: np.asarray(values[name], dtype)
@@ -191,5 +196,5 @@ def _unpacked(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(of: Any) -> dict[str, Any]:
-    """As `asdict`, which would copy every number of every list."""
-    return {each.name: getattr(of, each.name) for each in fields(of)}
+    """Like `asdict`, but without a deep copy."""
+    return {item.name: getattr(of, item.name) for item in fields(of)}

@@ -1,7 +1,7 @@
-"""GroupStream: submits prompts as the buffer has room, receives trajectories as they finish, returns whole groups.
+"""GroupStream: submits prompts while the buffer has room, receives finished trajectories, returns complete groups.
 
-For the trainer it is a source of prompts, like `PromptStream`, whose responses exist already. All bookkeeping happens
-in the trainer's thread; scoring and utilization are updated by the collector threads of the RolloutManager.
+To the trainer it is a source of prompts, like `PromptStream`, whose responses are already generated. All bookkeeping is
+done in the trainer's thread; collector threads of the RolloutManager only update scores and utilization.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WAKE_S = 0.5
 
 
 class GroupStream:
-    """From the first step to the last. After a WorkerError its calls can be repeated: nothing is lost."""
+    """One instance per run. After a WorkerError and recovery, a call can be repeated without loss of trajectories."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class GroupStream:
         waiting: Callable[[], AbstractContextManager[None]],
         recovery: WorkerRecovery,
     ) -> None:
-        """`source()` returns the run's prompts; `waiting()` is the context of waits for trajectories."""
+        """`source()` returns the run's prompts; `waiting()` returns the context of a wait for trajectories."""
         self._config, self._rollouts, self._generator = config, rollouts, generator
         self._source, self._wait_phase, self._recovery = source, waiting, recovery
         data, ahead = config.data, ahead_of(config.trainer)
@@ -72,25 +72,26 @@ class GroupStream:
         """Loop workers run fewer trajectories than the engines could decode concurrently."""
         self._version = 0
         self._steps: dict[int, int] = {}
-        """By weight version: the last step (trained batches) at which the rollout had it. Only versions that tokens of
-        a group in flight may have."""
+        """By weight version: the last step (number of trained batches) at which the rollout had it. Only versions that
+        tokens of live groups may have."""
         self._serial = itertools.count()
         self._live: dict[str, Group] = {}
         """Groups in flight, finished or taken by the current step, by the `uid` of their rows."""
         self._dropped: set[str] = set()
-        """The `uid` of prompts that were put back: late results must not be taken for those of the next attempt."""
+        """The `uid` of prompts that were put back. Their next group gets another name, so that late results of the
+        dropped group are not stored in it."""
         self._taken: list[Group] = []
         self._in_flight = InFlight(self.utilization.set_in_flight)
         self._is_waiting = False
-        """The trainer waits for groups."""
+        """Whether the trainer is blocked in `take`."""
 
     # ---------------------------------------------------------------- for the trainer, step by step
 
     def begin_step(self, step: int, weights: int) -> None:
-        """The step begins with these weights in the rollout: drop groups that have become too old."""
+        """Begin a step and drop groups that have become too old. `weights`: weight version of the rollout."""
         self._version = step - 1
-        youngest = self._version - self._max_staleness
-        self._steps = {each: at for each, at in self._steps.items() if at >= youngest} | {weights: self._version}
+        oldest = self._version - self._max_staleness
+        self._steps = {version: at for version, at in self._steps.items() if at >= oldest} | {weights: self._version}
         self._receive_all()  # trajectories that finished during the last update are not in flight
         for group in self._taken:
             del self._live[group.rows.name]
@@ -103,8 +104,8 @@ class GroupStream:
                 self._rollouts.cancel(self._job, names)
 
     def take(self, count: int) -> DataProto:
-        """Return prompts of finished groups, at most `count`: what the batch of the step lacks. Blocks until there are
-        enough."""
+        """Return the prompts of finished groups that the batch of the step still needs. Blocks until they are
+        finished. `count` is not used: the buffer knows the batch size."""
         self._is_waiting = True
         try:
             with self._wait_phase(), self._rollouts.watched():
@@ -115,31 +116,31 @@ class GroupStream:
         return self._prompts(groups)
 
     def responses(self, prompts: DataProto) -> DataProto:
-        """Return the responses to prompts that were taken; all rows of one prompt are adjacent."""
+        """Return the responses to prompts that `take` returned; all rows of one prompt are adjacent."""
         groups = [self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]]
         rows = self._rows(groups)
-        known = {name: one for group in groups for name, one in group.rows.finished.items()}
-        finished = [known[name] for name in trajectory_names(rows)]
+        by_name = {name: trajectory for group in groups for name, trajectory in group.rows.finished.items()}
+        finished = [by_name[name] for name in trajectory_names(rows)]
         self._generator.scored_ahead(rows, [group.rows.scores for group in groups])
         return self._generator.joined(rows, join_rows(finished), validate=False)
 
     def reject(self, prompts: DataProto) -> None:
-        """Prompts that were taken and are not trained on: they are used up, and others may be submitted."""
+        """Exclude taken prompts from training. They are not generated again; other prompts may be submitted."""
         self._buffer.reject([self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]])
 
     def put_back(self, prompts: DataProto) -> None:
-        """Prompts that were taken and are to be generated again."""
+        """Return taken prompts to the source: they will be generated again."""
         groups = [self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]]
         self._buffer.reject(groups)
         self._source().put_back(join_prompts([group.rows for group in groups]))
 
     def learn_from(self, batch: DataProto) -> None:
-        """Show a finished batch to a curriculum sampler."""
+        """Pass a trained batch to a curriculum sampler."""
         self._source().learn_from(batch)
 
     @property
     def batches_per_epoch(self) -> int:
-        """Of the dataloader."""
+        """Number of batches of the dataloader."""
         return self._source().batches_per_epoch
 
     def drain(self) -> None:
@@ -159,15 +160,15 @@ class GroupStream:
         return self._loops_are_fewer and self.utilization.was_full
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the batch of this step, and of groups that were dropped or rejected."""
+        """Metrics of this step's batch, and of groups dropped or rejected since the last call."""
         return self._buffer.metrics(self._version)
 
     def abandon(self) -> None:
-        """The run has failed: receive nothing any more."""
+        """Receive no further trajectories, because the run has failed."""
         self._rollouts.abandon()
 
     def close(self) -> None:
-        """End generation; raise the error of an engine that failed meanwhile."""
+        """End generation; raise the error of a failed engine, if there is one."""
         self._in_flight.close()
         self._job = None
         self._rollouts.close()
@@ -175,8 +176,8 @@ class GroupStream:
     # ---------------------------------------------------------------- checkpoints
 
     def state(self, partials: bool) -> dict[str, Any]:
-        """Plain data, between steps: finished groups, and groups in flight with their finished trajectories; with
-        `partials`, also the partial outputs of the others."""
+        """The state for a checkpoint between steps, as plain data: finished groups, and groups in flight with their
+        finished trajectories. `partials`: also read current partial outputs, if the run uses partial rollouts."""
         if partials and self._partial and self._job is not None:
             for name, output in self._rollouts.partials(self._job).items():
                 if (group := self._live.get(name.rpartition("/")[0])) is not None:
@@ -186,14 +187,14 @@ class GroupStream:
         return {"buffer": saved, "versions": dict(self._steps), "asked_for": self._group_shape}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`: groups in flight are submitted again, from their partial outputs.
+        """Restore a `state`: the next step submits groups in flight again, from their partial outputs.
 
-        If a prompt now gets another number of responses, or another length, its group is generated again.
+        If the number or maximum length of responses has changed, all groups are generated again.
         """
         before = self._group_shape | group_shape(state)
         if before != self._group_shape and (prompts := prompts_of(state)):
             now = ", ".join(f"{name} = {value} (was {before[name]})" for name, value in self._group_shape.items())
-            logger.warning("%s: the answers to %d prompts are not trained; they are asked again", now, len(prompts))
+            logger.warning("%s: responses to %d prompts are discarded; they are generated again", now, len(prompts))
             self._source().put_back(concat_prompts(prompts))
             return
         load_buffer(self._buffer, state["buffer"])
@@ -201,15 +202,15 @@ class GroupStream:
         self._serial = itertools.count(state["buffer"]["last_serial"] + 1)
         self._live = {group.rows.name: group for group in (*self._buffer.in_flight(), *self._buffer.ready())}
         states = [group.rows for group in self._live.values()]
-        trajectories = [one for each in states for one in each.finished.values()]
+        trajectories = [trajectory for state in states for trajectory in state.finished.values()]
         meta, policy = self._generator.meta(self._version + 1, validate=False), self._config.actor_rollout_ref
         finished = iter(store_trajectories(trajectories, policy, meta, self._rollouts.uses_ray))
-        for each in states:
-            each.finished = {name: next(finished) for name in each.finished}
+        for group_state in states:
+            group_state.finished = {name: next(finished) for name in group_state.finished}
 
     @property
     def _group_shape(self) -> dict[str, int]:
-        """What makes the responses to a prompt a complete group."""
+        """Settings that a group in a checkpoint must have in common with this run."""
         return {
             "answers to a prompt": self._generator.answers_per_prompt,
             "rollout.n": self._config.actor_rollout_ref.rollout.n,
@@ -219,7 +220,7 @@ class GroupStream:
     # ---------------------------------------------------------------- waiting
 
     def _next_groups(self) -> list[Group]:
-        """Can be called again after a WorkerError."""
+        """Block until the buffer returns groups for the batch. It can be called again after a WorkerError."""
         while True:
             self._open()
             self._top_up()
@@ -235,7 +236,8 @@ class GroupStream:
     # ---------------------------------------------------------------- submitting
 
     def _open(self) -> None:
-        """Open generation, at first and after a loss; the first time, submit the groups of a checkpoint."""
+        """Open generation, if it is not open or a host was lost. The first time, also start the job and submit the
+        groups in flight of a checkpoint."""
         self._rollouts.open()
         if self._job is None:
             rollout = self._config.actor_rollout_ref.rollout
@@ -251,7 +253,7 @@ class GroupStream:
             self._submit(self._buffer.in_flight())
 
     def _top_up(self) -> None:
-        """Submit as many prompts as there is room for."""
+        """Submit as many prompts as the buffer has room for."""
         if (room := self._buffer.room(self._version)) > 0:
             drawn = self._source().take(room, prefetch=False)
             self._submit([self._new_group(drawn, row) for row in range(len(drawn))])
@@ -273,28 +275,28 @@ class GroupStream:
         """Submit the unfinished trajectories of these groups."""
         assert self._job is not None
         for step in dict.fromkeys(group.rows.step for group in groups):
-            chosen = [group for group in groups if group.rows.step == step]
-            rows = self._rows(chosen)
-            for place, group in enumerate(chosen):
-                own = slice(place * group.answers, (place + 1) * group.answers)
-                columns = {name: values[own] for name, values in rows.non_tensor_batch.items()}
+            of_step = [group for group in groups if group.rows.step == step]
+            rows = self._rows(of_step)
+            for number, group in enumerate(of_step):
+                span = slice(number * group.answers, (number + 1) * group.answers)
+                columns = {name: values[span] for name, values in rows.non_tensor_batch.items()}
                 group.rows.scores = self._generator.score_ahead(columns)
             names = trajectory_names(rows)
-            finished = {name for group in chosen for name in group.rows.finished}
+            finished = {name for group in of_step for name in group.rows.finished}
             missing = [row for row, name in enumerate(names) if name not in finished]
             self._in_flight.add(names[row] for row in missing)
-            partials = {name: output for group in chosen for name, output in group.rows.partials.items()}
+            partials = {name: output for group in of_step for name, output in group.rows.partials.items()}
             request = self._generator.request(rows.select_idxs(missing), step, False)
             self._rollouts.submit(self._job, request, partials)
 
     def _prompts(self, groups: Sequence[Group]) -> DataProto:
-        """Their prompts, each under the name of its group."""
+        """The prompts of these groups; `uid` is the name of the group."""
         prompts = join_prompts([group.rows for group in groups])
         prompts.non_tensor_batch["uid"] = object_array([group.rows.name for group in groups])
         return prompts
 
     def _rows(self, groups: Sequence[Group]) -> DataProto:
-        """The rows to generate, all of a group together."""
+        """The rows to generate; those of a group are adjacent."""
         return self._generator.answer_rows(self._prompts(groups))
 
     def _put_back(self, groups: Sequence[Group]) -> None:
@@ -306,14 +308,15 @@ class GroupStream:
     # ---------------------------------------------------------------- receiving
 
     def _on_finished(self, in_flight: InFlight, finished: Sequence[FinishedTrajectory]) -> None:
-        """In a collector thread: utilization and scores are updated while the trainer trains."""
-        in_flight.remove(one.name for one in finished)
+        """Update utilization and submit responses for scoring. Runs in a collector thread, also while the trainer
+        trains."""
+        in_flight.remove(trajectory.name for trajectory in finished)
         if self._is_waiting and not len(in_flight):
-            return  # nothing is left to overlap with: the trainer scores them together
+            return  # neither generation nor training to overlap with: the trainer scores the batch
         unscored: dict[str, list[tuple[int, np.ndarray]]] = {}
-        for one in finished:
-            if one.status == "finished" and one.score is None:
-                unscored.setdefault(one.uid, []).append((one.sample_index, one.last_tokens))
+        for trajectory in finished:
+            if trajectory.status == "finished" and trajectory.score is None:
+                unscored.setdefault(trajectory.uid, []).append((trajectory.sample_index, trajectory.last_tokens))
         for uid, responses in unscored.items():
             group = self._live.get(uid)
             if group is not None and group.rows.scores:
@@ -324,19 +327,19 @@ class GroupStream:
         self._store(self._rollouts.collect(self._job, timeout))
 
     def _receive_all(self) -> None:
-        """Without waiting; errors are left for the next wait."""
+        """Receive finished trajectories without blocking; the next `_receive` raises errors."""
         if self._job is not None:
             self._store(self._rollouts.take_finished(self._job))
 
     def _store(self, finished: Iterable[FinishedTrajectory]) -> None:
-        for one in finished:
-            group = self._live.get(one.uid)
-            if group is None or group.oldest is not None:  # it was dropped meanwhile
+        for trajectory in finished:
+            group = self._live.get(trajectory.uid)
+            if group is None or group.oldest is not None:  # the group was dropped, or is complete
                 continue
             state: GroupState = group.rows
-            state.finished[one.name] = one
-            state.partials.pop(one.name, None)
+            state.finished[trajectory.name] = trajectory
+            state.partials.pop(trajectory.name, None)
             if len(state.finished) == group.answers:
-                versions = [each.versions for each in state.finished.values()]
+                versions = [item.versions for item in state.finished.values()]
                 oldest, partial = ages(versions, self._steps, group.sent_at)
                 self._buffer.finished(group, oldest, partial)

@@ -1,4 +1,4 @@
-"""InFlight: the names of requested trajectories that have not finished."""
+"""InFlight: the names of submitted trajectories that have not finished."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["InFlight"]
 
 
 class InFlight:
-    """A set of names with a callback. Thread-safe. Removing a name twice has no effect: a trajectory may finish in a
-    collecting thread while the trainer drops its group."""
+    """A thread-safe set of names with a callback. Removing a name twice has no effect: a collector thread may report a
+    trajectory as finished while the trainer drops its group."""
 
     def __init__(self, on_change: Callable[[int], None]) -> None:
         """`on_change` receives the number of names after every change, under the lock."""
@@ -23,7 +23,7 @@ class InFlight:
             return len(self._names)
 
     def add(self, names: Iterable[str]) -> None:
-        """Add trajectories that were requested."""
+        """Add submitted trajectories."""
         with self._lock:
             self._names.update(names)
             self._report()
@@ -35,7 +35,7 @@ class InFlight:
             self._report()
 
     def close(self) -> None:
-        """Report no further changes: threads of a closed stream must not change the counts of the next one."""
+        """Stop calling `on_change`: collector threads of a closed job must not change the count of the next one."""
         with self._lock:
             self._on_change = None
 

@@ -1,4 +1,5 @@
-"""AsyncPPOTrainer: training that does not wait. The same step and collaborators; its prompts are answered already."""
+"""AsyncPPOTrainer: RayPPOTrainer for `trainer.mode` one_step_off and async. The step is the same; its batch comes from
+a GroupStream, which generates ahead."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncPPOTrainer(RayPPOTrainer):
-    """`trainer.mode` one_step_off or async: how far answers may be ahead is all that differs between them."""
+    """The modes differ only in how far generation may be ahead of training (`ahead_of`)."""
 
     modes = ("one_step_off", "async")
 
@@ -50,8 +51,8 @@ class AsyncPPOTrainer(RayPPOTrainer):
             raise
         try:
             self.stream.close()
-        except WorkerError as error:  # nobody needs the engines any more
-            logger.warning("the stream of answers did not end well: %s", error)
+        except WorkerError as error:  # the engines are not needed any more
+            logger.warning("generation did not end cleanly: %s", error)
         if (shares := self.stream.utilization.shares()) is not None:
             ahead, own = ahead_of(self.config.trainer), not shares_devices(self.config)
             limits = (self.stream.reached, self.stream.loops_limit, float(np.mean(self._evenness or 0.0)))
@@ -63,7 +64,8 @@ class AsyncPPOTrainer(RayPPOTrainer):
         return self.stream
 
     def _next_prompts(self) -> DataProto:
-        """They went out long ago: which of them this step trains on is known when it has its weights."""
+        """Empty: the GroupStream has submitted the prompts, and the step takes finished groups after its weight
+        sync."""
         return DataProto()
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
@@ -71,7 +73,8 @@ class AsyncPPOTrainer(RayPPOTrainer):
         return super()._train_step(batch)
 
     def _finish_answers(self) -> None:
-        """Before a hand-over of weights, of whose time it is none: where these wait for the answers under way."""
+        """Without partial rollouts, block until no response is in flight. Called before a weight sync, so that the wait
+        is not measured as its time."""
         if not ahead_of(self.config.trainer).partial:
             self.recovery.retry_on_worker_loss(self.weight_sync.resume_generation)
             self.stream.drain()
@@ -80,7 +83,7 @@ class AsyncPPOTrainer(RayPPOTrainer):
         self.stream.begin_step(self.global_steps, self.policy_version)
         batch = super()._collect_rollouts(self.stream.take(self.config.data.train_batch_size), metrics)
         metrics |= self.stream.metrics()
-        # Of conversations with tools tokens say nothing of the time.
+        # With tools, the number of tokens does not indicate the time.
         if self.config.actor_rollout_ref.rollout.agent.default_agent_loop == names.SINGLE_TURN:
             lengths = batch.batch["response_mask"].sum(dim=-1)
             self._evenness.append(float(lengths.float().mean() / lengths.max().clamp(min=1)))
@@ -90,16 +93,17 @@ class AsyncPPOTrainer(RayPPOTrainer):
         return self.stream.responses(batch)
 
     def _validate(self) -> dict[str, float]:
-        """Beside the stream, with the weights after the step."""
+        """Validate with the weights after the step, while the stream stays open."""
         self._finish_answers()
-        found = super()._validate()
+        metrics = super()._validate()
         self._release_weights()
-        return found
+        return metrics
 
     def _flow_metrics(self) -> dict[str, float]:
         return self.stream.utilization.step(self.phases.seconds)
 
     def _waits_for_answers(self) -> AbstractContextManager[None]:
-        """Before a validation, after the step, it is a part of that: no time of the step, and given up with it."""
+        """The phase of a wait for trajectories: of the step, or, outside of a step, of the validation that it
+        precedes."""
         phase = self.phases if self.phases.within("step") else self.status.phase
         return phase("gen", *self.groups.answering)
