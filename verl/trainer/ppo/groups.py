@@ -125,19 +125,19 @@ class WorkerGroups:
 
     @property
     def answering(self) -> tuple[Any, ...]:
-        """The groups that work while answers are generated."""
+        """The worker groups that take part in generation."""
         return (self.rollout,) if self.agents is None else (self.rollout, self.agents)
 
     def open_generation(self) -> list[tuple[RankHandle, str]]:
-        """Let the engines generate until `close_generation`, through weight syncs and beside training. Returns handle
-        and host id of each replica. Called again, it opens replicas that were restarted meanwhile."""
+        """Open generation until `close_generation`, also during weight syncs and training; return handle and host id of
+        the first rank of each replica. Called again, it also opens replicas that were restarted."""
         ids = self.rollout.begin_generation()
         self.generation_open = True
         places = self.rollout.mesh_places("rollout")
         return [(self.rollout.handle(rank), ids[rank]) for rank, place in enumerate(places) if place.collect]
 
     def close_generation(self) -> None:
-        """End what is left of it; what broke an engine meanwhile is raised here."""
+        """Close generation; raise the error of a failed engine, if there is one."""
         self.generation_open = False
         self.rollout.end_generation()
 

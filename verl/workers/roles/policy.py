@@ -67,7 +67,7 @@ class ActorRolloutRefWorker(SavingWorker):
         self._sender: BroadcastSender | None = None
         self._receiver: BroadcastReceiver | None = None
         self.host: EngineHost | None = None
-        """Executes rollout jobs and requests of agents, while generation is open."""
+        """Executes rollout jobs and requests of EngineClients while generation is open."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, model_path: str | None = None) -> None:
@@ -168,12 +168,12 @@ class ActorRolloutRefWorker(SavingWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     @phase_memory("gen", at="actor_rollout_ref")
     def generate_sequences(self, prompts: DataProto, **sampling: Any) -> DataProto:
-        """Generate one batch: one answer per row, by the configuration's sampling parameters but for those given
+        """Generate one batch: one response per row. `sampling` overrides the configured sampling parameters
         (`temperature=0.7`).
 
         Rows keep their object columns. If the engine in the actor's process does not have the actor's current weights,
         they are synced first, so that a script may call this directly after `init_model` or `update_actor`. The trainer
-        calls it only if a subclass, or a subclass of BaseRollout, overrides it: its own rows go to `host`.
+        calls it only if a subclass of this class or of BaseRollout overrides it; otherwise it submits rows to `host`.
         """
         if "actor" in self.parts and (self._rollout_version < 0 or self._actor_changed):
             self._sync_rollout(self._policy_version)
@@ -181,19 +181,19 @@ class ActorRolloutRefWorker(SavingWorker):
         self.rollout.resume()
         try:
             with keys_under("actor_rollout_ref.rollout", RolloutConfig):
-                answers = self.rollout.generate_sequences(prompts, **sampling)
+                generated = self.rollout.generate_sequences(prompts, **sampling)
             self.check_cancelled()
-            return _with_objects(answers, prompts)
+            return _with_objects(generated, prompts)
         finally:
-            # After a failure too: the run may go on, and ranks that share an engine release together.
+            # Also after a failure: the run may continue, and all ranks that share an engine must release.
             self._release_kv()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @phase_memory("gen", at="actor_rollout_ref")
     def begin_generation(self) -> str:
-        """Open `host`: until `end_generation` the engine executes rollout jobs and requests of agents. Return its id.
+        """Open `host`, which executes rollout jobs and requests of EngineClients until `end_generation`; return its id.
 
-        Generation may stay open for many steps, through training and weight syncs. An open host stays.
+        Generation may stay open for many steps, during training and weight syncs. No effect if the host is open.
         """
         if self.host is None or self.host.closed:
             self._make_room()
@@ -204,7 +204,7 @@ class ActorRolloutRefWorker(SavingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @phase_memory("gen", at="actor_rollout_ref")
     def end_generation(self) -> None:
-        """Close `host`; raise the error that failed the engine, if there is one."""
+        """Close `host`; raise the error of the engine, if it has failed."""
         try:
             if self.host is not None and not self.host.closed:
                 self.host.close()
@@ -221,13 +221,14 @@ class ActorRolloutRefWorker(SavingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def overrides_generate_sequences(self) -> bool:
-        """Whether this class, or the rollout's, has its own `generate_sequences`: the trainer then calls that."""
+        """Whether this class, or that of the rollout, overrides `generate_sequences`: the trainer then calls it."""
         own = type(self).generate_sequences is not ActorRolloutRefWorker.generate_sequences
         return own or type(self.rollout).generate_sequences is not BaseRollout.generate_sequences
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pause_rollout(self) -> None:
-        """Pause all running requests until `resume_rollout`, so that the ranks of an engine can run collectives."""
+        """Pause all running requests until `resume_rollout`, so that the ranks of an engine can run other
+        collectives."""
         self.rollout.pause_generation("keep")
         self.rollout.rest()
 
@@ -238,7 +239,7 @@ class ActorRolloutRefWorker(SavingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     def cancel(self) -> bool:
-        """As of every worker; a generation ends at its next token."""
+        """Cancel the running call, as in every worker; `generate_sequences` ends at the next token."""
         cancelled = super().cancel()
         if cancelled and self._computing == "generate_sequences":
             self.rollout.abort()
@@ -246,9 +247,10 @@ class ActorRolloutRefWorker(SavingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_rollout_weights(self, version: int, kv: str = "recompute") -> None:
-        """Hand the trainer's weights to the engine of the same process, unless it has this version already.
+        """Copy the trainer's weights to the engine of the same process, unless it has this version already.
 
-        Requests under way stand still meanwhile and go on with them; `kv` says what becomes of their KV.
+        Running requests are paused meanwhile, and continue with the new weights. `kv`: whether their KV is recomputed
+        (`recompute`) or kept (`keep`).
         """
         if version != self._rollout_version:
             self._sync_rollout(version, kv)
@@ -262,13 +264,13 @@ class ActorRolloutRefWorker(SavingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def free_rollout_weights(self) -> None:
-        """Training needs their room: until the next hand-over, of whichever version, the engine has none."""
+        """Free the engine's weights, whose memory training needs, until the next weight sync."""
         self.rollout.release(["weights"])
         self._rollout_version = -1
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def revive_engine(self) -> None:
-        """Where the engine's own process is gone, start it anew. The weights of all engines are handed over again."""
+        """Restart the engine if its own process has ended. The next weight sync sends the weights to all engines."""
         self._rollout_version = -1
         self._make_room()
         self.rollout.revive()
@@ -280,13 +282,14 @@ class ActorRolloutRefWorker(SavingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
     @phase_memory("gen", at="actor_rollout_ref")
     def require_engine(self) -> None:
-        """Raise the error that failed the open generation, if there is one."""
+        """Raise the error of the engine, if it has failed while generation is open."""
         if self.host is not None and not self.host.closed:
             self.host.require_sound()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def transfer_address(self) -> TransferAddress | None:
-        """Where engines of other processes meet this group's rank 0 for weights."""
+        """The address at which engines of other processes connect to rank 0 of this group for weights; None on other
+        ranks."""
         if self.rank != 0:
             return None
         self._transfer_host = TransferHost(self.get_master_addr_port()[0])
@@ -294,7 +297,8 @@ class ActorRolloutRefWorker(SavingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def join_transfer(self, address: TransferAddress, receivers: int) -> None:
-        """Join the group for weights: the trainer's rank 0 sends, every rollout rank receives. Again: a new group."""
+        """Join the process group for weights: rank 0 of the trainer sends, every rollout rank receives. Each call joins
+        a new group."""
         backend = "nccl" if self.device_name == "cuda" else "gloo"
         if "actor" in self.parts:
             self.abort_transfer()
@@ -311,20 +315,20 @@ class ActorRolloutRefWorker(SavingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control", blocking=False)
     def abort_transfer(self) -> None:
-        """A receiver is gone: a send that waits for it shall end."""
+        """Abort the group for weights, so that a send that waits for a lost receiver ends."""
         if self._sender is not None and self._sender.group is not None:
             self._sender.group.abort()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int) -> None:
-        """The trainer's half of a hand-over between processes."""
+        """The trainer's part of a weight sync between processes."""
         assert self._sender is not None, "join_transfer comes first"
         with self.engine.awake(optimizer=False):
             self._sender.send(self.engine, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, version: int, kv: str = "recompute") -> None:
-        """The engine's half; `kv` as in `update_rollout_weights`."""
+        """The engine's part of a weight sync between processes; `kv` as in `update_rollout_weights`."""
         assert self._receiver is not None, "join_transfer comes first"
         with self._kv_of_requests(kv):
             self._receiver.receive(self.rollout)
@@ -332,11 +336,12 @@ class ActorRolloutRefWorker(SavingWorker):
 
     @contextmanager
     def _kv_of_requests(self, kv: str) -> Iterator[None]:
-        """Around an update: what goes on after it has its KV computed again, unless a pause asks to keep it."""
+        """Context of a weight update. With kv="keep", running requests are paused so that they keep their KV; otherwise
+        the update recomputes it."""
         if kv != "keep" or self.host is None or self.host.closed:
             yield
             return
-        with suppress(EngineDiedError):  # the update finds out, where all ranks take part
+        with suppress(EngineDiedError):  # the update raises it on all ranks
             self.rollout.pause_generation("keep", kv)
         try:
             yield
@@ -419,13 +424,14 @@ class ActorRolloutRefWorker(SavingWorker):
         )
 
 
-def _with_objects(answers: DataProto, prompts: DataProto) -> DataProto:
-    """Answers, one per row, with the object columns of their prompts, except those that only generation reads."""
-    if len(answers) == len(prompts):
+def _with_objects(generated: DataProto, prompts: DataProto) -> DataProto:
+    """The generated rows, one per prompt, with the object columns of the prompts, except those that only generation
+    reads."""
+    if len(generated) == len(prompts):
         for name, array in prompts.non_tensor_batch.items():
             if name not in COLUMNS or COLUMNS[name].read_by != ("generate",):
-                answers.non_tensor_batch.setdefault(name, array)
-    return answers
+                generated.non_tensor_batch.setdefault(name, array)
+    return generated
 
 
 def _log_prob_passes(block: RolloutConfig | RefConfig) -> MicroBatching:
