@@ -104,7 +104,7 @@ def test_jobs_with_different_sampling_parameters_run_at_the_same_time(two: House
 
 
 def test_finished_trajectories_are_reported_while_others_run(two: House, task: dict[str, str]):
-    """Each once, with the tokens to score; a later job gets nothing of it."""
+    """Each is reported once, with the tokens to score, and not to a later job."""
     prompts = prompts_of(task, 3, f"{HERE}.TwoTurns")
     expected = whole_outputs(two, prompts)
     prompts.non_tensor_batch["agent_name"][2] = f"{HERE}.Waiting"  # sample 0: does not end

@@ -90,8 +90,8 @@ def setup() -> Iterator[Callable[..., Setup]]:
         return created[-1]
 
     yield create
-    for each in created:
-        each.close()
+    for instance in created:
+        instance.close()
 
 
 def tokens_of(name: str, step: int = 1) -> list[int]:
@@ -219,7 +219,7 @@ def test_rows_without_names_are_named_by_their_prompts_and_numbered(setup):
     batch = run.manager.generate(rows, META, seen.extend)
     one, two = (names(with_row_names(rows))[row] for row in (0, 2))
     uid = one.rpartition("/")[0]
-    assert sorted(each.name for each in seen) == sorted([f"{uid}/0", f"{uid}/1", f"{uid}/2", two])
+    assert sorted(trajectory.name for trajectory in seen) == sorted([f"{uid}/0", f"{uid}/1", f"{uid}/2", two])
     assert responses(batch) == [tokens_of(name) for name in (f"{uid}/0", f"{uid}/1", two, f"{uid}/2")]
     assert "trajectory" not in batch.non_tensor_batch, "another batch may have the same names"
     assert "uid" not in rows.non_tensor_batch
@@ -341,7 +341,7 @@ def test_rows_of_a_lost_host_continue_from_their_partial_outputs(setup):
 
 
 def test_a_loss_is_recovered_once_however_many_hosts_and_jobs_report_it(setup):
-    """Loop workers are restarted together, so that each of them reports its end, to every job."""
+    """Loop workers are restarted together: every one of them reports a loss, to every job."""
     run = setup(engines=1, loops=3)
     run.manager.open()
     stream, validation = run.manager.start(META), run.manager.start({**META, "validate": True})
@@ -378,7 +378,7 @@ def test_a_host_may_finish_rows_while_those_of_a_lost_one_are_sent_again(setup):
 
 
 def test_a_rank_that_dies_while_hosts_are_opened_costs_nothing(setup):
-    """It answered `open_host` and not `host.start`."""
+    """It replied to `open_host`, and died before `host.start`."""
     run = setup()
     run.drive()
     rank = run.groups.rollout_ranks[1]
@@ -398,7 +398,7 @@ def test_a_rank_that_dies_while_hosts_are_opened_costs_nothing(setup):
 
 @pytest.mark.parametrize("when", ["before the batch", "in the batch"])
 def test_a_batch_can_be_generated_during_the_recovery_of_another(setup, when):
-    """As the engine probe does."""
+    """The engine probe does so after a restart of the engines."""
     run = setup()
     run.drive()
     probes: list[DataProto] = []
@@ -442,7 +442,7 @@ def test_a_rank_that_dies_after_the_last_trajectory_costs_nothing(setup):
 
 
 def test_replies_of_an_earlier_host_are_not_taken(setup):
-    """Its reply was under way when the rows were submitted to another host."""
+    """A reply of the earlier host arrives after its rows were submitted to another host."""
     run = setup(engines=2)
     run.manager.open()
     job = run.manager.start(META)
@@ -672,7 +672,7 @@ def restore(manager: RolloutManager, trajectories: list[Trajectory]) -> list[Fin
 
 
 def agent_trajectory(uid: str, number: int, rows: int) -> Trajectory:
-    """`rows` contexts of different lengths; the trajectory's extra names it."""
+    """A trajectory with `rows` contexts of different lengths, and its own `extra`."""
     contexts = [
         Row([1] * (1 + row), [model([10 * row + number + 1] * (2 + row)), Turn("environment", [9], name="tool")])
         for row in range(rows)
@@ -682,7 +682,7 @@ def agent_trajectory(uid: str, number: int, rows: int) -> Trajectory:
 
 
 def test_a_batch_has_all_rows_of_each_trajectory_in_the_order_of_its_argument(setup):
-    """The parts have rows of different widths, and rows that this batch does not take."""
+    """The replies of the hosts have rows of different widths, and rows that are not in this batch."""
     manager = setup().manager
     parts = [
         restore(manager, [agent_trajectory("a", number, rows) for number, rows in enumerate([2, 1, 3])]),

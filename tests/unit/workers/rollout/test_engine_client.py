@@ -55,7 +55,7 @@ async def generate(client: EngineClient, name: str, group: str = "p", prompt: in
 
 
 class Loaded:
-    """Engines that finish the requests of the client at once, and have others that do not finish."""
+    """Engines that finish requests of this client immediately; requests of other clients do not finish."""
 
     def __init__(self, count: int) -> None:
         self.engines = [RequestEngine(self.output) for _ in range(count)]
@@ -66,7 +66,7 @@ class Loaded:
         return None if request.id.startswith("other") else ONE
 
     async def load(self, client: EngineClient, *loads: int) -> None:
-        """Let the client know these numbers of requests of other clients."""
+        """Report these numbers of requests of other clients to the client."""
         for engine, handle, load in zip(self.engines, self.handles, loads, strict=True):
             have = len(engine.unfinished)
             added = [Request(f"other-{number}", [1], PARAMS) for number in range(have, load)]
@@ -118,7 +118,7 @@ def test_finished_conversations_are_forgotten(monkeypatch: pytest.MonkeyPatch):
                 await generate(client, names.pop(), groups.pop())
             engine.requests.clear()
             gc.collect()
-            return sum(each() is not None for each in alive)
+            return sum(reference() is not None for reference in alive)
 
     assert asyncio.run(check()) == 2 * 4
 
@@ -163,7 +163,7 @@ def test_an_invalid_request_fails_alone():
 
 
 class Gated:
-    """A real scheduler and engine whose model continues by counting; it generates `steps` tokens, then waits."""
+    """A real scheduler and engine whose model counts upwards; it generates `steps` tokens, then blocks."""
 
     def __init__(self, steps: int = 10**6) -> None:
         self.steps, self.opened = steps, threading.Event()
@@ -254,7 +254,7 @@ def test_a_lost_request_resumes_on_another_replica_from_the_reported_tokens(gate
 
 
 def test_a_loss_without_reported_tokens_keeps_what_the_request_was_resumed_from():
-    """However often it is lost before its first token."""
+    """Also after several losses before its first token."""
     engines = [RequestEngine(lambda request: None) for _ in range(4)]
     handles = [HostHandle(engine) for engine in engines]
 
@@ -318,7 +318,7 @@ def test_requests_without_any_replica_wait_for_renew_and_late_outputs_are_ignore
             assert [running.done(), late.done()] == [False, False]
             client.renew([HostHandle(new)])
             await until(lambda: len(new.requests) == 2)
-            # The restarted rank still delivers an output of before, under the old request id.
+            # The restarted rank delivers a late output, under the old request id.
             client._deliver(previous, _collected(old.requests[0].id, tokens(66)))
             client._deliver(client._replicas[0], _collected(old.requests[0].id, tokens(66)))
             assert client._replicas[0].client != previous.client
@@ -336,7 +336,7 @@ def _collected(request_id: str, output: Output) -> CollectedOutputs:
 
 
 def test_a_second_call_with_the_same_prompt_is_another_sample():
-    """Only the first call resumes from a partial output and has one, also if a later call is lost."""
+    """Only the first call has a partial output and resumes from it, also if a later call is lost."""
     engine = RequestEngine(lambda request: None)
     other = RequestEngine(lambda request: None)
 
@@ -426,7 +426,7 @@ def test_a_replica_that_does_not_respond_is_left_out_of_current_outputs(monkeypa
 
 
 class Stuck(RankHandle):
-    """A rank that replies, and whose engine makes no progress."""
+    """A rank that replies, but whose engine makes no progress."""
 
     role, rank = "rollout", 3
 

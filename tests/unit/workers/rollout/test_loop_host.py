@@ -158,7 +158,7 @@ def test_rows_resumed_from_partials_have_the_uninterrupted_tokens(engine, make_p
     whole = tokens_by_name(collect_all(open_host(engine, "a", rows), 4))
     interrupted = open_host(engine, "a", rows)
     pause_with_tokens(engine, 10)
-    if reported:  # what a manager has after a host was lost
+    if reported:  # the partial outputs that a manager has after the loss of a host
         known: dict = {}
         add_partials(known, interrupted.collect(interrupted.id, 0.0, True)[0].partials["a"], rows)
         partials = {name: resumable(output) for name, output in known.items()}
@@ -207,7 +207,7 @@ def test_stream_batch_yields_every_row_and_aborts_the_rest_when_it_is_closed(eng
 
 
 def test_hang_diagnosis_sees_rows_like_a_compute_call(engine, make_prompts):
-    """While a rank generates rows it runs no compute call: its heartbeat must still show what it does, and where."""
+    """A rank that generates rows runs no compute call: its heartbeat must report the rows and the thread instead."""
     heart = Heart()
     rows = named_rows(make_prompts, rows=3)
     host = open_host(engine, "a", rows)
