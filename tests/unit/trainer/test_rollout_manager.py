@@ -184,6 +184,20 @@ def test_a_validation_runs_beside_a_stream(setup):
     assert sorted(finished) == sorted(streamed)
 
 
+def test_hosts_get_their_rows_at_the_same_time(setup):
+    """One after the other, the last of many replicas would start late."""
+    run = setup(engines=4)
+    run.groups.uses_ray = True
+    run.manager.open()
+    job = run.manager.start(META)
+    barrier = threading.Barrier(4, timeout=5)
+    for rank in run.groups.rollout_ranks:
+        submit = rank.engine.submit
+        rank.engine.submit = lambda requests, submit=submit: (barrier.wait(), submit(requests))[1]
+    run.manager._submit_by_position(job, prompt_rows(["a", "b"], samples=4))
+    assert [len(rank.engine.running) for rank in run.groups.rollout_ranks] == [2, 2, 2, 2]
+
+
 def test_rows_submitted_before_generation_is_open_are_sent_by_open(setup):
     run = setup()
     job = run.manager.start(META)

@@ -16,9 +16,11 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 _COLLECT_S = 2.0
 # Interval in which a waiting trainer checks for cancellation.
 _WAKE_S = 0.5
+# Maximum number of hosts that are called at the same time.
+_CALLS_AT_ONCE = 32
 
 Kind = Literal["engine", "agent"]
 
@@ -190,8 +194,7 @@ class RolloutManager:
         """
         job = _Job(f"job-{next(self._serial)}", dict(meta), on_finished)
         self._jobs[job.name] = job
-        for host in self._hosts:
-            self._ask(host, "host.start", job.name, job.meta)
+        self._ask_all([(host, "host.start", job.name, job.meta) for host in self._hosts])
         return job.name
 
     def submit(
@@ -202,14 +205,20 @@ class RolloutManager:
         All rows of a prompt go to the host with the fewest rows, or to host number `replica`. `partials`: outputs to
         resume from, by id. If generation is not open, the next `open` sends the rows.
         """
-        open_job, names = self._jobs[job], trajectory_names(rows)
+        known = self._jobs[job]
+        names = self._add_rows(known, rows, partials or {})
+        assigned = dict.fromkeys(names, self._hosts[replica]) if replica is not None and self._hosts else {}
+        self._send(known, names, assigned)
+        return names
+
+    def _add_rows(self, job: _Job, rows: DataProto, partials: Mapping[str, Output]) -> list[str]:
+        """Add rows to a job; return their ids."""
+        names = trajectory_names(rows)
         lengths = rows.batch["attention_mask"].sum(-1).tolist()
         kinds = self._kinds(rows)
         for index, name in enumerate(names):
-            earlier = (partials or {}).get(name)
-            parts = [] if earlier is None else [earlier]
-            open_job.rows[name] = _Row(rows, index, lengths[index], kinds[index], parts)
-        self._send(open_job, names, replica)
+            parts = [partials[name]] if name in partials else []
+            job.rows[name] = _Row(rows, index, lengths[index], kinds[index], parts)
         return names
 
     def collect(self, job: str, timeout: float) -> list[FinishedTrajectory]:
@@ -336,15 +345,16 @@ class RolloutManager:
 
     def _submit_by_position(self, job: str, rows: DataProto) -> list[str]:
         """Submit a contiguous, equal share of the rows to each host: the assignment does not depend on timing."""
-        names, kinds = trajectory_names(rows), np.array(self._kinds(rows))
+        known = self._jobs[job]
+        names = self._add_rows(known, rows, {})
         expect(len(rows))
+        assigned: dict[str, _Host] = {}
         for kind in ("engine", "agent"):
-            (indices,) = np.nonzero(kinds == kind)
-            hosts = [number for number, host in enumerate(self._hosts) if host.kind == kind]
-            for number, share in zip(hosts, np.array_split(indices, len(hosts)) if hosts else (), strict=True):
-                if len(share):
-                    part = rows if len(share) == len(rows) else rows.select_idxs(share)
-                    self.submit(job, part, replica=number)
+            own = [name for name in names if known.rows[name].kind == kind]
+            hosts = [host for host in self._hosts if host.kind == kind]
+            for host, places in zip(hosts, np.array_split(np.arange(len(own)), len(hosts) or 1), strict=False):
+                assigned |= {own[place]: host for place in places}
+        self._send(known, names, assigned)
         return names
 
     def _call_generate_sequences(self, rows: DataProto, meta: Mapping[str, Any]) -> DataProto:
@@ -427,38 +437,50 @@ class RolloutManager:
                 if host.kind == "engine":
                     _ask_if_alive(host, "host.abort_clients")
 
-    def _send(self, job: _Job, names: Sequence[str], replica: int | None = None) -> None:
-        """Send rows to hosts, all rows of a prompt to the same one. If generation is not open, `open` sends them."""
+    def _send(self, job: _Job, names: Sequence[str], assigned: Mapping[str, _Host] = MappingProxyType({})) -> None:
+        """Send rows to the hosts in `assigned`; other rows by load, all rows of a prompt to the same host. If generation
+        is not open, `open` sends them."""
         if not self._hosts:
             return
         rows = {name: row for name in names if (row := job.rows.get(name)) is not None}
-        loads = Counter(row.host for row in self._unfinished())
+        loads = Counter(row.host for row in self._unfinished()) if len(assigned) < len(rows) else Counter()
         homes: dict[tuple[Kind, str], _Host] = {}
         by_host: dict[tuple[int, int], tuple[_Host, DataProto, list[str]]] = {}
         for name, row in rows.items():
             group = row.kind, name.rpartition("/")[0]
-            if group not in homes:
-                homes[group] = self._choose(row.kind, replica, loads)
-            host = row.host = homes[group]
+            if name not in assigned and group not in homes:
+                homes[group] = self._least_loaded(row.kind, loads)
+            host = row.host = assigned[name] if name in assigned else homes[group]
             loads[host] += 1
             by_host.setdefault((id(host), id(row.batch)), (host, row.batch, []))[2].append(name)
-        for host, batch, ids in by_host.values():
-            part = batch if len(ids) == len(batch) else batch.select_idxs(np.array([rows[name].index for name in ids]))
-            if host.kind == "engine":  # reads few columns; agents get all columns of their row
+        calls = []
+        for host, batch, chosen in by_host.values():
+            part = batch if len(chosen) == len(batch) else batch.select_idxs(np.array([rows[n].index for n in chosen]))
+            if host.kind == "engine":  # reads few columns; agents get all of their row
                 part = select_read_by(part, "generate")
                 part.meta_info = batch.meta_info
-            outputs = {name: output for name in ids if (output := rows[name].partial) is not None and output.token_ids}
-            self._ask(host, "host.submit", job.name, part, outputs)
+            partials = {name: partial for name in chosen if (partial := rows[name].partial) is not None}
+            resumed = {name: partial for name, partial in partials.items() if partial.token_ids}
+            calls.append((host, "host.submit", job.name, part, resumed))
+        self._ask_all(calls)
 
     def _unfinished(self) -> list[_Row]:
         """The unfinished rows of all jobs."""
         return [row for job in self._jobs.values() for row in list(job.rows.values())]
 
-    def _choose(self, kind: Kind, replica: int | None, loads: Mapping[_Host | None, int]) -> _Host:
-        """Host number `replica`, or the host of this kind with the smallest of `loads` (numbers of unfinished rows)."""
-        if replica is not None:
-            return self._hosts[replica]
+    def _least_loaded(self, kind: Kind, loads: Mapping[_Host | None, int]) -> _Host:
+        """`loads`: number of unfinished rows of each host."""
         return min((host for host in self._hosts if host.kind == kind), key=lambda host: loads.get(host, 0))
+
+    def _ask_all(self, calls: Sequence[tuple[Any, ...]]) -> None:
+        """`_ask` with each of these arguments, all at the same time: a host needs milliseconds to start its rows."""
+        if len(calls) > 1 and self.uses_ray:
+            with ThreadPoolExecutor(min(len(calls), _CALLS_AT_ONCE), "rollout-ask") as pool:
+                for call in [pool.submit(self._ask, *arguments) for arguments in calls]:
+                    call.result()
+        else:
+            for arguments in calls:
+                self._ask(*arguments)
 
     def _ask(self, host: _Host, method: str, *args: Any) -> None:
         """Call a method of a host. If the host is lost, the next `collect` raises the error, unless `open` has replaced
