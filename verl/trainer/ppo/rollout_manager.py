@@ -438,8 +438,8 @@ class RolloutManager:
                     _ask_if_alive(host, "host.abort_clients")
 
     def _send(self, job: _Job, names: Sequence[str], assigned: Mapping[str, _Host] = MappingProxyType({})) -> None:
-        """Send rows to the hosts in `assigned`; other rows by load, all rows of a prompt to the same host. If generation
-        is not open, `open` sends them."""
+        """Send rows to the hosts in `assigned`, others by load, all rows of a prompt to the same host. If generation is
+        not open, `open` sends them."""
         if not self._hosts:
             return
         rows = {name: row for name in names if (row := job.rows.get(name)) is not None}
