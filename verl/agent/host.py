@@ -24,9 +24,10 @@ from verl.utils.end_tokens import EndTokens
 from verl.utils.progress import pulse
 from verl.workers.rollout.call_record import Record, recording
 from verl.workers.rollout.engine_client import EngineClient
-from verl.workers.rollout.loop_host import LoopHost, RolloutJob, RolloutTask
+from verl.workers.rollout.loop_host import LoopHost
 from verl.workers.rollout.partial_outputs import output_since
 from verl.workers.rollout.prompts import sampling_params
+from verl.workers.rollout.rollout_job import RolloutJob, RolloutTask
 
 __all__ = ["AgentHost", "LoopContext"]
 

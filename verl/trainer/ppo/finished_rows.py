@@ -22,9 +22,9 @@ from verl.single_controller.ray.stored import (
 )
 from verl.types.rollout import Headers, HostReply
 from verl.types.trajectory import Status, Trajectory
-from verl.workers.rollout.loop_host import RolloutJob
 from verl.workers.rollout.output import empty_experts, trajectories_from_rows
 from verl.workers.rollout.prompts import sampling_params
+from verl.workers.rollout.rollout_job import RolloutJob
 
 __all__ = ["FinishedTrajectory", "finished_trajectories", "join_rows", "read_trajectories", "store_trajectories"]
 

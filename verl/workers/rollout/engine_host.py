@@ -21,8 +21,9 @@ from verl.utils.field_errors import keys_under
 from verl.utils.helper_processes import Standing, standing_helper
 from verl.utils.progress import pulses
 from verl.workers.rollout.errors import EngineDiedError
-from verl.workers.rollout.loop_host import LoopHost, RolloutJob, RolloutTask
+from verl.workers.rollout.loop_host import LoopHost
 from verl.workers.rollout.partial_outputs import unfinished_part
+from verl.workers.rollout.rollout_job import RolloutJob, RolloutTask
 
 __all__ = ["CollectedOutputs", "EngineHost", "RequestOutput"]
 
