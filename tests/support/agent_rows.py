@@ -6,11 +6,12 @@ import zlib
 from dataclasses import replace
 from typing import Any
 
+from tests.support.requests import requests_of
 from verl.protocol import DataProto
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.workers.rollout.hf_rollout import HFRollout
 from verl.workers.rollout.output import rows_from_trajectories
-from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
+from verl.workers.rollout.prompts import sampling_params, trajectories_from_prompts
 
 TOOL = (70, 71, 72)  # what the environment says
 NOTE = (80, 81)  # what a rewritten context begins with
@@ -29,7 +30,7 @@ class AgentRollout(HFRollout):
         params = sampling_params(self.config, prompts.meta_info, self.eos_token_ids, **overrides)
         params = replace(params, max_new_tokens=3)
         trajectories = trajectories_from_prompts(prompts)
-        requests = requests_of(trajectories, prompts, params, seed=int(prompts.meta_info["seed"]))
+        requests = requests_of(prompts, params, seed=int(prompts.meta_info["seed"]))
         made = []
         for trajectory, request in zip(trajectories, requests, strict=True):
             first, rows = list(request.prompt_ids), []

@@ -49,8 +49,8 @@ def mixture_run(task: dict[str, str], folder: Path, *more: str) -> list[str]:
 class Turned(RayPPOTrainer):
     """After each generation the routers of the actor become others: without replay tokens go through other experts."""
 
-    def _roll_out(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
-        batch = super()._roll_out(prompts, metrics)
+    def _generate_and_score(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
+        batch = super()._generate_and_score(prompts, metrics)
         self.actor = policy_worker(self.actor_wg).engine
         draw = torch.Generator().manual_seed(5)
         for weight in self._routers():

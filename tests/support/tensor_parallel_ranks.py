@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.requests import requests_of
 from tests.support.tiny import tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.tensor_parallel import FollowingEngine
@@ -16,7 +17,7 @@ from verl.protocol import DataProto, object_array
 from verl.utils.weight_fingerprint import fingerprints
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.native_rollout import NativeRollout
-from verl.workers.rollout.prompts import requests_of, sampling_params, trajectories_from_prompts
+from verl.workers.rollout.prompts import sampling_params
 
 
 def make_rollout(path: str, **keys: Any) -> NativeRollout:
@@ -47,11 +48,10 @@ def asked(rollout: NativeRollout, weights: dict[str, torch.Tensor]) -> list[list
     """The same answers by requests, as agents ask; all ranks come to rest together. Meanwhile they stand still, while
     the ranks do something else together and the engine gets its `weights` again."""
     prompts, host = make_prompts(), EngineHost(rollout)
-    trajectories = trajectories_from_prompts(prompts)
     if isinstance(rollout._loop, FollowingEngine):
         found = None
     else:
-        sent = requests_of(trajectories, prompts, sampling_params(rollout.config, {}, rollout.eos_token_ids), seed=5)
+        sent = requests_of(prompts, sampling_params(rollout.config, {}, rollout.eos_token_ids), seed=5)
         host.submit_requests("agents", sent)
     rollout.pause_generation("keep")
     rollout.rest()
