@@ -34,7 +34,8 @@ from verl.trainer.ppo.finished_rows import FinishedTrajectory, join_rows, read_t
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.prompts import PromptStream
 from verl.trainer.ppo.recovery import WorkerRecovery
-from verl.trainer.ppo.rollout_manager import RolloutManager, trajectory_names
+from verl.trainer.ppo.rollout_manager import RolloutManager
+from verl.trainer.ppo.rollout_state import trajectory_names
 
 __all__ = ["GroupStream"]
 

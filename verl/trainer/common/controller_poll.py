@@ -45,7 +45,7 @@ class ControllerPoll:
     def before_first_step(self) -> bool:
         """Whether the run has not begun its first step; False if the runner does not report its status.
 
-        The last report may be seconds old: if it says so, the runner is asked again, for `_FRESH_S` at most.
+        The last status may be seconds old. If it says so, a new one is requested, with a timeout of `_FRESH_S`.
         """
         if not hasattr(self._runner, "standing"):
             return False

@@ -28,7 +28,8 @@ from verl.trainer.ppo.dynamic_sampling import PromptSource, RollOut, fill_batch,
 from verl.trainer.ppo.finished_rows import FinishedTrajectory
 from verl.trainer.ppo.groups import WorkerGroups, local_columns, select_read_by
 from verl.trainer.ppo.reward import NoRewards, reward_metrics, say_right_of_step, score_answers, with_turn_rewards
-from verl.trainer.ppo.rollout_manager import OnFinished, RolloutManager, trajectory_names
+from verl.trainer.ppo.rollout_manager import RolloutManager
+from verl.trainer.ppo.rollout_state import OnFinished, trajectory_names
 from verl.trainer.ppo.utils import Role
 from verl.types.schema import columns_read_by
 from verl.workers.reward_manager.naive import ROW

@@ -18,10 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +32,22 @@ from verl.single_controller.base.open_calls import OpenCall
 from verl.single_controller.ray.stored import StoredRows
 from verl.trainer.ppo.finished_rows import FinishedTrajectory, finished_trajectories, join_rows
 from verl.trainer.ppo.groups import WorkerGroups, select_read_by
+from verl.trainer.ppo.rollout_state import (
+    HostLoss,
+    HostState,
+    Kind,
+    ManagedJob,
+    OnFinished,
+    SubmittedRow,
+    trajectory_names,
+)
 from verl.types.request import Output
 from verl.types.rollout import HostReply
 from verl.utils.progress import expect, pulse, tick
-from verl.workers.rollout.partial_outputs import join_parts, resumable
+from verl.workers.rollout.partial_outputs import resumable
 from verl.workers.rollout.prompts import with_row_names
 
-__all__ = ["OnFinished", "RolloutManager", "trajectory_names"]
+__all__ = ["RolloutManager"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,59 +58,6 @@ _WAKE_S = 0.5
 # Maximum number of hosts that are called at the same time.
 _CALLS_AT_ONCE = 32
 
-Kind = Literal["engine", "agent"]
-
-
-OnFinished = Callable[[Sequence[FinishedTrajectory]], None]
-"""Called by the collector thread of a host."""
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """A submitted row that has not finished."""
-
-    batch: DataProto
-    """The submitted batch; this row is at `index`."""
-    index: int
-    prompt_length: int
-    kind: Kind
-    parts: list[Output] = field(default_factory=list)
-    """Consecutive parts of its output, as reported. Joining them with every report would cost their whole length."""
-    host: _Host | None = None
-    """None: not sent yet, or its host was lost."""
-
-    @property
-    def partial(self) -> Output | None:
-        return join_parts(list(self.parts), self.prompt_length) if self.parts else None
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    name: str
-    meta: Mapping[str, Any]
-    on_finished: OnFinished
-    rows: dict[str, _Row] = field(default_factory=dict)
-    inbox: queue.SimpleQueue[list[FinishedTrajectory] | _HostLoss] = field(default_factory=queue.SimpleQueue)
-
-
-@dataclass(slots=True, eq=False)
-class _Host:
-    kind: Kind
-    handle: RankHandle
-    id: str
-    closed: bool = True
-    """No thread collects from it: not started yet, lost, or closed."""
-    pulses: int = 0
-    """Progress counter of its last reply."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _HostLoss:
-    """A host was lost. `error` is None if it reported a lost engine: `require_engines` raises the engine's error."""
-
-    host: _Host
-    error: Exception | None
-
 
 class RolloutManager:
     """Called by the trainer's thread; one collector thread per host receives replies.
@@ -112,10 +67,10 @@ class RolloutManager:
 
     def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
         self._config, self._groups = config, groups
-        self._hosts: list[_Host] = []
+        self._hosts: list[HostState] = []
         self._needs_open = False
         """A host or a replica was lost; `open` determines which."""
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, ManagedJob] = {}
         self._serial = itertools.count()
         self._calls: list[OpenCall] = []
         self._cancelled = threading.Event()
@@ -174,7 +129,7 @@ class RolloutManager:
         if hosts or self._groups.generation_open:
             self._groups.close_generation()
 
-    def abandon(self, hosts: Sequence[_Host] | None = None) -> None:
+    def abandon(self, hosts: Sequence[HostState] | None = None) -> None:
         """Process no further replies of these hosts (default: all), for example because the run has failed."""
         with self._lock:
             for host in self._hosts if hosts is None else hosts:
@@ -192,7 +147,7 @@ class RolloutManager:
         `meta`: `meta_info` of the generation (seed, end tokens, sampling parameters). `on_finished` is called with
         trajectories as they arrive, in the collector thread of their host.
         """
-        job = _Job(f"job-{next(self._serial)}", dict(meta), on_finished)
+        job = ManagedJob(f"job-{next(self._serial)}", dict(meta), on_finished)
         self._jobs[job.name] = job
         self._ask_all([(host, "host.start", job.name, job.meta) for host in self._hosts])
         return job.name
@@ -211,14 +166,14 @@ class RolloutManager:
         self._send(known, names, assigned)
         return names
 
-    def _add_rows(self, job: _Job, rows: DataProto, partials: Mapping[str, Output]) -> list[str]:
+    def _add_rows(self, job: ManagedJob, rows: DataProto, partials: Mapping[str, Output]) -> list[str]:
         """Add rows to a job; return their ids."""
         names = trajectory_names(rows)
         lengths = rows.batch["attention_mask"].sum(-1).tolist()
         kinds = self._kinds(rows)
         for index, name in enumerate(names):
             parts = [partials[name]] if name in partials else []
-            job.rows[name] = _Row(rows, index, lengths[index], kinds[index], parts)
+            job.rows[name] = SubmittedRow(rows, index, lengths[index], kinds[index], parts)
         return names
 
     def collect(self, job: str, timeout: float) -> list[FinishedTrajectory]:
@@ -261,7 +216,7 @@ class RolloutManager:
 
     def cancel(self, job: str, ids: Sequence[str]) -> None:
         """Cancel these rows; their results are discarded."""
-        by_host: dict[_Host, list[str]] = {}
+        by_host: dict[HostState, list[str]] = {}
         for name in ids:
             row = self._jobs[job].rows.pop(name, None)
             if row is not None and row.host is not None:
@@ -348,7 +303,7 @@ class RolloutManager:
         known = self._jobs[job]
         names = self._add_rows(known, rows, {})
         expect(len(rows))
-        assigned: dict[str, _Host] = {}
+        assigned: dict[str, HostState] = {}
         for kind in ("engine", "agent"):
             own = [name for name in names if known.rows[name].kind == kind]
             hosts = [host for host in self._hosts if host.kind == kind]
@@ -410,22 +365,22 @@ class RolloutManager:
         single = {name: self._groups.is_single_turn(name) for name in set(names)}
         return ["engine" if single[name] else "agent" for name in names]
 
-    def _host(self, kind: Kind, handle: RankHandle, host_id: str) -> _Host:
+    def _host(self, kind: Kind, handle: RankHandle, host_id: str) -> HostState:
         """The host with this id. If the connection to it was lost although its process lives, it is reset: what it got
         is not known, and a call for results may still be under way."""
         known = next((host for host in self._hosts if host.id == host_id), None)
         if known is not None and not known.closed:
             return known
-        return _Host(kind, handle, host_id if known is None else handle.ask("host.reset"))
+        return HostState(kind, handle, host_id if known is None else handle.ask("host.reset"))
 
-    def _start(self, host: _Host) -> None:
+    def _start(self, host: HostState) -> None:
         """Open all jobs on a new host, and start its collector thread."""
         for job in self._jobs.values():
             host.handle.ask("host.start", job.name, job.meta)
         host.closed = False
         threading.Thread(target=self._collect_from, args=(host,), name="rollout-collect", daemon=True).start()
 
-    def _release_rows(self, lost: Sequence[_Host]) -> None:
+    def _release_rows(self, lost: Sequence[HostState]) -> None:
         """Unassign the rows of lost hosts; they will resume from their last partial outputs."""
         self.abandon(lost)
         for row in self._unfinished():
@@ -437,15 +392,17 @@ class RolloutManager:
                 if host.kind == "engine":
                     _ask_if_alive(host, "host.abort_clients")
 
-    def _send(self, job: _Job, names: Sequence[str], assigned: Mapping[str, _Host] = MappingProxyType({})) -> None:
+    def _send(
+        self, job: ManagedJob, names: Sequence[str], assigned: Mapping[str, HostState] = MappingProxyType({})
+    ) -> None:
         """Send rows to the hosts in `assigned`, others by load, all rows of a prompt to the same host. If generation is
         not open, `open` sends them."""
         if not self._hosts:
             return
         rows = {name: row for name in names if (row := job.rows.get(name)) is not None}
         loads = Counter(row.host for row in self._unfinished()) if len(assigned) < len(rows) else Counter()
-        homes: dict[tuple[Kind, str], _Host] = {}
-        by_host: dict[tuple[int, int], tuple[_Host, DataProto, list[str]]] = {}
+        homes: dict[tuple[Kind, str], HostState] = {}
+        by_host: dict[tuple[int, int], tuple[HostState, DataProto, list[str]]] = {}
         for name, row in rows.items():
             group = row.kind, name.rpartition("/")[0]
             if name not in assigned and group not in homes:
@@ -464,11 +421,11 @@ class RolloutManager:
             calls.append((host, "host.submit", job.name, part, resumed))
         self._ask_all(calls)
 
-    def _unfinished(self) -> list[_Row]:
+    def _unfinished(self) -> list[SubmittedRow]:
         """The unfinished rows of all jobs."""
         return [row for job in self._jobs.values() for row in list(job.rows.values())]
 
-    def _least_loaded(self, kind: Kind, loads: Mapping[_Host | None, int]) -> _Host:
+    def _least_loaded(self, kind: Kind, loads: Mapping[HostState | None, int]) -> HostState:
         """`loads`: number of unfinished rows of each host."""
         return min((host for host in self._hosts if host.kind == kind), key=lambda host: loads.get(host, 0))
 
@@ -482,7 +439,7 @@ class RolloutManager:
             for arguments in calls:
                 self._ask(*arguments)
 
-    def _ask(self, host: _Host, method: str, *args: Any) -> None:
+    def _ask(self, host: HostState, method: str, *args: Any) -> None:
         """Call a method of a host. If the host is lost, the next `collect` raises the error, unless `open` has replaced
         the host by then."""
         try:
@@ -491,13 +448,13 @@ class RolloutManager:
             host.closed = True  # also if it lives: it lacks what this call was to tell it
             self._lose(host, error)
 
-    def _lose(self, host: _Host, error: Exception | None) -> None:
+    def _lose(self, host: HostState, error: Exception | None) -> None:
         """Report to all jobs that a host was lost with this error, or that it reported a lost engine (None)."""
         self._needs_open = True
         for job in list(self._jobs.values()):
-            job.inbox.put(_HostLoss(host, error))
+            job.inbox.put(HostLoss(host, error))
 
-    def _raise_loss(self, loss: _HostLoss) -> None:
+    def _raise_loss(self, loss: HostLoss) -> None:
         """Raise the error of a lost engine, if there is one, since it is the cause; otherwise that of the host.
 
         Every host of a lost group reports the loss, to all jobs, and it is recovered once: reports of hosts that were
@@ -519,7 +476,7 @@ class RolloutManager:
 
     # ---------------------------------------------------------------- collector threads
 
-    def _collect_from(self, host: _Host) -> None:
+    def _collect_from(self, host: HostState) -> None:
         keep_partials = self._groups.may_lose_hosts or host.kind == "agent"
         while not host.closed:
             try:
@@ -534,7 +491,7 @@ class RolloutManager:
                 host.closed = True
                 self._lose(host, None)
 
-    def _receive(self, host: _Host, reply: HostReply, rows: StoredRows | None) -> None:
+    def _receive(self, host: HostState, reply: HostReply, rows: StoredRows | None) -> None:
         if reply.pulses != host.pulses:
             host.pulses = reply.pulses
             pulse()
@@ -556,23 +513,13 @@ class RolloutManager:
             self._lose(host, None)
 
 
-def trajectory_names(rows: DataProto) -> list[str]:
-    """The ids of these rows, from their columns `uid` and `sample_index`; ValueError if two rows have the same id."""
-    columns = rows.non_tensor_batch
-    names = [f"{uid}/{number}" for uid, number in zip(columns["uid"], columns["sample_index"], strict=True)]
-    if len(set(names)) < len(names):
-        repeated = next(name for name, count in Counter(names).items() if count > 1)
-        raise ValueError(f"rollout: several rows are named {repeated!r}. Each needs its own uid or sample_index.")
-    return names
-
-
-def _add_partials(job: _Job, pieces: Mapping[str, Output]) -> None:
+def _add_partials(job: ManagedJob, pieces: Mapping[str, Output]) -> None:
     for name, piece in pieces.items():
         if (row := job.rows.get(name)) is not None:
             row.parts.append(piece)
 
 
-def _ask_if_alive(host: _Host, method: str, *args: Any) -> None:
+def _ask_if_alive(host: HostState, method: str, *args: Any) -> None:
     """Call a method that ends work; a lost host has none left."""
     try:
         host.handle.ask(method, *args)
