@@ -20,6 +20,7 @@ from typing import Any
 from verl.utils.process_tree import available_cores
 from verl.utils.sandbox import languages, wire
 from verl.utils.sandbox.outcome import Isolation, Limits, Result
+from verl.utils.sandbox.run_future import RunFuture
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,19 @@ class Sandbox:
         limits: Limits | None = None,
     ) -> Result:
         """Run a program to its end. `files` are placed in its directory before, those of `fetch` read back after."""
+        return self._run(RunFuture(), code, language, stdin, files, fetch, limits)
+
+    def _run(
+        self,
+        future: RunFuture,
+        code: str,
+        language: str,
+        stdin: str,
+        files: Mapping[str, bytes] | None,
+        fetch: Sequence[str],
+        limits: Limits | None,
+    ) -> Result:
+        """`future.cancel()`, from another thread, ends it early."""
         kind, why_not = languages.find(language)
         if kind is None:
             return Result("refused", stderr=why_not)
@@ -112,7 +126,7 @@ class Sandbox:
             "fetch": list(fetch),
         }
         patience = limits.wall_s + (limits.compile_s if kind.compile else 0.0) + _GRACE_SECONDS
-        with self._spare() as link:
+        with self._spare() as link, future.connected(link):
             _tell(link, job, [stdin.encode(errors="surrogatepass"), *placed.values()], patience)
             self._refill()
             return _answer(link)[0]
@@ -125,12 +139,26 @@ class Sandbox:
         files: Mapping[str, bytes] | None = None,
         fetch: Sequence[str] = (),
         limits: Limits | None = None,
-    ) -> Future[Result]:
-        """`run` in the background."""
+    ) -> RunFuture:
+        """`run` in the background, `concurrency` at once. `cancel()` of the future also stops a running program."""
+        future = RunFuture()
+
+        def run() -> None:
+            if future.cancelled():
+                future.finish(None)
+                return
+            try:
+                result = self._run(future, code, language, stdin, files, fetch, limits)
+            except BaseException as error:  # noqa: BLE001 - raised by `future.result()`
+                future.finish(None, error)
+            else:
+                future.finish(result)
+
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(self._concurrency, "sandbox")
-        return self._threads.submit(self.run, code, language, stdin, files, fetch, limits)
+            self._threads.submit(run).add_done_callback(functools.partial(_cancel_dropped, future))
+        return future
 
     def session(self, limits: Limits | None = None) -> Session:
         """A Python of its own that remembers from cell to cell."""
@@ -139,13 +167,16 @@ class Sandbox:
         return session
 
     def close(self) -> None:
-        """End everything that runs."""
+        """Kill running programs and cancel queued ones."""
         with self._lock:
             self._closed = True
-            self._drop()
             threads, self._threads = self._threads, None
         if threads is not None:
-            threads.shutdown(cancel_futures=True)
+            threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._drop()
+        if threads is not None:
+            threads.shutdown()
 
     def __enter__(self) -> Sandbox:
         return self
@@ -284,6 +315,13 @@ class _Zygote:
 
     def close(self) -> None:
         _wait_for(self._process, self._control)
+
+
+def _cancel_dropped(future: RunFuture, task: Future[None]) -> None:
+    """Cancel the future of a program that `Sandbox.close` has removed from the queue."""
+    if task.cancelled():
+        future.cancel()
+        future.finish(None)
 
 
 def _wait_for(process: subprocess.Popen[bytes], control: socket.socket) -> None:
