@@ -10,10 +10,10 @@ from typing import Any
 
 from tests.support.tiny import tiny_tokenizer
 from verl.agent.gateway.app import GatewayApp
-from verl.agent.gateway.server import LocalServer
 from verl.agent.gateway.session import Model, Session, Sessions
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Output, Request
+from verl.utils.http_server.server import Limits, LocalServer
 from verl.utils.tool_calls import get_parser
 
 TEMPLATE = (
@@ -96,7 +96,7 @@ def running_gateway(
     started, address, loop, stop = threading.Event(), [""], asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
-        async with LocalServer(GatewayApp(sessions, model, ping_s=ping_s), "a test") as address[0]:
+        async with LocalServer(GatewayApp(sessions, model, ping_s=ping_s), "a test", Limits()) as address[0]:
             started.set()
             await stop.wait()
 

@@ -24,7 +24,7 @@ from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.scoring import ScoringApp
 from verl.inference.serving.scoring_requests import parse_scoring
 from verl.utils.collector import settle
-from verl.utils.http_server.protocol import Limits, asgi_server, bound, warn_if_open
+from verl.utils.http_server.server import Limits, bind_socket, create_server, warn_if_public
 from verl.utils.logging_setup import setup_logging
 
 __all__ = ["ServedApp", "app_of", "main", "options_parser", "serve"]
@@ -46,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(options: argparse.Namespace) -> None:
     """Load the model, then answer requests."""
-    with bound(options.host, options.port) as taken:
+    with bind_socket(options.host, options.port) as taken:
         if options.api_key is None:
-            warn_if_open(taken, "Set --api-key (or VERL_API_KEY), or leave out --host.")
+            warn_if_public(taken, "Set --api-key (or VERL_API_KEY), or leave out --host.")
         with contextlib.ExitStack() as held:
             served = app_of(options, held)
             settle()
             limits = Limits(connections=options.max_connections)
-            asyncio.run(asgi_server(served.app, served.what, limits, "/v1").serve([taken]))
+            asyncio.run(create_server(served.app, served.what, limits, "/v1").serve([taken]))
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from verl import DataProto
 from verl.config import load_config
 from verl.inference.classifier import Classifier
 from verl.inference.server import app_of, options_parser
-from verl.inference.serving.background import served_beside
 from verl.protocol import object_array
 from verl.trainer.ppo.reward import compute_reward, load_reward_manager
+from verl.utils.http_server.server import serve_in_thread
 from verl.utils.reward_score.served import require_server
 
 TOKENIZER = tiny_tokenizer()
@@ -42,7 +42,7 @@ def serving(folder, *options):
     asked = options_parser().parse_args(["--model", folder, "--device", "cpu", *options])
     with contextlib.ExitStack() as held:
         made = app_of(asked, held)
-        port = held.enter_context(served_beside(made.app, made.what))
+        port = held.enter_context(serve_in_thread(made.app, made.what))
 
         def ask(path, **fields):
             headers = {"Content-Type": "application/json"}

@@ -22,7 +22,7 @@ from verl.agent.gateway.session import Model, Session, Sessions
 from verl.inference.serving.app import in_options
 from verl.inference.serving.model import Served, ServedModel, add_model_options
 from verl.types.request import Output, Request
-from verl.utils.http_server.protocol import Limits, asgi_server, bound, warn_if_open
+from verl.utils.http_server.server import Limits, bind_socket, create_server, warn_if_public
 from verl.utils.logging_setup import setup_logging
 from verl.utils.tool_calls import get_parser
 
@@ -36,12 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     setup_logging()
     try:
-        with bound(options.host, options.port) as taken:
-            warn_if_open(taken, "Leave out --host.")
+        with bind_socket(options.host, options.port) as taken:
+            warn_if_public(taken, "Leave out --host.")
             parser = get_parser(options.format)
             with ServedModel(options).loaded(max_answers=1, client_templates=False) as served:
                 gateway = _Gateway(served, Model(served.facts, served.tokenizer, parser), options.out)
-                asyncio.run(gateway.serve(asgi_server(gateway.app, served.what, Limits(), "/sessions/<id>"), [taken]))
+                asyncio.run(gateway.serve(create_server(gateway.app, served.what, Limits(), "/sessions/<id>"), [taken]))
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{in_options(str(error))}\n")
         return 2

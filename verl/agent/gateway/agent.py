@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 
 from verl.agent.gateway.app import GatewayApp
 from verl.agent.gateway.run_agent import load_agent, start_agent
-from verl.agent.gateway.server import LocalServer
 from verl.agent.gateway.session import Model, Session, Sessions
 from verl.agent.gateway.tree import Path, Tree
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryFailed
@@ -20,12 +19,15 @@ from verl.config import PPOConfig
 from verl.inference.serving.fields import ApiError
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Output, Request
+from verl.utils.http_server.server import Limits, LocalServer
 from verl.utils.import_utils import ImportPath
 from verl.utils.tool_calls import get_parser
 from verl.workers.rollout.call_record import current
 
 __all__ = ["GatewayAgentLoop", "outputs_of"]
 
+# Agents of this worker keep connections open while they run tools.
+_HTTP_LIMITS = Limits(connections=8192, idle_seconds=600, grace_seconds=1)
 _OUT_OF_TOKENS = "this trajectory has used up its tokens (rollout.max_new_tokens, or max_model_len)."
 
 
@@ -199,7 +201,7 @@ class _Gateway:
         if self._stack is None:
             self._stack = AsyncExitStack()
             app = GatewayApp(self._sessions, self._model)
-            self._address = await self._stack.enter_async_context(LocalServer(app, "agents"))
+            self._address = await self._stack.enter_async_context(LocalServer(app, "agents", _HTTP_LIMITS))
         try:
             yield f"{self._address}/sessions/{session.name}"
         finally:

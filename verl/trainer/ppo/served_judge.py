@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from verl.inference.serving.background import served_beside
 from verl.inference.serving.router import Router
 from verl.trainer.ppo.groups import WorkerGroups
-from verl.utils.http_server.protocol import Limits
+from verl.utils.http_server.server import Limits, serve_in_thread
 
 _CONNECTIONS = 8192
 
@@ -27,7 +26,7 @@ class ServedJudge:
 
     def start(self, *managers: Any) -> list[Any]:
         """The managers as they are to be called from now on."""
-        serving = served_beside(self._router, "the reward model", limits=Limits(connections=_CONNECTIONS))
+        serving = serve_in_thread(self._router, "the reward model", limits=Limits(connections=_CONNECTIONS))
         address = f"127.0.0.1:{self._held.enter_context(serving)}"
         self._find_servers()
         if self._parks:

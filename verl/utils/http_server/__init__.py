@@ -1,1 +1,1 @@
-"""What servers of ours share: uvicorn with limits, and the few words of ASGI that JSON over HTTP needs."""
+"""The base of all HTTP servers: `app` (requests: limits, authentication, errors) and `server` (connections)."""

@@ -8,11 +8,10 @@ from typing import Any
 
 from verl.config import RewardModelConfig, as_config
 from verl.inference.server import app_of, options_parser
-from verl.inference.serving.background import served_beside
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.fs import resolve_model_path
-from verl.utils.http_server.protocol import Limits
+from verl.utils.http_server.server import Limits, serve_in_thread
 from verl.utils.network import own_address
 from verl.workers.roles.memory import phase_memory
 
@@ -55,7 +54,7 @@ class ServedRewardModelWorker(Worker):
         parsed.api_key = self._key
         self._served = app_of(parsed, self._held)
         host = own_address()
-        serving = served_beside(self._served.app, self._served.what, host, Limits(connections=_CONNECTIONS))
+        serving = serve_in_thread(self._served.app, self._served.what, host, Limits(connections=_CONNECTIONS))
         self._address = f"{host}:{self._held.enter_context(serving)}"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from verl.utils.http_server.asgi import Receive, Response, Send
-from verl.utils.http_server.protocol import Limits, asgi_server, bound
+from verl.utils.http_server.server import Limits, bind_socket, create_server
 from verl.workers.rollout.base import BaseRollout, EngineDiedError, Load
 
 __all__ = ["exposition", "serve_metrics"]
@@ -24,13 +24,13 @@ _TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 def serve_metrics(rollout: BaseRollout, replica: int, port: int) -> int:
     """Serve them from a thread for as long as the rollout lives, and return the port (0 takes a free one)."""
     try:
-        address = bound("0.0.0.0", port)
+        address = bind_socket("0.0.0.0", port)
     except ValueError as error:
         raise ValueError(f"prometheus.port: {port} of replica {replica} is taken on this machine: {error}") from error
     address.listen(_LIMITS.connections)
     port = address.getsockname()[1]
     app = _Metrics(weakref.ref(rollout), {"engine": rollout.config.name, "replica": str(replica)})
-    server = asgi_server(app, f"metrics of replica {replica}", _LIMITS, "/metrics", signals=False)
+    server = create_server(app, f"metrics of replica {replica}", _LIMITS, "/metrics", signals=False)
 
     def run() -> None:
         with address:

@@ -1,0 +1,257 @@
+"""Requests of all HTTP servers: starlette applications with limits, authentication, errors, health, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import json
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from verl.utils.exceptions import Travels
+
+__all__ = ["ClientDisconnected", "ErrorContent", "HttpError", "create_app", "detail_error", "json_response"]
+
+_BODY_METHODS = ("POST", "PUT", "PATCH", "DELETE")
+_SMALL_BODY = 1 << 20
+_BUFFERED_BODIES = 512 << 20
+_PIECE = 256 << 10
+
+logger = logging.getLogger(__name__)
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection before its response was complete."""
+
+
+class HttpError(Travels):
+    """A request that is rejected: `status`, and for some dialects the parameter at fault and a code."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+
+ErrorContent = Callable[[str, HttpError], Mapping[str, Any]]
+"""(path, error) -> the JSON body of the response, in the dialect of the clients of that path."""
+
+
+def detail_error(_path: str, error: HttpError) -> Mapping[str, Any]:
+    return {"detail": error.message}
+
+
+def create_app(
+    routes: Sequence[BaseRoute],
+    *,
+    health: Callable[[], Mapping[str, Any]],
+    max_body_bytes: int,
+    api_key: str | None = None,
+    error_content: ErrorContent = detail_error,
+) -> ASGIApp:
+    """Return an ASGI application that serves `routes` and `GET /health`.
+
+    Handlers are starlette endpoints. They raise HttpError, receive a body of at most `max_body_bytes` that was read
+    completely (`await request.body()` returns at once), and are cancelled when the client disconnects. With `api_key`,
+    every request except /health must send it (`Authorization: Bearer`, basic authentication's password, `x-api-key`).
+    """
+    guard = _Guard(routes, health, max_body_bytes, api_key, error_content)
+    handlers: Any = {kind: guard.handle_error for kind in (HTTPException, HttpError, Exception)}
+    guard.app = Starlette(routes=list(routes), exception_handlers=handlers)
+    guard.app.router.redirect_slashes = False
+    return guard
+
+
+class _Guard:
+    """What happens around every request."""
+
+    app: Starlette
+
+    def __init__(
+        self,
+        routes: Sequence[BaseRoute],
+        health: Callable[[], Mapping[str, Any]],
+        max_body_bytes: int,
+        api_key: str | None,
+        error_content: ErrorContent,
+    ) -> None:
+        self._health, self._error_content = health, error_content
+        self._max_body, self._api_key = max_body_bytes, api_key
+        self._available = ", ".join(["GET /health", *map(_described, routes)])
+        self._buffered = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["path"] = scope["path"].rstrip("/") or "/"
+        try:
+            await self._respond(scope, receive, send)
+        except ClientDisconnected:
+            return
+        except asyncio.CancelledError:
+            logger.info("%s %s was cancelled: the server is stopping", scope["method"], scope["path"])
+        except HttpError as error:  # raised here; those of handlers are handled by starlette
+            await self._error_response(scope, error)(scope, receive, send)
+        except (
+            Exception
+        ):  # starlette has sent status 500, or the response was incomplete: uvicorn closes the connection
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+
+    async def handle_error(self, request: Request, error: Exception) -> Response:
+        """The response to an exception of a handler; the message of an unexpected one is only logged."""
+        if isinstance(error, HTTPException):
+            path = request.scope["path"][:200]
+            message = f"there is no {request.method} {path}. Available: {self._available}."
+            error = HttpError(error.status_code, message)
+        elif not isinstance(error, HttpError):
+            error = HttpError(500, "the server failed; the cause is in its log.")
+        return self._error_response(request.scope, error)
+
+    def _error_response(self, scope: Scope, error: HttpError) -> Response:
+        headers = {"Retry-After": "1"} if error.status == 503 else None
+        return JSONResponse(self._error_content(scope["path"], error), error.status, headers)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/health" and scope["method"] == "GET":
+            return await JSONResponse(self._health())(scope, receive, send)
+        headers = Headers(scope=scope)
+        self._authenticate(headers)
+        if scope["method"] not in _BODY_METHODS:
+            return await run_until_disconnect(self.app(scope, _replay(b""), send), receive)
+        body = await self._read_body(headers, receive)
+        try:
+            if body or scope["method"] != "DELETE":
+                _check_content_type(headers.get("content-type", ""))
+            await run_until_disconnect(self.app(scope, _replay(bytes(body)), send), receive)
+        finally:
+            self._buffered -= len(body)
+
+    def _authenticate(self, headers: Headers) -> None:
+        if self._api_key is None:
+            return
+        kind, _, credentials = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "basic":
+            try:
+                credentials = base64.b64decode(credentials, validate=True).decode(errors="replace").partition(":")[2]
+            except binascii.Error:
+                credentials = ""
+        given = headers.get("x-api-key") or (credentials.strip() if kind.lower() in ("basic", "bearer") else "")
+        if not hmac.compare_digest(given.encode(), self._api_key.encode()):
+            raise HttpError(401, "Incorrect API key provided.", code="invalid_api_key")
+
+    async def _read_body(self, headers: Headers, receive: Receive) -> bytearray:
+        """Return the body and count it in `_buffered`. A body that is too large is received but not stored."""
+        length, body, more = _content_length(headers), bytearray(), True
+        if length > self._max_body and "expect" in headers:
+            raise self._too_large()
+        rejection = None
+        try:
+            # Clients that are still sending do not read the response: receive everything before it is sent.
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected
+                chunk = message.get("body", b"")
+                length = max(length, len(body) + len(chunk))
+                if rejection is None:
+                    rejection = self._rejection(length, len(body), len(chunk))
+                if rejection is None:
+                    body += chunk
+                    self._buffered += len(chunk)
+                else:
+                    self._buffered -= len(body)
+                    body.clear()
+                more = message.get("more_body", False)
+            if rejection is not None:
+                raise rejection
+        except BaseException:
+            self._buffered -= len(body)
+            raise
+        return body
+
+    def _rejection(self, length: int, received: int, chunk: int) -> HttpError | None:
+        """Small bodies are limited by the number of connections; large ones share a budget."""
+        if length > self._max_body:
+            return self._too_large()
+        budget = max(_BUFFERED_BODIES, self._max_body)
+        if received + chunk > _SMALL_BODY and self._buffered + chunk > budget:
+            return HttpError(503, "the server is receiving too many large requests at the same time. Try again later.")
+        return None
+
+    def _too_large(self) -> HttpError:
+        return HttpError(413, f"the body is larger than {self._max_body} bytes (--max-body-mb).")
+
+
+def _content_length(headers: Headers) -> int:
+    value = headers.get("content-length", "0")
+    if not value.isdecimal() or len(value) > 18:
+        raise HttpError(400, "Content-Length is not a number of bytes.")
+    return int(value)
+
+
+def _check_content_type(content_type: str) -> None:
+    # A web page in a browser on this machine can send a form to this address, but not JSON.
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise HttpError(415, f"Content-Type is {content_type[:200]!r}. Send the request as application/json.")
+
+
+def _described(route: BaseRoute) -> str:
+    methods = sorted(set(getattr(route, "methods", None) or ()) - {"HEAD"})
+    return f"{' '.join(methods)} {getattr(route, 'path', route)}"
+
+
+def _replay(body: bytes) -> Receive:
+    """A `receive` that returns the body once and then waits: `run_until_disconnect` watches the connection."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("unreachable")
+
+    return receive
+
+
+async def run_until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run `work`; cancel it and raise ClientDisconnected when the client disconnects first."""
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
+    if task.cancelled():
+        raise ClientDisconnected
+    task.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client disconnects; the body of a GET is ignored."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def json_response(content: Any) -> Response:
+    """A response whose body may be large: encoded in a thread and sent in pieces, so that other clients are served."""
+    body = await asyncio.to_thread(lambda: json.dumps(content, ensure_ascii=False, allow_nan=False).encode())
+    if len(body) <= _PIECE:
+        return Response(body, media_type="application/json")
+    view = memoryview(body)
+    headers = {"Content-Length": str(len(body))}
+
+    async def pieces() -> Any:
+        for start in range(0, len(view), _PIECE):
+            yield bytes(view[start : start + _PIECE])
+            await asyncio.sleep(0)
+
+    return StreamingResponse(pieces(), media_type="application/json", headers=headers)

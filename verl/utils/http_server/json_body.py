@@ -1,0 +1,130 @@
+"""JSON bodies of requests, parsed and validated with limits; large ones in worker processes that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from verl.utils.http_server.app import HttpError
+from verl.utils.process_pool import ProcessDied, ProcessPool, TaskTimeout
+
+__all__ = ["BodyParser", "RequestModel", "parse_json", "parse_model", "validate_model", "validation_message"]
+
+Model = TypeVar("Model", bound=BaseModel)
+_LONG_NUMBER = re.compile(rb"\d{19}")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_INTEGER_LIMIT = 2**64
+_INLINE_BYTES = 256 << 10
+_SECONDS = 10.0
+_MEMORY_BYTES = 1 << 30
+_SHOWN = 200
+
+
+class RequestModel(BaseModel):
+    """Base of request models: exact JSON types (true is not 1, "1" is not 1), finite numbers, null means absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        if isinstance(fields, Mapping):
+            return {name: value for name, value in fields.items() if value is not None}
+        return fields
+
+
+def parse_json(body: bytes) -> Any:
+    """Parse JSON in UTF-8: no NaN, no infinite or more than 64-bit numbers, no lone surrogates. HttpError 400 if not.
+
+    The limits hold for every number in the body, also inside fields that are passed on without validation.
+    """
+    try:
+        parse_int = _bounded_int if _LONG_NUMBER.search(body) else None
+        content = json.loads(
+            body.decode(), parse_int=parse_int, parse_float=_finite_float, parse_constant=_reject_constant
+        )
+        if _SURROGATE.search(body):
+            json.dumps(content, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise HttpError(400, "the body is not valid JSON for this server: it is nested too deeply.") from error
+    except UnicodeDecodeError as error:
+        raise HttpError(400, f"the body is not valid JSON: it is not UTF-8 (byte {error.start}).") from error
+    except UnicodeEncodeError as error:
+        raise HttpError(400, "the body contains half a character (a lone surrogate such as \\ud800).") from error
+    except ValueError as error:
+        raise HttpError(400, f"the body is not valid JSON: {error}.") from error
+    return content
+
+
+def _bounded_int(digits: str) -> int:
+    if len(digits) > 20 or abs(int(digits)) >= _INTEGER_LIMIT:
+        raise ValueError(f"the number {digits[:20]}… has {len(digits)} digits, more than 64 bits hold")
+    return int(digits)
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+def validate_model(model: type[Model], content: Any, status: int = 422) -> Model:
+    """Validate parsed JSON; HttpError names the first wrong field, its value and what is expected."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        message, param = validation_message(error)
+        raise HttpError(status, message, param=param) from error
+
+
+def validation_message(error: ValidationError) -> tuple[str, str | None]:
+    """(message, name of the field) of the first problem."""
+    problem = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in problem["loc"] if part != "__root__")[:_SHOWN]
+    if problem["type"] == "missing":
+        return f"{place}: is missing.", place or None
+    shown = json.dumps(problem["input"], ensure_ascii=False, default=repr) if problem["type"] != "model_type" else ""
+    reason = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ").rstrip(".")
+    if problem["type"] == "extra_forbidden":
+        return f"{place}: unknown field.", place
+    shown = f" (got {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '…'})" if shown else ""
+    return f"{place or 'the body'}: {reason}{shown}.", place or None
+
+
+def parse_model(model: type[Model], body: bytes) -> Model:
+    return validate_model(model, parse_json(body))
+
+
+class BodyParser:
+    """Parses bodies in the event loop if they are small, otherwise in a process with limits on time and memory.
+
+    Parsing holds the interpreter's lock, and a few megabytes of JSON can take seconds and gigabytes.
+    """
+
+    def __init__(self, processes: int = 1) -> None:
+        self._pool = ProcessPool(processes, memory_limit=_MEMORY_BYTES)
+
+    async def parse(self, model: type[Model], body: bytes) -> Model:
+        if len(body) <= _INLINE_BYTES:
+            return parse_model(model, body)
+        try:
+            parsed: Model = await asyncio.wrap_future(self._pool.submit(parse_model, model, body, timeout=_SECONDS))
+        except TaskTimeout as error:
+            raise HttpError(400, f"the body could not be parsed within {_SECONDS:g} s. Shorten it.") from error
+        except (MemoryError, ProcessDied) as error:
+            raise HttpError(400, "parsing the body takes too much memory. Shorten it.") from error
+        return parsed
+
+    def close(self) -> None:
+        self._pool.close()

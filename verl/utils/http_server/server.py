@@ -1,0 +1,271 @@
+"""Connections of all HTTP servers: uvicorn with limits on their number and on the time each may wait."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import FrameType, TracebackType
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+__all__ = [
+    "Limits",
+    "LocalServer",
+    "add_server_options",
+    "bind_socket",
+    "create_server",
+    "positive",
+    "serve_in_thread",
+    "warn_if_public",
+]
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_OTHER_FILES = 256
+_POLL_SECONDS = 0.01
+_UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may use of the server's connections and time."""
+
+    connections: int = 1024
+    """Open connections. Above it, the connection that has waited longest for a request is closed for a new one; if
+    all are busy, the new one gets 503."""
+    idle_seconds: int = 60
+    """Time a connection may stay open between two requests."""
+    request_seconds: float = 60.0
+    """Time from the first byte of a request to its last, and from connecting to the first byte."""
+    stalled_seconds: float = 60.0
+    """Time a response may wait for its reader."""
+    grace_seconds: int = 10
+    """Time for in-flight requests when the server is stopped."""
+    header_bytes: int = 16384
+    """Size of the request line and all headers."""
+
+
+def add_server_options(parser: argparse.ArgumentParser, port: int, max_body_mb: int) -> None:
+    """The command-line options that all servers have; underscores and dashes are equivalent."""
+
+    def add(name: str, **options: Any) -> None:
+        parser.add_argument(*dict.fromkeys((name, "--" + name[2:].replace("-", "_"))), **options)
+
+    add("--host", default="127.0.0.1", help="address to serve on (default: %(default)s, this machine only)")
+    add("--port", type=int, default=port, help="port (default: %(default)s; 0: any free port)")
+    key = os.environ.get("VERL_API_KEY") or None
+    add("--api-key", default=key, help="secret that clients must send (default: $VERL_API_KEY)")
+    add("--max-body-mb", type=positive, default=max_body_mb, help="size of one request (default: %(default)s)")
+    add("--max-connections", type=positive, default=Limits.connections, help="open connections (default: %(default)s)")
+
+
+def positive(text: str) -> int:
+    """Parse an option that must be an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Bind the address before anything expensive is loaded. The caller, or `serve`, starts listening."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ValueError(
+            f"--host {host} --port {port}: cannot bind to this address: {error}. Choose another."
+        ) from error
+    return bound
+
+
+def warn_if_public(bound: socket.socket, remedy: str) -> None:
+    """Warn when the address is not a loopback address."""
+    address = ipaddress.ip_address(bound.getsockname()[0].partition("%")[0])
+    if not address.is_loopback:
+        logger.warning("anyone who can connect to %s can use this server. %s", address, remedy)
+
+
+def create_server(app: Any, name: str, limits: Limits, path: str = "", signals: bool = True) -> uvicorn.Server:
+    """Return a server for an ASGI application; `name` and `path` are logged with its address.
+
+    It stops at SIGTERM or SIGINT or, without `signals` (inside another program), when `should_exit` is set.
+    """
+    limits = replace(limits, connections=_allowed_connections(limits.connections))
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        http=type("Connection", (_Connection,), {"limits": limits, "waiting": {}}),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        h11_max_incomplete_event_size=limits.header_bytes,
+        timeout_keep_alive=limits.idle_seconds,
+        timeout_graceful_shutdown=limits.grace_seconds,
+    )
+    return _Server(config, name, limits, path, signals)
+
+
+def _allowed_connections(count: int) -> int:
+    """Raise the soft limit on open files if necessary; return how many connections the limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return count if soft == resource.RLIM_INFINITY else max(1, min(count, soft - min(_OTHER_FILES, soft // 2)))
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, name: str, limits: Limits, path: str, signals: bool) -> None:
+        super().__init__(config)
+        self._name, self._limits, self._path = name, limits, path
+        self._signals = _SIGNALS if signals else ()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        host, port = (sockets or [])[0].getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        logger.info("serving %s at http://%s:%d%s", self._name, shown, port, self._path)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._signals:
+            grace = self._limits.grace_seconds
+            logger.info("stopping: in-flight requests have %d s to finish (send the signal again to stop now)", grace)
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The first signal starts a graceful shutdown and restores the default action, so the second one kills."""
+
+        def stop(_number: int, _frame: FrameType | None) -> None:
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            self.should_exit = True
+
+        previous = {number: signal.signal(number, stop) for number in self._signals}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+class _Connection(H11Protocol):
+    limits: Limits
+    waiting: dict[_Connection, None]
+    """The server's connections without a complete request, in the order in which they began to wait."""
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections and not self._close_longest_waiting():
+            transport.write(_UNAVAILABLE)
+            transport.close()
+        else:
+            self.waiting[self] = None
+            self._start_timer(self.limits.request_seconds)
+
+    def _close_longest_waiting(self) -> bool:
+        """Clients that open connections without sending requests must not keep others out."""
+        longest = next(iter(self.waiting), None)
+        if longest is None:
+            return False
+        del self.waiting[longest]
+        longest.transport.abort()
+        return True
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._stop_timer()
+            self.waiting.pop(self, None)
+        elif self._timer is None:
+            self._start_timer(self.limits.request_seconds)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing():
+            self.waiting.setdefault(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_timer(self.limits.stalled_seconds)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self.waiting.pop(self, None)
+        super().connection_lost(exc)
+
+    def _start_timer(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+# ---------------------------------------------------------------- servers inside other programs
+
+
+@contextlib.contextmanager
+def serve_in_thread(app: Any, name: str, host: str = "127.0.0.1", limits: Limits | None = None) -> Iterator[int]:
+    """Serve from a thread on a free port, which is returned, until the block is left."""
+    with bind_socket(host, 0) as bound:
+        server = create_server(app, name, limits or Limits(), "/v1", signals=False)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), name="server", daemon=True)
+        thread.start()
+        while thread.is_alive() and not server.started:
+            time.sleep(_POLL_SECONDS)
+        try:
+            yield int(bound.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+class LocalServer:
+    """`async with LocalServer(app, name, limits) as address`: served by the running event loop on a loopback port."""
+
+    def __init__(self, app: Any, name: str, limits: Limits) -> None:
+        self._server = create_server(app, name, limits, signals=False)
+
+    async def __aenter__(self) -> str:
+        self._socket = bind_socket("127.0.0.1", 0)
+        self._socket.listen(2048)  # from now on clients are queued instead of refused
+        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        await self._task
+        self._socket.close()
