@@ -2,9 +2,9 @@
 
 import sys
 
-from verl.search.server import SearchApp, main
+from verl.search.server import SearchServer, main
 
-__all__ = ["SearchApp", "main"]
+__all__ = ["SearchServer", "main"]
 
 if __name__ == "__main__":
     sys.exit(main())

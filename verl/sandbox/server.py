@@ -1,7 +1,7 @@
-"""`python -m verl.sandbox.server`: the local sandbox behind the SandboxFusion API, for this machine only.
+"""`python -m verl.sandbox.server`: the local sandbox behind the SandboxFusion API, by default for this machine only.
 
-`POST /run_code` runs a program, `GET /v1/ping` answers "pong". SIGTERM and Ctrl-C let runs under way finish for a
-while.
+`POST /run_code` runs a program, `GET /v1/ping` returns "pong", `GET /health` the number of programs. SIGTERM and Ctrl-C
+let running programs finish for a while.
 """
 
 from __future__ import annotations
@@ -15,83 +15,96 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl.utils.http_server.asgi import HttpError, JsonApp
-from verl.utils.http_server.protocol import Limits as HttpLimits
-from verl.utils.http_server.protocol import asgi_server, bound, warn_if_open
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from verl.utils.http_server.app import HttpError, create_app, json_response
+from verl.utils.http_server.json_body import BodyParser
+from verl.utils.http_server.server import Limits as HttpLimits
+from verl.utils.http_server.server import add_server_options, bind_socket, create_server, positive, warn_if_public
 from verl.utils.logging_setup import setup_logging
 from verl.utils.process_tree import available_cores
 from verl.utils.sandbox import REQUIRE, IsolationMissing, Limits, Sandbox, languages
 from verl.utils.sandbox_fusion.wire import PING, PONG, RUN, RunRequest, result_to_json
 
-__all__ = ["SandboxApp", "main", "serve"]
+__all__ = ["SandboxServer", "main", "serve"]
 
 logger = logging.getLogger("verl.sandbox.server")  # not "__main__", which is outside the one logging setup
 
 DEFAULT_PORT = 8080
 
 
-class SandboxApp:
-    """Answers requests with runs of a sandbox, `max_concurrent` at once, up to `max_waiting` more in a queue.
+class SandboxServer:
+    """Runs `max_concurrent` programs at once and queues up to `max_waiting` more.
 
-    `most` are the highest limits that a request may ask for.
+    `limits` are the defaults of a request, `highest` the highest that it may set.
     """
 
     def __init__(
-        self, sandbox: Sandbox, limits: Limits, most: Limits, max_concurrent: int, max_waiting: int, max_body: int
+        self, sandbox: Sandbox, limits: Limits, highest: Limits, max_concurrent: int, max_waiting: int
     ) -> None:
-        self._sandbox, self._limits, self._most = sandbox, limits, most
-        self._free = asyncio.Semaphore(max_concurrent)
-        self._room = max_concurrent + max_waiting
-        self._app = JsonApp({("POST", RUN): self._run, ("GET", PING): self._ping}, max_body)
+        self._sandbox, self._limits, self._highest = sandbox, limits, highest
+        self._running = asyncio.Semaphore(max_concurrent)
+        self._most, self._admitted = max_concurrent + max_waiting, 0
+        self._parser = BodyParser()
 
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        await self._app(scope, receive, send)
+    def app(self, max_body_bytes: int, api_key: str | None = None) -> ASGIApp:
+        routes = [Route(RUN, self._run_code, methods=["POST"]), Route(PING, self._ping)]
+        return create_app(routes, health=self._health, max_body_bytes=max_body_bytes, api_key=api_key)
 
-    async def _ping(self, _: Any) -> str:
-        return PONG
+    def close(self) -> None:
+        self._parser.close()
 
-    async def _run(self, given: Any) -> dict[str, Any]:
+    def _health(self) -> dict[str, Any]:
+        return {"status": "ok", "programs": self._admitted, "isolation": self._sandbox.isolation.level}
+
+    async def _ping(self, _request: Request) -> Response:
+        return JSONResponse(PONG)
+
+    async def _run_code(self, request: Request) -> Response:
+        if self._admitted >= self._most:
+            raise HttpError(503, "too many programs are waiting. Try again later, or raise --max-waiting.")
+        self._admitted += 1
         try:
-            request = RunRequest.from_json(given)
-            limits = self._limits_of(request)
-            language, why_not = languages.find(request.language)
-            if language is None:
-                raise ValueError(why_not)
-        except ValueError as error:
-            raise HttpError(422, f"{error}.") from error
-        if not self._room:
-            raise HttpError(503, "too many programs wait to be run. Try again later, or raise --max-waiting.")
-        self._room -= 1
-        try:
-            async with self._free:
-                run = self._sandbox.submit(
-                    request.code,
-                    request.language,
-                    stdin=request.stdin,
-                    files=dict(request.files),
-                    fetch=request.fetch,
-                    limits=limits,
-                )
-                return result_to_json(await asyncio.wrap_future(run))
-        except ValueError as error:  # a path that leads out of the directory
-            raise HttpError(422, f"{error}.") from error
+            program = await self._parser.parse(RunRequest, await request.body())
+            try:
+                limits = self._limits_for(program)
+                language, problem = languages.find(program.language)
+                if language is None:
+                    raise ValueError(problem)
+                async with self._running:
+                    # Cancelled when the client disconnects: the program is killed and its slot is free.
+                    run = self._sandbox.submit(
+                        program.code,
+                        program.language,
+                        stdin=program.stdin,
+                        files=dict(program.files),
+                        fetch=program.fetch_files,
+                        limits=limits,
+                    )
+                    result = await asyncio.wrap_future(run)
+            except ValueError as error:  # also a path that leads out of the program's directory
+                raise HttpError(422, f"{error}.") from error
         finally:
-            self._room += 1
+            self._admitted -= 1
+        return await json_response(result_to_json(result))
 
-    def _limits_of(self, request: RunRequest) -> Limits:
-        memory = self._limits.memory_mb if request.memory_mb is None else request.memory_mb
-        for name, asked, most in (
-            ("run_timeout", request.run_s, self._most.wall_s),
-            ("compile_timeout", request.compile_s, self._most.compile_s),
-            ("memory_limit_MB", memory, self._most.memory_mb),
+    def _limits_for(self, program: RunRequest) -> Limits:
+        memory = self._limits.memory_mb if program.memory_mb is None else program.memory_mb
+        for name, value, highest in (
+            ("run_timeout", program.run_timeout, self._highest.wall_s),
+            ("compile_timeout", program.compile_timeout, self._highest.compile_s),
+            ("memory_limit_MB", memory, self._highest.memory_mb),
         ):
-            if asked > most:
-                raise ValueError(f"{name}: {asked:g} is more than the {most:g} that this server gives")
-        return replace(self._limits, wall_s=request.run_s, compile_s=request.compile_s, memory_mb=memory)
+            if value > highest:
+                raise ValueError(f"{name}: {value:g} is more than this server's maximum of {highest:g}")
+        return replace(self._limits, wall_s=program.run_timeout, compile_s=program.compile_timeout, memory_mb=memory)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes; 2 is the exit code of what cannot be started as asked."""
+    """Serve until a signal; exit code 2 if the server cannot start with these options."""
     options = _parser().parse_args(arguments)
     setup_logging()
     try:
@@ -103,40 +116,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Start the sandbox, then answer requests."""
+    """Start the sandbox and serve requests until a signal."""
     limits = Limits(memory_mb=options.memory_limit_mb)
-    most = Limits(wall_s=options.max_seconds, compile_s=options.max_seconds, memory_mb=options.max_memory_mb)
-    with bound(options.host, options.port) as taken:
-        warn_if_open(taken, "They can run programs in it: leave out --host, or let nobody else reach it.")
+    highest = Limits(wall_s=options.max_seconds, compile_s=options.max_seconds, memory_mb=options.max_memory_mb)
+    with bind_socket(options.host, options.port) as bound:
+        if options.api_key is None:
+            warn_if_public(bound, "They can run programs in it. Set --api-key (or VERL_API_KEY), or leave out --host.")
         sandbox = Sandbox(options.require, limits, options.warm, concurrency=options.max_concurrent)
         with contextlib.closing(sandbox):
-            body = options.max_body_mb * 2**20
-            app = SandboxApp(sandbox, limits, most, options.max_concurrent, options.max_waiting, body)
-            asyncio.run(asgi_server(app, "a code sandbox", HttpLimits(stalled_seconds=60.0)).serve([taken]))
+            server = SandboxServer(sandbox, limits, highest, options.max_concurrent, options.max_waiting)
+            with contextlib.closing(server):
+                app = server.app(options.max_body_mb * 2**20, options.api_key)
+                http_limits = HttpLimits(connections=options.max_connections)
+                asyncio.run(create_server(app, "a code sandbox", http_limits).serve([bound]))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m verl.sandbox.server", description=(__doc__ or "").split("\n")[0])
+    add_server_options(parser, DEFAULT_PORT, max_body_mb=32)
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="address to serve on (default: %(default)s, this machine only)")
-    add("--port", type=int, default=DEFAULT_PORT, help="port (default: %(default)s; 0: any that is free)")
     add("--require", choices=REQUIRE, default="files", help="isolation without which it does not start (%(default)s)")
-    add("--warm", type=_positive, default=4, help="interpreters kept ready (default: %(default)s)")
+    add("--warm", type=positive, default=4, help="interpreters kept ready (default: %(default)s)")
     cores = available_cores()
-    add("--max-concurrent", type=_positive, default=2 * cores, help="programs run at once (default: two per core)")
-    add("--max-waiting", type=_positive, default=1024, help="programs that may wait beside (default: %(default)s)")
-    add("--memory-limit-mb", type=_positive, default=1024, help="of a program that asks for none (%(default)s)")
-    add("--max-memory-mb", type=_positive, default=8192, help="most that a request may ask for (%(default)s)")
-    add("--max-seconds", type=_positive, default=300, help="longest time that a request may ask for (%(default)s)")
-    add("--max-body-mb", type=_positive, default=32, help="size of one request (default: %(default)s)")
+    add("--max-concurrent", type=positive, default=2 * cores, help="programs run at once (default: two per core)")
+    add("--max-waiting", type=positive, default=1024, help="programs that may wait (default: %(default)s)")
+    add("--memory-limit-mb", type=positive, default=1024, help="of a program that sets none (%(default)s)")
+    add("--max-memory-mb", type=positive, default=8192, help="highest that a request may set (%(default)s)")
+    add("--max-seconds", type=positive, default=300, help="longest time that a request may set (%(default)s)")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import httpx
 from verl.search.breaker import CircuitBreaker
 from verl.search.corpus import Document
 from verl.search.retriever import Hit
+from verl.utils.patient_requests import api_headers
 
 __all__ = ["RetrieverClient", "RetrieverError"]
 
@@ -56,7 +57,7 @@ class RetrieverClient:
         self._waiting: deque[_Key] = deque()
         self._senders: set[asyncio.Task[None]] = set()
         # The service is named by its address; proxies of the environment are for the outside.
-        self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False)
+        self._http = httpx.AsyncClient(timeout=timeout_s, trust_env=False, headers=api_headers())
 
     async def retrieve(self, queries: Sequence[str], topk: int | None = None) -> list[list[Hit]]:
         """The best documents of every query; RetrieverError where no answer comes."""

@@ -9,64 +9,83 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from verl.search.retriever import DEFAULT_TOPK, RETRIEVERS, Hit, Retriever, open_retriever
-from verl.utils.http_server.asgi import HttpError, JsonApp
-from verl.utils.http_server.protocol import Limits, asgi_server, bound, warn_if_open
+from verl.utils.http_server.app import create_app, json_response
+from verl.utils.http_server.json_body import BodyParser, RequestModel
+from verl.utils.http_server.server import (
+    Limits,
+    add_server_options,
+    bind_socket,
+    create_server,
+    positive,
+    warn_if_public,
+)
 from verl.utils.logging_setup import setup_logging
 
-__all__ = ["SearchApp", "main"]
+__all__ = ["RetrieveRequest", "SearchServer", "main"]
 
 DEFAULT_PORT = 8000
 MAX_TOPK = 1000
+_MAX_QUERIES = 1024
 _BATCH = 256
 _Waiting = tuple[list[str], int, "asyncio.Future[list[list[Hit]]]"]
 
 logger = logging.getLogger("verl.search.server")  # not "__main__", which is outside the one logging setup
 
 
-class SearchApp(JsonApp):
-    """The ASGI app. Queries that come while others are looked up wait and are looked up together."""
+class RetrieveRequest(RequestModel):
+    """`POST /retrieve`. Fields of other versions of the API are ignored."""
 
-    def __init__(self, retriever: Retriever, name: str, max_body: int, max_queries: int = 1024) -> None:
-        super().__init__({("POST", "/retrieve"): self._retrieve, ("GET", "/health"): self._health}, max_body)
-        self._retriever, self._name, self._max_queries = retriever, name, max_queries
+    model_config = ConfigDict(extra="ignore")
+
+    queries: Annotated[list[str], Field(max_length=_MAX_QUERIES)]
+    topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] | None = None
+    """None: the server's default."""
+    return_scores: bool = False
+
+
+class SearchServer:
+    """Queries that arrive while others are searched wait and are searched together."""
+
+    def __init__(self, retriever: Retriever, name: str) -> None:
+        self._retriever, self._name = retriever, name
+        self._parser = BodyParser()
         self._waiting: deque[_Waiting] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
         self._looking: asyncio.Task[None] | None = None
         self._answered = 0
 
-    async def _health(self, _: Any) -> dict[str, Any]:
+    def app(self, max_body_bytes: int, api_key: str | None = None) -> ASGIApp:
+        routes = [Route("/retrieve", self._retrieve, methods=["POST"])]
+        return create_app(routes, health=self._health, max_body_bytes=max_body_bytes, api_key=api_key)
+
+    def close(self) -> None:
+        self._parser.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _health(self) -> dict[str, Any]:
         facts = {"retriever": self._name, "documents": len(self._retriever.corpus), "topk": self._retriever.topk}
         return {"status": "ok", **facts, "queries": self._answered}
 
-    async def _retrieve(self, given: Any) -> dict[str, Any]:
-        queries, topk, scores = self._read(given)
-        found = await self._look_up(queries, topk)
-        self._answered += len(queries)
-        return {"result": [[_shown(hit, scores) for hit in hits] for hits in found]}
-
-    def _read(self, given: Any) -> tuple[list[str], int, bool]:
-        if not isinstance(given, dict):
-            raise HttpError(422, 'a request is an object: {"queries": [text], "topk": number, "return_scores": bool}.')
-        queries, topk, scores = given.get("queries"), given.get("topk"), given.get("return_scores", False)
-        if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-            raise HttpError(422, "queries: a list of texts is needed.")
-        if len(queries) > self._max_queries:
-            raise HttpError(422, f"queries: {len(queries)} in one request; at most {self._max_queries} are answered.")
-        if topk is None:
-            topk = self._retriever.topk
-        if not isinstance(topk, int) or isinstance(topk, bool) or not 1 <= topk <= MAX_TOPK:
-            raise HttpError(422, f"topk: {topk!r}. Give a number from 1 to {MAX_TOPK}, or null for the server's own.")
-        if not isinstance(scores, bool):
-            raise HttpError(422, f"return_scores: {scores!r}. Give true or false.")
-        return queries, topk, scores
+    async def _retrieve(self, request: Request) -> Response:
+        query = await self._parser.parse(RetrieveRequest, await request.body())
+        found = await self._look_up(query.queries, query.topk or self._retriever.topk)
+        self._answered += len(query.queries)
+        return await json_response({"result": [[_shown(hit, query.return_scores) for hit in hits] for hits in found]})
 
     async def _look_up(self, queries: list[str], topk: int) -> list[list[Hit]]:
         answer: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
@@ -83,7 +102,7 @@ class SearchApp(JsonApp):
             queries = [query for asked, _, _ in batch for query in asked]
             try:
                 found = iter(await loop.run_in_executor(self._thread, self._retriever.retrieve, queries, batch[0][1]))
-            except Exception as error:  # noqa: BLE001 - everybody who asked is told
+            except Exception as error:  # noqa: BLE001 - raised by every request of the batch
                 for _, _, future in batch:
                     if not future.done():
                         future.set_exception(error)
@@ -104,7 +123,7 @@ class SearchApp(JsonApp):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes; 2 is the exit code of what cannot be started as asked."""
+    """Serve until a signal; exit code 2 if the server cannot start with these options."""
     options = _parser().parse_args(arguments)
     setup_logging()
     try:
@@ -116,8 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    with bound(options.host, options.port) as address:
-        warn_if_open(address, "Leave out --host to serve this machine only.")
+    with bind_socket(options.host, options.port) as bound:
+        if options.api_key is None:
+            warn_if_public(bound, "Set --api-key (or VERL_API_KEY), or leave out --host.")
         retriever = open_retriever(
             options.corpus_path,
             options.retriever_name,
@@ -126,9 +146,11 @@ def _serve(options: argparse.Namespace) -> None:
             model=options.retriever_model,
             faiss_gpu=options.faiss_gpu,
         )
-        app = SearchApp(retriever, options.retriever_name, options.max_body_mb * 2**20)
-        what = f"{len(retriever.corpus)} documents ({options.retriever_name})"
-        asyncio.run(asgi_server(app, what, Limits(), "/retrieve").serve([address]))
+        name = f"{len(retriever.corpus)} documents ({options.retriever_name})"
+        limits = Limits(connections=options.max_connections)
+        with contextlib.closing(SearchServer(retriever, options.retriever_name)) as server:
+            app = server.app(options.max_body_mb * 2**20, options.api_key)
+            asyncio.run(create_server(app, name, limits, "/retrieve").serve([bound]))
 
 
 def _shown(hit: Hit, scores: bool) -> dict[str, Any]:
@@ -142,20 +164,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--corpus_path", required=True, help='JSON lines of {"id", "contents"}')
     add("--retriever_name", default="bm25", choices=RETRIEVERS, help="(default: %(default)s)")
     add("--index_path", help="folder to keep the index in (default: the cache), or a faiss file made elsewhere")
-    add("--topk", type=_count, default=DEFAULT_TOPK, help="documents where a request names no number (default: 3)")
+    add("--topk", type=positive, default=DEFAULT_TOPK, help="documents where a request names no number (default: 3)")
     add("--retriever_model", help="dense: a sentence-transformers folder or hub name")
     add("--faiss_gpu", action="store_true", help="dense: search on the GPUs, where faiss has them")
-    add("--host", default="127.0.0.1", help="address to serve on (default: %(default)s, this machine only)")
-    add("--port", type=int, default=DEFAULT_PORT, help="port (default: %(default)s; 0: any that is free)")
-    add("--max_body_mb", type=_count, default=8, help="size of one request (default: %(default)s)")
+    add_server_options(parser, DEFAULT_PORT, max_body_mb=8)
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import httpx
 
+from verl.utils.patient_requests import api_headers
 from verl.utils.sandbox import Limits, Result
 from verl.utils.sandbox_fusion.wire import PING, RUN, RunRequest, ServerFailed, result_from_json
 
@@ -64,13 +65,14 @@ class SandboxClient:
     ) -> Result:
         """Run a program; a SandboxUnavailable where no server did, a ValueError where it refused the request."""
         request = self._request(code, language, stdin, files, fetch, limits)
+        body = request.model_dump()
         with self._lock:
-            self._client = self._client or httpx.Client(trust_env=False)
+            self._client = self._client or httpx.Client(trust_env=False, headers=api_headers())
         with self._free:
             for attempt in range(1, self._attempts + 1):
                 answer: httpx.Response | Exception
                 try:
-                    answer = self._client.post(f"{self.url}{RUN}", json=request.to_json(), timeout=self._time(request))
+                    answer = self._client.post(f"{self.url}{RUN}", json=body, timeout=self._time(request))
                 except httpx.HTTPError as error:
                     answer = error
                 if (done := self._done(answer, attempt)) is not None:
@@ -89,12 +91,13 @@ class SandboxClient:
     ) -> Result:
         """As `run`, in an event loop."""
         request = self._request(code, language, stdin, files, fetch, limits)
+        body = request.model_dump()
         client, free = self._in_this_loop()
         async with free:
             for attempt in range(1, self._attempts + 1):
                 answer: httpx.Response | Exception
                 try:
-                    answer = await client.post(f"{self.url}{RUN}", json=request.to_json(), timeout=self._time(request))
+                    answer = await client.post(f"{self.url}{RUN}", json=body, timeout=self._time(request))
                 except httpx.HTTPError as error:
                     answer = error
                 if (done := self._done(answer, attempt)) is not None:
@@ -105,7 +108,7 @@ class SandboxClient:
     def problem(self, within_s: float = 5.0) -> str | None:
         """Why the server cannot be used, if it cannot: for a check before a run."""
         try:
-            answer = httpx.get(f"{self.url}{PING}", timeout=within_s, trust_env=False)
+            answer = httpx.get(f"{self.url}{PING}", timeout=within_s, trust_env=False, headers=api_headers())
             if answer.status_code == 200:
                 return None
             found = f"{PING} answered with status {answer.status_code}"
@@ -129,21 +132,29 @@ class SandboxClient:
         fetch: Sequence[str],
         limits: Limits | None,
     ) -> RunRequest:
-        times = {} if limits is None else {"run_s": limits.wall_s, "compile_s": limits.compile_s}
+        times = {} if limits is None else {"run_timeout": limits.wall_s, "compile_timeout": limits.compile_s}
         memory = self._memory_mb if limits is None else limits.memory_mb
-        return RunRequest(code, language, stdin, files or {}, tuple(fetch), memory_mb=memory, **times)
+        return RunRequest(
+            code=code,
+            language=language,
+            stdin=stdin,
+            files=dict(files or {}),
+            fetch_files=list(fetch),
+            memory_limit_MB=-1 if memory is None else memory,
+            **times,
+        )
 
     def _in_this_loop(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
         loop = asyncio.get_running_loop()
         with self._lock:
             if loop not in self._of_loop:
                 unlimited = httpx.Limits(max_connections=None)
-                client = httpx.AsyncClient(trust_env=False, limits=unlimited)
+                client = httpx.AsyncClient(trust_env=False, limits=unlimited, headers=api_headers())
                 self._of_loop[loop] = client, asyncio.Semaphore(self._most)
             return self._of_loop[loop]
 
     def _time(self, request: RunRequest) -> httpx.Timeout:
-        return httpx.Timeout(request.run_s + request.compile_s + self._queue_s, connect=5.0)
+        return httpx.Timeout(request.run_timeout + request.compile_timeout + self._queue_s, connect=5.0)
 
     def _done(self, answer: httpx.Response | Exception, attempt: int) -> Result | None:
         """The result, or None where another attempt is worth it; the last one raises what is wrong."""

@@ -1,74 +1,60 @@
-"""The words of the SandboxFusion API: a request to run code, and what came of it, to and from JSON."""
+"""The SandboxFusion API: requests to run code and results, to and from JSON."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field, field_serializer, field_validator
+
+from verl.utils.http_server.json_body import RequestModel
 from verl.utils.sandbox import Result
 
 RUN, PING, PONG = "/run_code", "/v1/ping", "pong"
+_MOST_FILES = 1024
+_Path = Annotated[str, Field(max_length=4096)]
 
 
 class ServerFailed(RuntimeError):
     """The server answered that it could not run the code, which is no fault of the code."""
 
 
-@dataclass(frozen=True)
-class RunRequest:
-    """One program to run. `memory_mb` None: as much as the server gives."""
+class RunRequest(RequestModel):
+    """`POST /run_code`: one program to run. Fields of other versions of the API are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     code: str
-    language: str = "python"
+    language: Annotated[str, Field(max_length=40)] = "python"
     stdin: str = ""
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    fetch: tuple[str, ...] = ()
-    run_s: float = 10.0
-    compile_s: float = 10.0
-    memory_mb: int | None = None
+    files: Annotated[dict[_Path, bytes], Field(max_length=_MOST_FILES)] = Field(default_factory=dict)
+    fetch_files: Annotated[list[_Path], Field(max_length=_MOST_FILES)] = Field(default_factory=list)
+    run_timeout: Annotated[float, Field(gt=0)] = 10.0
+    compile_timeout: Annotated[float, Field(gt=0)] = 10.0
+    memory_limit_MB: int = -1
+    """-1: the server's default."""
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "code": self.code,
-            "language": self.language,
-            "compile_timeout": self.compile_s,
-            "run_timeout": self.run_s,
-            "memory_limit_MB": -1 if self.memory_mb is None else self.memory_mb,
-            "stdin": self.stdin,
-            "files": {name: base64.b64encode(content).decode() for name, content in self.files.items()},
-            "fetch_files": list(self.fetch),
-        }
-
+    @field_validator("files", mode="before")
     @classmethod
-    def from_json(cls, given: Any) -> RunRequest:
-        """The request that a client sent; a ValueError names the field and what is wrong with it.
+    def _decode_files(cls, files: Any) -> Any:
+        return _decoded(files) if isinstance(files, dict) else files
 
-        Null is the same as not given; fields of other versions of the API are no concern of ours.
-        """
-        if not isinstance(given, dict):
-            raise ValueError(f"the body must be an object with the field code, not {_kind(given)}")
-        fields = {name: value for name, value in given.items() if value is not None}
-        if "code" not in fields:
-            raise ValueError("code: is missing; it is the program to run")
-        texts = {name: _text(name, fields[name]) for name in ("code", "language", "stdin") if name in fields}
-        fetch = fields.get("fetch_files", [])
-        if not isinstance(fetch, list) or not all(isinstance(name, str) for name in fetch):
-            raise ValueError("fetch_files: must be a list of paths")
-        memory = fields.get("memory_limit_MB", -1)
-        if isinstance(memory, bool) or not isinstance(memory, int) or not (memory == -1 or memory > 0):
-            raise ValueError(f"memory_limit_MB: {memory!r} must be a whole number above 0, or -1 for the server's own")
-        return cls(
-            **texts,
-            files=_contents(fields.get("files", {})),
-            fetch=tuple(fetch),
-            run_s=_seconds("run_timeout", fields.get("run_timeout", cls.run_s)),
-            compile_s=_seconds("compile_timeout", fields.get("compile_timeout", cls.compile_s)),
-            memory_mb=None if memory == -1 else memory,
-        )
+    @field_serializer("files")
+    def _encode_files(self, files: Mapping[str, bytes]) -> dict[str, str]:
+        return {name: base64.b64encode(content).decode() for name, content in files.items()}
+
+    @field_validator("memory_limit_MB")
+    @classmethod
+    def _check_memory(cls, value: int) -> int:
+        if value != -1 and value < 1:
+            raise ValueError("must be at least 1, or -1 for the server's default")
+        return value
+
+    @property
+    def memory_mb(self) -> int | None:
+        return None if self.memory_limit_MB == -1 else self.memory_limit_MB
 
 
 def result_to_json(result: Result) -> dict[str, Any]:
@@ -105,7 +91,7 @@ def result_from_json(told: Any) -> Result:
             result.status = _STATUS_OF_WORDS[told["message"]]
         elif result.status == "finished" and told.get("message") == _IN_WORDS["output"]:
             result.status = "output"
-        result.compile, result.files = compiled, _contents(told.get("files") or {})
+        result.compile, result.files = compiled, _decoded(told.get("files") or {})
         return result
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ServerFailed(f"answered what is no result of a run ({error!r})") from error
@@ -138,29 +124,14 @@ def _run_from_json(told: Mapping[str, Any]) -> Result:
     return Result(status, code, told.get("stdout") or "", told.get("stderr") or "", seconds)
 
 
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name}: must be a text, not {_kind(value)}")
-    return value
-
-
-def _seconds(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name}: {value!r} must be a number of seconds above 0")
-    return float(value)
-
-
-def _contents(value: Any) -> dict[str, bytes]:
-    if not isinstance(value, dict):
-        raise ValueError(f"files: must be an object of path and content in base64, not {_kind(value)}")
-    found = {}
-    for name, content in value.items():
+def _decoded(files: Mapping[Any, Any]) -> dict[str, bytes]:
+    """Contents from base64; a ValueError names the file that is not."""
+    contents = {}
+    for number, (name, content) in enumerate(files.items()):
+        if number > _MOST_FILES:
+            break  # the model rejects their number
         try:
-            found[name] = base64.b64decode(_text("files", content), validate=True)
-        except binascii.Error as error:
-            raise ValueError(f"files: the content of {name!r} is not base64 ({error})") from error
-    return found
-
-
-def _kind(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "a text", bool: "true or false"}.get(type(value), repr(value))
+            contents[name] = content if isinstance(content, bytes) else base64.b64decode(content, validate=True)
+        except (binascii.Error, TypeError, ValueError) as error:
+            raise ValueError(f"the content of {name[:200]!r} is not base64 ({error})") from error
+    return contents
