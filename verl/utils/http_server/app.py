@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import functools
 import hmac
+import ipaddress
 import json
 import logging
+import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -123,6 +126,8 @@ class _Guard:
         if scope["path"] == "/health" and scope["method"] == "GET":
             return await JSONResponse(self._health())(scope, receive, send)
         headers = Headers(scope=scope)
+        if self._api_key is None:
+            _check_host(scope, headers)
         self._authenticate(headers)
         if scope["method"] not in _BODY_METHODS:
             return await run_until_disconnect(self.app(scope, _replay(b""), send), receive)
@@ -188,6 +193,35 @@ class _Guard:
 
     def _too_large(self) -> HttpError:
         return HttpError(413, f"the body is larger than {self._max_body} bytes (--max-body-mb).")
+
+
+def _check_host(scope: Scope, headers: Headers) -> None:
+    """Reject requests to a loopback address under a foreign host name.
+
+    A web page whose DNS name is changed to 127.0.0.1 could otherwise use this server through the user's browser.
+    """
+    address, host = (scope.get("server") or ("",))[0], _host_name(headers.get("host", ""))
+    if _is_ip(address, loopback=True) and host and not (_is_ip(host) or host in _own_names()):
+        raise HttpError(403, f"the host name {host[:200]!r} is not this machine's. Use 127.0.0.1, or set --api-key.")
+
+
+def _host_name(host: str) -> str:
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower().rstrip(".")
+
+
+def _is_ip(name: str, loopback: bool = False) -> bool:
+    try:
+        address = ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return address.is_loopback or not loopback
+
+
+@functools.cache
+def _own_names() -> frozenset[str]:
+    name = socket.gethostname().lower()
+    return frozenset({"localhost", name, name.partition(".")[0]})
 
 
 def _content_length(headers: Headers) -> int:

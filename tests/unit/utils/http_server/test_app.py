@@ -168,6 +168,41 @@ def test_a_server_with_a_key_serves_only_clients_that_send_it(headers, status):
     assert request("GET", "/health", {"api_key": "key"}).json() == {"status": "ok"}
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8080", 409),
+        ("localhost", 409),
+        ("[::1]:80", 409),
+        ("10.1.2.3", 409),
+        ("attacker.example:8080", 403),
+        ("localhost.attacker.example", 403),
+        ("127.0.0.1.attacker.example", 403),
+    ],
+)
+def test_a_foreign_host_name_at_a_loopback_address_is_rejected(host, status):
+    assert request_to("127.0.0.1", host) == status
+    assert request_to("10.0.0.1", host) == 409, "other machines use any name"
+    assert request_to("127.0.0.1", host, api_key="key") == 401
+
+
+def request_to(address, host, **options):
+    app = create_app(ROUTES, health=dict, max_body_bytes=100, **options)
+    statuses = []
+    headers = [(b"host", host.encode())]
+    scope = {"type": "http", "method": "GET", "path": "/reject", "headers": headers, "query_string": b""}
+    scope |= {"raw_path": b"/reject", "root_path": "", "server": (address, 80)}
+
+    async def send(message):
+        statuses.append(message.get("status"))
+
+    async def receive():
+        return await asyncio.get_running_loop().create_future()
+
+    asyncio.run(app(scope, receive, send))
+    return statuses[0]
+
+
 def test_large_responses_arrive_whole():
     reply = request("GET", "/large")
     assert len(reply.json()["text"]) == 3_000_000
