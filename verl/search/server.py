@@ -15,17 +15,17 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from verl.search.request import RetrieveRequest
 from verl.search.retriever import DEFAULT_TOPK, RETRIEVERS, Hit, Retriever, open_retriever
 from verl.utils.http_server.app import create_app, json_response
-from verl.utils.http_server.json_body import BodyParser, RequestModel
+from verl.utils.http_server.json_body import BodyParser
 from verl.utils.http_server.server import (
     Limits,
     add_server_options,
@@ -36,26 +36,13 @@ from verl.utils.http_server.server import (
 )
 from verl.utils.logging_setup import setup_logging
 
-__all__ = ["RetrieveRequest", "SearchServer", "main"]
+__all__ = ["SearchServer", "main"]
 
 DEFAULT_PORT = 8000
-MAX_TOPK = 1000
-_MAX_QUERIES = 1024
 _BATCH = 256
 _Waiting = tuple[list[str], int, "asyncio.Future[list[list[Hit]]]"]
 
 logger = logging.getLogger("verl.search.server")  # not "__main__", which is outside the one logging setup
-
-
-class RetrieveRequest(RequestModel):
-    """`POST /retrieve`. Fields of other versions of the API are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    queries: Annotated[list[str], Field(max_length=_MAX_QUERIES)]
-    topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] | None = None
-    """None: the server's default."""
-    return_scores: bool = False
 
 
 class SearchServer:

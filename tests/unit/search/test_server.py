@@ -51,6 +51,11 @@ def test_answers_have_the_fields_that_clients_know(server):
     assert health | {"queries": 0} == {"status": "ok", "retriever": "bm25", "documents": 3, "topk": 2, "queries": 0}
 
 
+def test_a_large_body_is_parsed_as_a_small_one(server):
+    padded = ask(server, queries=["Corin"], topk=1, padding="x" * 300_000)
+    assert padded.json() == ask(server, queries=["Corin"], topk=1).json()
+
+
 @pytest.mark.parametrize(
     "body", [{}, {"queries": "text"}, {"queries": [1]}, {"queries": ["a"], "topk": 0}, {"queries": ["a"] * 2000}, [1]]
 )
