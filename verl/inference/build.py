@@ -130,7 +130,7 @@ def build_engine(
         returns_experts=config.return_routed_experts,
     )
     return BuiltEngine(
-        engine=Engine(scheduler, runner if parallel.size == 1 else LeadingRunner(runner, parallel)),
+        engine=Engine(scheduler, runner if parallel.size == 1 else LeadingRunner(runner, parallel), model.vocab_size),
         runner=runner,
         parallel=parallel,
         model=model,

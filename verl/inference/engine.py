@@ -43,16 +43,20 @@ class Runner(Protocol):
 class Engine:
     """Runs sequences to their end, one step at a time. Not thread-safe: `AsyncEngine` drives it from a thread."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, vocab_size: int | None = None) -> None:
+        """`vocab_size`: requests with token ids outside of the vocabulary are rejected. None: ids are not checked."""
         self.version = 0
         """Version of the weights; each token is stamped with that of the moment its step was launched."""
         self.scheduler = scheduler
         self.runner = runner
+        self._vocab_size = vocab_size
         self._pending: deque[tuple[StepPlan, Pending, int]] = deque()
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that can never be answered here."""
         self.scheduler.check(request)
+        if self._vocab_size is not None:
+            _check_token_ids(request, self._vocab_size)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         self.scheduler.add(sequences)
@@ -105,3 +109,21 @@ class Engine:
             experts = pending.experts() if plan.returns_experts else None
             finished += self.scheduler.settle(plan, *results, version, details, experts)
         return finished
+
+
+def _check_token_ids(request: Request, vocab_size: int) -> None:
+    """Raise ValueError for ids without a row in the embedding or a logit: indexing with them fails for the batch."""
+    params = request.params
+    used = {
+        "prompt_ids": request.prompt_ids,
+        "resume_from": request.resume_from.token_ids if request.resume_from else (),
+        "stop_token_ids": params.stop_token_ids,
+        "eos_token_ids": params.eos_token_ids if params.min_new_tokens else (),
+        "logit_bias": [token for token, _ in params.logit_bias],
+    }
+    for name, token_ids in used.items():
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+            raise ValueError(
+                f"request {request.id!r}: {name} has token {wrong}; ids of this model are 0 to {vocab_size - 1}."
+            )

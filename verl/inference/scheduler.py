@@ -166,7 +166,8 @@ class Scheduler:
     ) -> list[Sequence]:
         """Take a step's results, in the order of `sample_slots`; steps come in the order they were scheduled.
 
-        Returns who is finished. Rows of sequences that were found finished or were removed meanwhile are ignored.
+        Returns who is finished, also with an `error`: a row whose results are not finite ends alone. Rows of sequences
+        that were found finished or were removed meanwhile are ignored.
         """
         launched = self._launched.popleft()
         assert launched.plan is plan, "steps are settled in the order they were scheduled"
@@ -174,10 +175,11 @@ class Scheduler:
             accept_details(plan, launched.rows, launched.scored, details)
         if experts is not None:
             accept_experts(plan, launched.rows, experts)
-        accept_tokens(launched.rows, tokens, log_probs, raw, sampled, version)
+        finished = accept_tokens(launched.rows, tokens, log_probs, raw, sampled, version)
+        for sequence in finished:  # with an error: their results are not finite
+            self._leave(sequence)
         if self._with_grammar:
             launched.ending += _follow_grammars(launched.rows)
-        finished = []
         for sequence in self._candidates(launched, tokens):
             if not sequence.done and sequence.is_finished():
                 finished.append(sequence)

@@ -142,9 +142,15 @@ def accept_tokens(
     raw_log_probs: list[float],
     sampled_log_probs: list[float],
     version: int,
-) -> None:
-    """Give each row the token that was in flight for it. Rows that are done get nothing."""
-    _require_finite(rows, tokens, log_probs, version)
+) -> list[Sequence]:
+    """Append to each row the token that was in flight for it. Rows that are done get nothing.
+
+    Returns the rows with a log-prob that is not finite: they get an `error` instead of the token. The others are not
+    affected.
+    """
+    # One addition per column in the common case: the sum is not finite if a summand is not.
+    if not math.isfinite(sum(log_probs) + sum(raw_log_probs) + sum(sampled_log_probs)):
+        return _accept_finite(rows, tokens, log_probs, raw_log_probs, sampled_log_probs, version)
     for sequence, token, log_prob, raw, sampled in zip(
         rows, tokens, log_probs, raw_log_probs, sampled_log_probs, strict=True
     ):
@@ -158,6 +164,46 @@ def accept_tokens(
         output.raw_log_probs.append(raw)
         output.sampled_log_probs.append(sampled)
         output.versions.append(version)
+    return []
+
+
+def _accept_finite(
+    rows: list[Sequence],
+    tokens: list[int],
+    log_probs: list[float],
+    raw_log_probs: list[float],
+    sampled_log_probs: list[float],
+    version: int,
+) -> list[Sequence]:
+    """`accept_tokens` of a step in which some log-prob is not finite."""
+    failed, finite = [], []
+    columns = zip(rows, tokens, log_probs, raw_log_probs, sampled_log_probs, strict=True)
+    for sequence, token, *values in columns:
+        if sequence.done:
+            continue
+        if all(map(math.isfinite, values)):
+            finite.append((sequence, token, *values))
+            continue
+        sequence.in_flight -= 1
+        sequence.error = _not_finite(sequence, token, values, version)
+        failed.append(sequence)
+    if finite:
+        accept_tokens(*map(list, zip(*finite, strict=True)), version)  # type: ignore[arg-type]
+    return failed
+
+
+def _not_finite(sequence: Sequence, token: int, log_probs: list[float], version: int) -> Exception:
+    """The error of a row whose log-probs (full, raw, sampled) are not all finite."""
+    full, raw, _ = log_probs
+    if math.isfinite(full) and math.isfinite(raw):
+        return ValueError(
+            f"request {sequence.request.id!r}: no token is allowed at position {len(sequence.token_ids)}: logit_bias,"
+            " the grammar and the tokens that are banned until min_new_tokens exclude every token. Relax one of them."
+        )
+    return FloatingPointError(
+        f"rollout: weights of version {version} give log-prob {full} to token {token} of request"
+        f" {sequence.request.id!r}. The weights hold NaN or inf, or overflow in rollout.dtype."
+    )
 
 
 def accept_details(plan: StepPlan, rows: list[Sequence], scored: list[Sequence], details: StepDetails) -> None:
@@ -192,18 +238,6 @@ def accept_experts(plan: StepPlan, rows: list[Sequence], experts: StepExperts) -
                 sequence.experts.append(join_pieces(context, len(context), sampled))
             else:
                 sequence.experts.append(sampled)
-
-
-def _require_finite(rows: list[Sequence], tokens: list[int], log_probs: list[float], version: int) -> None:
-    """Raise if a row that counts was given a log-prob that is none."""
-    if math.isfinite(sum(log_probs)):
-        return
-    for sequence, token, log_prob in zip(rows, tokens, log_probs, strict=True):
-        if not math.isfinite(log_prob) and not sequence.done:
-            raise FloatingPointError(
-                f"rollout: weights of version {version} give log-prob {log_prob} to token {token} of request"
-                f" {sequence.request.id!r}. The weights hold NaN or inf, or overflow in rollout.dtype."
-            )
 
 
 def _padded(values: list[float], count: int) -> list[float]:

@@ -116,7 +116,8 @@ def sample_tokens(
         else:
             norm = torch.logsumexp(allowed, dim=-1) if drawn_norm is None else drawn_norm
             drawn = allowed.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - norm
-        found[2, block] = drawn.masked_fill(batch.greedy[block], 0.0)
+        # Not finite where no token is allowed: the row must fail, also a greedy one.
+        found[2, block] = drawn.masked_fill(batch.greedy[block] & drawn.isfinite(), 0.0)
     return SampledRows(tokens, found[0], found[1], found[2])
 
 

@@ -6,7 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["Output", "Request", "SamplingParams", "TokenOutput", "TopLogProbs", "check_request"]
+__all__ = [
+    "MAX_LOGIT_CHANGE",
+    "MAX_REPETITION_PENALTY",
+    "MAX_TEMPERATURE",
+    "MIN_REPETITION_PENALTY",
+    "MIN_TEMPERATURE",
+    "Output",
+    "Request",
+    "SamplingParams",
+    "TokenOutput",
+    "TopLogProbs",
+    "check_request",
+]
+
+# Within these bounds no finite logit below 1e29 becomes infinite or NaN in float32: (1e29 * 1e3 + 1e9) / 1e-5 < 3.4e38.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
+MAX_LOGIT_CHANGE = 1e9
+"""Largest absolute value of a logit bias, a presence penalty and a frequency penalty."""
+_INT64 = 2**63
 
 TopLogProbs = list[tuple[int, float]]
 """(token, log-prob) of the most likely tokens at one position, in descending order."""
@@ -48,12 +67,7 @@ class SamplingParams:
     """Also report log-probs of the prompt's tokens; the prefix cache is then not used for the prompt."""
 
     def __post_init__(self) -> None:
-        _require(self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(self.top_k >= -1, "top_k", self.top_k, "-1 (all tokens), or how many to consider")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        _require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "more than 0; 1 is none")
-        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        self._check_numbers()
         _require(
             0 <= self.min_new_tokens <= self.max_new_tokens,
             "min_new_tokens",
@@ -72,6 +86,24 @@ class SamplingParams:
             self.stop,
             "a tuple of strings that are not empty",
         )
+
+    def _check_numbers(self) -> None:
+        """Raise ValueError for a number that makes logits infinite or NaN, or that does not fit its tensor."""
+        greedy, least, most = self.temperature == 0, MIN_TEMPERATURE, MAX_TEMPERATURE
+        allowed = f"0 (greedy), or {least:g} to {most:g}"
+        _require(greedy or least <= self.temperature <= most, "temperature", self.temperature, allowed)
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(-1 <= self.top_k < _INT64, "top_k", self.top_k, "-1 (all tokens), or how many to consider")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        allowed = f"{least:g} to {most:g}; 1 is none"
+        _require(least <= self.repetition_penalty <= most, "repetition_penalty", self.repetition_penalty, allowed)
+        changes = [("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)]
+        changes += [(f"logit_bias of token {token}", bias) for token, bias in self.logit_bias]
+        for name, value in changes:
+            allowed = f"{-MAX_LOGIT_CHANGE:g} to {MAX_LOGIT_CHANGE:g}"
+            _require(-MAX_LOGIT_CHANGE <= value <= MAX_LOGIT_CHANGE, name, value, allowed)
+        _require(1 <= self.max_new_tokens, "max_new_tokens", self.max_new_tokens, "at least 1")
 
     def with_key(self, key: int) -> SamplingParams:
         """A copy with another noise key. Faster than `replace`, since it does not validate the fields again: a batch

@@ -204,24 +204,43 @@ def test_more_running_sequences_than_a_step_has_tokens_are_not_admitted():
         settle(engine.scheduler, plan)
 
 
-def test_log_probs_that_are_no_numbers_name_the_request_and_rows_that_do_not_count_are_not_looked_at():
+@pytest.mark.parametrize(
+    ("columns", "error", "words"),
+    [
+        ((math.nan, 0.0, 0.0), FloatingPointError, "version 7 give log-prob nan to token 3 of request 'r1'"),
+        ((-1.0, -math.inf, 0.0), FloatingPointError, "hold NaN or inf"),
+        ((-1.0, -1.0, math.nan), ValueError, "request 'r1': no token is allowed at position 2"),
+    ],
+)
+def test_a_row_that_is_not_finite_ends_alone_with_an_error(columns, error, words):
     engine = make_engine()
     first, second = sequences([1, 2], [3, 4])
     engine.add([first, second])
     plan = engine.scheduler.schedule()
     assert plan is not None
-    with pytest.raises(FloatingPointError, match="version 7 give log-prob nan to token 3 of request 'r1'"):
-        engine.scheduler.settle(plan, [3, 3], [-1.0, math.nan], [0.0] * 2, [0.0] * 2, 7)
-    engine.clear()
-    assert not engine.has_work
+    full, raw, sampled = ([value, bad] for value, bad in zip((-1.0, -2.0, -3.0), columns, strict=True))
+    assert engine.scheduler.settle(plan, [3, 3], full, raw, sampled, 7) == [second]
+    with pytest.raises(error, match=words):
+        raise second.error
+    assert second.done
+    assert second.output == Output()
+    assert first.output == Output([3], [-1.0], [7], "abort", [-2.0], [-3.0])
+    following = engine.scheduler.schedule()
+    assert following is not None
+    assert following.decodes == [first.slot]
+
+
+def test_a_row_that_was_removed_may_have_results_that_are_not_finite():
+    engine = make_engine()
     other, gone = sequences([1, 2], [3, 4])
     engine.add([other, gone])
     plan = engine.scheduler.schedule()
     assert plan is not None
     engine.remove([gone])
-    engine.scheduler.settle(plan, [3, 3], [-1.0, math.nan], [0.0] * 2, [0.0] * 2, 7)
+    assert not engine.scheduler.settle(plan, [3, 3], [-1.0, math.nan], [0.0] * 2, [0.0] * 2, 7)
     assert other.output == Output([3], [-1.0], [7], "abort", [0.0], [0.0])
     assert gone.output == Output()
+    assert gone.error is None
 
 
 def test_the_output_of_another_engine_is_resumed_with_its_unknown_log_probs_marked():

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from verl.utils.exceptions import Travels
 
-__all__ = ["ApiError", "Fields", "read_json"]
+__all__ = ["MAX_STOP_CHARACTERS", "ApiError", "Fields", "read_json"]
 
 # Fields of the API that this server does not do, with the values that ask for nothing.
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
@@ -57,6 +57,8 @@ _COMMON = (
     "top_k",
     "top_p",
 )
+# Every sampled token is compared with each stop string, over as many tokens as the string has bytes.
+MAX_STOP_CHARACTERS = 512
 _KINDS = {401: "authentication_error", 404: "not_found_error"}
 
 
@@ -119,6 +121,8 @@ class Fields:
         ids = [int(key) for key in value if key.isdecimal() and len(key) < 10] if isinstance(value, dict) else []
         if not isinstance(value, dict) or len(ids) < len(value) or any(token >= vocab_size for token in ids):
             self.refuse(name, f"must be an object whose keys are token ids from 0 to {vocab_size - 1}")
+        if len(set(ids)) < len(ids):
+            self.refuse(name, "must name each token id once")
         if not all(_is_number(bias) and -100 <= bias <= 100 for bias in value.values()):
             self.refuse(name, "must have values from -100 to 100")
         return tuple(zip(ids, map(float, value.values()), strict=True))
@@ -128,6 +132,8 @@ class Fields:
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or len(texts) > most or not all(isinstance(t, str) and t for t in texts):
             self.refuse(name, f"must be a text, or up to {most} of them, none of them empty")
+        if any(len(text) > MAX_STOP_CHARACTERS for text in texts):
+            self.refuse(name, f"must have texts of at most {MAX_STOP_CHARACTERS} characters")
         return tuple(dict.fromkeys(texts))
 
     def mapping(self, name: str) -> dict[str, Any]:

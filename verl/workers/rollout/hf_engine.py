@@ -55,8 +55,8 @@ class HFEngine:
         rows, tokens, log_probs, raw, drawn = (list(column) for column in zip(*sampled, strict=True))
         for sequence in rows:
             sequence.in_flight += 1
-        accept_tokens(rows, tokens, log_probs, raw, drawn, self.version)
-        finished = [sequence for sequence in rows if sequence.is_finished()]
+        failed = accept_tokens(rows, tokens, log_probs, raw, drawn, self.version)
+        finished = [sequence for sequence in rows if sequence in failed or sequence.is_finished()]
         self._drop(set(finished))
         return finished
 
