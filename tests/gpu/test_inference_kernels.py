@@ -184,6 +184,28 @@ def test_one_pass_sampling_draws_what_the_noise_says(vocab, dtype):
 
 
 @pytest.mark.parametrize("vocab", [37, 9001, 151_936])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_rows_that_are_not_finite_have_a_token_of_the_vocabulary_and_leave_the_others_alone(vocab, value):
+    from verl.inference.kernels.sampling import sample_rows
+
+    torch.manual_seed(0)
+    rows = 8
+    sound = torch.randn(rows, vocab, device=CUDA) * 3
+    logits = sound.clone()
+    logits[1], logits[3, vocab // 2], logits[5] = value, value, -torch.inf
+    slots, keys = torch.arange(rows, device=CUDA), torch.arange(rows, device=CUDA) + 100
+    temperature = torch.tensor([1.0, 0.7] * 4, device=CUDA).unsqueeze(1)
+    for greedy in (torch.zeros(rows, dtype=torch.bool, device=CUDA), torch.ones(rows, dtype=torch.bool, device=CUDA)):
+        arguments = (slots, slots + 11, keys, temperature, greedy)
+        found, expected = sample_rows(logits, *arguments), sample_rows(sound, *arguments)
+        assert bool(((found.tokens >= 0) & (found.tokens < vocab)).all())
+        broken = torch.tensor([row in (1, 3, 5) for row in range(rows)], device=CUDA)
+        assert torch.equal(found.log_probs.isfinite(), ~broken)
+        for column, other in zip(found, expected, strict=True):
+            assert torch.equal(column[~broken], other[~broken])
+
+
+@pytest.mark.parametrize("vocab", [37, 9001, 151_936])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_truncated_rows_draw_and_report_on_the_device_what_they_do_on_the_host(vocab, dtype):
     """Rows of all kinds in one step: cut off by each rule and by several, greedy, whole; and in a step of their own."""
