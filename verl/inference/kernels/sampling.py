@@ -40,8 +40,7 @@ def sample_rows(
         SPAN=_SPAN, LANES=_LANES, FOLD=_FOLD, num_warps=_LANES // 32,
     )  # fmt: skip
     _best_of_row[(rows,)](
-        logits, partial, slots, temperature, greedy, tokens, log_probs, rows, vocab, logits.stride(0), rows * spans,
-        spans,
+        logits, partial, slots, temperature, greedy, tokens, log_probs, rows, logits.stride(0), rows * spans, spans,
         SPANS=triton.next_power_of_2(spans), num_warps=1,
     )  # fmt: skip
     return SampledRows(tokens, log_probs[0], log_probs[1], log_probs[2])
@@ -149,7 +148,7 @@ def _best_of_span(
 @triton.jit
 def _best_of_row(
     logits_ptr, partial_ptr, slots_ptr, temperature_ptr, greedy_ptr, tokens_ptr, log_probs_ptr,
-    rows, vocab, stride, plane, spans,
+    rows, stride, plane, spans,
     SPANS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -158,8 +157,6 @@ def _best_of_row(
     at = partial_ptr + row * spans + span
     _, where = tl.max(tl.load(at, inside, float("-inf")), 0, return_indices=True)
     token = tl.sum(tl.where(span == where, tl.load(at + plane, inside, 0.0), 0.0), 0).to(tl.int64)
-    # A row with NaN has no best token. The host ends it, but the next step may already read its token.
-    token = tl.minimum(tl.maximum(token, 0), vocab - 1)
     chosen = tl.load(logits_ptr + row * stride + token).to(tl.float32)
     highest = tl.load(at + 2 * plane, inside, float("-inf"))
     slot = tl.load(slots_ptr + row)
