@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from verl.inference.step_plan import Masks
 from verl.utils.process_tree import available_cores
 
-__all__ = ["AnswerGrammar", "GrammarTokenizer", "json_grammar", "masks_of", "text_grammar"]
+__all__ = ["AnswerGrammar", "GrammarTokenizer", "check_compiles", "json_grammar", "masks_of", "text_grammar"]
 
 # A model that is not sure goes on with white space for ever, if it may.
 _OPTIONS = {"whitespace_pattern": r" ?|\r?\n[ \t]{0,24}"}
@@ -72,6 +72,22 @@ class GrammarTokenizer:
         if matcher.is_error():
             raise ValueError(f"grammar: {matcher.get_error().strip()}")
         return AnswerGrammar(matcher, self._tokens.vocab_size)
+
+
+def check_compiles(tokenizer: Any, ends: frozenset[int], grammar: str) -> None:
+    """Compile a grammar and its first token mask, and discard them. Raises ValueError if the grammar is invalid.
+
+    For a process with limits on time and memory: compiling it again elsewhere costs about the same.
+    """
+    compiled = _grammar_tokenizer(tokenizer, ends).compile(grammar)
+    masks_of([compiled])
+    if compiled.error is not None:
+        raise ValueError(f"grammar: {compiled.error}")
+
+
+@lru_cache(1)
+def _grammar_tokenizer(tokenizer: Any, ends: frozenset[int]) -> GrammarTokenizer:
+    return GrammarTokenizer(tokenizer, ends)
 
 
 class AnswerGrammar:

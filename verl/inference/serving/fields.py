@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from verl.utils.exceptions import Travels
 
-__all__ = ["MAX_STOP_CHARACTERS", "ApiError", "Fields", "read_json"]
+__all__ = ["MAX_STOP_CHARACTERS", "ApiError", "Fields", "HeavyRequest", "read_json"]
 
 # Fields of the API that this server does not do, with the values that ask for nothing.
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
@@ -70,6 +70,10 @@ class ApiError(Travels):
         kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.status = status
         self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class HeavyRequest(Exception):
+    """A request brings a program (a chat template, a grammar) and was read without leave to run one."""
 
 
 class Fields:

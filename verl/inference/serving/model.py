@@ -17,6 +17,7 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Request
 from verl.utils.fs import resolve_model_path
+from verl.utils.text_workers import longest_token
 from verl.utils.tokenizer import hf_tokenizer
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class ServedModel:
             built.end_tokens.ids,
             max_answers=max_answers,
             client_templates=client_templates,
-            longest_token=max(map(len, tokenizer.get_vocab())),
+            longest_token=longest_token(tokenizer),
         )
         # A tokenizer of its own for stop strings: the engine looks for them in its thread.
         with contextlib.closing(AsyncEngine(built.engine, self.load_tokenizer)) as engine:
@@ -111,7 +112,7 @@ class ServedModel:
             frozenset(),
             max_answers=max_answers,
             client_templates=False,
-            longest_token=max(map(len, tokenizer.get_vocab())),
+            longest_token=longest_token(tokenizer),
         )
         with contextlib.closing(Classifier(module.to(device, dtype), options.max_num_batched_tokens)) as classifier:
             yield classifier, facts, f"{facts.names[0]} ({dtype}, {device}, {classifier.num_labels} labels)"

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.inference.serving.fields import ApiError, Fields, read_json
+from verl.inference.serving.fields import ApiError, Fields, HeavyRequest, read_json
+from verl.inference.grammar import check_compiles
 from verl.inference.serving.response_format import asked_grammar
 from verl.inference.serving.tool_calls import asked_tools, strict_grammar, with_read_arguments
 from verl.types.request import Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
+from verl.utils.text_workers import text_length
 
 __all__ = [
     "CHAT",
@@ -24,6 +26,7 @@ __all__ = [
     "ChatAsk",
     "ModelFacts",
     "asked_model",
+    "brings_program",
     "checked_length",
     "parse",
     "read_chat",
@@ -59,7 +62,12 @@ class ModelFacts:
     """Prompts × n of one request."""
     client_templates: bool
     longest_token: int
-    """Characters of the longest one: texts that are surely too long need not be tokenised to be refused."""
+    """Characters of the longest token of the tokenizer."""
+
+    @property
+    def max_characters(self) -> int:
+        """Characters of a text beyond which it has more than `max_model_len` tokens: it is refused untokenised."""
+        return self.max_model_len * self.longest_token
 
 
 @dataclass(frozen=True)
@@ -111,9 +119,33 @@ class ChatAsk:
     """Keywords for the chat template."""
 
 
-def parse(path: str, body: bytes, facts: ModelFacts, tokenizer: Any) -> Ask:
-    """The request in a body sent to `path`."""
-    return (_chat if path == CHAT else _completion)(read_json(body), facts, tokenizer)
+def parse(path: str, body: bytes, facts: ModelFacts, tokenizer: Any, heavy: bool = True) -> Ask:
+    """The request in a body sent to `path`. Without `heavy`, HeavyRequest for one that brings a program."""
+    given = read_json(body)
+    if not heavy and brings_program(given):
+        raise HeavyRequest
+    ask = (_chat if path == CHAT else _completion)(given, facts, tokenizer)
+    if ask.params.grammar is not None:
+        _check_grammar(ask, tokenizer)
+    return ask
+
+
+def brings_program(given: dict[str, Any]) -> bool:
+    """Whether text of the client is executed: a chat template, or the schema of a grammar."""
+    options, form, tools = given.get("chat_template_kwargs"), given.get("response_format"), given.get("tools")
+    if given.get("chat_template") is not None or (isinstance(options, dict) and options.get("chat_template")):
+        return True
+    if form is not None and not (isinstance(form, dict) and form.get("type", "text") == "text"):
+        return True
+    return given.get("tool_choice") not in (None, "none", "auto") and bool(tools)
+
+
+def _check_grammar(ask: Ask, tokenizer: Any) -> None:
+    """Compile the grammar here, under the limits of this process: the engine's process has none."""
+    try:
+        check_compiles(tokenizer, ask.params.eos_token_ids, ask.params.grammar or "")
+    except ValueError as error:
+        raise ApiError(str(error), "tools" if ask.begun else "response_format") from error
 
 
 def _completion(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> Ask:
@@ -179,6 +211,9 @@ def read_chat(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> ChatA
     if tools and "tools" not in str(template):
         fields.refuse("tools", "are not written by the chat template of this model. Leave them out")
     messages = read_messages(fields.given.get("messages"))
+    length = text_length([messages, tools, options])
+    if length > facts.max_characters:
+        raise _too_long(f"{length} characters", facts, "messages")
     return ChatAsk(replace(ask, tools=bool(tools), begun=begun), messages, tools, options)
 
 
@@ -275,7 +310,7 @@ def read_prompt(
 def _tokens(
     text: str, facts: ModelFacts, tokenizer: Any, name: str, special: bool, room: int = 1, kept: int | None = None
 ) -> list[int]:
-    if kept is None and len(text) > facts.max_model_len * facts.longest_token:
+    if kept is None and len(text) > facts.max_characters:
         raise _too_long(f"{len(text)} characters", facts, name)
     made = tokenizer(text, add_special_tokens=special, return_attention_mask=False)
     return checked_length(made["input_ids"], facts, name, room, kept)

@@ -1,74 +1,69 @@
-"""Parsers: what clients wrote is read in killable processes.
-
-A chat template is a program that holds the interpreter's lock, and what a tokenizer takes grows with the text: neither
-can be stopped inside a thread, and neither may keep the server from answering others.
-"""
+"""Parsers: requests of clients are read (JSON, chat template, tokens, grammar) in killable processes."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, TypeVar
 
-from verl.inference.serving.fields import ApiError
+from verl.inference.serving.fields import ApiError, HeavyRequest
 from verl.inference.serving.openai_requests import ModelFacts
-from verl.utils.process_pool import ProcessDied, ProcessPool, TaskTimeout
+from verl.utils.text_workers import TextWorkers, TextWorkersBusy, TextWorkLimit
 
-__all__ = ["Parsers"]
+__all__ = ["Parsers", "text_work_error"]
 
 T = TypeVar("T")
-_MEMORY = 2 * 2**30
 
-# In a parser's process: the tokenizer.
-_tokenizer: Any = None
+# A body up to this size that holds no program of the client is read in milliseconds.
+_LIGHT_BODY = 512 * 1024
 
 
 class Parsers(Generic[T]):
-    """Some processes with the tokenizer; a request may take `seconds` in one of them, and 2 GB.
+    """Processes with the tokenizer; a request may take `seconds` in one of them, and 2 GB.
 
-    `read(path, body, facts, tokenizer)` says what a request asks for, or raises an ApiError.
+    `read(path, body, facts, tokenizer, heavy)` returns the checked request or raises an ApiError. With `heavy=False` it
+    raises HeavyRequest instead of running a program of the client; it is then called again with `heavy=True`, in one of
+    the processes for such requests. So looping templates delay each other and no other request.
     """
 
     def __init__(
-        self,
-        read: Callable[[str, bytes, ModelFacts, Any], T],
-        load_tokenizer: Callable[[], Any],
-        seconds: float,
-        processes: int = 2,
+        self, read: Callable[[str, bytes, ModelFacts, Any, bool], T], load_tokenizer: Callable[[], Any], seconds: float
     ) -> None:
-        self._read, self._seconds = read, seconds
-        self._pool = ProcessPool(processes, initializer=partial(_load, load_tokenizer), memory_limit=_MEMORY)
-        self._ready = self._pool.submit(_is_loaded)
+        self._read = read
+        self._workers = TextWorkers(load_tokenizer, seconds)
 
     def wait_until_ready(self) -> None:
-        """Return when requests can be read; raises what keeps the tokenizer from being loaded."""
-        assert self._ready.result()
+        """Return when requests can be read; raises the error that prevents loading the tokenizer."""
+        self._workers.start()
 
     async def parse(self, path: str, body: bytes, facts: ModelFacts) -> T:
-        """What a request asks for, or the ApiError that it gets."""
+        """The checked request. ApiError: 400 for a request that is refused, 503 if too many heavy ones wait."""
         try:
-            asked = self._pool.submit(_parse, self._read, path, body, facts, timeout=self._seconds)
-            return await asyncio.wrap_future(asked)
-        except TaskTimeout as error:
-            raise ApiError(f"the request could not be read in {self._seconds:g} s. Shorten it.") from error
-        except (MemoryError, ProcessDied) as error:
-            raise ApiError("the request takes too much memory to be read. Shorten it.") from error
+            if len(body) <= _LIGHT_BODY:
+                try:
+                    return await self._workers.call(_read, self._read, path, body, facts, False)
+                except HeavyRequest:
+                    pass
+            return await self._workers.call(_read, self._read, path, body, facts, True, heavy=True)
+        except (TextWorkLimit, TextWorkersBusy) as error:
+            raise text_work_error(error) from error
 
     def close(self) -> None:
-        self._pool.close()
+        self._workers.close()
 
 
-def _load(load_tokenizer: Callable[[], Any]) -> None:
-    global _tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process that forks has no threads
-    _tokenizer = load_tokenizer()
+def text_work_error(error: TextWorkLimit | TextWorkersBusy) -> ApiError:
+    """The refusal of a request whose text work was stopped (400), or could not be queued (503)."""
+    if isinstance(error, TextWorkersBusy):
+        return ApiError(f"{error}. Try again later.", status=503, code="text_workers_busy")
+    return ApiError(f"the request {error}. Shorten it.", code="text_work_limit")
 
 
-def _is_loaded() -> bool:
-    return _tokenizer is not None
-
-
-def _parse(read: Callable[[str, bytes, ModelFacts, Any], T], path: str, body: bytes, facts: ModelFacts) -> T:
-    return read(path, body, facts, _tokenizer)
+def _read(
+    tokenizer: Any,
+    read: Callable[[str, bytes, ModelFacts, Any, bool], T],
+    path: str,
+    body: bytes,
+    facts: ModelFacts,
+    heavy: bool,
+) -> T:
+    return read(path, body, facts, tokenizer, heavy)

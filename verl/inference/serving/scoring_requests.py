@@ -23,7 +23,7 @@ class ScoreAsk:
     inputs: list[list[int]]
 
 
-def parse_scoring(path: str, body: bytes, facts: ModelFacts, tokenizer: Any) -> ScoreAsk:
+def parse_scoring(path: str, body: bytes, facts: ModelFacts, tokenizer: Any, heavy: bool = True) -> ScoreAsk:
     """The request in a body: `input` is a text, token ids, a conversation, or a list of these; or `messages` is one."""
     fields = Fields(read_json(body), ("input", "messages", "truncate_prompt_tokens"), common=("model",))
     model = asked_model(fields, facts)

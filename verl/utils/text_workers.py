@@ -1,0 +1,144 @@
+"""TextWorkers: work on untrusted text in processes that are killed when it takes too long or too much memory.
+
+Tokenisers, chat templates, grammar compilers and regular expressions hold the interpreter's lock, and their cost depends
+on the text: a thread cannot stop them, and an event loop that runs them serves no other client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from verl.utils.exceptions import Travels
+from verl.utils.process_pool import ProcessDied, ProcessPool, TaskTimeout
+
+__all__ = ["SHORT_TEXT", "TextWorkers", "TextWorkersBusy", "TextWorkLimit", "longest_token", "text_length"]
+
+T = TypeVar("T")
+
+SHORT_TEXT = 16 * 1024
+"""Characters that are tokenised and rendered in the calling process: a few milliseconds, less than a process call needs
+on a busy machine."""
+MEMORY_LIMIT = 2 * 2**30
+_PROCESSES = 4
+_MAX_HEAVY = 2
+_MAX_WAITING = 64
+
+# In a worker process: the tokenizer.
+_tokenizer: Any = None
+
+
+class TextWorkLimit(Travels, ValueError):
+    """The work was stopped at its time or memory limit. The message is a predicate: "could not be read in 10 s"."""
+
+
+class TextWorkersBusy(Travels):
+    """Too many expensive tasks wait already. The caller may try again later."""
+
+
+class TextWorkers:
+    """Processes with one tokenizer. They start with `start`, or with the first call.
+
+    At most half of the processes run tasks that are declared heavy (client templates, grammars, long texts): these delay
+    each other and never the light ones. At most 64 heavy tasks wait.
+    """
+
+    def __init__(self, load_tokenizer: Callable[[], Any], seconds: float, memory: int = MEMORY_LIMIT) -> None:
+        """A task may take `seconds` and `memory` bytes beyond what the processes need for the tokenizer."""
+        self.seconds = seconds
+        self._pool = ProcessPool(_PROCESSES, initializer=partial(_load, load_tokenizer), memory_limit=memory)
+        self._starting = threading.Lock()
+        self._started = False
+        self._heavy = asyncio.Semaphore(_MAX_HEAVY)
+        self._waiting = 0
+
+    def start(self) -> None:
+        """Load the tokenizer in the processes; raises the error that prevents it. Blocks."""
+        with self._starting:
+            if not self._started:
+                assert self._pool.submit(_is_loaded).result()
+                self._started = True
+
+    async def call(self, function: Callable[..., T], *arguments: Any, heavy: bool = False) -> T:
+        """Return `function(tokenizer, *arguments)`, or raise its exception, TextWorkLimit or TextWorkersBusy.
+
+        The function and its arguments are pickled. The work goes on until its limits if the caller is cancelled.
+        """
+        if not self._started:
+            await asyncio.to_thread(self.start)
+        if not heavy:
+            return await self._result(self._submit(function, arguments))
+        if self._waiting >= _MAX_WAITING:
+            raise TextWorkersBusy(f"{self._waiting} requests with long texts, templates or grammars are waiting already")
+        self._waiting += 1
+        try:
+            await self._heavy.acquire()
+        finally:
+            self._waiting -= 1
+        loop, future = asyncio.get_running_loop(), self._submit(function, arguments)
+        # Released by the end of the work, not of the caller, who may leave earlier.
+        future.add_done_callback(lambda _: _release(loop, self._heavy))
+        return await self._result(future)
+
+    def close(self) -> None:
+        """End the processes. Calls in progress raise PoolClosed."""
+        self._pool.close()
+
+    def _submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
+        return self._pool.submit(_run, function, arguments, timeout=self.seconds)
+
+    async def _result(self, future: Future[Any]) -> Any:
+        try:
+            return await asyncio.shield(asyncio.wrap_future(future))
+        except TaskTimeout as error:
+            raise TextWorkLimit(f"could not be read in {self.seconds:g} s") from error
+        except (MemoryError, ProcessDied) as error:
+            raise TextWorkLimit("takes too much memory to be read") from error
+
+
+def longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token. A text of more than n times as many characters has more than n tokens.
+
+    Exceptions are texts that the tokenizer's normaliser shortens, such as runs of white space that it collapses.
+    """
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def text_length(value: Any) -> int:
+    """Characters of all strings in nested dicts and lists, plus one for every value."""
+    total, remaining = 0, [value]
+    while remaining:
+        item = remaining.pop()
+        total += 1
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, dict):
+            total += sum(len(key) for key in item if isinstance(key, str))
+            remaining.extend(item.values())
+        elif isinstance(item, list | tuple):
+            remaining.extend(item)
+    return total
+
+
+def _release(loop: asyncio.AbstractEventLoop, semaphore: asyncio.Semaphore) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(semaphore.release)
+
+
+def _load(load_tokenizer: Callable[[], Any]) -> None:
+    global _tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process that forks has no threads
+    _tokenizer = load_tokenizer()
+
+
+def _is_loaded() -> bool:
+    return _tokenizer is not None
+
+
+def _run(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    return function(_tokenizer, *arguments)
