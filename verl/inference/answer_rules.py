@@ -27,6 +27,8 @@ class AnswerRules:
         self._grammar_tokenizers: dict[frozenset[int], GrammarTokenizer] = {}
         self._grammars: dict[tuple[str, frozenset[int]], AnswerGrammar] = {}
         self._loading = threading.Lock()
+        # Of its own: a grammar may take seconds, and requests with stop strings must not wait for it.
+        self._compiling = threading.Lock()
 
     def stop_check(self, request: Request) -> StopStrings | None:
         """What looks for its stop strings; None: it has none."""
@@ -38,13 +40,12 @@ class AnswerRules:
                 f"request {request.id!r}: stop={list(stop)} needs a tokenizer, and this engine has none."
                 " Set stop_token_ids instead."
             )
+        tokenizer = self._loaded()
         with self._loading:
-            if self._tokenizer is None:
-                self._tokenizer = self._load_tokenizer()
             if stop not in self._stop_strings:
                 if len(self._stop_strings) >= _KEPT_STOP_STRINGS:
                     self._stop_strings.pop(next(iter(self._stop_strings)))  # sequences keep their own
-                self._stop_strings[stop] = StopStrings(self._tokenizer, stop)
+                self._stop_strings[stop] = StopStrings(tokenizer, stop)
             return self._stop_strings[stop]
 
     def grammar(self, request: Request) -> AnswerGrammar | None:
@@ -64,13 +65,23 @@ class AnswerRules:
     def _compiled(self, grammar: str, ends: frozenset[int]) -> AnswerGrammar:
         if self._load_tokenizer is None:
             raise ValueError("a grammar needs a tokenizer, and this engine has none. Leave it out.")
-        with self._loading:
-            if self._tokenizer is None:
-                self._tokenizer = self._load_tokenizer()
+        known = self._grammars.get((grammar, ends))
+        if known is not None:
+            return known
+        tokenizer = self._loaded()
+        with self._compiling:
             if ends not in self._grammar_tokenizers:
-                self._grammar_tokenizers[ends] = GrammarTokenizer(self._tokenizer, ends)
+                self._grammar_tokenizers[ends] = GrammarTokenizer(tokenizer, ends)
             if (grammar, ends) not in self._grammars:
                 if len(self._grammars) >= _KEPT_GRAMMARS:
                     self._grammars.pop(next(iter(self._grammars)))  # sequences keep their own
                 self._grammars[grammar, ends] = self._grammar_tokenizers[ends].compile(grammar)
             return self._grammars[grammar, ends]
+
+    def _loaded(self) -> Any:
+        """The tokenizer."""
+        assert self._load_tokenizer is not None
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = self._load_tokenizer()
+            return self._tokenizer
