@@ -38,6 +38,8 @@ class CountingTokenizer:
         return self._own(text, **options)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_own":  # while it is unpickled in a text worker
+            raise AttributeError(name)
         return getattr(self._own, name)
 
 

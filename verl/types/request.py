@@ -103,7 +103,7 @@ class SamplingParams:
         for name, value in changes:
             allowed = f"{-MAX_LOGIT_CHANGE:g} to {MAX_LOGIT_CHANGE:g}"
             _require(-MAX_LOGIT_CHANGE <= value <= MAX_LOGIT_CHANGE, name, value, allowed)
-        _require(1 <= self.max_new_tokens, "max_new_tokens", self.max_new_tokens, "at least 1")
+        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
 
     def with_key(self, key: int) -> SamplingParams:
         """A copy with another noise key. Faster than `replace`, since it does not validate the fields again: a batch

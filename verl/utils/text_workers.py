@@ -1,7 +1,7 @@
 """TextWorkers: work on untrusted text in processes that are killed when it takes too long or too much memory.
 
-Tokenisers, chat templates, grammar compilers and regular expressions hold the interpreter's lock, and their cost depends
-on the text: a thread cannot stop them, and an event loop that runs them serves no other client.
+Tokenizers, chat templates, grammar compilers and regular expressions hold the interpreter's lock, and their cost
+depends on the text: a thread cannot stop them, and an event loop that runs them serves no other client.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from verl.utils.exceptions import Travels
 from verl.utils.process_pool import ProcessDied, ProcessPool, TaskTimeout
 
-__all__ = ["SHORT_TEXT", "TextWorkers", "TextWorkersBusy", "TextWorkLimit", "longest_token", "text_length"]
+__all__ = ["SHORT_TEXT", "TextWorkLimit", "TextWorkers", "TextWorkersBusy", "longest_token", "text_length"]
 
 T = TypeVar("T")
 
@@ -44,8 +44,8 @@ class TextWorkersBusy(Travels):
 class TextWorkers:
     """Processes with one tokenizer. They start with `start`, or with the first call.
 
-    At most half of the processes run tasks that are declared heavy (client templates, grammars, long texts): these delay
-    each other and never the light ones. At most 64 heavy tasks wait.
+    At most half of the processes run tasks that are declared heavy (client templates, grammars, long texts): these
+    delay each other and never the light ones. At most 64 heavy tasks wait.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Any], seconds: float, memory: int = MEMORY_LIMIT) -> None:
@@ -74,7 +74,7 @@ class TextWorkers:
         if not heavy:
             return await self._result(self._submit(function, arguments))
         if self._waiting >= _MAX_WAITING:
-            raise TextWorkersBusy(f"{self._waiting} requests with long texts, templates or grammars are waiting already")
+            raise TextWorkersBusy(f"{self._waiting} long texts, templates or grammars are waiting already")
         self._waiting += 1
         try:
             await self._heavy.acquire()

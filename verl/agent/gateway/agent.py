@@ -21,6 +21,7 @@ from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Output, Request
 from verl.utils.http_server.server import Limits, LocalServer
 from verl.utils.import_utils import ImportPath
+from verl.utils.text_workers import longest_token
 from verl.utils.tool_calls import get_parser
 from verl.workers.rollout.call_record import current
 
@@ -227,7 +228,7 @@ def _gateway_of(loop: GatewayAgentLoop) -> _Gateway:
             loop.end_token_ids,
             max_answers=1,
             client_templates=False,
-            longest_token=max(map(len, loop.tokenizer.get_vocab())),
+            longest_token=longest_token(loop.tokenizer),
         )
         parser = get_parser(loop.rollout_config.multi_turn.format)
         _gateways[loop.loop] = _Gateway(Model(facts, loop.tokenizer, parser, loop.apply_chat_template_kwargs))

@@ -17,7 +17,7 @@ from verl.utils.tool_calls import Parser
 __all__ = ["Answer"]
 
 # Whatever the format, a call begins with one of these; what comes before them is told as it comes.
-_MAY_BEGIN_A_CALL = re.compile(r"\s*[<{]|\s+$")
+_MAY_BEGIN_A_CALL = re.compile(r"[<{]")
 
 
 class Answer:
@@ -36,6 +36,9 @@ class Answer:
         self._tools, self._parser, self._ends = chat.tools, parser, ends
         self._held: list[Token] = []
         self._held_end: list[int] = []
+        # Where a call may begin, if `_searched` characters of `_written` hold such a place.
+        self._may_begin_at: int | None = None
+        self._searched = 0
 
     @property
     def stop_string(self) -> str | None:
@@ -77,8 +80,12 @@ class Answer:
         """The beginning of what is written that no call can change."""
         if not self._reads_calls:
             return self._written
-        unsure = _MAY_BEGIN_A_CALL.search(self._written)
-        return self._written if unsure is None else self._written[: unsure.start()]
+        if self._may_begin_at is None:
+            mark = _MAY_BEGIN_A_CALL.search(self._written, self._searched)
+            self._may_begin_at = None if mark is None else mark.start()
+            self._searched = len(self._written)
+        # White space before a call, or at the end of the answer, is dropped.
+        return self._written[: self._may_begin_at].rstrip()
 
     def _read(self) -> tuple[str, list[dict[str, Any]]]:
         if not self._reads_calls:

@@ -12,18 +12,17 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from verl.agent.gateway.answer import Answer
-from verl.agent.gateway.anthropic_api import AnthropicReplies, as_openai, error_content
+from verl.agent.gateway.anthropic_api import AnthropicReplies, error_content
+from verl.agent.gateway.requests import MESSAGES
 from verl.agent.gateway.session import Model, Session, Sessions
 from verl.inference.serving import openai_replies
 from verl.inference.serving.fields import ApiError, read_json
 from verl.inference.serving.openai_replies import Part
-from verl.inference.serving.openai_requests import CHAT, Ask, ChatAsk, read_chat
+from verl.inference.serving.openai_requests import CHAT, Ask
 from verl.utils.http_server.asgi import JSON, Gone, Receive, Response, Send, headers_of, read_body, while_there
-from verl.utils.tool_calls.hermes import HermesParser
 
 __all__ = ["GatewayApp"]
 
-MESSAGES = "/v1/messages"
 _EVENTS = b"text/event-stream"
 _MAX_BODY = 64 * 2**20
 _PING_S = 10.0
@@ -78,19 +77,19 @@ class GatewayApp:
             case "GET", _, "/v1/models":
                 await response.whole(200, {"object": "list", "data": [self._entry()]})
             case "POST", name, "/v1/chat/completions" | "/v1/messages" as api if name:
-                session, given = self._sessions.find(name), await _given(headers, receive)
+                session, body = self._sessions.find(name), await _body(headers, receive)
                 ended = ApiError(f"session {name!r} has ended.", status=410, code="no_session")
                 if session.closed:  # while the body came
                     raise ended
                 try:
-                    await while_there(self._generate(session, api, given, response), receive)
+                    await while_there(self._generate(session, api, body, response), receive)
                 except Gone:
                     if session.closed and not response.begun:
                         raise ended from None
                     raise
             case "POST", name, "/reward_info" if name:
                 session = self._sessions.find(name)
-                session.reward_info = _reward_info(await _given(headers, receive))
+                session.reward_info = _reward_info(read_json(await _body(headers, receive)))
                 await response.whole(200, {"status": "ok"})
             case "GET", name, "" if name:
                 await response.whole(200, self._sessions.find(name).state())
@@ -111,36 +110,18 @@ class GatewayApp:
 
     # ---------------------------------------------------------------- generating
 
-    async def _generate(self, session: Session, api: str, given: dict[str, Any], response: Response) -> None:
-        given = as_openai(given) if api == MESSAGES else given
-        chat, reads_calls = self._read(given)
+    async def _generate(self, session: Session, api: str, body: bytes, response: Response) -> None:
         model = self._model
-        place = session.place(chat, model)
+        asked = await model.read(api, body)
+        place, chat = await session.place(asked, model), asked.chat
         ask = replace(chat.ask, prompts=[place.prompt_ids])
-        answer = Answer(chat, reads_calls, model.parser, model.tokenizer, model.ends(chat))
+        answer = Answer(chat, asked.reads_calls, model.parser, model.tokenizer, model.ends(chat))
         replies = (AnthropicReplies if api == MESSAGES else OpenAIReplies)(ask, answer, model.tokenizer)
         (request,) = ask.requests(model.facts.max_model_len)
         parts = session.answer(place, request, answer)
         with session.under_way():
             async with contextlib.aclosing(parts):
                 await (self._stream if ask.stream else self._whole)(parts, replies, response)
-
-    def _read(self, given: dict[str, Any]) -> tuple[ChatAsk, bool]:
-        """The request, and whether calls are looked for in the answer.
-
-        Tools that may not be called now stay in the context: without them it would be another one. The model has many
-        names: agents bring the one of the model that they were written for.
-        """
-        names = self._model.facts.names
-        name = given.get("model") or names[0]
-        if given.get("n", 1) not in (1, None):
-            raise ApiError(f"n: {given['n']!r} is not done by the gateway: a turn has one answer. Leave it out.", "n")
-        silent = given.get("tool_choice") == "none"
-        given = {key: value for key, value in given.items() if not (silent and key == "tool_choice")}
-        chat = read_chat({**given, "model": names[0]}, self._model.facts, self._model.tokenizer)
-        if chat.ask.begun and not isinstance(self._model.parser, HermesParser):
-            raise ApiError("tool_choice: only auto and none are done for this model's format of calls.", "tool_choice")
-        return replace(chat, ask=replace(chat.ask, model=str(name))), bool(chat.tools) and not silent
 
     async def _whole(self, parts: AsyncIterator[Part], replies: Replies, response: Response) -> None:
         told = Part(0)
@@ -224,13 +205,13 @@ async def _with_pauses(pieces: AsyncIterator[T], seconds: float) -> AsyncIterato
             await asyncio.gather(following, return_exceptions=True)
 
 
-async def _given(headers: dict[str, str], receive: Receive) -> dict[str, Any]:
+async def _body(headers: dict[str, str], receive: Receive) -> bytes:
     # A page in somebody's browser can send a form to this address, but not JSON.
     kind = headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(f"Content-Type is {kind!r}. Send the request as application/json.")
     too_large = ApiError(f"the body is larger than {_MAX_BODY} bytes.", status=413)
-    return read_json(await read_body(headers, receive, _MAX_BODY, too_large))
+    return await read_body(headers, receive, _MAX_BODY, too_large)
 
 
 def _reward_info(given: dict[str, Any]) -> dict[str, Any]:

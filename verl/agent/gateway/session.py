@@ -10,59 +10,106 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
-from verl.agent.chat import Chat
 from verl.agent.gateway.answer import Answer
+from verl.agent.gateway.context import ChatWriter, start_ids, suffix_ids
+from verl.agent.gateway.requests import GatewayRequest, check_body, read_request
 from verl.agent.gateway.tree import Message, Node, Place, Tree
-from verl.inference.serving.fields import ApiError
+from verl.inference.serving.fields import ApiError, HeavyRequest
 from verl.inference.serving.openai_replies import Part
-from verl.inference.serving.openai_requests import ChatAsk, ModelFacts, checked_length, template_errors
+from verl.inference.serving.openai_requests import ChatAsk, ModelFacts, checked_length
+from verl.inference.serving.parsers import text_work_error
 from verl.types.request import Output, Request
+from verl.utils.end_tokens import find_end_tokens
+from verl.utils.text_workers import SHORT_TEXT, TextWorkers, TextWorkersBusy, TextWorkLimit, text_length
 from verl.utils.tool_calls import Parser
+from verl.utils.tool_calls.hermes import HermesParser
 
 __all__ = ["Generate", "Model", "Session", "Sessions"]
 
 Generate = Callable[[Request], AsyncGenerator[Output, None]]
 """The answer to a request, in pieces as far as the engine gives pieces; closing the generator aborts it."""
 
-# Sets of tools that are remembered as they are tokenised.
-_KEPT_CHATS = 64
+# Options of templates whose end tokens are kept.
+_KEPT_ENDS = 256
+# A template may go through all messages for each message.
+_SHORT_MESSAGES = 256
+# Bodies up to this size are read in this process, in about a millisecond.
+_SHORT_BODY = 64 * 1024
+_SECONDS = 10.0
 
 
 class Model:
-    """What all sessions share: who answers, how it is written to and read."""
+    """What all sessions share: the model's facts, how it is written to and read.
+
+    Short texts are rendered and tokenised in this process, longer ones in text workers: no client blocks the others.
+    """
 
     def __init__(
-        self, facts: ModelFacts, tokenizer: Any, parser: Parser, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        facts: ModelFacts,
+        tokenizer: Any,
+        parser: Parser,
+        template_kwargs: Mapping[str, Any] | None = None,
+        seconds: float = _SECONDS,
     ) -> None:
+        """`seconds`: time limit of the text work of one request."""
         self.facts, self.tokenizer, self.parser = facts, tokenizer, parser
         self._template_kwargs = dict(template_kwargs or {})
-        self._chat_of = lru_cache(_KEPT_CHATS)(self._chat)
+        self._workers = TextWorkers(partial(_same, tokenizer), seconds)
+        self._ends_of = lru_cache(_KEPT_ENDS)(self._find_ends)
 
-    def scope(self, chat: ChatAsk) -> str:
-        """What a context is written with besides its messages."""
-        return json.dumps([chat.tools, chat.options], sort_keys=True, ensure_ascii=False)
+    def start_workers(self) -> None:
+        """Start the text workers, which the first long text does otherwise. Blocks for seconds."""
+        self._workers.start()
 
-    def start(self, chat: ChatAsk) -> list[int]:
+    def close(self) -> None:
+        """End the text workers."""
+        self._workers.close()
+
+    async def read(self, api: str, body: bytes) -> GatewayRequest:
+        """The request in a body sent to `api` (/v1/chat/completions or /v1/messages). ApiError: it is refused."""
+        check_body(body, self.facts)
+        arguments = (api, body, self.facts, isinstance(self.parser, HermesParser))
+        if len(body) <= _SHORT_BODY:
+            try:
+                return read_request(self.tokenizer, *arguments, heavy=False)
+            except HeavyRequest:
+                pass
+        return await self._call(read_request, *arguments)
+
+    async def start(self, request: GatewayRequest) -> list[int]:
         """Tokens of the whole conversation."""
-        with template_errors():
-            return self._chat_of(self.scope(chat)).start(chat.messages) + self._begun(chat)
+        return await self._tokenise(start_ids, request, request.chat.messages)
 
-    def suffix(self, chat: ChatAsk, messages: Sequence[Message], node: Node) -> list[int]:
+    async def suffix(self, request: GatewayRequest, messages: Sequence[Message], node: Node) -> list[int]:
         """Tokens of what came after an answer."""
-        with template_errors():
-            writer = self._chat_of(self.scope(chat))
-            return writer.suffix(_with_names(messages, node.reply), node.answer.token_ids) + self._begun(chat)
+        named = _with_names(messages, node.reply)
+        return await self._tokenise(suffix_ids, request, named, node.answer.token_ids[-1:])
 
     def ends(self, chat: ChatAsk) -> frozenset[int]:
         """Tokens that end an answer."""
-        return self._chat_of(self.scope(chat)).ends
+        return self._ends_of(json.dumps(chat.options, sort_keys=True))
 
-    def _begun(self, chat: ChatAsk) -> list[int]:
-        return self.tokenizer(chat.ask.begun, add_special_tokens=False)["input_ids"] if chat.ask.begun else []
+    async def _tokenise(
+        self, function: Callable[..., list[int]], request: GatewayRequest, messages: Sequence[Message], *more: Any
+    ) -> list[int]:
+        chat = request.chat
+        writer = ChatWriter(request.scope, tuple(self.facts.eos_token_ids), json.dumps(self._template_kwargs))
+        arguments = (writer, list(messages), *more, chat.ask.begun, self.facts)
+        length = text_length(messages) + len(request.scope)
+        if length <= SHORT_TEXT and len(messages) <= _SHORT_MESSAGES:
+            return function(self.tokenizer, *arguments)
+        return await self._call(function, *arguments)
 
-    def _chat(self, scope: str) -> Chat:
-        tools, options = json.loads(scope)
-        return Chat(self.tokenizer, tools or None, self.facts.eos_token_ids, **{**self._template_kwargs, **options})
+    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return await self._workers.call(function, *arguments, heavy=True)
+        except (TextWorkLimit, TextWorkersBusy) as error:
+            raise text_work_error(error) from error
+
+    def _find_ends(self, options: str) -> frozenset[int]:
+        template_kwargs = {**self._template_kwargs, **json.loads(options)}
+        return find_end_tokens(None, None, self.tokenizer, template_kwargs).turn_ids | self.facts.eos_token_ids
 
 
 @dataclass(eq=False)
@@ -80,15 +127,23 @@ class Session:
     on_full_context: Callable[[list[int]], None] | None = None
     """Called with the prompt tokens of a request that fill the context, so that no answer fits."""
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    _placing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def place(self, chat: ChatAsk, model: Model) -> Place:
+    async def place(self, request: GatewayRequest, model: Model) -> Place:
         """Where the answer goes; only what is new is tokenised."""
         if self.max_turns is not None and len(self.tree.nodes) >= self.max_turns:
             raise ApiError(
                 f"this session has had its {self.max_turns} answers (multi_turn.max_assistant_turns).", status=403
             )
-        suffix = partial(model.suffix, chat)
-        place = self.tree.place(chat.messages, model.scope(chat), chat.ask.begun, partial(model.start, chat), suffix)
+        async with self._placing:  # the same request sent twice at once has one place
+            chat = request.chat
+            found = self.tree.lookup(chat.messages, request.digests, chat.ask.begun)
+            place = found.place
+            if place is None and found.parent is None:
+                place = self.tree.open_place(found, await model.start(request), request.scope)
+            elif place is None:
+                context_ids = await model.suffix(request, found.messages, found.parent)
+                place = self.tree.open_place(found, context_ids, request.scope)
         prompt_ids = place.prompt_ids
         try:
             checked_length(prompt_ids, model.facts, "messages")
@@ -147,6 +202,10 @@ class Session:
             "nodes": [{"parent": number.get(id(node.place.parent)), **_told(node)} for node in self.tree.nodes],
             "rows": [{"nodes": [number[id(node)] for node in path.nodes], "trained": path.trained} for path in paths],
         }
+
+
+def _same(tokenizer: Any) -> Any:
+    return tokenizer
 
 
 def _with_names(messages: Sequence[Message], reply: Message) -> list[Message]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.types.request import Output
 
-__all__ = ["Message", "Node", "Path", "Place", "Tree"]
+__all__ = ["Lookup", "Message", "Node", "Path", "Place", "Tree", "digests_of", "scope_of"]
 
 Message = dict[str, Any]
 
@@ -80,6 +80,19 @@ class Path:
     """Per node. Answers that several paths begin with are trained in the first one; in the others they are context."""
 
 
+@dataclass(frozen=True)
+class Lookup:
+    """The result of `Tree.lookup`."""
+
+    asked: str
+    place: Place | None
+    """The place of the same request that was sent before."""
+    parent: Node | None
+    """The node that the messages continue. None: they start a context."""
+    messages: list[Message]
+    """The messages to tokenise: those after the parent's answer, or all."""
+
+
 @dataclass
 class Tree:
     """One session's nodes, in the order in which the model finished them."""
@@ -90,32 +103,24 @@ class Tree:
     _asked: dict[str, Place] = field(default_factory=dict)
     _told: dict[str, Node] = field(default_factory=dict)
 
-    def place(
-        self,
-        messages: Sequence[Message],
-        scope: str,
-        begun: str,
-        start: Callable[[], list[int]],
-        suffix: Callable[[Sequence[Message], Node], list[int]],
-    ) -> Place:
-        """Where the answer to these messages goes.
+    def lookup(self, messages: Sequence[Message], digests: Sequence[str], begun: str) -> Lookup:
+        """Where the answer to these messages goes: a known place, or the node that they continue.
 
-        `start` tokenises all of them, `suffix` those that come after a node; `begun` is how the answer must begin.
+        `digests`: `digests_of` the messages. `begun`: how the answer must begin.
         """
-        digests = list(_digests(scope, messages))
         asked = f"{digests[-1]} {begun}"
-        found = self._asked.get(asked)
-        if found is not None:
+        known = self._asked.get(asked)
+        if known is not None:
             self.counts["retry"] += 1
-            return found
+            return Lookup(asked, known, known.parent, known.messages)
         parent, new = self._extended(messages, digests)
-        if parent is not None:
-            place = Place(parent, new, suffix(new, parent), scope)
-            kind = "extension"
-        else:
-            place = Place(None, list(messages), start(), scope)
-            kind = "branch" if self._asked else "start"
-        self._asked[asked] = place
+        return Lookup(asked, None, parent, list(messages) if parent is None else new)
+
+    def open_place(self, lookup: Lookup, context_ids: list[int], scope: str) -> Place:
+        """The place of a lookup that knew none; `context_ids` are the tokens of its messages."""
+        place = Place(lookup.parent, lookup.messages, context_ids, scope)
+        kind = "extension" if lookup.parent is not None else "branch" if self._asked else "start"
+        self._asked[lookup.asked] = place
         self.counts[kind] += 1
         return place
 
@@ -124,8 +129,7 @@ class Tree:
         finished_at = len(self.nodes)
         node = Node(place, answer, reply, (finished_at if requested_at is None else requested_at, finished_at))
         self.nodes.append(node)
-        *_, told = _digests(place.scope, [*place.conversation, reply])
-        self._told[told] = node
+        self._told[digests_of(place.scope, [*place.conversation, reply])[-1]] = node
         return node
 
     def paths(self, keep_retries: bool) -> list[Path]:
@@ -163,7 +167,7 @@ class Tree:
             if any(latest[id(other)] > node.order for other in nodes if other is not node)
         }
 
-    def _extended(self, messages: Sequence[Message], digests: list[str]) -> tuple[Node | None, list[Message]]:
+    def _extended(self, messages: Sequence[Message], digests: Sequence[str]) -> tuple[Node | None, list[Message]]:
         """The node that the messages go on from, and the new ones.
 
         Where answers that the model never gave come after it, none: a template may write earlier answers differently
@@ -178,13 +182,19 @@ class Tree:
         return None, []
 
 
-def _digests(scope: str, messages: Sequence[Message]) -> Iterator[str]:
+def scope_of(tools: Any, options: Any) -> str:
+    """What a context is written with besides its messages: tools, options of the template."""
+    return json.dumps([tools, options], sort_keys=True, ensure_ascii=False)
+
+
+def digests_of(scope: str, messages: Sequence[Message]) -> list[str]:
     """One per number of messages, from none to all of them: equal where those are equal in canonical form."""
     digest = hashlib.blake2b(scope.encode(), digest_size=16)
-    yield digest.hexdigest()
+    digests = [digest.hexdigest()]
     for message in messages:
         digest.update(_canonical(message).encode())
-        yield digest.hexdigest()
+        digests.append(digest.hexdigest())
+    return digests
 
 
 def _canonical(message: Message) -> str:

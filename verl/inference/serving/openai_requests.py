@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.inference.serving.fields import ApiError, Fields, HeavyRequest, read_json
 from verl.inference.grammar import check_compiles
+from verl.inference.serving.fields import ApiError, Fields, HeavyRequest, read_json
 from verl.inference.serving.response_format import asked_grammar
 from verl.inference.serving.tool_calls import asked_tools, strict_grammar, with_read_arguments
 from verl.types.request import Request, SamplingParams
@@ -27,6 +27,8 @@ __all__ = [
     "ModelFacts",
     "asked_model",
     "brings_program",
+    "check_characters",
+    "check_grammar",
     "checked_length",
     "parse",
     "read_chat",
@@ -125,25 +127,28 @@ def parse(path: str, body: bytes, facts: ModelFacts, tokenizer: Any, heavy: bool
     if not heavy and brings_program(given):
         raise HeavyRequest
     ask = (_chat if path == CHAT else _completion)(given, facts, tokenizer)
-    if ask.params.grammar is not None:
-        _check_grammar(ask, tokenizer)
+    check_grammar(ask, tokenizer)
     return ask
 
 
 def brings_program(given: dict[str, Any]) -> bool:
     """Whether text of the client is executed: a chat template, or the schema of a grammar."""
-    options, form, tools = given.get("chat_template_kwargs"), given.get("response_format"), given.get("tools")
+    options, form = given.get("chat_template_kwargs"), given.get("response_format")
     if given.get("chat_template") is not None or (isinstance(options, dict) and options.get("chat_template")):
         return True
     if form is not None and not (isinstance(form, dict) and form.get("type", "text") == "text"):
         return True
-    return given.get("tool_choice") not in (None, "none", "auto") and bool(tools)
+    tools = given.get("tools") if given.get("tool_choice") not in (None, "none", "auto") else None
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    return any(isinstance(function, dict) and function.get("strict") is True for function in functions)
 
 
-def _check_grammar(ask: Ask, tokenizer: Any) -> None:
-    """Compile the grammar here, under the limits of this process: the engine's process has none."""
+def check_grammar(ask: Ask, tokenizer: Any) -> None:
+    """Compile the grammar, if there is one, under the limits of a text worker: the engine's process has none."""
+    if ask.params.grammar is None:
+        return
     try:
-        check_compiles(tokenizer, ask.params.eos_token_ids, ask.params.grammar or "")
+        check_compiles(tokenizer, ask.params.eos_token_ids, ask.params.grammar)
     except ValueError as error:
         raise ApiError(str(error), "tools" if ask.begun else "response_format") from error
 
@@ -211,9 +216,7 @@ def read_chat(given: dict[str, Any], facts: ModelFacts, tokenizer: Any) -> ChatA
     if tools and "tools" not in str(template):
         fields.refuse("tools", "are not written by the chat template of this model. Leave them out")
     messages = read_messages(fields.given.get("messages"))
-    length = text_length([messages, tools, options])
-    if length > facts.max_characters:
-        raise _too_long(f"{length} characters", facts, "messages")
+    check_characters(text_length([messages, tools, options]), facts, "messages")
     return ChatAsk(replace(ask, tools=bool(tools), begun=begun), messages, tools, options)
 
 
@@ -310,8 +313,8 @@ def read_prompt(
 def _tokens(
     text: str, facts: ModelFacts, tokenizer: Any, name: str, special: bool, room: int = 1, kept: int | None = None
 ) -> list[int]:
-    if kept is None and len(text) > facts.max_characters:
-        raise _too_long(f"{len(text)} characters", facts, name)
+    if kept is None:
+        check_characters(len(text), facts, name)
     made = tokenizer(text, add_special_tokens=special, return_attention_mask=False)
     return checked_length(made["input_ids"], facts, name, room, kept)
 
@@ -326,6 +329,12 @@ def checked_length(
     if len(prompt) > facts.max_model_len - room:
         raise _too_long(f"{len(prompt)} tokens", facts, name)
     return prompt
+
+
+def check_characters(count: int, facts: ModelFacts, name: str) -> None:
+    """Raise ApiError for a text of so many characters that it cannot fit the context, however it is tokenised."""
+    if count > facts.max_characters:
+        raise _too_long(f"{count} characters, of which at most {facts.max_characters} can fit", facts, name)
 
 
 def _too_long(length: str, facts: ModelFacts, name: str) -> ApiError:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.agent.gateway.agent import outputs_of
-from verl.agent.gateway.tree import Tree
+from verl.agent.gateway.tree import Tree, digests_of
 from verl.agent.outputs import trajectory_of
 from verl.types.request import Output
 from verl.workers.rollout.call_record import Record
@@ -26,15 +26,12 @@ class Session:
         self.tree, self.tokenised, self.serial = Tree(), [], 1000
 
     def ask(self, *messages, scope="", begun=""):
-        def start():
-            self.tokenised.append(list(messages))
-            return [ord(c) for m in messages for c in str(m)] + [0]
-
-        def suffix(new, node):
-            self.tokenised.append(new)
-            return [ord(c) for m in new for c in str(m)] + [0]
-
-        return self.tree.place(messages, scope, begun, start, suffix)
+        found = self.tree.lookup(messages, digests_of(scope, messages), begun)
+        if found.place is not None:
+            return found.place
+        self.tokenised.append(found.messages)
+        context_ids = [ord(c) for m in found.messages for c in str(m)] + [0]
+        return self.tree.open_place(found, context_ids, scope)
 
     def say(self, place, text="Warm.", tokens=2, calls=None):
         """The model's tokens are numbers that nothing else has."""
