@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from verl.utils.exceptions import Travels
+from verl.inference.serving.api_errors import ApiError
 
 __all__ = ["MAX_STOP_CHARACTERS", "ApiError", "Fields", "HeavyRequest", "read_json"]
 
@@ -59,17 +59,6 @@ _COMMON = (
 )
 # Every sampled token is compared with each stop string, over as many tokens as the string has bytes.
 MAX_STOP_CHARACTERS = 512
-_KINDS = {401: "authentication_error", 404: "not_found_error"}
-
-
-class ApiError(Travels):
-    """A request that is refused, as the API words it."""
-
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
-        super().__init__(message)
-        kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-        self.status = status
-        self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class HeavyRequest(Exception):
