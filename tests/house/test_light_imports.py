@@ -10,6 +10,7 @@ import pytest
 import verl
 
 HEAVY = ("torch", "ray", "tensordict", "transformers", "datasets", "numpy")
+SERVERS = ("starlette", "uvicorn", "pydantic")
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,8 @@ HEAVY = ("torch", "ray", "tensordict", "transformers", "datasets", "numpy")
         ("verl.inference.engine", HEAVY),
         ("verl.inference.async_engine", HEAVY),
         ("verl.model_merger.__main__", HEAVY),
+        ("verl.trainer.ppo.ray_trainer", SERVERS),
+        ("verl.utils.sandbox_fusion", SERVERS),
     ],
 )
 def test_module_imports_nothing_heavy(module, heavy):

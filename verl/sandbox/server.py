@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from verl.sandbox.request import RunRequest
 from verl.utils.http_server.app import HttpError, create_app, json_response
 from verl.utils.http_server.json_body import BodyParser
 from verl.utils.http_server.server import Limits as HttpLimits
@@ -27,7 +28,7 @@ from verl.utils.http_server.server import add_server_options, bind_socket, creat
 from verl.utils.logging_setup import setup_logging
 from verl.utils.process_tree import available_cores
 from verl.utils.sandbox import REQUIRE, IsolationMissing, Limits, Sandbox, languages
-from verl.utils.sandbox_fusion.wire import PING, PONG, RUN, RunRequest, result_to_json
+from verl.utils.sandbox_fusion.wire import PING, PONG, RUN, result_to_json
 
 __all__ = ["SandboxServer", "main", "serve"]
 

@@ -16,10 +16,11 @@ import httpx
 import pytest
 
 from verl.sandbox import SandboxClient, SandboxUnavailable
+from verl.sandbox.request import RunRequest
 from verl.utils.code_runner import CodeSettings
 from verl.utils.reward_score.code import compute_score
 from verl.utils.sandbox import REQUIRE, Limits, Result, available
-from verl.utils.sandbox_fusion.wire import RunRequest, ServerFailed, result_from_json, result_to_json
+from verl.utils.sandbox_fusion.wire import ServerFailed, result_from_json, result_to_json, run_request
 
 pytestmark = pytest.mark.processes
 
@@ -214,10 +215,14 @@ def test_what_is_no_answer_of_the_api_is_the_servers_fault():
 
 
 def test_requests_and_results_survive_the_wire(url):
-    request = RunRequest(
-        code="x", language="cpp", stdin="in", files={"a": b"\xff"}, fetch_files=["b"], run_timeout=2, memory_limit_MB=77
-    )
-    assert RunRequest.model_validate(json.loads(json.dumps(request.model_dump()))) == request
+    given = run_request("x", "cpp", "in", {"a": b"\xff"}, ["b"], Limits(wall_s=2, compile_s=3), 77)
+    request = RunRequest.model_validate(json.loads(json.dumps(given)))
+    assert request.model_dump() == given | {"files": {"a": b"\xff"}}
+    assert RunRequest(code="").model_dump() | {"language": ""} == {
+        **run_request("", "", "", {}, [], None, None),
+        "run_timeout": 10,
+        "compile_timeout": 10,
+    }
     for status, code in (("finished", 0), ("error", 1), ("timeout", None), ("memory", -9), ("output", 0)):
         result = Result(status, code, "out", "err", 0.5, Result("finished", 0), {"a": b"\0"})
         assert result_from_json(result_to_json(result)) == result

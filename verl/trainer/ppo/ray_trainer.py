@@ -32,7 +32,6 @@ from verl.trainer.ppo.recovery import WorkerRecovery
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.run_data import run_loaders, schedule_steps
 from verl.trainer.ppo.run_record import RunRecord
-from verl.trainer.ppo.served_judge import ServedJudge
 from verl.trainer.ppo.state import TrainerState
 from verl.trainer.ppo.teachers import Teachers
 from verl.trainer.ppo.trainer_attributes import TrainerAttributes
@@ -147,6 +146,8 @@ class RayPPOTrainer(TrainerAttributes):
             self.groups.start({**policy, Role.Critic: self._create_critic_worker_group})
             self.weight_sync.connect()
             if serves_reward_model(self.config):
+                from verl.trainer.ppo.served_judge import ServedJudge  # a web server
+
                 judge = ServedJudge(self.groups, judge_shares_devices(self.config))
                 self.reward_fn, self.val_reward_fn = judge.start(self.reward_fn, self.val_reward_fn)
 

@@ -14,7 +14,7 @@ import httpx
 
 from verl.utils.patient_requests import api_headers
 from verl.utils.sandbox import Limits, Result
-from verl.utils.sandbox_fusion.wire import PING, RUN, RunRequest, ServerFailed, result_from_json
+from verl.utils.sandbox_fusion.wire import DEFAULT_SECONDS, PING, RUN, ServerFailed, result_from_json, run_request
 
 # Worth another attempt: the server is starting, restarting or busy.
 _BUSY = (429, 500, 502, 503, 504)
@@ -64,15 +64,14 @@ class SandboxClient:
         limits: Limits | None = None,
     ) -> Result:
         """Run a program; a SandboxUnavailable where no server did, a ValueError where it refused the request."""
-        request = self._request(code, language, stdin, files, fetch, limits)
-        body = request.model_dump()
+        request, timeout = self._request(code, language, stdin, files, fetch, limits)
         with self._lock:
             self._client = self._client or httpx.Client(trust_env=False, headers=api_headers())
         with self._free:
             for attempt in range(1, self._attempts + 1):
                 answer: httpx.Response | Exception
                 try:
-                    answer = self._client.post(f"{self.url}{RUN}", json=body, timeout=self._time(request))
+                    answer = self._client.post(f"{self.url}{RUN}", json=request, timeout=timeout)
                 except httpx.HTTPError as error:
                     answer = error
                 if (done := self._done(answer, attempt)) is not None:
@@ -90,14 +89,13 @@ class SandboxClient:
         limits: Limits | None = None,
     ) -> Result:
         """As `run`, in an event loop."""
-        request = self._request(code, language, stdin, files, fetch, limits)
-        body = request.model_dump()
+        request, timeout = self._request(code, language, stdin, files, fetch, limits)
         client, free = self._in_this_loop()
         async with free:
             for attempt in range(1, self._attempts + 1):
                 answer: httpx.Response | Exception
                 try:
-                    answer = await client.post(f"{self.url}{RUN}", json=body, timeout=self._time(request))
+                    answer = await client.post(f"{self.url}{RUN}", json=request, timeout=timeout)
                 except httpx.HTTPError as error:
                     answer = error
                 if (done := self._done(answer, attempt)) is not None:
@@ -131,18 +129,12 @@ class SandboxClient:
         files: Mapping[str, bytes] | None,
         fetch: Sequence[str],
         limits: Limits | None,
-    ) -> RunRequest:
-        times = {} if limits is None else {"run_timeout": limits.wall_s, "compile_timeout": limits.compile_s}
+    ) -> tuple[dict[str, Any], httpx.Timeout]:
+        """(JSON of the request, how long it may take)"""
         memory = self._memory_mb if limits is None else limits.memory_mb
-        return RunRequest(
-            code=code,
-            language=language,
-            stdin=stdin,
-            files=dict(files or {}),
-            fetch_files=list(fetch),
-            memory_limit_MB=-1 if memory is None else memory,
-            **times,
-        )
+        request = run_request(code, language, stdin, files or {}, fetch, limits, memory)
+        seconds = 2 * DEFAULT_SECONDS if limits is None else limits.wall_s + limits.compile_s
+        return request, httpx.Timeout(seconds + self._queue_s, connect=5.0)
 
     def _in_this_loop(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
         loop = asyncio.get_running_loop()
@@ -152,9 +144,6 @@ class SandboxClient:
                 client = httpx.AsyncClient(trust_env=False, limits=unlimited, headers=api_headers())
                 self._of_loop[loop] = client, asyncio.Semaphore(self._most)
             return self._of_loop[loop]
-
-    def _time(self, request: RunRequest) -> httpx.Timeout:
-        return httpx.Timeout(request.run_timeout + request.compile_timeout + self._queue_s, connect=5.0)
 
     def _done(self, answer: httpx.Response | Exception, attempt: int) -> Result | None:
         """The result, or None where another attempt is worth it; the last one raises what is wrong."""

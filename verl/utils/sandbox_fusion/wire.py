@@ -4,57 +4,41 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from pydantic import ConfigDict, Field, field_serializer, field_validator
-
-from verl.utils.http_server.json_body import RequestModel
-from verl.utils.sandbox import Result
+from verl.utils.sandbox import Limits, Result
 
 RUN, PING, PONG = "/run_code", "/v1/ping", "pong"
-_MOST_FILES = 1024
-_Path = Annotated[str, Field(max_length=4096)]
+MOST_FILES = 1024
+DEFAULT_SECONDS = 10.0
+"""run_timeout and compile_timeout of a request that sets none."""
 
 
 class ServerFailed(RuntimeError):
     """The server answered that it could not run the code, which is no fault of the code."""
 
 
-class RunRequest(RequestModel):
-    """`POST /run_code`: one program to run. Fields of other versions of the API are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    code: str
-    language: Annotated[str, Field(max_length=40)] = "python"
-    stdin: str = ""
-    files: Annotated[dict[_Path, bytes], Field(max_length=_MOST_FILES)] = Field(default_factory=dict)
-    fetch_files: Annotated[list[_Path], Field(max_length=_MOST_FILES)] = Field(default_factory=list)
-    run_timeout: Annotated[float, Field(gt=0)] = 10.0
-    compile_timeout: Annotated[float, Field(gt=0)] = 10.0
-    memory_limit_MB: int = -1
-    """-1: the server's default."""
-
-    @field_validator("files", mode="before")
-    @classmethod
-    def _decode_files(cls, files: Any) -> Any:
-        return _decoded(files) if isinstance(files, dict) else files
-
-    @field_serializer("files")
-    def _encode_files(self, files: Mapping[str, bytes]) -> dict[str, str]:
-        return {name: base64.b64encode(content).decode() for name, content in files.items()}
-
-    @field_validator("memory_limit_MB")
-    @classmethod
-    def _check_memory(cls, value: int) -> int:
-        if value != -1 and value < 1:
-            raise ValueError("must be at least 1, or -1 for the server's default")
-        return value
-
-    @property
-    def memory_mb(self) -> int | None:
-        return None if self.memory_limit_MB == -1 else self.memory_limit_MB
+def run_request(
+    code: str,
+    language: str,
+    stdin: str,
+    files: Mapping[str, bytes],
+    fetch: Sequence[str],
+    limits: Limits | None,
+    memory_mb: int | None,
+) -> dict[str, Any]:
+    """The JSON of a request; without `limits` the server's times apply, without `memory_mb` its memory."""
+    times = {} if limits is None else {"run_timeout": limits.wall_s, "compile_timeout": limits.compile_s}
+    return {
+        "code": code,
+        "language": language,
+        "stdin": stdin,
+        "files": {name: base64.b64encode(content).decode() for name, content in files.items()},
+        "fetch_files": list(fetch),
+        "memory_limit_MB": -1 if memory_mb is None else memory_mb,
+        **times,
+    }
 
 
 def result_to_json(result: Result) -> dict[str, Any]:
@@ -91,7 +75,7 @@ def result_from_json(told: Any) -> Result:
             result.status = _STATUS_OF_WORDS[told["message"]]
         elif result.status == "finished" and told.get("message") == _IN_WORDS["output"]:
             result.status = "output"
-        result.compile, result.files = compiled, _decoded(told.get("files") or {})
+        result.compile, result.files = compiled, decode_files(told.get("files") or {})
         return result
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ServerFailed(f"answered what is no result of a run ({error!r})") from error
@@ -124,11 +108,11 @@ def _run_from_json(told: Mapping[str, Any]) -> Result:
     return Result(status, code, told.get("stdout") or "", told.get("stderr") or "", seconds)
 
 
-def _decoded(files: Mapping[Any, Any]) -> dict[str, bytes]:
+def decode_files(files: Mapping[Any, Any]) -> dict[str, bytes]:
     """Contents from base64; a ValueError names the file that is not."""
     contents = {}
     for number, (name, content) in enumerate(files.items()):
-        if number > _MOST_FILES:
+        if number > MOST_FILES:
             break  # the model rejects their number
         try:
             contents[name] = content if isinstance(content, bytes) else base64.b64decode(content, validate=True)
