@@ -24,7 +24,7 @@ SERVERS = ("starlette", "uvicorn", "pydantic")
         ("verl.inference.engine", HEAVY),
         ("verl.inference.async_engine", HEAVY),
         ("verl.model_merger.__main__", HEAVY),
-        ("verl.trainer.ppo.ray_trainer", SERVERS),
+        ("verl.trainer.ppo.ray_trainer, verl.planning.plan, verl.agent.worker", SERVERS),
         ("verl.utils.sandbox_fusion", SERVERS),
     ],
 )

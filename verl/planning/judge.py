@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from verl.config.layout import judge_shares_devices, serves_reward_model
 from verl.config.ppo import PPOConfig
-from verl.inference.serving.model import engine_config
 from verl.planning.costs import TrainedModel
 from verl.planning.engines import BYTES, EngineParts, engine_parts
 from verl.planning.phases import DeviceMemory
@@ -49,6 +48,8 @@ class Judge:
         length = asked.max_model_len or self.shape.positions
         if length is None:  # its server asks for the same, once it has started
             raise ValueError("reward_model.rollout.max_model_len: the model names no limit of its own. Set it.")
+        from verl.inference.serving.model import engine_config  # imports the web server
+
         engine = engine_config(asked, length)
         engine.dtype = self._dtype
         parts = engine_parts(engine, self.shape, asked.max_num_seqs, self.config.trainer.device == "cuda", device)

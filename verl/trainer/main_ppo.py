@@ -292,12 +292,16 @@ class TaskRunner:
     def add_reward_model_worker(self, config: PPOConfig) -> None:
         """The reward model, where one is enabled."""
         from verl.trainer.ppo.utils import Role
-        from verl.workers.roles.served_reward_model import ServedRewardModelWorker
 
-        if config.reward_model.enable:
+        if not config.reward_model.enable:
+            return
+        if serves_reward_model(config):
+            from verl.workers.roles.served_reward_model import ServedRewardModelWorker  # imports the web server
+
+            self._add(config, Role.RewardModel, ServedRewardModelWorker, "reward_model")
+        else:
             workers = self._workers(config.reward_model.strategy)
-            worker = ServedRewardModelWorker if serves_reward_model(config) else workers.RewardModelWorker
-            self._add(config, Role.RewardModel, worker, "reward_model")
+            self._add(config, Role.RewardModel, workers.RewardModelWorker, "reward_model")
 
     def add_ref_policy_worker(self, config: PPOConfig) -> None:
         """The frozen reference, where a KL needs it."""
