@@ -90,7 +90,8 @@ class SandboxServer:
                 raise HttpError(422, f"{error}.") from error
         finally:
             self._admitted -= 1
-        return await json_response(result_to_json(result))
+        size = len(result.stdout) + len(result.stderr) + sum(map(len, result.files.values()))
+        return await json_response(lambda: result_to_json(result), size)
 
     def _limits_for(self, program: RunRequest) -> Limits:
         memory = self._limits.memory_mb if program.memory_mb is None else program.memory_mb

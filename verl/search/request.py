@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from verl.utils.http_server.json_body import RequestModel
 
-__all__ = ["MAX_QUERIES", "MAX_TOPK", "RetrieveRequest"]
+__all__ = ["MAX_HITS", "MAX_QUERIES", "MAX_TOPK", "RetrieveRequest"]
 
 MAX_TOPK = 1000
 MAX_QUERIES = 1024
+MAX_HITS = 65536
+"""Documents of one response."""
 
 
 class RetrieveRequest(RequestModel):
@@ -23,3 +25,9 @@ class RetrieveRequest(RequestModel):
     topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] | None = None
     """None: the server's default."""
     return_scores: bool = False
+
+    @model_validator(mode="after")
+    def _check_hits(self) -> RetrieveRequest:
+        if len(self.queries) * (self.topk or 1) > MAX_HITS:
+            raise ValueError(f"queries: {len(self.queries)} with topk {self.topk} exceed {MAX_HITS} documents")
+        return self

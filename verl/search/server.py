@@ -10,21 +10,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from verl.search.request import RetrieveRequest
 from verl.search.retriever import DEFAULT_TOPK, RETRIEVERS, Hit, Retriever, open_retriever
-from verl.utils.http_server.app import create_app, json_response
+from verl.utils.http_server.app import create_app
 from verl.utils.http_server.json_body import BodyParser
 from verl.utils.http_server.server import (
     Limits,
@@ -72,7 +73,7 @@ class SearchServer:
         query = await self._parser.parse(RetrieveRequest, await request.body())
         found = await self._look_up(query.queries, query.topk or self._retriever.topk)
         self._answered += len(query.queries)
-        return await json_response({"result": [[_shown(hit, query.return_scores) for hit in hits] for hits in found]})
+        return StreamingResponse(_pieces(found, query.return_scores), media_type="application/json")
 
     async def _look_up(self, queries: list[str], topk: int) -> list[list[Hit]]:
         answer: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
@@ -138,6 +139,15 @@ def _serve(options: argparse.Namespace) -> None:
         with contextlib.closing(SearchServer(retriever, options.retriever_name)) as server:
             app = server.app(options.max_body_mb * 2**20, options.api_key)
             asyncio.run(create_server(app, name, limits, "/retrieve").serve([bound]))
+
+
+async def _pieces(found: list[list[Hit]], scores: bool) -> AsyncIterator[str]:
+    """The response, one query at a time: other clients are served in between."""
+    yield '{"result": ['
+    for number, hits in enumerate(found):
+        yield f"{', ' if number else ''}{json.dumps([_shown(hit, scores) for hit in hits], ensure_ascii=False)}"
+        await asyncio.sleep(0)
+    yield "]}"
 
 
 def _shown(hit: Hit, scores: bool) -> dict[str, Any]:

@@ -57,7 +57,16 @@ def test_a_large_body_is_parsed_as_a_small_one(server):
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"queries": "text"}, {"queries": [1]}, {"queries": ["a"], "topk": 0}, {"queries": ["a"] * 2000}, [1]]
+    "body",
+    [
+        {},
+        {"queries": "text"},
+        {"queries": [1]},
+        {"queries": ["a"], "topk": 0},
+        {"queries": ["a"] * 2000},
+        {"queries": ["a"] * 100, "topk": 1000},
+        [1],
+    ],
 )
 def test_what_is_no_question_is_refused_with_the_reason(server, body):
     reply = httpx.post(server.url, json=body, trust_env=False)

@@ -11,7 +11,7 @@ import ipaddress
 import json
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -23,6 +23,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verl.utils.exceptions import Travels
+from verl.utils.heap import trim_heap
 
 __all__ = ["ClientDisconnected", "ErrorContent", "HttpError", "create_app", "detail_error", "json_response"]
 
@@ -30,6 +31,7 @@ _BODY_METHODS = ("POST", "PUT", "PATCH", "DELETE")
 _SMALL_BODY = 1 << 20
 _BUFFERED_BODIES = 512 << 20
 _PIECE = 256 << 10
+_TRIM_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +94,24 @@ class _Guard:
         self._max_body, self._api_key = max_body_bytes, api_key
         self._available = ", ".join(["GET /health", *map(_described, routes)])
         self._buffered = 0
+        self._trimming = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["path"] = scope["path"].rstrip("/") or "/"
+        sent = 0
+
+        async def counted_send(message: Message) -> None:
+            nonlocal sent
+            sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._handle(scope, receive, counted_send)
+        finally:
+            if sent > _SMALL_BODY:
+                self._trim_later()
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._respond(scope, receive, send)
         except ClientDisconnected:
@@ -138,6 +155,18 @@ class _Guard:
             await run_until_disconnect(self.app(scope, _replay(bytes(body)), send), receive)
         finally:
             self._buffered -= len(body)
+            if len(body) > _SMALL_BODY:
+                self._trim_later()
+
+    def _trim_later(self) -> None:
+        """Return freed memory to the system a moment after large requests: malloc keeps it otherwise."""
+        if not self._trimming:
+            self._trimming = True
+            asyncio.get_running_loop().call_later(_TRIM_SECONDS, self._trim)
+
+    def _trim(self) -> None:
+        self._trimming = False
+        asyncio.get_running_loop().run_in_executor(None, trim_heap)
 
     def _authenticate(self, headers: Headers) -> None:
         if self._api_key is None:
@@ -275,17 +304,19 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def json_response(content: Any) -> Response:
-    """A response whose body may be large: encoded in a thread and sent in pieces, so that other clients are served."""
-    body = await asyncio.to_thread(lambda: json.dumps(content, ensure_ascii=False, allow_nan=False).encode())
-    if len(body) <= _PIECE:
-        return Response(body, media_type="application/json")
-    view = memoryview(body)
-    headers = {"Content-Length": str(len(body))}
+async def json_response(build: Callable[[], Any], size: int) -> Response:
+    """A response whose body may be large: `size` is an estimate in bytes.
 
-    async def pieces() -> Any:
-        for start in range(0, len(view), _PIECE):
-            yield bytes(view[start : start + _PIECE])
+    A large one is built and encoded in a thread and sent in pieces, so that other clients are served.
+    """
+    if size <= _PIECE:
+        return JSONResponse(build())
+    body = await asyncio.to_thread(lambda: json.dumps(build(), ensure_ascii=False, allow_nan=False).encode())
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), _PIECE):
+            yield body[start : start + _PIECE]
             await asyncio.sleep(0)
 
+    headers = {"Content-Length": str(len(body))}
     return StreamingResponse(pieces(), media_type="application/json", headers=headers)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from verl.utils.heap import trim_heap
 from verl.utils.http_server.app import HttpError
 from verl.utils.process_pool import ProcessDied, ProcessPool, TaskTimeout
 
@@ -106,6 +107,13 @@ def parse_model(model: type[Model], body: bytes) -> Model:
     return validate_model(model, parse_json(body))
 
 
+def _parse_large(model: type[Model], body: bytes) -> Model:
+    try:
+        return parse_model(model, body)
+    finally:
+        trim_heap()
+
+
 class BodyParser:
     """Parses bodies in the event loop if they are small, otherwise in a process with limits on time and memory.
 
@@ -119,7 +127,7 @@ class BodyParser:
         if len(body) <= _INLINE_BYTES:
             return parse_model(model, body)
         try:
-            parsed: Model = await asyncio.wrap_future(self._pool.submit(parse_model, model, body, timeout=_SECONDS))
+            parsed: Model = await asyncio.wrap_future(self._pool.submit(_parse_large, model, body, timeout=_SECONDS))
         except TaskTimeout as error:
             raise HttpError(400, f"the body could not be parsed within {_SECONDS:g} s. Shorten it.") from error
         except (MemoryError, ProcessDied) as error:

@@ -36,6 +36,8 @@ __all__ = [
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OTHER_FILES = 256
 _POLL_SECONDS = 0.01
+# asyncio accepts as many connections in one iteration of the loop as the backlog has entries: other clients wait.
+_ACCEPTED_AT_ONCE, _BACKLOG = 64, 2048
 _UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\nConnection: close\r\n\r\n"
 
 logger = logging.getLogger(__name__)
@@ -110,7 +112,7 @@ def create_server(app: Any, name: str, limits: Limits, path: str = "", signals: 
     """
     limits = replace(limits, connections=_allowed_connections(limits.connections))
     config = uvicorn.Config(
-        app,
+        _HeaderLimit(app, limits.header_bytes),
         loop="asyncio",
         http=type("Connection", (_Connection,), {"limits": limits, "waiting": {}}),
         ws="none",
@@ -121,6 +123,7 @@ def create_server(app: Any, name: str, limits: Limits, path: str = "", signals: 
         proxy_headers=False,
         server_header=False,
         h11_max_incomplete_event_size=limits.header_bytes,
+        backlog=_ACCEPTED_AT_ONCE,
         timeout_keep_alive=limits.idle_seconds,
         timeout_graceful_shutdown=limits.grace_seconds,
     )
@@ -137,6 +140,22 @@ def _allowed_connections(count: int) -> int:
     return count if soft == resource.RLIM_INFINITY else max(1, min(count, soft - min(_OTHER_FILES, soft // 2)))
 
 
+class _HeaderLimit:
+    """Rejects requests with large headers. h11 only limits headers that arrive in several pieces."""
+
+    def __init__(self, app: Any, most: int) -> None:
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
+        if size <= self._most:
+            return await self._app(scope, receive, send)
+        headers = [(b"content-length", b"0"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 431, "headers": headers})
+        await send({"type": "http.response.body"})
+
+
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, name: str, limits: Limits, path: str, signals: bool) -> None:
         super().__init__(config)
@@ -145,6 +164,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(_BACKLOG)
         host, port = (sockets or [])[0].getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info("serving %s at http://%s:%d%s", self._name, shown, port, self._path)

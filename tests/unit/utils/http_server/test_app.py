@@ -36,7 +36,7 @@ async def reject(request):
 
 
 async def large(request):
-    return await json_response({"text": "x" * 3_000_000})
+    return await json_response(lambda: {"text": "x" * 3_000_000}, 3_000_000)
 
 
 async def breaks(request):

@@ -158,6 +158,13 @@ def test_as_many_connections_as_allowed_can_be_open(server):
         assert b"200 OK" in opened.enter_context(connection(port, get("/"))).recv(2**16)
 
 
+@pytest.mark.parametrize("header", [b"x: " + b"y" * 20_000, b"x: y\r\n" * 4_000 + b"x: y", b"x: " + b"y" * 1_000_000])
+def test_large_headers_are_rejected_in_one_piece_and_in_several(server, header):
+    _, port = server
+    with connection(port, b"GET / HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n\r\n") as client:
+        assert client.recv(2**16).startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
+
+
 @pytest.mark.parametrize(
     "data",
     [
