@@ -71,9 +71,11 @@ class AgentData:
         self._turn_end = len(self.response_ids)
         return self.chat.decode(self.chat.content(token_ids))
 
-    def reply(self, messages: Sequence[dict[str, Any]]) -> bool:
-        """Append what is said to the model; False: it was cut, and the model has no room to go on."""
-        token_ids = self.chat.suffix(messages, self.response_ids)
+    def reply(self, messages: Sequence[dict[str, Any]], token_ids: Sequence[int]) -> bool:
+        """Append what is said to the model, `chat.suffix` of which is `token_ids`.
+
+        False: it was cut, and the model has no room to go on.
+        """
         fits = len(token_ids) < self.left
         if not fits:
             self.finish_reason = "length"

@@ -18,6 +18,7 @@ from verl.types.request import TokenOutput
 from verl.utils.exceptions import Travels
 from verl.utils.import_utils import ImportPath
 from verl.utils.registry import Registry
+from verl.utils.text_workers import max_characters
 from verl.workers.rollout.call_record import current
 
 __all__ = [
@@ -183,6 +184,12 @@ class AgentLoopBase(ABC):
     def _templated(self, messages: list[Any], tools: Any, **template_kwargs: Any) -> list[int]:
         kwargs = self.apply_chat_template_kwargs | template_kwargs
         text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **kwargs)
+        most = max_characters(self.tokenizer, self.rollout_config.max_model_len)
+        if len(text) > most:
+            raise ValueError(
+                f"apply_chat_template: the messages have {len(text)} characters; at most {most} can fit"
+                f" rollout.max_model_len={self.rollout_config.max_model_len} tokens. Shorten them."
+            )
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

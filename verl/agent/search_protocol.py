@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from verl.search.retriever import Hit
 from verl.search.searcher import as_information
+from verl.utils.text_workers import max_characters
 
 __all__ = ["INVALID", "STOPS", "Action", "Information", "parse_action"]
 
@@ -23,7 +24,7 @@ INVALID = (
 )
 FAILED = "The search failed. Answer without it, or try again."
 NOTHING = "Nothing was found."
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_OPENING = re.compile(r"<(search|answer)>")
 
 
 class Action(NamedTuple):
@@ -35,10 +36,15 @@ class Action(NamedTuple):
 
 def parse_action(text: str) -> Action:
     """The first whole action of a turn's text. An empty query asks for nothing."""
-    found = _ACTION.search(text)
-    if found is None or not found[2].strip():
+    last = {kind: text.rfind(f"</{kind}>") for kind in ("search", "answer")}
+    # The first opening that is closed anywhere behind it: each end is looked up once, whatever the text.
+    opening = next((mark for mark in _OPENING.finditer(text) if mark.end() <= last[mark[1]]), None)
+    if opening is None:
         return Action("invalid")
-    return Action("search" if found[1] == "search" else "answer", found[2].strip())
+    content = text[opening.end() : text.find(f"</{opening[1]}>", opening.end())].strip()
+    if not content:
+        return Action("invalid")
+    return Action("search" if opening[1] == "search" else "answer", content)
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Information:
         """A text between the markers."""
         before, after = self._ids(f"\n\n{self.start}"), self._ids(f"{self.end}\n\n")
         room = max(0, self.most - len(before) - len(after))
-        return [*before, *self._ids(text)[:room], *after]
+        return [*before, *self._ids(text[: max_characters(self.tokenizer, room)])[:room], *after]
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

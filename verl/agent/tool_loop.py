@@ -15,7 +15,9 @@ from typing import Any, ClassVar
 
 from verl.agent.agent_data import AgentData, answer_message
 from verl.agent.chat import Chat, tool_message
+from verl.agent.chat_writer import ChatWriter
 from verl.agent.loop import AgentLoopBase, AgentLoopOutput
+from verl.agent.reply_tokens import reply_tokens
 from verl.agent.toolbox import Toolbox, ToolSession
 from verl.config import PPOConfig
 from verl.interactions.box import InteractionSession
@@ -66,7 +68,7 @@ class ToolAgentLoop(AgentLoopBase):
                 if self._over(data, may_go_on=bool(calls) or user is not None):
                     break
                 replies = await self._call(calls, tools, data) if calls else await self._ask(user, data)
-                if not replies or not data.reply(replies):
+                if not replies or not data.reply(replies, await self._tokens(data, tools.schemas, replies)):
                     break
             for reward in (await tools.finish()).values():
                 data.earn(reward, data.tool_rewards)
@@ -123,6 +125,11 @@ class ToolAgentLoop(AgentLoopBase):
                 limit += f" and {turns.max_tool_calls} in all"
             told.append((rest[0], f"Not run: {', '.join(rest[:_NAMED])}{more}. Tool calls are limited to {limit}."))
         return [tool_message(name[:_NAME] or "unknown", text, number) for number, (name, text) in enumerate(told)]
+
+    async def _tokens(self, data: AgentData, schemas: Schemas, replies: Replies) -> list[int]:
+        """The tokens of what is said to the model; those without room need not be right."""
+        writer = ChatWriter.of(schemas, self.end_token_ids, self.config.data.apply_chat_template_kwargs)
+        return await reply_tokens(data.chat, writer, self.tokenizer, replies, data.response_ids, data.left)
 
     async def _ask(self, user: InteractionSession | None, data: AgentData) -> Replies:
         """What the simulated user says to an answer without calls; nothing when they are content."""

@@ -20,7 +20,8 @@ _DEFAULTS = {
     "memory_limit_mb": 1024,
     "num_workers": 10,
 }
-_FENCED = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+# Bounded white space: two runs of it beside each other are matched in a time that is quadratic in their length.
+_FENCED = re.compile(r"```[ \t]{0,8}\w{0,32}[ \t]{0,8}\n(.*?)(?:\n[ \t]{0,64}```|\Z)", re.DOTALL)
 
 
 class SandboxFusionTool(BaseTool):

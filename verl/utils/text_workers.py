@@ -11,11 +11,12 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from verl.utils.exceptions import Travels
 from verl.utils.process_pool import ProcessDied, ProcessPool, TaskTimeout
+from verl.utils.tokenizer import hf_tokenizer
 
 __all__ = ["SHORT_TEXT", "TextWorkLimit", "TextWorkers", "TextWorkersBusy", "longest_token", "text_length"]
 
@@ -101,12 +102,25 @@ class TextWorkers:
             raise TextWorkLimit("takes too much memory to be read") from error
 
 
+def tokenizer_loader(tokenizer: Any) -> Callable[[], Any]:
+    """A function that gives the tokenizer in another process: pickled, or read again where its class is remote code."""
+    if type(tokenizer).__module__.startswith("transformers_modules"):
+        return partial(hf_tokenizer, tokenizer.name_or_path, trust_remote_code=True)
+    return partial(_same, tokenizer)
+
+
+@lru_cache(8)
 def longest_token(tokenizer: Any) -> int:
     """Characters of the longest token. A text of more than n times as many characters has more than n tokens.
 
     Exceptions are texts that the tokenizer's normaliser shortens, such as runs of white space that it collapses.
     """
     return max(map(len, tokenizer.get_vocab()))
+
+
+def max_characters(tokenizer: Any, tokens: int) -> int:
+    """Characters of a text beyond which it has more than so many tokens, see `longest_token`."""
+    return max(1, tokens) * longest_token(tokenizer)
 
 
 def text_length(value: Any) -> int:
@@ -123,6 +137,10 @@ def text_length(value: Any) -> int:
         elif isinstance(item, list | tuple):
             remaining.extend(item)
     return total
+
+
+def _same(tokenizer: Any) -> Any:
+    return tokenizer
 
 
 def _release(loop: asyncio.AbstractEventLoop, semaphore: asyncio.Semaphore) -> None:

