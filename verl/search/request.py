@@ -6,12 +6,11 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 
+from verl.search.retriever import MAX_QUERIES, MAX_TOPK, check_queries
 from verl.utils.http_server.json_body import RequestModel
 
-__all__ = ["MAX_HITS", "MAX_QUERIES", "MAX_TOPK", "RetrieveRequest"]
+__all__ = ["MAX_HITS", "RetrieveRequest"]
 
-MAX_TOPK = 1000
-MAX_QUERIES = 1024
 MAX_HITS = 65536
 """Documents of one response."""
 
@@ -27,7 +26,8 @@ class RetrieveRequest(RequestModel):
     return_scores: bool = False
 
     @model_validator(mode="after")
-    def _check_hits(self) -> RetrieveRequest:
+    def _check_work(self) -> RetrieveRequest:
+        check_queries(self.queries, self.topk)
         if len(self.queries) * (self.topk or 1) > MAX_HITS:
             raise ValueError(f"queries: {len(self.queries)} with topk {self.topk} exceed {MAX_HITS} documents")
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,11 +15,31 @@ from verl.search import bm25, dense
 from verl.search.corpus import Corpus, Document
 from verl.utils.fs import cache_root, copy_to_local, expand_path, made_once
 
-__all__ = ["RETRIEVERS", "Hit", "Retriever", "open_retriever"]
+__all__ = [
+    "MAX_QUERIES",
+    "MAX_QUERY_CHARACTERS",
+    "MAX_QUERY_WORDS",
+    "MAX_REQUEST_WORDS",
+    "MAX_TOPK",
+    "RETRIEVERS",
+    "Hit",
+    "QueryLimit",
+    "Retriever",
+    "check_queries",
+    "open_retriever",
+]
 
 # A family of encoders is dense retrieval with the words that they were trained with.
 RETRIEVERS = ("bm25", "dense", *dense.FAMILIES)
 DEFAULT_TOPK = 3
+MAX_TOPK = 1000
+MAX_QUERIES = 1024
+MAX_QUERY_CHARACTERS = 8192
+MAX_QUERY_WORDS = 512
+"""A word is compared with every document that has it: the time of a query is proportional to its words."""
+MAX_REQUEST_WORDS = 16384
+"""Of all queries of a request."""
+_WORD = re.compile(r"\w\w+")
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +49,10 @@ class Hit(NamedTuple):
 
     document: Document
     score: float
+
+
+class QueryLimit(ValueError):
+    """A query that is too long, or too many of them; the message names the field and the limit."""
 
 
 class Index(Protocol):
@@ -53,9 +78,46 @@ class Retriever:
         self._index = index
 
     def retrieve(self, queries: Sequence[str], topk: int | None = None) -> list[list[Hit]]:
-        """The best documents of every query, the best first; fewer than `topk` where fewer match."""
+        """The best documents of every query, the best first; fewer than `topk` where fewer match.
+
+        QueryLimit, a ValueError, for a query beyond MAX_QUERY_CHARACTERS or MAX_QUERY_WORDS, or `topk` beyond MAX_TOPK.
+        """
+        _check_topk(topk)
+        for query in queries:
+            _check_query(query)
         found = self._index.search(queries, self.topk if topk is None else topk)
         return [[Hit(self.corpus[row], score) for row, score in rows] for rows in found]
+
+
+def check_queries(queries: Sequence[str], topk: int | None = None, max_queries: int = MAX_QUERIES) -> None:
+    """Raise QueryLimit for a request beyond the limits: its queries, their lengths and words, and `topk`.
+
+    Takes time proportional to the text, up to the first query that is too long.
+    """
+    _check_topk(topk)
+    if len(queries) > max_queries:
+        raise QueryLimit(f"queries: {len(queries)} in one request; at most {max_queries} are answered.")
+    words = sum(_check_query(query) for query in queries)
+    if words > MAX_REQUEST_WORDS:
+        raise QueryLimit(f"queries: {words} words in one request; at most {MAX_REQUEST_WORDS} are answered.")
+
+
+def _check_topk(topk: int | None) -> None:
+    if topk is not None and not 1 <= topk <= MAX_TOPK:
+        shown = str(topk) if abs(topk) < 10**12 else "a number of more than 12 digits"
+        raise QueryLimit(f"topk: {shown}. Give a number from 1 to {MAX_TOPK}.")
+
+
+def _check_query(query: str) -> int:
+    """The number of its words."""
+    if len(query) > MAX_QUERY_CHARACTERS:
+        raise QueryLimit(
+            f"queries: a query has {len(query)} characters; at most {MAX_QUERY_CHARACTERS} are answered. Shorten it."
+        )
+    words = len(_WORD.findall(query))
+    if words > MAX_QUERY_WORDS:
+        raise QueryLimit(f"queries: a query has {words} words; at most {MAX_QUERY_WORDS} are answered. Shorten it.")
+    return words
 
 
 def open_retriever(

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from verl.config import RetrieverConfig
 from verl.search.client import RetrieverClient, RetrieverError
 from verl.search.corpus import title_and_text
-from verl.search.retriever import Hit, Retriever, open_retriever
+from verl.search.retriever import Hit, QueryLimit, Retriever, check_queries, open_retriever
 
 __all__ = ["LocalSearcher", "Searcher", "as_information", "check_retriever", "open_searcher"]
 
@@ -42,7 +42,11 @@ class LocalSearcher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
 
     async def retrieve(self, queries: Sequence[str], topk: int | None = None) -> list[list[Hit]]:
-        """The best documents of every query."""
+        """The best documents of every query; RetrieverError for a query beyond the retriever's limits."""
+        try:
+            check_queries(queries, topk)
+        except QueryLimit as error:
+            raise RetrieverError(str(error), refused=True) from error
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._retriever.retrieve, queries, topk)
 
     async def check(self) -> dict[str, Any]:
