@@ -111,3 +111,4 @@ def running_gateway(
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)
         loop.close()
+        model.close()

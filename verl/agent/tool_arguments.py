@@ -37,7 +37,8 @@ class ArgumentCheck:
         except SchemaError as error:
             where = "".join(f".{part}" for part in error.absolute_path)
             raise ValueError(f"tool_schema.function.parameters{where}: {error.message}.") from error
-        self._validator = Draft202012Validator(_with_null(parameters))
+        checked = _without_patterns(parameters) if tool.schema_is_remote else parameters
+        self._validator = Draft202012Validator(_with_null(checked))
 
     def read(self, text: str) -> dict[str, Any]:
         """The arguments; CallFailed says what to write instead."""
@@ -76,6 +77,26 @@ def _shape(parameters: Mapping[str, Any]) -> str:
         kind = "|".join(kind) if isinstance(kind, list) else kind
         told.append(f'"{name}": {kind}' + ("" if name in required else " (optional)"))
     return "{" + ", ".join(told) + "}"
+
+
+_PATTERNS = ("pattern", "patternProperties")
+_BY_NAME = ("properties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("enum", "const", "default", "examples")
+
+
+def _without_patterns(schema: Any) -> Any:
+    """The schema without regular expressions, which may take exponential time. A remote tool checks them itself."""
+    if isinstance(schema, list):
+        return [_without_patterns(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    rest: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _BY_NAME and isinstance(value, Mapping):
+            rest[name] = {key: _without_patterns(each) for key, each in value.items()}
+        elif name not in _PATTERNS:
+            rest[name] = value if name in _VALUES else _without_patterns(value)
+    return rest
 
 
 def _with_null(schema: Any) -> Any:

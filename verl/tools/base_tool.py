@@ -22,6 +22,8 @@ class BaseTool:
 
     refuses_unknown_arguments = False
     """Whether an argument that the schema does not name is the model's mistake."""
+    schema_is_remote = False
+    """Whether another machine wrote the schema: its regular expressions are then not run here."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.config = config

@@ -17,6 +17,7 @@ class MCPBaseTool(BaseTool):
     `config`: `timeout` seconds for one call, `rate_limit` calls per second, `num_workers` at a time.
     """
 
+    schema_is_remote = True
     server: McpServer | None = None
     """Set by the toolbox."""
 

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from verl.agent.tool_arguments import ArgumentCheck, CallFailed
 from verl.agent.tool_files import read_tool_files
 from verl.agent.toolbox import CallLimits, Toolbox, ToolResult
 from verl.config import load_config
 from verl.config.problems import ConfigError
 from verl.tools.base_tool import BaseTool, ToolError
 from verl.tools.function_tool import FunctionTool, function_tool
-from verl.tools.schemas import ToolResponse
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.tool_calls import ToolCall
 
 LIMITS = CallLimits(seconds=5.0, characters=4000, side="middle")
@@ -213,6 +214,27 @@ async def test_a_wrong_call_is_answered_in_words_the_model_can_act_on(call: Tool
         assert await session.call(call) == ToolResult(text, failure=failure)
         assert session.failures == {failure: 1}
     assert tool.log == []  # no state for calls that reach no tool
+
+
+class Remote(Notebook):
+    """A tool whose schema came from another machine."""
+
+    schema_is_remote = True
+
+
+def test_patterns_of_a_remote_schema_are_not_run_and_its_other_rules_are():
+    word = {"type": "string", "pattern": "^(a+)+$", "maxLength": 60}  # takes exponential time
+    properties = {"word": word, "pattern": {"type": "string", "const": "pattern"}}
+    parameters = {"type": "object", "properties": properties, "patternProperties": {"^(b+)+$": False}, "required": []}
+    function = {"name": "note", "description": "", "parameters": parameters}
+    schema = OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+    check = ArgumentCheck(Remote({}, schema))
+    long = "a" * 50 + "!"
+    assert check.read(json.dumps({"word": long})) == {"word": long}
+    for arguments, words in (({"word": 3}, "not of type 'string'"), ({"pattern": "x"}, "'pattern' was expected")):
+        with pytest.raises(CallFailed) as failed:
+            check.read(json.dumps(arguments))
+        assert words in failed.value.text
 
 
 @function_tool

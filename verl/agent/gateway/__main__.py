@@ -40,8 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warn_if_public(taken, "Leave out --host.")
             parser = get_parser(options.format)
             with ServedModel(options).loaded(max_answers=1, client_templates=False) as served:
-                gateway = _Gateway(served, Model(served.facts, served.tokenizer, parser), options.out)
-                asyncio.run(gateway.serve(create_server(gateway.app, served.what, Limits(), "/sessions/<id>"), [taken]))
+                with contextlib.closing(Model(served.facts, served.tokenizer, parser)) as model:
+                    model.start_workers()
+                    gateway = _Gateway(served, model, options.out)
+                    server = create_server(gateway.app, served.what, Limits(), "/sessions/<id>")
+                    asyncio.run(gateway.serve(server, [taken]))
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{in_options(str(error))}\n")
         return 2

@@ -231,5 +231,6 @@ def _gateway_of(loop: GatewayAgentLoop) -> _Gateway:
             longest_token=longest_token(loop.tokenizer),
         )
         parser = get_parser(loop.rollout_config.multi_turn.format)
-        _gateways[loop.loop] = _Gateway(Model(facts, loop.tokenizer, parser, loop.apply_chat_template_kwargs))
+        template_kwargs = loop.apply_chat_template_kwargs
+        _gateways[loop.loop] = _Gateway(Model(facts, loop.tokenizer, parser, template_kwargs, grammars=False))
     return _gateways[loop.loop]

@@ -45,13 +45,19 @@ def check_body(body: bytes, facts: ModelFacts) -> None:
 
 
 def read_request(
-    tokenizer: Any, api: str, body: bytes, facts: ModelFacts, forces_calls: bool, heavy: bool = True
+    tokenizer: Any,
+    api: str,
+    body: bytes,
+    facts: ModelFacts,
+    forces_calls: bool,
+    grammars: bool,
+    heavy: bool = True,
 ) -> GatewayRequest:
     """The request in a body sent to `api`; ApiError if it is refused. Without `heavy`, HeavyRequest for a grammar.
 
     Tools that may not be called now stay in the context: without them it would be another one. The model has many
     names: agents send the one of the model that they were written for. `forces_calls`: whether an answer can be made to
-    begin with a call, in the model's format of calls.
+    begin with a call, in the model's format of calls. `grammars`: whether answers follow the grammar of a request.
     """
     given = read_json(body)
     given = as_openai(given) if api == MESSAGES else given
@@ -65,7 +71,8 @@ def read_request(
     chat = read_chat({**given, "model": facts.names[0]}, facts, tokenizer)
     if chat.ask.begun and not forces_calls:
         raise ApiError("tool_choice: only auto and none are done for this model's format of calls.", "tool_choice")
-    check_grammar(chat.ask, tokenizer)
+    if grammars:
+        check_grammar(chat.ask, tokenizer)
     chat = replace(chat, ask=replace(chat.ask, model=str(name)))
     scope = scope_of(chat.tools, chat.options)
     return GatewayRequest(chat, bool(chat.tools) and not silent, scope, digests_of(scope, chat.messages))

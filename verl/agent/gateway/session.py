@@ -59,10 +59,11 @@ class Model:
         parser: Parser,
         template_kwargs: Mapping[str, Any] | None = None,
         seconds: float = _SECONDS,
+        grammars: bool = True,
     ) -> None:
-        """`seconds`: time limit of the text work of one request."""
+        """`seconds`: time limit of the text work of one request. `grammars`: whether answers follow grammars."""
         self.facts, self.tokenizer, self.parser = facts, tokenizer, parser
-        self._template_kwargs = dict(template_kwargs or {})
+        self._template_kwargs, self._grammars = dict(template_kwargs or {}), grammars
         self._workers = TextWorkers(tokenizer_loader(tokenizer), seconds)
         self._ends_of = lru_cache(_KEPT_ENDS)(self._find_ends)
 
@@ -77,7 +78,7 @@ class Model:
     async def read(self, api: str, body: bytes) -> GatewayRequest:
         """The request in a body sent to `api` (/v1/chat/completions or /v1/messages). ApiError: it is refused."""
         check_body(body, self.facts)
-        arguments = (api, body, self.facts, isinstance(self.parser, HermesParser))
+        arguments = (api, body, self.facts, isinstance(self.parser, HermesParser), self._grammars)
         if len(body) <= _SHORT_BODY:
             try:
                 return read_request(self.tokenizer, *arguments, heavy=False)

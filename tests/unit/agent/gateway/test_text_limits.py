@@ -1,0 +1,111 @@
+"""Limits of the gateway's text work: what cannot fit is refused untokenised, what is long runs in text workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.support.gateway_server import END, CountingTokenizer
+from verl.agent.gateway import session as session_module
+from verl.agent.gateway.requests import MESSAGES, check_body
+from verl.agent.gateway.session import Model, Session
+from verl.inference.serving.fields import ApiError
+from verl.inference.serving.openai_requests import CHAT, ModelFacts
+from verl.utils.tool_calls import get_parser
+
+CONTEXT, LONGEST = 1000, 16
+FACTS = ModelFacts(("tiny",), CONTEXT, 264, frozenset({END}), 1, False, LONGEST)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def body(*messages, **fields):
+    return json.dumps({"messages": list(messages), **fields}).encode()
+
+
+class Inline:
+    """Text workers that run in this process and record what they run."""
+
+    def __init__(self, *_):
+        self.calls = []
+
+    async def call(self, function, *arguments, heavy=False):
+        self.calls.append(function.__name__)
+        return function(self.tokenizer, *arguments)
+
+
+@pytest.fixture
+def model(monkeypatch):
+    monkeypatch.setattr(session_module, "TextWorkers", Inline)
+    made = Model(FACTS, CountingTokenizer(), get_parser("hermes"))
+    made._workers.tokenizer = made.tokenizer
+    return made
+
+
+def place(model, text, session=None, **fields):
+    async def run():
+        request = await model.read(CHAT, body(user(text), **fields))
+        return await (session or Session("s", None)).place(request, model)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("api", "more"), [(CHAT, {}), (MESSAGES, {"max_tokens": 5})])
+def test_a_conversation_that_cannot_fit_is_refused_untokenised(model, api, more):
+    too_long = CONTEXT * LONGEST + 1
+    with pytest.raises(ApiError, match="at most 16000 can fit") as refused:
+        asyncio.run(model.read(api, body(user("x" * too_long), **more)))
+    assert (refused.value.status, refused.value.content["error"]["code"]) == (400, "context_length_exceeded")
+    many = [user("x" * 100)] * (too_long // 100)
+    with pytest.raises(ApiError, match="at most 16000 can fit"):
+        asyncio.run(model.read(api, body(*many, **more)))
+    assert model.tokenizer.texts == []
+
+
+def test_a_body_that_cannot_fit_is_refused_unread():
+    most = CONTEXT * LONGEST * 12 + 2**20
+    check_body(b"x" * most, FACTS)
+    with pytest.raises(ApiError, match=f"at most {most} are read") as refused:
+        check_body(b"x" * (most + 1), FACTS)
+    assert refused.value.status == 413
+
+
+def test_short_texts_stay_in_the_process_and_long_ones_go_to_workers(model, monkeypatch):
+    first = place(model, "hello")
+    assert model._workers.calls == []
+    monkeypatch.setattr(session_module, "_SHORT_BODY", 10)
+    monkeypatch.setattr(session_module, "SHORT_TEXT", 10)
+    assert place(model, "hello").context_ids == first.context_ids
+    assert model._workers.calls == ["read_request", "start_ids"]
+
+
+def test_a_grammar_is_compiled_in_a_worker(model):
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    with pytest.raises(ApiError, match="needs a fast tokenizer"):  # which the one that counts is not
+        place(model, "hello", response_format=form)
+    assert model._workers.calls == ["read_request"]
+    without = Model(FACTS, model.tokenizer, get_parser("hermes"), grammars=False)
+    without._workers.tokenizer = model.tokenizer
+    place(without, "hello", response_format=form)
+    assert without._workers.calls == ["read_request"]
+
+
+def test_a_request_that_is_sent_twice_at_once_has_one_place(model):
+    session = Session("s", None)
+
+    async def run():
+        requests = [await model.read(CHAT, body(user("hello"))) for _ in range(2)]
+        return await asyncio.gather(*(session.place(request, model) for request in requests))
+
+    first, second = asyncio.run(run())
+    assert first is second
+    assert session.tree.counts == {"start": 1, "retry": 1}
+
+
+def test_the_options_of_a_template_are_limited(model):
+    with pytest.raises(ApiError, match="at most 16000 can fit"):
+        asyncio.run(model.read(CHAT, body(user("x"), chat_template_kwargs={"a": "b" * 20_000})))
