@@ -177,18 +177,19 @@ def _accept_finite(
 ) -> list[Sequence]:
     """`accept_tokens` of a step in which some log-prob is not finite."""
     failed, finite = [], []
-    columns = zip(rows, tokens, log_probs, raw_log_probs, sampled_log_probs, strict=True)
-    for sequence, token, *values in columns:
+    for row, (sequence, token) in enumerate(zip(rows, tokens, strict=True)):
+        values = [log_probs[row], raw_log_probs[row], sampled_log_probs[row]]
         if sequence.done:
             continue
         if all(map(math.isfinite, values)):
-            finite.append((sequence, token, *values))
+            finite.append(row)
             continue
         sequence.in_flight -= 1
         sequence.error = _not_finite(sequence, token, values, version)
         failed.append(sequence)
-    if finite:
-        accept_tokens(*map(list, zip(*finite, strict=True)), version)  # type: ignore[arg-type]
+    columns = (log_probs, raw_log_probs, sampled_log_probs)
+    full, raw, sampled = ([column[row] for row in finite] for column in columns)
+    accept_tokens([rows[row] for row in finite], [tokens[row] for row in finite], full, raw, sampled, version)
     return failed
 
 

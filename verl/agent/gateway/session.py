@@ -149,11 +149,10 @@ class Session:
             chat = request.chat
             found = self.tree.lookup(chat.messages, request.digests, chat.ask.begun)
             place = found.place
-            if place is None and found.parent is None:
-                place = self.tree.open_place(found, await model.start(request), request.scope)
-            elif place is None:
-                context_ids = await model.suffix(request, found.messages, found.parent)
-                place = self.tree.open_place(found, context_ids, request.scope)
+            if place is None:
+                parent = found.parent
+                tokens = model.start(request) if parent is None else model.suffix(request, found.messages, parent)
+                place = self.tree.open_place(found, await tokens, request.scope)
         prompt_ids = place.prompt_ids
         try:
             checked_length(prompt_ids, model.facts, "messages")
