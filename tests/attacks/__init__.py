@@ -1,0 +1,1 @@
+"""Attacks on the servers and loaders: generators with stored seeds. `make test-attacks`."""
