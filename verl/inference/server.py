@@ -10,21 +10,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.inference.serving.api_app import ApiApp
-from verl.inference.serving.app import OpenAIApp, in_options
-from verl.inference.serving.model import ServedModel, add_model_options, positive
+from starlette.types import ASGIApp
+
+from verl.inference.serving.app import OpenAIServer, in_options
+from verl.inference.serving.model import ServedModel, add_model_options
 from verl.inference.serving.openai_requests import parse
 from verl.inference.serving.parsers import Parsers
-from verl.inference.serving.scoring import ScoringApp
+from verl.inference.serving.scoring import ScoringServer
 from verl.inference.serving.scoring_requests import parse_scoring
 from verl.utils.collector import settle
-from verl.utils.http_server.server import Limits, bind_socket, create_server, warn_if_public
+from verl.utils.http_server.server import (
+    Limits,
+    add_server_options,
+    bind_socket,
+    create_server,
+    positive,
+    warn_if_public,
+)
 from verl.utils.logging_setup import setup_logging
 
 __all__ = ["ServedApp", "app_of", "main", "options_parser", "serve"]
@@ -58,9 +65,9 @@ def serve(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class ServedApp:
-    """What answers requests, and what it is, for the log."""
+    """An application and the name of its model, for the log."""
 
-    app: ApiApp
+    app: ASGIApp
     what: str
     park: Callable[[], None]
     """Give the device's memory back; requests wait until `wake`."""
@@ -68,25 +75,27 @@ class ServedApp:
 
 
 def app_of(options: argparse.Namespace, held: contextlib.ExitStack) -> ServedApp:
-    """The model that the options name, ready to be served; `held` ends it."""
-    model, body = ServedModel(options, options.task), options.max_body_mb * 2**20
-    read: Any = parse_scoring if model.task == "classify" else parse
-    parsers = held.enter_context(contextlib.closing(Parsers(read, model.load_tokenizer, options.max_parse_seconds)))
+    """Load the model that the options name; `held` closes it."""
+    model, max_body = ServedModel(options, options.task), options.max_body_mb * 2**20
+    parse_body: Any = parse_scoring if model.task == "classify" else parse
+    parsers: Parsers[Any] = Parsers(parse_body, model.load_tokenizer, options.max_parse_seconds)
+    held.enter_context(contextlib.closing(parsers))
     if model.task == "classify":
         classifier, facts, what = held.enter_context(model.scoring(options.max_answers))
-        scores = ScoringApp(classifier, facts, parsers, body, options.api_key)
-        made = ServedApp(scores, what, classifier.park, classifier.wake)
+        scoring = ScoringServer(classifier, facts, parsers).app(max_body, options.api_key)
+        served = ServedApp(scoring, what, classifier.park, classifier.wake)
     else:
         of = held.enter_context(model.loaded(options.max_answers, options.allow_client_templates))
-        app = OpenAIApp(of.engine, of.check, of.facts, of.tokenizer, parsers, body, options.api_key)
-        made = ServedApp(app, of.what, of.park, of.wake)
+        api = OpenAIServer(of.engine, of.check, of.facts, of.tokenizer, parsers).app(max_body, options.api_key)
+        served = ServedApp(api, of.what, of.park, of.wake)
     parsers.wait_until_ready()
-    return made
+    return served
 
 
 def options_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m verl.inference.server", description=(__doc__ or "").split("\n")[0])
-    add_model_options(parser, DEFAULT_PORT)
+    add_model_options(parser)
+    add_server_options(parser, DEFAULT_PORT, max_body_mb=8)
     add = parser.add_argument
     add(
         "--task",
@@ -100,14 +109,7 @@ def options_parser() -> argparse.ArgumentParser:
         default=16384,
         help="tokens that a classifier reads at once (default: %(default)s)",
     )
-    add(
-        "--api-key",
-        default=os.environ.get("VERL_API_KEY") or None,
-        help="clients must send it (default: $VERL_API_KEY)",
-    )
     add("--max-answers", type=positive, default=1024, help="prompts × n of one request (default: %(default)s)")
-    add("--max-body-mb", type=positive, default=8, help="size of one request (default: %(default)s)")
-    add("--max-connections", type=positive, default=1024, help="clients at once (default: %(default)s)")
     add("--max-parse-seconds", type=float, default=10, help="for reading one request (default: %(default)s)")
     add(
         "--allow-client-templates", action="store_true", help="run chat templates that clients send, which are programs"

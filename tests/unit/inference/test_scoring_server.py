@@ -108,7 +108,7 @@ def test_a_text_that_is_too_long_is_refused_or_loses_its_beginning(server, rewar
         ("/v1/rewards", {"input": [[9999]]}, "there is no token 9999"),
         ("/v1/rewards", {"input": "a", "temperature": 1}, "Unrecognized request argument supplied: temperature"),
         ("/v1/rewards", {"input": "a", "model": "other"}, "does not exist"),
-        ("/v1/chat/completions", {"messages": CHAT}, "There are /health, /v1/models, /v1/rewards, /classify"),
+        ("/v1/chat/completions", {"messages": CHAT}, "POST /v1/rewards, POST /classify"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(server, path, fields, words):

@@ -1,4 +1,4 @@
-"""The OpenAI API on an engine, as an ASGI app: /v1/completions, /v1/chat/completions, /v1/models, /health."""
+"""The OpenAI API of an engine: /v1/completions, /v1/chat/completions, /v1/models, /health."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.serving.api_app import ApiApp
-from verl.inference.serving.fields import ApiError
+from verl.inference.serving.api_app import GeneratorResponse, create_model_app
+from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_replies import Part, Replies, Token, prompt_tokens, sampled_tokens
 from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, Ask, ModelFacts
 from verl.inference.serving.parsers import Parsers
@@ -19,26 +24,23 @@ from verl.inference.serving.text_stream import TextStream
 from verl.inference.serving.tool_calls import ToolText
 from verl.types.request import Output, Request
 from verl.utils.field_errors import respelled
-from verl.utils.http_server.asgi import JSON, Response
 
-__all__ = ["OpenAIApp", "api_errors", "in_options"]
+__all__ = ["OpenAIServer", "api_errors", "in_options"]
 
 # Enough tokens before an answer for a decoder to know that a word does not begin the text.
 _CONTEXT_TOKENS = 4
 _OPTIONS = ("max_model_len", "max_num_seqs", "gpu_memory_utilization")
-_EVENTS = b"text/event-stream"
+_NO_CACHE = {"Cache-Control": "no-cache"}
 
 logger = logging.getLogger(__name__)
 
 
-class OpenAIApp(ApiApp):
-    """Answers HTTP requests with an engine's tokens.
+class OpenAIServer:
+    """Serves an engine.
 
-    `check` raises a ValueError for a request that the engine can never answer. What a client wrote is read by
-    `parsers`, never here: this is the event loop that everybody waits for.
+    `check` raises ValueError for a request that the engine can never answer. Requests are parsed by `parsers`, in other
+    processes, because all clients share this event loop.
     """
-
-    posts = (COMPLETIONS, CHAT)
 
     def __init__(
         self,
@@ -47,19 +49,17 @@ class OpenAIApp(ApiApp):
         facts: ModelFacts,
         tokenizer: Any,
         parsers: Parsers[Ask],
-        max_body: int,
-        api_key: str | None = None,
     ) -> None:
-        super().__init__(facts, max_body, api_key)
-        self._engine, self._check, self._tokenizer, self._parsers = engine, check, tokenizer, parsers
+        self._engine, self._check, self._facts = engine, check, facts
+        self._tokenizer, self._parsers = tokenizer, parsers
 
-    @property
-    def _unfinished(self) -> int:
-        return self._engine.unfinished
+    def app(self, max_body_bytes: int, api_key: str | None = None) -> ASGIApp:
+        routes = [Route(path, self._generate, methods=["POST"]) for path in (COMPLETIONS, CHAT)]
+        return create_model_app(routes, self._facts, lambda: self._engine.unfinished, max_body_bytes, api_key)
 
-    async def _post(self, path: str, body: bytes, response: Response) -> None:
-        ask = await self._parsers.parse(path, body, self._facts)
-        replies = Replies(ask, path == CHAT, self._tokenizer)
+    async def _generate(self, http_request: HttpRequest) -> Response:
+        path = http_request.scope["path"]
+        ask = await self._parsers.parse(path, await http_request.body(), self._facts)
         requests = ask.requests(self._facts.max_model_len)
         with api_errors():
             for request in requests:
@@ -67,38 +67,28 @@ class OpenAIApp(ApiApp):
         if ask.params.grammar is not None:
             with api_errors("tools" if ask.begun else "response_format"):
                 await asyncio.to_thread(self._engine.prepare, ask.params)
-        chat, decoder = path == CHAT, self._tokenizer
-        choices = [_Choice(index, request, ask, chat, decoder) for index, request in enumerate(requests)]
+        chat = path == CHAT
+        replies = Replies(ask, chat, self._tokenizer)
+        choices = [_Choice(index, request, ask, chat, self._tokenizer) for index, request in enumerate(requests)]
         if not ask.stream:
-            return await self._whole(choices, replies, response)
-        async with contextlib.aclosing(self._events(ask, choices, replies)) as events:
-            async for event in events:
-                await response.piece(f"data: {event}\n\n", _EVENTS)
-                await asyncio.sleep(0)  # others are served between two pieces, however many are ready
-        await response.end()
+            return await self._whole(choices, replies)
+        return GeneratorResponse(self._events(ask, choices, replies), media_type="text/event-stream", headers=_NO_CACHE)
 
-    async def _whole(self, choices: list[_Choice], replies: Replies, response: Response) -> None:
-        """The choices are written and sent one by one, in a thread: all of them may be megabytes of log-probs."""
-        with api_errors():
+    async def _whole(self, choices: list[_Choice], replies: Replies) -> Response:
+        with api_errors(status=422):
             futures = self._engine.submit([choice.request for choice in choices])
             try:
                 outputs = await asyncio.gather(*map(asyncio.wrap_future, futures))
             finally:
-                # One that failed fails the request; the others must not go on for nobody.
+                # If one fails, the request fails: the others are not needed.
                 for future in futures:
                     future.cancel()
-        before, after = replies.frame(
-            sum(choice.counted(output) for choice, output in zip(choices, outputs, strict=True))
-        )
-        for choice, output in zip(choices, outputs, strict=True):
-            text = await asyncio.to_thread(lambda c=choice, o=output: replies.choice(c.take(o)))  # type: ignore[misc]
-            await response.piece(before + text, JSON)
-            before = ", "
-        await response.piece(after, JSON)
-        await response.end()
+        completion_tokens = sum(map(_Choice.counted, choices, outputs))
+        pieces = _encoded(list(zip(choices, outputs, strict=True)), replies, *replies.frame(completion_tokens))
+        return GeneratorResponse(pieces, media_type="application/json")
 
     async def _events(self, ask: Ask, choices: list[_Choice], replies: Replies) -> AsyncGenerator[str, None]:
-        """Pieces of all answers, as they come."""
+        """Server-sent events with the pieces of all choices as they are generated."""
         pieces: asyncio.Queue[tuple[_Choice, Output | Exception]] = asyncio.Queue()
         tasks = [asyncio.ensure_future(_forward(self._engine, choice, pieces)) for choice in choices]
         unfinished, sampled = len(choices), 0
@@ -106,24 +96,25 @@ class OpenAIApp(ApiApp):
             for choice in choices:
                 first = replies.first_piece(choice.index)
                 if first is not None:
-                    yield first
+                    yield _event(first)
             while unfinished:
                 choice, piece = await pieces.get()
                 if isinstance(piece, Exception):
-                    with api_errors():
+                    with api_errors(status=422):
                         raise piece
                 if choice.finished:
                     continue
                 sampled += choice.counted(piece)
                 part = choice.take(piece)
                 if part.text or part.calls or part.finish_reason:
-                    yield replies.piece(part)
+                    yield _event(replies.piece(part))
+                    await asyncio.sleep(0)  # other clients are served between two pieces, however many are ready
                 unfinished -= choice.finished
             if ask.include_usage:
-                yield replies.usage_piece(sampled)
-            yield "[DONE]"
+                yield _event(replies.usage_piece(sampled))
+            yield _event("[DONE]")
         except ApiError as error:
-            yield json.dumps(error.content, ensure_ascii=False)
+            yield _event(json.dumps(error.content, ensure_ascii=False))
         finally:
             for task in tasks:
                 task.cancel()
@@ -175,6 +166,21 @@ class _Choice:
         return part
 
 
+async def _encoded(
+    results: list[tuple[_Choice, Output]], replies: Replies, before: str, after: str
+) -> AsyncGenerator[str, None]:
+    """The pieces of a whole reply. Choices are encoded one by one in a thread: they may be megabytes of log-probs."""
+    for choice, output in results:
+        text = await asyncio.to_thread(lambda c=choice, o=output: replies.choice(c.take(o)))  # type: ignore[misc]
+        yield before + text
+        before = ", "
+    yield after
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
 async def _forward(
     engine: AsyncEngine, choice: _Choice, pieces: asyncio.Queue[tuple[_Choice, Output | Exception]]
 ) -> None:
@@ -191,12 +197,15 @@ def in_options(message: str) -> str:
 
 
 @contextlib.contextmanager
-def api_errors(param: str | None = None) -> Iterator[None]:
-    """Convert exceptions of the engine to API errors; `param` is the request field that caused a ValueError."""
+def api_errors(param: str | None = None, status: int = 400) -> Iterator[None]:
+    """Convert exceptions of the engine to API errors.
+
+    A ValueError is the fault of the request: it gets `status`, and `param` is the field that caused it.
+    """
     try:
         yield
     except ValueError as error:
-        raise ApiError(in_options(str(error)), param) from error
+        raise ApiError(in_options(str(error)), param, status) from error
     except Exception as error:
         logger.exception("a request failed")
         raise ApiError(f"the engine failed: {error}", status=500) from error

@@ -17,6 +17,7 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.types.request import Request
 from verl.utils.fs import resolve_model_path
+from verl.utils.http_server.server import positive
 from verl.utils.text_workers import longest_token
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from verl.inference.build import BuiltEngine
     from verl.inference.classifier import Classifier
 
-__all__ = ["Served", "ServedModel", "add_model_options", "positive"]
+__all__ = ["Served", "ServedModel", "add_model_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -140,13 +141,14 @@ def _wake(engine: AsyncEngine, built: BuiltEngine) -> None:
     engine.go(_PARKED)
 
 
-def add_model_options(parser: argparse.ArgumentParser, port: int) -> None:
-    """Which model, on what, at which address."""
+def add_model_options(parser: argparse.ArgumentParser, port: int | None = None) -> None:
+    """The model and its device. `port`: also the address, for servers without `add_server_options`."""
     add = parser.add_argument
     add("--model", required=True, help="local folder, hub name, URL, or a global_step_N folder of ours")
     add("--served-model-name", help="what clients call it (default: as given to --model)")
-    add("--host", default="127.0.0.1", help="address to serve on (default: %(default)s, this machine only)")
-    add("--port", type=int, default=port, help="port (default: %(default)s; 0: any that is free)")
+    if port is not None:
+        add("--host", default="127.0.0.1", help="address to serve on (default: %(default)s, this machine only)")
+        add("--port", type=int, default=port, help="port (default: %(default)s; 0: any that is free)")
     add("--device", default="auto", help="cpu, cuda, cuda:1 … (default: a GPU where there is one)")
     add("--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="of the weights")
     add("--max-model-len", type=positive, help="longest prompt and answer together (default: the model's own limit)")
@@ -154,14 +156,6 @@ def add_model_options(parser: argparse.ArgumentParser, port: int) -> None:
     add("--gpu-memory-utilization", type=float, default=0.9, help="share of GPU memory to take (default: %(default)s)")
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def engine_config(options: Any, length: int) -> RolloutConfig:

@@ -1,62 +1,83 @@
-"""Router: one address for several servers of the same model; each request goes to the one with the fewest."""
+"""Router: one address for several servers of the same model; each request goes to the server with the fewest."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from verl.utils.http_server.asgi import Gone, Receive, Response, Send, headers_of, read_body, while_there
+import httpx
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["Router"]
+from verl.inference.serving.api_errors import openai_error
+from verl.utils.http_server.app import HttpError, create_app
 
-_MOST_BODY = 64 * 2**20
-_TOO_LARGE = ValueError("the body is too large")
+__all__ = ["Router", "least_busy"]
+
+_MAX_BODY_BYTES = 64 * 2**20
+_RESPONSE_HEADERS = ("content-type", "content-length", "cache-control", "retry-after")
 
 
 class Router:
-    """An ASGI app. A server that cannot be reached is a 503, which clients of ours try again."""
+    """Forwards requests. A server that cannot be reached is a 503, after which verl's clients try again."""
 
     def __init__(self) -> None:
         self.servers: dict[str, str] = {}
-        """host:port of each, and the key that it wants to be sent; may change at any time."""
-        self._under_way: Counter[str] = Counter()
-        self._client: Any = None
+        """host:port of each server and its API key; may change at any time."""
+        self._in_flight: Counter[str] = Counter()
+        self._client: httpx.AsyncClient | None = None
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        response = Response(send)
-        try:
-            try:
-                body = await read_body(headers_of(scope), receive, _MOST_BODY, _TOO_LARGE)
-            except ValueError as error:
-                return await response.whole(413, {"error": {"message": str(error)}})
-            await while_there(self._forward(scope, body, response), receive)
-        except Gone:
-            return
+    def app(self) -> ASGIApp:
+        routes = [Route("/{path:path}", self._forward, methods=["GET", "POST"])]
+        return create_app(routes, health=self._health, max_body_bytes=_MAX_BODY_BYTES, error_content=openai_error)
 
-    async def _forward(self, scope: dict[str, Any], body: bytes, response: Response) -> None:
-        import httpx
+    def _health(self) -> dict[str, Any]:
+        return {"status": "ok", "servers": len(self.servers), "unfinished_requests": self._in_flight.total()}
 
-        if self._client is None:
+    async def _forward(self, request: Request) -> Response:
+        if self._client is None:  # in the event loop that uses it
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None), trust_env=False)
         if not self.servers:
-            return await response.whole(503, {"error": {"message": "no server is there yet"}})
-        server = least_busy(list(self.servers), self._under_way)
-        kind = headers_of(scope).get("content-type", "")
-        headers = {"content-type": kind, "authorization": f"Bearer {self.servers[server]}"}
-        self._under_way[server] += 1
+            raise HttpError(503, "no server has been started yet.")
+        server = least_busy(list(self.servers), self._in_flight)
+        headers = {
+            "content-type": request.headers.get("content-type", ""),
+            "authorization": f"Bearer {self.servers[server]}",
+            "accept-encoding": "identity",
+        }
+        self._in_flight[server] += 1
         try:
-            reply = await self._client.request(
-                scope["method"], f"http://{server}{scope['path']}", content=body, headers=headers
+            forwarded = self._client.build_request(
+                request.method, f"http://{server}{request.scope['path']}", content=await request.body(), headers=headers
             )
-        except httpx.TransportError as error:
-            return await response.whole(503, {"error": {"message": f"{server} does not answer: {error!r}"}})
+            reply = await self._client.send(forwarded, stream=True)
+        except BaseException as error:
+            self._in_flight[server] -= 1
+            if isinstance(error, httpx.TransportError):
+                raise HttpError(503, f"{server} does not respond: {error!r}") from error
+            raise
+        return _Forwarded(reply, server, self._in_flight)
+
+
+class _Forwarded(StreamingResponse):
+    """The response of a server, sent as it arrives."""
+
+    def __init__(self, reply: httpx.Response, server: str, in_flight: Counter[str]) -> None:
+        headers = {name: reply.headers[name] for name in _RESPONSE_HEADERS if name in reply.headers}
+        super().__init__(reply.aiter_raw(), reply.status_code, headers)
+        self._reply, self._server, self._in_flight = reply, server, in_flight
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        try:
+            await self.stream_response(send)
         finally:
-            self._under_way[server] -= 1
-        await response.whole(reply.status_code, json.loads(reply.content))
+            self._in_flight[self._server] -= 1
+            await self._reply.aclose()
 
 
-def least_busy(servers: Sequence[str], under_way: Counter[str]) -> str:
-    """The one with the fewest requests under way, the first of those."""
-    return min(servers, key=lambda server: under_way[server])
+def least_busy(servers: Sequence[str], in_flight: Counter[str]) -> str:
+    """The server with the fewest in-flight requests, the first of those."""
+    return min(servers, key=lambda server: in_flight[server])

@@ -1,4 +1,4 @@
-"""The scoring API on a sequence classifier: /v1/rewards tells a number for each input, /classify its labels."""
+"""The scoring API of a sequence classifier: /v1/rewards returns one number for each input, /classify its labels."""
 
 from __future__ import annotations
 
@@ -8,68 +8,55 @@ import time
 import uuid
 from typing import Any
 
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
 from verl.inference.classifier import Classifier
-from verl.inference.serving.api_app import ApiApp
-from verl.inference.serving.fields import ApiError
+from verl.inference.serving.api_app import create_model_app
+from verl.inference.serving.api_errors import ApiError
 from verl.inference.serving.openai_requests import ModelFacts
 from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.scoring_requests import CLASSIFY, REWARDS, ScoreAsk
-from verl.utils.http_server.asgi import Response
+from verl.utils.http_server.app import json_response
 
-__all__ = ["ScoringApp"]
+__all__ = ["ScoringServer"]
 
 
-class ScoringApp(ApiApp):
-    """Answers with a classifier's logits; what is asked at once by many is computed together."""
+class ScoringServer:
+    """Serves a classifier; inputs of concurrent requests are computed together."""
 
-    posts = (REWARDS, CLASSIFY, f"/v1{CLASSIFY}")
+    def __init__(self, classifier: Classifier, facts: ModelFacts, parsers: Parsers[ScoreAsk]) -> None:
+        self._classifier, self._facts, self._parsers = classifier, facts, parsers
 
-    def __init__(
-        self,
-        classifier: Classifier,
-        facts: ModelFacts,
-        parsers: Parsers[ScoreAsk],
-        max_body: int,
-        api_key: str | None = None,
-    ) -> None:
-        super().__init__(facts, max_body, api_key)
-        self._classifier, self._parsers = classifier, parsers
+    def app(self, max_body_bytes: int, api_key: str | None = None) -> ASGIApp:
+        routes = [Route(REWARDS, self._rewards, methods=["POST"])]
+        routes += [Route(path, self._classify, methods=["POST"]) for path in (CLASSIFY, f"/v1{CLASSIFY}")]
+        return create_model_app(routes, self._facts, lambda: self._classifier.unfinished, max_body_bytes, api_key)
 
-    @property
-    def _unfinished(self) -> int:
-        return self._classifier.unfinished
+    async def _rewards(self, request: Request) -> Response:
+        labels = self._classifier.num_labels
+        if labels != 1:
+            raise ApiError(f"this model has {labels} labels; a reward is one number. Use {CLASSIFY}.", status=404)
+        ask, logits = await self._score(request)
+        return await _response("reward", ask, [{"object": "reward", "reward": row[0]} for row in logits])
 
-    async def _post(self, path: str, body: bytes, response: Response) -> None:
-        rewards = path == REWARDS
-        if rewards and self._classifier.num_labels != 1:
-            raise ApiError(
-                f"this model has {self._classifier.num_labels} labels; a reward is one number. Use {CLASSIFY}.",
-                status=404,
-            )
-        ask = await self._parsers.parse(path, body, self._facts)
+    async def _classify(self, request: Request) -> Response:
+        ask, logits = await self._score(request)
+        return await _response("classify", ask, [self._classes(row) for row in logits])
+
+    async def _score(self, request: Request) -> tuple[ScoreAsk, list[list[float]]]:
+        ask = await self._parsers.parse(request.scope["path"], await request.body(), self._facts)
         futures = self._classifier.submit(ask.inputs)
         try:
-            logits = await asyncio.gather(*map(asyncio.wrap_future, futures))
+            return ask, await asyncio.gather(*map(asyncio.wrap_future, futures))
         finally:
             for future in futures:
                 future.cancel()
-        tokens = sum(map(len, ask.inputs))
-        entry = self._reward if rewards else self._classes
-        told = {
-            "id": f"{'reward' if rewards else 'classify'}-{uuid.uuid4().hex}",
-            "object": "list",
-            "created": int(time.time()),
-            "model": ask.model,
-            "data": [{"index": index, **entry(row)} for index, row in enumerate(logits)],
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
-        await response.whole(200, told)
-
-    def _reward(self, logits: list[float]) -> dict[str, Any]:
-        return {"object": "reward", "reward": logits[0]}
 
     def _classes(self, logits: list[float]) -> dict[str, Any]:
-        """The likeliest label, the probabilities of all (of the one there is: a sigmoid) and what they come from."""
+        """The most likely label and the probabilities of all labels: softmax, or a sigmoid if there is only one."""
         if len(logits) == 1:
             probs = [1 / (1 + math.exp(-logits[0])) if logits[0] > -700 else 0.0]
         else:
@@ -77,3 +64,17 @@ class ScoringApp(ApiApp):
             probs = [power / sum(powers) for power in powers]
         label = self._classifier.labels[probs.index(max(probs))]
         return {"label": label, "probs": probs, "logits": logits, "num_classes": len(probs)}
+
+
+async def _response(kind: str, ask: ScoreAsk, entries: list[dict[str, Any]]) -> Response:
+    tokens = sum(map(len, ask.inputs))
+    return await json_response(
+        {
+            "id": f"{kind}-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": ask.model,
+            "data": [{"index": index, **entry} for index, entry in enumerate(entries)],
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+    )

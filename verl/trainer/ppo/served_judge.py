@@ -26,7 +26,7 @@ class ServedJudge:
 
     def start(self, *managers: Any) -> list[Any]:
         """The managers as they are to be called from now on."""
-        serving = serve_in_thread(self._router, "the reward model", limits=Limits(connections=_CONNECTIONS))
+        serving = serve_in_thread(self._router.app(), "the reward model", limits=Limits(connections=_CONNECTIONS))
         address = f"127.0.0.1:{self._held.enter_context(serving)}"
         self._find_servers()
         if self._parks:

@@ -7,9 +7,13 @@ import logging
 import threading
 import weakref
 from dataclasses import fields
-from typing import Any
 
-from verl.utils.http_server.asgi import Receive, Response, Send
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from verl.utils.http_server.app import HttpError, create_app
 from verl.utils.http_server.server import Limits, bind_socket, create_server
 from verl.workers.rollout.base import BaseRollout, EngineDiedError, Load
 
@@ -18,7 +22,7 @@ __all__ = ["exposition", "serve_metrics"]
 logger = logging.getLogger(__name__)
 
 _LIMITS = Limits(connections=64, grace_seconds=1)
-_TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def serve_metrics(rollout: BaseRollout, replica: int, port: int) -> int:
@@ -29,7 +33,7 @@ def serve_metrics(rollout: BaseRollout, replica: int, port: int) -> int:
         raise ValueError(f"prometheus.port: {port} of replica {replica} is taken on this machine: {error}") from error
     address.listen(_LIMITS.connections)
     port = address.getsockname()[1]
-    app = _Metrics(weakref.ref(rollout), {"engine": rollout.config.name, "replica": str(replica)})
+    app = _metrics_app(weakref.ref(rollout), {"engine": rollout.config.name, "replica": str(replica)})
     server = create_server(app, f"metrics of replica {replica}", _LIMITS, "/metrics", signals=False)
 
     def run() -> None:
@@ -54,22 +58,15 @@ def exposition(load: Load, labels: dict[str, str]) -> str:
     return "\n".join([*lines, ""])
 
 
-class _Metrics:
-    """An ASGI app with one page."""
-
-    def __init__(self, rollout: weakref.ref[BaseRollout], labels: dict[str, str]) -> None:
-        self._rollout, self._labels = rollout, labels
-
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        response = Response(send)
-        rollout = self._rollout()
-        if (scope["method"], scope["path"].rstrip("/")) != ("GET", "/metrics") or rollout is None:
-            await response.whole(404, {"detail": "there is GET /metrics, while the engine lives."})
-            return
+def _metrics_app(rollout: weakref.ref[BaseRollout], labels: dict[str, str]) -> ASGIApp:
+    async def metrics(_request: Request) -> Response:
+        engine = rollout()
+        if engine is None:
+            raise HttpError(503, "the engine has been closed.")
         try:
-            load = await asyncio.to_thread(rollout.load)
+            load = await asyncio.to_thread(engine.load)
         except EngineDiedError as error:
-            await response.whole(503, {"detail": str(error).splitlines()[0]})
-            return
-        await response.piece(exposition(load, self._labels), _TEXT)
-        await response.end()
+            raise HttpError(503, str(error).splitlines()[0]) from error
+        return Response(exposition(load, labels), media_type=_MEDIA_TYPE)
+
+    return create_app([Route("/metrics", metrics)], health=lambda: {"status": "ok"}, max_body_bytes=0)
